@@ -1,0 +1,3 @@
+module ddpjob.test/pause
+
+go 1.26.0

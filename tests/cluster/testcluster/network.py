@@ -1,0 +1,93 @@
+"""The cluster's network: a bridge in the control plane's namespace, one namespace per node, a door for the host's programs.
+
+No namespace has a default route: nothing leaves the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+from testcluster.processes import run, succeeds
+from testcluster.settings import Settings, node_number
+
+
+def _ip(netns: str, *words: str) -> None:
+    run("ip", "-n", netns, *words)
+
+
+def _forward(netns: str) -> None:
+    """Let the namespace forward. In a child process: a write to /proc/sys/net acts on the writer's own namespace."""
+    run("nsenter", f"--net=/run/netns/{netns}", "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+
+
+def namespaces(settings: Settings) -> list[str]:
+    """The cluster's network namespaces that exist."""
+    names = [line.split()[0] for line in run("ip", "netns", "list").splitlines() if line]
+    return [name for name in names if name.startswith(f"{settings.prefix}-")]
+
+
+def create(settings: Settings, nodes: list[str]) -> None:
+    """Make the namespaces, links and routes of the control plane and of all nodes."""
+    _control_plane(settings)
+    for node in nodes:
+        _node(settings, node)
+    for node in nodes:
+        for peer in nodes:
+            if peer != node:
+                _ip(settings.node_netns(node), "route", "add", settings.addresses.pods_of(node_number(peer)), "via", settings.addresses.node(node_number(peer)))
+
+
+def _control_plane(settings: Settings) -> None:
+    netns, addresses = settings.control_plane_netns, settings.addresses
+    run("ip", "netns", "add", netns)
+    _ip(netns, "link", "set", "lo", "up")
+    _ip(netns, "link", "add", "br0", "type", "bridge")
+    _ip(netns, "addr", "add", f"{addresses.api}/24", "dev", "br0")
+    _ip(netns, "addr", "add", f"{addresses.dns}/32", "dev", "br0")
+    _ip(netns, "link", "set", "br0", "up")
+    _forward(netns)
+    run("ip", "link", "add", settings.door_link, "type", "veth", "peer", "name", "door", "netns", netns)
+    run("ip", "addr", "add", f"{addresses.door_host}/30", "dev", settings.door_link)
+    run("ip", "link", "set", settings.door_link, "up")
+    _ip(netns, "addr", "add", f"{addresses.door_cluster}/30", "dev", "door")
+    _ip(netns, "link", "set", "door", "up")
+    for target in (f"{addresses.api}/32", addresses.pods, f"{addresses.dns}/32"):
+        run("ip", "route", "add", target, "via", addresses.door_cluster, "dev", settings.door_link)
+
+
+def _node(settings: Settings, node: str) -> None:
+    netns, control_plane, addresses = settings.node_netns(node), settings.control_plane_netns, settings.addresses
+    number = node_number(node)
+    run("ip", "netns", "add", netns)
+    _ip(netns, "link", "set", "lo", "up")
+    run("ip", "link", "add", node, "netns", control_plane, "type", "veth", "peer", "name", "eth0", "netns", netns)
+    _ip(control_plane, "link", "set", node, "master", "br0", "up")
+    _ip(netns, "addr", "add", f"{addresses.node(number)}/24", "dev", "eth0")
+    _ip(netns, "link", "set", "eth0", "up")
+    _forward(netns)
+    _ip(control_plane, "route", "add", addresses.pods_of(number), "via", addresses.node(number))
+    for target in (f"{addresses.dns}/32", addresses.door):
+        _ip(netns, "route", "add", target, "via", addresses.api)
+    # kube-proxy rewrites service addresses before routing is asked again; what it does not know must not wander.
+    _ip(netns, "route", "add", "blackhole", addresses.services)
+
+
+def set_link(settings: Settings, node: str, up: bool) -> None:
+    """Plug the node's cable in or out, at the bridge: the node's own routes stay."""
+    _ip(settings.control_plane_netns, "link", "set", node, "up" if up else "down")
+
+
+def link_is_up(settings: Settings, node: str) -> bool:
+    """False after `cut`."""
+    links = json.loads(run("ip", "-n", settings.control_plane_netns, "-j", "link", "show", "dev", node))
+    return "UP" in links[0]["flags"]
+
+
+def remove(settings: Settings) -> None:
+    """Remove the cluster's links, routes and namespaces, whatever of them there is."""
+    if succeeds("ip", "link", "show", "dev", settings.door_link):
+        # Its routes go with it. It may vanish by itself meanwhile, with the namespace that holds its peer.
+        subprocess.run(["ip", "link", "delete", settings.door_link], capture_output=True, check=False)
+    for name in namespaces(settings):
+        run("ip", "netns", "delete", name)

@@ -1,0 +1,127 @@
+"""Starts the cluster's long-running programs, and ends them again even when everything that started them is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from testcluster import cgroups
+from testcluster.settings import ClusterError, Settings
+
+
+def run(*command: str | Path, input_text: str | None = None, env: dict[str, str] | None = None, timeout: float = 600) -> str:
+    """Standard output of a command. Raises ClusterError with its standard error when it fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, input=input_text, text=True, capture_output=True, env=env, timeout=timeout, check=False)
+    if done.returncode != 0:
+        raise ClusterError(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def succeeds(*command: str | Path) -> bool:
+    """True when the command ends with 0."""
+    return subprocess.run([str(word) for word in command], capture_output=True, check=False).returncode == 0
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process by pid and start time (clock ticks since boot): a number used again is not taken for it."""
+
+    name: str
+    pid: int
+    started: int
+
+    def alive(self) -> bool:
+        stat = _stat(self.pid)
+        return stat is not None and stat[0] != "Z" and stat[1] == self.started
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """(state, start time) of a process, None when there is none. proc(5): fields 3 and 22; field 2 may hold spaces."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def spawn(settings: Settings, name: str, netns: str, command: Sequence[str | Path], env: dict[str, str] | None = None) -> Process:
+    """Start a program of the cluster in a network namespace; its log is `log/NAME.log`, its pid `pid/NAME`.
+
+    `nsenter` and not `ip netns exec`: that one mounts a fresh /sys, which hides the cgroups.
+    """
+    enter = 'for file in $DDPJOB_CGROUPS; do echo $$ > "$file/cgroup.procs" || exit 1; done; unset DDPJOB_CGROUPS; exec "$@"'
+    words = ["sh", "-c", enter, "sh", "nsenter", f"--net=/run/netns/{netns}", *(str(word) for word in command)]
+    groups = " ".join(str(folder) for folder in cgroups.system(settings))
+    with (settings.run / "log" / f"{name}.log").open("ab") as log:
+        child = subprocess.Popen(
+            words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **(env or {}), "DDPJOB_CGROUPS": groups}
+        )
+    stat = _stat(child.pid)
+    if stat is None:
+        raise ClusterError(f"{name} ended at once: see {settings.run}/log/{name}.log")
+    process = Process(name, child.pid, stat[1])
+    (settings.run / "pid" / name).write_text(json.dumps({"pid": process.pid, "started": process.started}))
+    return process
+
+
+def recorded(settings: Settings) -> list[Process]:
+    """Every program that was started, alive or not."""
+    processes = []
+    for file in sorted((settings.run / "pid").glob("*")):
+        try:
+            facts = json.loads(file.read_text())
+        except json.JSONDecodeError:
+            continue  # The writer was killed in the middle; its child is found by its cgroup.
+        processes.append(Process(file.name, facts["pid"], facts["started"]))
+    return processes
+
+
+def check_alive(settings: Settings) -> None:
+    """Raise ClusterError with the log's end when a program of the cluster has ended."""
+    for process in recorded(settings):
+        if not process.alive():
+            log = settings.run / "log" / f"{process.name}.log"
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:]) if log.exists() else ""
+            raise ClusterError(f"{process.name} has ended; the end of {log}:\n{tail}")
+
+
+def kill(pid: int) -> None:
+    """SIGKILL; no error when it has gone meanwhile."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def end_all(settings: Settings, timeout: float = 20.0) -> None:
+    """End what was recorded and what is left in the cluster's cgroups (shims, pods). Raises ClusterError when something stays."""
+    for process in recorded(settings):
+        if process.alive():
+            kill(process.pid)
+    deadline = time.monotonic() + timeout
+    while pids := cgroups.members(settings):
+        if time.monotonic() > deadline:
+            raise ClusterError(f"processes that cannot be killed: {sorted(pids)}")
+        for pid in pids:
+            kill(pid)
+        time.sleep(0.05)
+
+
+def wait_for(what: str, ready: Callable[[], bool], settings: Settings | None = None, timeout: float = 120.0) -> float:
+    """Seconds until `ready` was true. Raises ClusterError after `timeout` s, or when a program of the cluster has ended."""
+    start = time.monotonic()
+    while not ready():
+        if settings is not None:
+            check_alive(settings)
+        if time.monotonic() - start > timeout:
+            raise ClusterError(f"{what}: not within {timeout:.0f} s")
+        time.sleep(0.1)
+    return time.monotonic() - start

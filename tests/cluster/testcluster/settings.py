@@ -1,0 +1,127 @@
+"""Where the cluster's files lie, what its parts are called, and which addresses they have."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+MODULES = CHECKOUT / "tests" / "cluster" / "binaries"
+SLOTS = 16
+MAX_NODES = 7
+
+
+class ClusterError(Exception):
+    """Something the person at the keyboard can act on; the message says what and how."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """The part of 198.18.0.0/15 (RFC 2544, never routed on the Internet) that the cluster of one slot uses."""
+
+    slot: int
+
+    @property
+    def api(self) -> str:
+        return f"198.18.{self.slot}.1"
+
+    @property
+    def dns(self) -> str:
+        return f"198.19.{128 + 8 * self.slot}.10"
+
+    @property
+    def kubernetes_service(self) -> str:
+        return f"198.19.{128 + 8 * self.slot}.1"
+
+    @property
+    def services(self) -> str:
+        return f"198.19.{128 + 8 * self.slot}.0/21"
+
+    @property
+    def pods(self) -> str:
+        return f"198.19.{8 * self.slot}.0/21"
+
+    @property
+    def door_host(self) -> str:
+        """The host's end of the veth pair between the host and the control plane."""
+        return f"198.18.{128 + self.slot}.2"
+
+    @property
+    def door_cluster(self) -> str:
+        return f"198.18.{128 + self.slot}.1"
+
+    @property
+    def door(self) -> str:
+        return f"198.18.{128 + self.slot}.0/30"
+
+    def node(self, number: int) -> str:
+        return f"198.18.{self.slot}.{10 + number}"
+
+    def pods_of(self, number: int) -> str:
+        return f"198.19.{8 * self.slot + number}.0/24"
+
+
+def _slot() -> int:
+    text = os.environ.get("DDPJOB_CLUSTER_SLOT", "0")
+    if not text.isdigit() or int(text) >= SLOTS:
+        raise ClusterError(f"DDPJOB_CLUSTER_SLOT={text}: must be a number from 0 to {SLOTS - 1}")
+    return int(text)
+
+
+def _cache() -> Path:
+    own = os.environ.get("DDPJOB_CLUSTER_CACHE")
+    if own:
+        return Path(own).resolve()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache").resolve() / "ddpjob" / "cluster"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One cluster: `slot` tells it from others on the same machine in names and addresses."""
+
+    slot: int = field(default_factory=_slot)
+    cache: Path = field(default_factory=_cache)
+
+    @property
+    def run(self) -> Path:
+        """State of the running cluster. On a disk: /run is often a small tmpfs, and the nodes keep their images here."""
+        own = os.environ.get("DDPJOB_CLUSTER_RUN")
+        return Path(own).resolve() if own else self.cache / f"run{self.slot}"
+
+    @property
+    def addresses(self) -> Addresses:
+        return Addresses(self.slot)
+
+    @property
+    def prefix(self) -> str:
+        """Begins the name of every namespace, link and cgroup of this cluster."""
+        return f"ddpjob{self.slot}"
+
+    @property
+    def control_plane_netns(self) -> str:
+        return f"{self.prefix}-cp"
+
+    def node_netns(self, name: str) -> str:
+        return f"{self.prefix}-{name}"
+
+    @property
+    def door_link(self) -> str:
+        return f"{self.prefix}-door"
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.run / "admin.kubeconfig"
+
+    @property
+    def lock(self) -> Path:
+        """Machine-wide, whatever the cache: names and addresses of a slot exist once on a machine."""
+        return Path(f"/run/ddpjob-cluster-{self.slot}.lock")
+
+
+def node_number(name: str) -> int:
+    """1 of `n1`. Raises ClusterError for a name that is no node's."""
+    if not name.startswith("n") or not name[1:].isdigit():
+        raise ClusterError(f"{name}: nodes are called n1, n2, ...")
+    return int(name[1:])
