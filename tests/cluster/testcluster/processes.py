@@ -74,8 +74,13 @@ def spawn(settings: Settings, name: str, netns: str, command: Sequence[str | Pat
 
 def recorded(settings: Settings) -> list[Process]:
     """Every program that was started, alive or not."""
+    return recorded_in(settings.run)
+
+
+def recorded_in(run_folder: Path) -> list[Process]:
+    """The same of the cluster whose files lie in `run_folder`."""
     processes = []
-    for file in sorted((settings.run / "pid").glob("*")):
+    for file in sorted((run_folder / "pid").glob("*")):
         try:
             facts = json.loads(file.read_text())
         except json.JSONDecodeError:

@@ -1,0 +1,73 @@
+"""`python -m testcluster up|down|status|env|build`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+
+from testcluster import binaries, network, prerequisites, processes
+from testcluster.cluster import Cluster
+from testcluster.settings import ClusterError
+
+
+def _up(cluster: Cluster, arguments: argparse.Namespace) -> int:
+    prerequisites.require(cluster.settings)
+    seconds = cluster.up(arguments.nodes)
+    print(f"{len(cluster.nodes)} nodes are Ready ({seconds:.1f} s). For kubectl and helm:\n  eval \"$({sys.executable} -m testcluster env)\"")
+    return 0
+
+
+def _down(cluster: Cluster, arguments: argparse.Namespace) -> int:
+    cluster.down()
+    print("nothing of the cluster is left")
+    return 0
+
+
+def _status(cluster: Cluster, arguments: argparse.Namespace) -> int:
+    state = cluster.state()
+    if state is None:
+        print("not up")
+        return 1
+    print(f"checkout {state.checkout}\nfiles    {state.run}\nready    {', '.join(sorted(cluster.ready_nodes())) or 'no node'} of {', '.join(state.nodes)}")
+    for process in processes.recorded(cluster.settings):
+        print(f"  {process.name:<26} pid {process.pid:<8} {'runs' if process.alive() else 'ENDED'}")
+    for node in state.nodes:
+        if node in cluster.ready_nodes() and not network.link_is_up(cluster.settings, node):
+            print(f"  the link of {node} is cut")
+    return 0
+
+
+def _env(cluster: Cluster, arguments: argparse.Namespace) -> int:
+    for name, value in cluster.environment().items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+def _build(cluster: Cluster, arguments: argparse.Namespace) -> int:
+    for name, path in binaries.build(cluster.settings).items():
+        print(f"{name} {path}")
+    return 0
+
+
+def main(words: list[str] | None = None) -> int:
+    """Exit code: 0 done, 1 not up or an error that is told."""
+    parser = argparse.ArgumentParser(prog="testcluster", description="A real Kubernetes in network namespaces of this machine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    up = commands.add_parser("up", help="start it, or find it running")
+    up.add_argument("--nodes", type=int, default=2)
+    up.set_defaults(function=_up)
+    for name, function, text in (
+        ("down", _down, "end it and remove what is left of it, also after a crash"),
+        ("status", _status, "what runs"),
+        ("env", _env, "shell lines that set KUBECONFIG and PATH"),
+        ("build", _build, "build the binaries only"),
+    ):
+        commands.add_parser(name, help=text).set_defaults(function=function)
+    arguments = parser.parse_args(words)
+    try:
+        code: int = arguments.function(Cluster(), arguments)
+    except ClusterError as error:
+        print(f"testcluster: {error}", file=sys.stderr)
+        return 1
+    return code

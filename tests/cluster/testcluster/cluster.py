@@ -1,0 +1,262 @@
+"""The cluster as a whole: up, down, and what a test does with it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from testcluster import binaries, cgroups, controlplane, images, network, node, pki, processes
+from testcluster.settings import CHECKOUT, MAX_NODES, ClusterError, Settings
+
+LEGACY_LOG_LINKS = Path("/var/log/containers")
+
+
+@dataclass(frozen=True)
+class State:
+    """Whose cluster it is; kept in the lock file from the first step of `up` to the last step of `down`."""
+
+    checkout: str
+    run: str
+    nodes: tuple[str, ...]
+    ready: bool
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of this machine. `settings.slot` tells it from others."""
+
+    settings: Settings = field(default_factory=Settings)
+
+    # ---- up and down -------------------------------------------------------------------------------------------
+
+    def up(self, nodes: int = 2) -> float:
+        """Start the cluster, or find it running with at least as many nodes. Returns the seconds it took.
+
+        Raises ClusterError when another checkout's cluster runs in the slot, or when a part does not start.
+        """
+        if not 1 <= nodes <= MAX_NODES:
+            raise ClusterError(f"nodes: {nodes}: must be from 1 to {MAX_NODES}")
+        start = time.monotonic()
+        with self._locked():
+            state = self.state()
+            if state is not None and self._reusable(state, nodes):
+                return time.monotonic() - start
+            self._clean()
+            names = tuple(f"n{number}" for number in range(1, nodes + 1))
+            binaries.build(self.settings)
+            self._record(State(str(CHECKOUT), str(self.settings.run), names, ready=False))
+            try:
+                self._start(names)
+            except BaseException:
+                self._keep_logs()
+                self._clean()
+                raise
+            self._record(State(str(CHECKOUT), str(self.settings.run), names, ready=True))
+        return time.monotonic() - start
+
+    def down(self) -> None:
+        """End everything of the cluster and remove its files, also after a crash. Nothing to do is no error."""
+        with self._locked():
+            state = self.state()
+            if state is not None and state.run != str(self.settings.run):
+                raise ClusterError(self._foreign(state))
+            self._clean()
+
+    def state(self) -> State | None:
+        """What the lock file says; None when no cluster is up in this slot."""
+        try:
+            text = self.settings.lock.read_text()
+        except FileNotFoundError:
+            return None
+        if not text.strip():
+            return None
+        facts = json.loads(text)
+        return State(facts["checkout"], facts["run"], tuple(facts["nodes"]), facts["ready"])
+
+    def _foreign(self, state: State) -> str:
+        return (
+            f"slot {self.settings.slot} is taken by the cluster of {state.checkout} (files in {state.run}): end it there with "
+            f"`python -m testcluster down`, or set DDPJOB_CLUSTER_SLOT to another number"
+        )
+
+    def _reusable(self, state: State, nodes: int) -> bool:
+        """True when the recorded cluster is ours, whole and large enough; what is ours and broken is rebuilt."""
+        intact = state.ready and all(process.alive() for process in processes.recorded_in(Path(state.run)))
+        if state.checkout != str(CHECKOUT) or state.run != str(self.settings.run):
+            if intact:
+                raise ClusterError(self._foreign(state))
+            if state.run != str(self.settings.run):
+                raise ClusterError(f"{self._foreign(state)}; it has crashed, and its files are still there")
+            return False
+        if intact and len(state.nodes) < nodes:
+            raise ClusterError(f"a cluster of {len(state.nodes)} nodes is up, {nodes} are wanted: run `python -m testcluster down` first")
+        return intact
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self.settings.lock.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another `testcluster` of slot {self.settings.slot} ({self.settings.lock}) ...", flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _record(self, state: State | None) -> None:
+        self.settings.lock.write_text("" if state is None else json.dumps(asdict(state)))
+
+    def _start(self, names: tuple[str, ...]) -> None:
+        settings = self.settings
+        for name in ("log", "pid", "pki", "images"):
+            (settings.run / name).mkdir(parents=True, exist_ok=True)
+        programs = binaries.collect(settings)
+        cgroups.create(settings, "system")
+        network.create(settings, list(names))
+        authority = controlplane.create_credentials(settings)
+        controlplane.start_api(settings, programs)
+        images.write_pause(settings.run / "images" / "pause.tar", programs / "pause")
+        images.write_python_host(settings.run / "images" / "python-host.tar")
+        with ThreadPoolExecutor(len(names)) as pool:
+            list(pool.map(lambda name: self._start_runtime(name, authority), names))
+        controlplane.wait_for_api(settings, programs)
+        controlplane.start_controllers(settings, programs)
+        for name in names:
+            node.start_kubelet(settings, name, programs)
+        controlplane.start_dns(settings, programs)
+        processes.wait_for("nodes Ready", lambda: set(names) == self.ready_nodes(), settings)
+        processes.wait_for("the default service account", self._has_default_account, settings)
+
+    def _start_runtime(self, name: str, authority: pki.Authority) -> None:
+        node.create(self.settings, name, authority)
+        node.start_containerd(self.settings, name, self.programs)
+        node.wait_for_containerd(self.settings, name, self.programs)
+        for archive in sorted((self.settings.run / "images").glob("*.tar")):
+            node.import_image(self.settings, name, self.programs, archive)
+
+    def _has_default_account(self) -> bool:
+        """Pods are refused before it exists."""
+        return processes.succeeds(*self._kubectl_words(), "get", "serviceaccount", "default", "--namespace=default")
+
+    def _keep_logs(self) -> None:
+        kept = self.settings.cache / f"failed-start-{self.settings.slot}"
+        shutil.rmtree(kept, ignore_errors=True)
+        if (self.settings.run / "log").exists():
+            shutil.copytree(self.settings.run / "log", kept)
+            print(f"the logs of the failed start are in {kept}", flush=True)
+
+    def _clean(self) -> None:
+        """From whatever is left to nothing: processes, mounts, namespaces, cgroups, files."""
+        processes.end_all(self.settings)
+        _unmount_below(self.settings.run)
+        network.remove(self.settings)
+        cgroups.remove(self.settings)
+        if self.settings.run.exists():
+            shutil.rmtree(self.settings.run)
+        _remove_dead_log_links(self.settings.run)
+        self._record(None)
+
+    # ---- use -----------------------------------------------------------------------------------------------------
+
+    @property
+    def programs(self) -> Path:
+        """A folder with kubectl, helm, ctr and the rest."""
+        return self.settings.run / "bin"
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.settings.kubeconfig
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the nodes. Raises ClusterError when the cluster is not up."""
+        state = self.state()
+        if state is None:
+            raise ClusterError("the cluster is not up: run `python -m testcluster up`")
+        return state.nodes
+
+    def environment(self) -> dict[str, str]:
+        """For programs that use the cluster: KUBECONFIG, PATH, and no proxy for its addresses."""
+        no_proxy = ",".join(part for part in (os.environ.get("NO_PROXY", ""), "198.18.0.0/15") if part)
+        path = f"{self.programs}:{os.environ['PATH']}"
+        return {"KUBECONFIG": str(self.kubeconfig), "PATH": path, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
+
+    def _kubectl_words(self) -> list[str | Path]:
+        return [self.programs / "kubectl", "--kubeconfig", self.kubeconfig]
+
+    def kubectl(self, *words: str, input_text: str | None = None, timeout: float = 120) -> str:
+        """Standard output of `kubectl WORDS`. Raises ClusterError with what it said when it fails."""
+        env = {**os.environ, **self.environment()}
+        return processes.run(*self._kubectl_words(), *words, input_text=input_text, env=env, timeout=timeout)
+
+    def kubectl_json(self, *words: str) -> Any:
+        """The parsed answer of `kubectl WORDS --output=json`."""
+        return json.loads(self.kubectl(*words, "--output=json"))
+
+    def apply(self, *objects: dict[str, Any], namespace: str = "default") -> None:
+        """Create or change objects."""
+        listed = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+        self.kubectl("apply", "--namespace", namespace, "--filename=-", input_text=json.dumps(listed))
+
+    def ready_nodes(self) -> set[str]:
+        """Names of the nodes whose Ready condition is True; none while the API server does not answer."""
+        words = [str(word) for word in self._kubectl_words()]
+        done = subprocess.run([*words, "get", "nodes", "--output=json"], text=True, capture_output=True, check=False)
+        if done.returncode != 0:
+            return set()
+        return {item["metadata"]["name"] for item in json.loads(done.stdout)["items"] if _is_ready(item)}
+
+    def set_gpus(self, node_name: str, count: int, resource: str = "nvidia.com/gpu") -> None:
+        """Let a node offer `count` GPUs to the scheduler; no device comes with them. 0 takes them away."""
+        patch = json.dumps({"status": {"capacity": {resource: str(count)}, "allocatable": {resource: str(count)}}})
+        self.kubectl("patch", "node", node_name, "--subresource=status", "--patch", patch)
+
+    def cut(self, node_name: str) -> None:
+        """Pull the node's cable: its pods run on, nobody reaches them; the node is NotReady some 9 s later."""
+        network.set_link(self.settings, node_name, up=False)
+
+    def heal(self, node_name: str) -> None:
+        """Plug the cable in again."""
+        network.set_link(self.settings, node_name, up=True)
+
+    def load_image(self, archive: Path, nodes: tuple[str, ...] | None = None) -> None:
+        """Load an image archive into some nodes, or all; the nodes have no registry."""
+        for name in nodes or self.nodes:
+            node.import_image(self.settings, name, self.programs, archive)
+
+    def has_image(self, name: str, node_name: str) -> bool:
+        """True when a node has the image, by its full name."""
+        return bool(processes.run(*node.ctr(self.settings, node_name, self.programs), "images", "list", "--quiet", f"name=={name}").strip())
+
+
+def _is_ready(item: dict[str, Any]) -> bool:
+    conditions = item.get("status", {}).get("conditions", [])
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+
+
+def _unmount_below(folder: Path) -> None:
+    """Unmount everything below a folder, the latest first. Lazily: an overlay may still be held by a dying process."""
+    points = [_unescape(line.split()[1]) for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for point in reversed([path for path in points if Path(path).is_relative_to(folder)]):
+        processes.run("umount", "--lazy", point)
+
+
+def _unescape(path: str) -> str:
+    """A path of /proc/mounts: blanks and the like are octal there."""
+    return path.encode().decode("unicode_escape")
+
+
+def _remove_dead_log_links(run: Path) -> None:
+    """The kubelet links every container's log in a folder that cannot be configured."""
+    for link in LEGACY_LOG_LINKS.glob("*.log") if LEGACY_LOG_LINKS.is_dir() else []:
+        if link.is_symlink() and link.readlink().is_relative_to(run):
+            link.unlink()

@@ -1,0 +1,91 @@
+"""etcd, the API server, the controllers, the scheduler and DNS, all in the control plane's namespace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from testcluster import pki
+from testcluster.processes import spawn, succeeds, wait_for
+from testcluster.settings import Settings
+
+
+def create_credentials(settings: Settings) -> pki.Authority:
+    """Certificates of every part but the nodes'."""
+    authority = pki.create_authority(settings)
+    addresses = settings.addresses
+    names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost"]
+    pki.issue_server(settings, authority, "kube-apiserver", names, ["127.0.0.1", addresses.api, addresses.kubernetes_service])
+    pki.issue_client(settings, authority, "admin", "admin", "system:masters")
+    pki.issue_client(settings, authority, "kubelet-client", "kubelet-client", "system:masters")
+    pki.issue_client(settings, authority, "coredns", "coredns", "system:masters")
+    for name in ("kube-controller-manager", "kube-scheduler", "kube-proxy"):
+        pki.issue_client(settings, authority, name, f"system:{name}")
+    return authority
+
+
+def start_api(settings: Settings, programs: Path) -> None:
+    """etcd and the API server; returns at once."""
+    netns = settings.control_plane_netns
+    # No fsync: this store lives as long as a test run.
+    etcd: list[str | Path] = [programs / "etcd", "--data-dir", settings.run / "etcd", "--unsafe-no-fsync", "--quota-backend-bytes=8589934592"]
+    etcd += ["--listen-client-urls=http://127.0.0.1:2379", "--advertise-client-urls=http://127.0.0.1:2379", "--listen-peer-urls=http://127.0.0.1:2380"]
+    spawn(settings, "etcd", netns, etcd)
+    spawn(settings, "kube-apiserver", netns, [programs / "kube-apiserver", *_api_flags(settings)])
+
+
+def _api_flags(settings: Settings) -> list[str]:
+    folder = settings.run / "pki"
+    return [
+        "--etcd-servers=http://127.0.0.1:2379",
+        f"--advertise-address={settings.addresses.api}",
+        f"--service-cluster-ip-range={settings.addresses.services}",
+        f"--tls-cert-file={folder}/kube-apiserver.crt",
+        f"--tls-private-key-file={folder}/kube-apiserver.key",
+        f"--client-ca-file={folder}/ca.crt",
+        f"--kubelet-client-certificate={folder}/kubelet-client.crt",
+        f"--kubelet-client-key={folder}/kubelet-client.key",
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--service-account-key-file={folder}/sa.pub",
+        f"--service-account-signing-key-file={folder}/sa.key",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged=true",
+        "--max-requests-inflight=2000",
+        "--max-mutating-requests-inflight=1000",
+    ]
+
+
+def wait_for_api(settings: Settings, programs: Path) -> float:
+    """Seconds until the API server says that it is ready."""
+    kubectl = [programs / "kubectl", "--kubeconfig", settings.kubeconfig, "--request-timeout=5s"]
+    return wait_for("the API server", lambda: succeeds(*kubectl, "get", "--raw", "/readyz"), settings)
+
+
+def start_controllers(settings: Settings, programs: Path) -> None:
+    """Controllers and scheduler. A silent node is NotReady after 8 s, so that a test can see it."""
+    folder, netns = settings.run / "pki", settings.control_plane_netns
+    manager: list[str | Path] = [programs / "kube-controller-manager", f"--kubeconfig={settings.run}/kube-controller-manager.kubeconfig"]
+    manager += [f"--service-account-private-key-file={folder}/sa.key", f"--root-ca-file={folder}/ca.crt", "--use-service-account-credentials=true"]
+    manager += ["--leader-elect=false", "--node-monitor-period=1s", "--node-monitor-grace-period=8s"]
+    spawn(settings, "kube-controller-manager", netns, manager)
+    spawn(settings, "kube-scheduler", netns, [programs / "kube-scheduler", f"--kubeconfig={settings.run}/kube-scheduler.kubeconfig", "--leader-elect=false"])
+
+
+def start_dns(settings: Settings, programs: Path) -> None:
+    """CoreDNS. It answers from its watch and caches nothing: a new name is there when its endpoints are."""
+    corefile = settings.run / "Corefile"
+    corefile.write_text(
+        f""".:53 {{
+    errors
+    health 127.0.0.1:8080
+    ready 127.0.0.1:8181
+    kubernetes cluster.local {{
+        kubeconfig {settings.run}/coredns.kubeconfig
+        pods insecure
+        ttl 0
+    }}
+}}
+"""
+    )
+    spawn(settings, "coredns", settings.control_plane_netns, [programs / "coredns", "-conf", corefile])

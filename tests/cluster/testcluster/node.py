@@ -1,0 +1,168 @@
+"""One node: containerd, kubelet and kube-proxy in the node's namespace, pods in the node's cgroup."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from testcluster import cgroups, pki
+from testcluster.processes import run, spawn, succeeds, wait_for
+from testcluster.settings import Settings, node_number
+
+PAUSE_IMAGE = "localhost/pause:1"
+CNI_PLUGINS = Path("/usr/lib/cni")
+
+
+def folder(settings: Settings, node: str) -> Path:
+    """All files of a node."""
+    return settings.run / node
+
+
+def socket(settings: Settings, node: str) -> Path:
+    """containerd's."""
+    return folder(settings, node) / "containerd.sock"
+
+
+def create(settings: Settings, node: str, authority: pki.Authority) -> None:
+    """The node's folders, configuration, certificate and cgroup."""
+    home = folder(settings, node)
+    (home / "cni").mkdir(parents=True)
+    pki.issue_client(settings, authority, node, f"system:node:{node}", "system:nodes")
+    cgroups.create(settings, node)
+    (home / "cni" / "10-bridge.conflist").write_text(json.dumps(_cni(settings, node), indent=1))
+    (home / "containerd.toml").write_text(_containerd(settings, node))
+    (home / "resolv.conf").write_text(f"nameserver {settings.addresses.dns}\n")
+    (home / "kubelet.json").write_text(json.dumps(_kubelet(settings, node), indent=1))
+    (home / "kube-proxy.json").write_text(json.dumps(_proxy(settings, node), indent=1))
+
+
+def _cni(settings: Settings, node: str) -> dict[str, object]:
+    subnet = settings.addresses.pods_of(node_number(node))
+    ipam = {
+        "type": "host-local",
+        "dataDir": str(folder(settings, node) / "ipam"),
+        "ranges": [[{"subnet": subnet}]],
+        "routes": [{"dst": "198.18.0.0/15"}],
+    }
+    bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "ipMasq": False, "hairpinMode": True, "ipam": ipam}
+    return {"cniVersion": "1.0.0", "name": f"{settings.prefix}-{node}", "plugins": [bridge, {"type": "portmap", "capabilities": {"portMappings": True}}]}
+
+
+def _containerd(settings: Settings, node: str) -> str:
+    home = folder(settings, node)
+    # oom_score 0 and restrict_oom_score_adj: a container may lack CAP_SYS_RESOURCE, without which scores cannot be lowered.
+    # netns_mounts_under_state_dir: pods' namespaces are found, and removed, below the run folder.
+    return f"""version = 3
+root = "{home}/containerd"
+state = "{home}/state"
+oom_score = 0
+disabled_plugins = [
+  "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.zfs", "io.containerd.snapshotter.v1.devmapper",
+  "io.containerd.snapshotter.v1.erofs", "io.containerd.differ.v1.erofs", "io.containerd.nri.v1.nri",
+  "io.containerd.tracing.processor.v1.otlp", "io.containerd.internal.v1.tracing",
+]
+[grpc]
+  address = "{socket(settings, node)}"
+[plugins."io.containerd.cri.v1.runtime"]
+  restrict_oom_score_adj = true
+  enable_selinux = false
+  netns_mounts_under_state_dir = true
+  [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+    [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
+      SystemdCgroup = false
+  [plugins."io.containerd.cri.v1.runtime".cni]
+    bin_dirs = ["{CNI_PLUGINS}"]
+    conf_dir = "{home}/cni"
+[plugins."io.containerd.cri.v1.images"]
+  snapshotter = "overlayfs"
+  [plugins."io.containerd.cri.v1.images".pinned_images]
+    sandbox = "{PAUSE_IMAGE}"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{home}/opt"
+"""
+
+
+def _kubelet(settings: Settings, node: str) -> dict[str, object]:
+    home = folder(settings, node)
+    return {
+        "kind": "KubeletConfiguration",
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "address": settings.addresses.node(node_number(node)),
+        "healthzPort": 0,
+        "readOnlyPort": 0,
+        "containerRuntimeEndpoint": f"unix://{socket(settings, node)}",
+        "podLogsDir": str(home / "pods"),
+        "volumePluginDir": str(home / "volume-plugins"),
+        "resolvConf": str(home / "resolv.conf"),
+        "clusterDNS": [settings.addresses.dns],
+        "clusterDomain": "cluster.local",
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": str(settings.run / "pki" / "ca.crt")},
+        },
+        "authorization": {"mode": "Webhook"},
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": cgroups.node_root(settings, node),
+        "enforceNodeAllocatable": [],
+        "oomScoreAdj": 0,
+        "localStorageCapacityIsolation": False,
+        "imageGCHighThresholdPercent": 100,
+        "evictionHard": {"memory.available": "100Mi"},
+        "nodeStatusUpdateFrequency": "2s",
+        "nodeLeaseDurationSeconds": 8,
+        "serializeImagePulls": False,
+        "maxPods": 110,
+    }
+
+
+def _proxy(settings: Settings, node: str) -> dict[str, object]:
+    return {
+        "kind": "KubeProxyConfiguration",
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "mode": "iptables",
+        "clusterCIDR": settings.addresses.pods,
+        "clientConnection": {"kubeconfig": str(settings.run / "kube-proxy.kubeconfig")},
+        "hostnameOverride": node,
+        "healthzBindAddress": "127.0.0.1:10256",
+        "metricsBindAddress": "127.0.0.1:10249",
+        # The limits are the machine's, not the namespace's: leave them.
+        "conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+    }
+
+
+def start_containerd(settings: Settings, node: str, programs: Path) -> None:
+    """containerd; returns at once."""
+    config = folder(settings, node) / "containerd.toml"
+    path = {"PATH": f"{programs}:{os.environ['PATH']}:/usr/sbin:/sbin"}
+    spawn(settings, f"{node}-containerd", settings.node_netns(node), [programs / "containerd", "-c", config], path)
+
+
+def wait_for_containerd(settings: Settings, node: str, programs: Path) -> None:
+    """Until containerd answers."""
+    wait_for(f"containerd of {node}", lambda: succeeds(*ctr(settings, node, programs), "version"), settings, timeout=60)
+
+
+def ctr(settings: Settings, node: str, programs: Path) -> list[str | Path]:
+    """The words that begin a `ctr` command on a node's images for Kubernetes."""
+    return [programs / "ctr", "--address", socket(settings, node), "--namespace", "k8s.io"]
+
+
+def import_image(settings: Settings, node: str, programs: Path, archive: Path) -> None:
+    """Load an archive (docker or OCI layout, a tar) into a node."""
+    run(*ctr(settings, node, programs), "images", "import", "--local", archive, timeout=1800)
+
+
+def start_kubelet(settings: Settings, node: str, programs: Path) -> None:
+    """kubelet and kube-proxy; they need the API server and containerd."""
+    home, netns = folder(settings, node), settings.node_netns(node)
+    path = {"PATH": f"{programs}:{os.environ['PATH']}:/usr/sbin:/sbin"}
+    kubelet: list[str | Path] = [programs / "kubelet", "--config", home / "kubelet.json", "--kubeconfig", settings.run / f"{node}.kubeconfig"]
+    kubelet += ["--hostname-override", node, "--node-ip", settings.addresses.node(node_number(node))]
+    kubelet += ["--root-dir", home / "kubelet", "--cert-dir", home / "certificates"]
+    spawn(settings, f"{node}-kubelet", netns, kubelet, path)
+    spawn(settings, f"{node}-kube-proxy", netns, [programs / "kube-proxy", "--config", home / "kube-proxy.json"], path)
