@@ -44,9 +44,15 @@ MODULES_BUILT = (
     Module(
         "kubernetes",
         ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"),
-        tuple(f"k8s.io/kubernetes/cmd/{name}" for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")),
+        tuple(
+            f"k8s.io/kubernetes/cmd/{name}"
+            for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")
+        ),
         # Without these clients see v0.0.0.
-        ("-ldflags", f"{_STRIP} -X {_VERSION}.gitVersion=v{KUBERNETES_VERSION} -X {_VERSION}.gitMajor={_MAJOR} -X {_VERSION}.gitMinor={_MINOR}"),
+        (
+            "-ldflags",
+            f"{_STRIP} -X {_VERSION}.gitVersion=v{KUBERNETES_VERSION} -X {_VERSION}.gitMajor={_MAJOR} -X {_VERSION}.gitMinor={_MINOR}",
+        ),
     ),
 )
 PROGRAMS = tuple(program for module in MODULES_BUILT for program in module.programs)
@@ -110,7 +116,13 @@ def _build(module: Module, folder: Path) -> None:
         for program, package in zip(module.programs, module.packages, strict=True):
             command = [go, "build", *module.flags, "-o", str(target / program), package]
             done = subprocess.run(
-                command, cwd=MODULES / module.name, env={**os.environ, **_GO}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+                command,
+                cwd=MODULES / module.name,
+                env={**os.environ, **_GO},
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                check=False,
             )
             if done.returncode != 0:
                 raise ClusterError(f"{' '.join(command)} failed in {MODULES / module.name}:\n{done.stdout[-4000:]}")

@@ -12,7 +12,21 @@ from pathlib import Path
 from testcluster.settings import ClusterError, Settings
 
 ROOT = Path("/sys/fs/cgroup")
-V1_CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids", "hugetlb", "net_cls", "net_prio", "perf_event", "systemd")
+V1_CONTROLLERS = (
+    "cpu",
+    "cpuacct",
+    "cpuset",
+    "memory",
+    "devices",
+    "freezer",
+    "blkio",
+    "pids",
+    "hugetlb",
+    "net_cls",
+    "net_prio",
+    "perf_event",
+    "systemd",
+)
 V2_NEEDED = ("cpu", "memory", "pids")
 
 
@@ -55,7 +69,9 @@ def _delegate(folder: Path) -> None:
     available = (folder / "cgroup.controllers").read_text().split()
     missing = [name for name in V2_NEEDED if name not in available]
     if missing:
-        raise ClusterError(f"{folder}/cgroup.controllers lacks {', '.join(missing)}: run on a machine (or in a container) that delegates them")
+        raise ClusterError(
+            f"{folder}/cgroup.controllers lacks {', '.join(missing)}: run on a machine (or in a container) that delegates them"
+        )
     enabled = (folder / "cgroup.subtree_control").read_text().split()
     for name in available:
         if name in enabled:

@@ -14,7 +14,7 @@ from testcluster.settings import ClusterError
 def _up(cluster: Cluster, arguments: argparse.Namespace) -> int:
     prerequisites.require(cluster.settings)
     seconds = cluster.up(arguments.nodes)
-    print(f"{len(cluster.nodes)} nodes are Ready ({seconds:.1f} s). For kubectl and helm:\n  eval \"$({sys.executable} -m testcluster env)\"")
+    print(f'{len(cluster.nodes)} nodes are Ready ({seconds:.1f} s). For kubectl and helm:\n  eval "$({sys.executable} -m testcluster env)"')
     return 0
 
 
@@ -29,12 +29,13 @@ def _status(cluster: Cluster, arguments: argparse.Namespace) -> int:
     if state is None:
         print("not up")
         return 1
-    print(f"checkout {state.checkout}\nfiles    {state.run}\nready    {', '.join(sorted(cluster.ready_nodes())) or 'no node'} of {', '.join(state.nodes)}")
+    ready = cluster.ready_nodes()
+    print(f"checkout {state.checkout}\nfiles    {state.run}")
+    for node in state.nodes:
+        cut = "" if network.link_is_up(cluster.settings, node) else ", its link is cut"
+        print(f"node     {node}: {'Ready' if node in ready else 'not Ready'}{cut}")
     for process in processes.recorded(cluster.settings):
         print(f"  {process.name:<26} pid {process.pid:<8} {'runs' if process.alive() else 'ENDED'}")
-    for node in state.nodes:
-        if node in cluster.ready_nodes() and not network.link_is_up(cluster.settings, node):
-            print(f"  the link of {node} is cut")
     return 0
 
 

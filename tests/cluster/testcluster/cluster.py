@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class State:
     run: str
     nodes: tuple[str, ...]
     ready: bool
+    keep: bool
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ class Cluster:
 
     # ---- up and down -------------------------------------------------------------------------------------------
 
-    def up(self, nodes: int = 2) -> float:
-        """Start the cluster, or find it running with at least as many nodes. Returns the seconds it took.
+    def up(self, nodes: int = 2, keep: bool = True) -> float:
+        """Start the cluster, or find it running; nodes that it lacks are added. Returns the seconds it took.
 
+        `keep` False: the last test run that used it takes it down; a cluster that is up keeps what it was started with.
         Raises ClusterError when another checkout's cluster runs in the slot, or when a part does not start.
         """
         if not 1 <= nodes <= MAX_NODES:
@@ -49,19 +51,21 @@ class Cluster:
         start = time.monotonic()
         with self._locked():
             state = self.state()
-            if state is not None and self._reusable(state, nodes):
+            names = tuple(f"n{number}" for number in range(1, nodes + 1))
+            if state is not None and self._reusable(state):
+                self._grow(state, names)
                 return time.monotonic() - start
             self._clean()
-            names = tuple(f"n{number}" for number in range(1, nodes + 1))
             binaries.build(self.settings)
-            self._record(State(str(CHECKOUT), str(self.settings.run), names, ready=False))
+            state = State(str(CHECKOUT), str(self.settings.run), names, ready=False, keep=keep)
+            self._record(state)
             try:
                 self._start(names)
             except BaseException:
                 self._keep_logs()
                 self._clean()
                 raise
-            self._record(State(str(CHECKOUT), str(self.settings.run), names, ready=True))
+            self._record(replace(state, ready=True))
         return time.monotonic() - start
 
     def down(self) -> None:
@@ -81,7 +85,7 @@ class Cluster:
         if not text.strip():
             return None
         facts = json.loads(text)
-        return State(facts["checkout"], facts["run"], tuple(facts["nodes"]), facts["ready"])
+        return State(facts["checkout"], facts["run"], tuple(facts["nodes"]), facts["ready"], facts["keep"])
 
     def _foreign(self, state: State) -> str:
         return (
@@ -89,8 +93,8 @@ class Cluster:
             f"`python -m testcluster down`, or set DDPJOB_CLUSTER_SLOT to another number"
         )
 
-    def _reusable(self, state: State, nodes: int) -> bool:
-        """True when the recorded cluster is ours, whole and large enough; what is ours and broken is rebuilt."""
+    def _reusable(self, state: State) -> bool:
+        """True when the recorded cluster is ours and whole; what is ours and broken is rebuilt."""
         intact = state.ready and all(process.alive() for process in processes.recorded_in(Path(state.run)))
         if state.checkout != str(CHECKOUT) or state.run != str(self.settings.run):
             if intact:
@@ -98,8 +102,6 @@ class Cluster:
             if state.run != str(self.settings.run):
                 raise ClusterError(f"{self._foreign(state)}; it has crashed, and its files are still there")
             return False
-        if intact and len(state.nodes) < nodes:
-            raise ClusterError(f"a cluster of {len(state.nodes)} nodes is up, {nodes} are wanted: run `python -m testcluster down` first")
         return intact
 
     @contextmanager
@@ -121,11 +123,13 @@ class Cluster:
             (settings.run / name).mkdir(parents=True, exist_ok=True)
         programs = binaries.collect(settings)
         cgroups.create(settings, "system")
-        network.create(settings, list(names))
+        network.create_control_plane(settings)
         authority = controlplane.create_credentials(settings)
         controlplane.start_api(settings, programs)
         images.write_pause(settings.run / "images" / "pause.tar", programs / "pause")
         images.write_python_host(settings.run / "images" / "python-host.tar")
+        for name in names:
+            network.create_node(settings, name)
         with ThreadPoolExecutor(len(names)) as pool:
             list(pool.map(lambda name: self._start_runtime(name, authority), names))
         controlplane.wait_for_api(settings, programs)
@@ -135,6 +139,21 @@ class Cluster:
         controlplane.start_dns(settings, programs)
         processes.wait_for("nodes Ready", lambda: set(names) == self.ready_nodes(), settings)
         processes.wait_for("the default service account", self._has_default_account, settings)
+
+    def _grow(self, state: State, wanted: tuple[str, ...]) -> None:
+        """Add the nodes that a running cluster lacks. Its archives were written at the start, and so come along."""
+        added = tuple(name for name in wanted if name not in state.nodes)
+        if not added:
+            return
+        # Not ready until it is whole again: an `up` after a failure in the middle builds it anew.
+        self._record(replace(state, ready=False))
+        authority = pki.load_authority(self.settings)
+        for name in added:
+            network.create_node(self.settings, name)
+            self._start_runtime(name, authority)
+            node.start_kubelet(self.settings, name, self.programs)
+        processes.wait_for(f"{', '.join(added)} Ready", lambda: set(added) <= self.ready_nodes(), self.settings)
+        self._record(replace(state, nodes=state.nodes + added))
 
     def _start_runtime(self, name: str, authority: pki.Authority) -> None:
         node.create(self.settings, name, authority)

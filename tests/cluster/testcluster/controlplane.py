@@ -27,8 +27,18 @@ def start_api(settings: Settings, programs: Path) -> None:
     """etcd and the API server; returns at once."""
     netns = settings.control_plane_netns
     # No fsync: this store lives as long as a test run.
-    etcd: list[str | Path] = [programs / "etcd", "--data-dir", settings.run / "etcd", "--unsafe-no-fsync", "--quota-backend-bytes=8589934592"]
-    etcd += ["--listen-client-urls=http://127.0.0.1:2379", "--advertise-client-urls=http://127.0.0.1:2379", "--listen-peer-urls=http://127.0.0.1:2380"]
+    etcd: list[str | Path] = [
+        programs / "etcd",
+        "--data-dir",
+        settings.run / "etcd",
+        "--unsafe-no-fsync",
+        "--quota-backend-bytes=8589934592",
+    ]
+    etcd += [
+        "--listen-client-urls=http://127.0.0.1:2379",
+        "--advertise-client-urls=http://127.0.0.1:2379",
+        "--listen-peer-urls=http://127.0.0.1:2380",
+    ]
     spawn(settings, "etcd", netns, etcd)
     spawn(settings, "kube-apiserver", netns, [programs / "kube-apiserver", *_api_flags(settings)])
 
@@ -58,7 +68,7 @@ def _api_flags(settings: Settings) -> list[str]:
 
 def wait_for_api(settings: Settings, programs: Path) -> float:
     """Seconds until the API server says that it is ready."""
-    kubectl = [programs / "kubectl", "--kubeconfig", settings.kubeconfig, "--request-timeout=5s"]
+    kubectl: list[str | Path] = [programs / "kubectl", "--kubeconfig", settings.kubeconfig, "--request-timeout=5s"]
     return wait_for("the API server", lambda: succeeds(*kubectl, "get", "--raw", "/readyz"), settings)
 
 
@@ -66,10 +76,19 @@ def start_controllers(settings: Settings, programs: Path) -> None:
     """Controllers and scheduler. A silent node is NotReady after 8 s, so that a test can see it."""
     folder, netns = settings.run / "pki", settings.control_plane_netns
     manager: list[str | Path] = [programs / "kube-controller-manager", f"--kubeconfig={settings.run}/kube-controller-manager.kubeconfig"]
-    manager += [f"--service-account-private-key-file={folder}/sa.key", f"--root-ca-file={folder}/ca.crt", "--use-service-account-credentials=true"]
+    manager += [
+        f"--service-account-private-key-file={folder}/sa.key",
+        f"--root-ca-file={folder}/ca.crt",
+        "--use-service-account-credentials=true",
+    ]
     manager += ["--leader-elect=false", "--node-monitor-period=1s", "--node-monitor-grace-period=8s"]
     spawn(settings, "kube-controller-manager", netns, manager)
-    spawn(settings, "kube-scheduler", netns, [programs / "kube-scheduler", f"--kubeconfig={settings.run}/kube-scheduler.kubeconfig", "--leader-elect=false"])
+    spawn(
+        settings,
+        "kube-scheduler",
+        netns,
+        [programs / "kube-scheduler", f"--kubeconfig={settings.run}/kube-scheduler.kubeconfig", "--leader-elect=false"],
+    )
 
 
 def start_dns(settings: Settings, programs: Path) -> None:

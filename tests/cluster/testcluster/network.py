@@ -9,7 +9,7 @@ import json
 import subprocess
 
 from testcluster.processes import run, succeeds
-from testcluster.settings import Settings, node_number
+from testcluster.settings import MAX_NODES, Settings, node_number
 
 
 def _ip(netns: str, *words: str) -> None:
@@ -27,18 +27,8 @@ def namespaces(settings: Settings) -> list[str]:
     return [name for name in names if name.startswith(f"{settings.prefix}-")]
 
 
-def create(settings: Settings, nodes: list[str]) -> None:
-    """Make the namespaces, links and routes of the control plane and of all nodes."""
-    _control_plane(settings)
-    for node in nodes:
-        _node(settings, node)
-    for node in nodes:
-        for peer in nodes:
-            if peer != node:
-                _ip(settings.node_netns(node), "route", "add", settings.addresses.pods_of(node_number(peer)), "via", settings.addresses.node(node_number(peer)))
-
-
-def _control_plane(settings: Settings) -> None:
+def create_control_plane(settings: Settings) -> None:
+    """The control plane's namespace, the bridge of the nodes, and the door between it and the host."""
     netns, addresses = settings.control_plane_netns, settings.addresses
     run("ip", "netns", "add", netns)
     _ip(netns, "link", "set", "lo", "up")
@@ -56,7 +46,8 @@ def _control_plane(settings: Settings) -> None:
         run("ip", "route", "add", target, "via", addresses.door_cluster, "dev", settings.door_link)
 
 
-def _node(settings: Settings, node: str) -> None:
+def create_node(settings: Settings, node: str) -> None:
+    """A node's namespace, plugged into the bridge, with routes to the pods of every node that there may ever be."""
     netns, control_plane, addresses = settings.node_netns(node), settings.control_plane_netns, settings.addresses
     number = node_number(node)
     run("ip", "netns", "add", netns)
@@ -69,6 +60,9 @@ def _node(settings: Settings, node: str) -> None:
     _ip(control_plane, "route", "add", addresses.pods_of(number), "via", addresses.node(number))
     for target in (f"{addresses.dns}/32", addresses.door):
         _ip(netns, "route", "add", target, "via", addresses.api)
+    for peer in range(1, MAX_NODES + 1):
+        if peer != number:
+            _ip(netns, "route", "add", addresses.pods_of(peer), "via", addresses.node(peer))
     # kube-proxy rewrites service addresses before routing is asked again; what it does not know must not wander.
     _ip(netns, "route", "add", "blackhole", addresses.services)
 
@@ -79,9 +73,10 @@ def set_link(settings: Settings, node: str, up: bool) -> None:
 
 
 def link_is_up(settings: Settings, node: str) -> bool:
-    """False after `cut`."""
-    links = json.loads(run("ip", "-n", settings.control_plane_netns, "-j", "link", "show", "dev", node))
-    return "UP" in links[0]["flags"]
+    """False after `set_link(..., up=False)`, and when there is no such link (any more)."""
+    command = ["ip", "-n", settings.control_plane_netns, "-j", "link", "show", "dev", node]
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    return done.returncode == 0 and "UP" in json.loads(done.stdout)[0]["flags"]
 
 
 def remove(settings: Settings) -> None:

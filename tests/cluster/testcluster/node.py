@@ -46,7 +46,11 @@ def _cni(settings: Settings, node: str) -> dict[str, object]:
         "routes": [{"dst": "198.18.0.0/15"}],
     }
     bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "ipMasq": False, "hairpinMode": True, "ipam": ipam}
-    return {"cniVersion": "1.0.0", "name": f"{settings.prefix}-{node}", "plugins": [bridge, {"type": "portmap", "capabilities": {"portMappings": True}}]}
+    return {
+        "cniVersion": "1.0.0",
+        "name": f"{settings.prefix}-{node}",
+        "plugins": [bridge, {"type": "portmap", "capabilities": {"portMappings": True}}],
+    }
 
 
 def _containerd(settings: Settings, node: str) -> str:
@@ -161,7 +165,13 @@ def start_kubelet(settings: Settings, node: str, programs: Path) -> None:
     """kubelet and kube-proxy; they need the API server and containerd."""
     home, netns = folder(settings, node), settings.node_netns(node)
     path = {"PATH": f"{programs}:{os.environ['PATH']}:/usr/sbin:/sbin"}
-    kubelet: list[str | Path] = [programs / "kubelet", "--config", home / "kubelet.json", "--kubeconfig", settings.run / f"{node}.kubeconfig"]
+    kubelet: list[str | Path] = [
+        programs / "kubelet",
+        "--config",
+        home / "kubelet.json",
+        "--kubeconfig",
+        settings.run / f"{node}.kubeconfig",
+    ]
     kubelet += ["--hostname-override", node, "--node-ip", settings.addresses.node(node_number(node))]
     kubelet += ["--root-dir", home / "kubelet", "--cert-dir", home / "certificates"]
     spawn(settings, f"{node}-kubelet", netns, kubelet, path)

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from testcluster.settings import Settings
+from testcluster.settings import ClusterError, Settings
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,15 @@ def create_authority(settings: Settings) -> Authority:
     return Authority(key, certificate)
 
 
+def load_authority(settings: Settings) -> Authority:
+    """The authority of a cluster that is up."""
+    folder = settings.run / "pki"
+    key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ClusterError(f"{folder}/ca.key is not the key that `up` has written: run `python -m testcluster down`")
+    return Authority(key, x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes()))
+
+
 def _issue(settings: Settings, authority: Authority, stem: str, subject: x509.Name, extensions: list[x509.ExtensionType]) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _builder(subject, authority.certificate.subject, key, is_ca=False)
@@ -99,7 +108,9 @@ def _kubeconfig(settings: Settings, stem: str) -> Path:
         "apiVersion": "v1",
         "kind": "Config",
         "current-context": name,
-        "clusters": [{"name": name, "cluster": {"server": f"https://{settings.addresses.api}:6443", "certificate-authority-data": data("ca.crt")}}],
+        "clusters": [
+            {"name": name, "cluster": {"server": f"https://{settings.addresses.api}:6443", "certificate-authority-data": data("ca.crt")}}
+        ],
         "users": [{"name": stem, "user": {"client-certificate-data": data(f"{stem}.crt"), "client-key-data": data(f"{stem}.key")}}],
         "contexts": [{"name": name, "context": {"cluster": name, "user": stem}}],
     }

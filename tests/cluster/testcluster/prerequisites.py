@@ -25,12 +25,15 @@ _SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 def _missing(tools: dict[str, str]) -> dict[str, str]:
-    return {tool: package for tool, package in tools.items() if not (Path(tool).exists() if "/" in tool else shutil.which(tool, path=_SEARCH))}
+    return {
+        tool: package for tool, package in tools.items() if not (Path(tool).exists() if "/" in tool else shutil.which(tool, path=_SEARCH))
+    }
 
 
 def _trial() -> str | None:
     """Why namespaces, veth pairs and mounts cannot be made here; None when they can. It makes them and lets them go."""
-    script = "mount -t tmpfs trial /mnt && ip link add trial0 type veth peer name trial1 && ip link add trial2 type bridge && iptables -w -L -n >/dev/null"
+    links = "ip link add trial0 type veth peer name trial1 && ip link add trial2 type bridge"
+    script = f"mount -t tmpfs trial /mnt && {links} && iptables -w -L -n >/dev/null"
     done = subprocess.run(["unshare", "--net", "--mount", "sh", "-c", script], text=True, capture_output=True, check=False)
     return None if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}")
 

@@ -62,7 +62,12 @@ def spawn(settings: Settings, name: str, netns: str, command: Sequence[str | Pat
     groups = " ".join(str(folder) for folder in cgroups.system(settings))
     with (settings.run / "log" / f"{name}.log").open("ab") as log:
         child = subprocess.Popen(
-            words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **(env or {}), "DDPJOB_CGROUPS": groups}
+            words,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **(env or {}), "DDPJOB_CGROUPS": groups},
         )
     stat = _stat(child.pid)
     if stat is None:

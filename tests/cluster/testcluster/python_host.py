@@ -28,7 +28,17 @@ def host_paths() -> list[str]:
     unmerged = [f"/{name}" for name in MERGED_FOLDERS if Path(f"/{name}").is_dir() and not Path(f"/{name}").is_symlink()]
     # The interpreter behind the virtual environment's link may lie elsewhere than its library says (a package manager's store).
     interpreter = str(Path(sys.executable).resolve().parent)
-    wanted = ["/usr", *unmerged, "/etc/alternatives", "/etc/ssl", "/etc/ld.so.cache", sys.base_prefix, sys.prefix, interpreter, str(CHECKOUT)]
+    wanted = [
+        "/usr",
+        *unmerged,
+        "/etc/alternatives",
+        "/etc/ssl",
+        "/etc/ld.so.cache",
+        sys.base_prefix,
+        sys.prefix,
+        interpreter,
+        str(CHECKOUT),
+    ]
     present = sorted({path for path in wanted if Path(path).exists()})
     return [path for path in present if not any(path != other and Path(path).is_relative_to(other) for other in present)]
 
@@ -44,7 +54,11 @@ def overlay(container: str = "trainer") -> dict[str, Any]:
         kind = "Directory" if Path(path).is_dir() else "File"
         volumes.append({"name": f"host-{number}", "hostPath": {"path": path, "type": kind}})
         mounts.append({"name": f"host-{number}", "mountPath": path, "readOnly": True})
-    env = [{"name": "PATH", "value": PATH}, {"name": "HOME", "value": "/tmp"}, {"name": "OMP_NUM_THREADS", "value": os.environ.get("OMP_NUM_THREADS", "1")}]
+    env = [
+        {"name": "PATH", "value": PATH},
+        {"name": "HOME", "value": "/tmp"},
+        {"name": "OMP_NUM_THREADS", "value": os.environ.get("OMP_NUM_THREADS", "1")},
+    ]
     return {"spec": {"volumes": volumes, "containers": [{"name": container, "volumeMounts": mounts, "env": env}]}}
 
 

@@ -88,7 +88,7 @@ class Settings:
     def run(self) -> Path:
         """State of the running cluster. On a disk: /run is often a small tmpfs, and the nodes keep their images here."""
         own = os.environ.get("DDPJOB_CLUSTER_RUN")
-        return Path(own).resolve() if own else self.cache / f"run{self.slot}"
+        return (Path(own).resolve() if own else self.cache) / f"run{self.slot}"
 
     @property
     def addresses(self) -> Addresses:

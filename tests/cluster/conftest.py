@@ -1,0 +1,161 @@
+"""Fixtures of the cluster tests: one real cluster per run, one namespace per test.
+
+Environment: DDPJOB_CLUSTER_NODES (2), DDPJOB_CLUSTER_KEEP=1 (leave the cluster up after the run; a later run uses it again),
+CI=true (what a machine lacks fails the tests instead of skipping them).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from testcluster import prerequisites, processes, python_host
+from testcluster.cluster import Cluster
+from testcluster.settings import ClusterError, Settings
+
+HERE = Path(__file__).parent
+CALL_REPORT = pytest.StashKey[pytest.TestReport]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.cluster)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[CALL_REPORT] = report
+    return report
+
+
+def _refuse(why: str) -> None:
+    if os.environ.get("CI", "").lower() in ("true", "1"):
+        pytest.fail(f"CI=true, and this machine cannot run the test cluster: {why}", pytrace=False)
+    pytest.skip(f"this machine cannot run the test cluster: {why}")
+
+
+def _number_of_nodes() -> int:
+    text = os.environ.get("DDPJOB_CLUSTER_NODES", "2")
+    if not text.isdigit():
+        raise ClusterError(f"DDPJOB_CLUSTER_NODES={text}: must be a number")
+    return int(text)
+
+
+@pytest.fixture(scope="session")
+def cluster_machine() -> Settings:
+    """The settings of a machine that can run the cluster; skips the test on any other, or fails it when CI=true."""
+    settings = Settings()
+    if found := prerequisites.reasons(settings):
+        _refuse("; ".join(found))
+    prerequisites.install()
+    return settings
+
+
+def _join_users(settings: Settings) -> IO[str]:
+    """Hold the shared lock of the test runs that use this cluster: the last one takes it down."""
+    users = Path(f"{settings.lock}.users").open("a")  # noqa: SIM115 (held until the session ends)
+    fcntl.flock(users, fcntl.LOCK_SH)
+    return users
+
+
+def _is_last_user(users: IO[str]) -> bool:
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="session")
+def cluster(cluster_machine: Settings) -> Iterator[Cluster]:
+    """The running cluster. It is taken down after the run, unless it was up before or DDPJOB_CLUSTER_KEEP=1."""
+    users = _join_users(cluster_machine)
+    made = Cluster(cluster_machine)
+    was_up = made.state() is not None
+    made.up(_number_of_nodes(), keep=was_up or os.environ.get("DDPJOB_CLUSTER_KEEP") == "1")
+    yield made
+    state = made.state()
+    if state is not None and not state.keep and _is_last_user(users):
+        made.down()
+    users.close()
+
+
+@pytest.fixture
+def third_node(cluster: Cluster) -> Iterator[str]:
+    """`n3`, for tests that lose a node. Afterwards it is whole again and cordoned: other tests see two nodes to schedule on."""
+    cluster.up(nodes=3)
+    cluster.kubectl("uncordon", "n3")
+    yield "n3"
+    cluster.heal("n3")
+    processes.wait_for("n3 to be Ready again", lambda: "n3" in cluster.ready_nodes(), timeout=60)
+    if _number_of_nodes() < 3:
+        cluster.kubectl("cordon", "n3")
+
+
+@pytest.fixture(scope="session")
+def kubectl(cluster: Cluster) -> Callable[..., str]:
+    """`kubectl("get", "pods")`: what it prints; ClusterError when it fails. `cluster.kubectl_json` parses it."""
+    return cluster.kubectl
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
+
+
+@pytest.fixture
+def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A fresh namespace. It is removed after the test; when the test has failed, all that is in it is printed first."""
+    name = f"{_slug(request.node.name)}-{secrets.token_hex(2)}"
+    cluster.kubectl("create", "namespace", name)
+    account = ("get", "serviceaccount", "default", "--namespace", name, "--ignore-not-found", "--output=name")
+    processes.wait_for(f"the default service account of {name}", lambda: bool(cluster.kubectl(*account).strip()), timeout=30)
+    yield name
+    report = request.node.stash.get(CALL_REPORT, None)
+    if report is None or report.failed:
+        print_namespace(cluster, name)
+    remove_namespace(cluster, name)
+
+
+def remove_namespace(cluster: Cluster, name: str) -> None:
+    """Delete a namespace and wait until its pods have ended, not until the last object is gone (that takes seconds more)."""
+    cluster.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
+    cluster.kubectl(
+        "delete", "pods", "--all", "--namespace", name, "--grace-period=1", "--wait=true", "--timeout=60s", "--ignore-not-found"
+    )
+
+
+def print_namespace(cluster: Cluster, name: str) -> None:
+    """Objects, events, descriptions and logs of a namespace, for the report of a failed test."""
+    print(f"======== namespace {name}")
+    for words in (
+        ("get", "all,configmaps", "--output=wide"),
+        ("get", "events", "--sort-by=.lastTimestamp"),
+        ("get", "ddpjobs", "--output=yaml"),
+        ("describe", "pods"),
+    ):
+        _print(cluster, *words, "--namespace", name)
+    for pod in cluster.kubectl_json("get", "pods", "--namespace", name)["items"]:
+        _print(cluster, "logs", pod["metadata"]["name"], "--all-containers", "--prefix", "--tail=200", "--namespace", name)
+
+
+def _print(cluster: Cluster, *words: str) -> None:
+    print(f"---- kubectl {' '.join(words)}")
+    try:
+        print(cluster.kubectl(*words))
+    except ClusterError as error:
+        print(error)  # A pod without logs, a CRD that is not there: part of the report, not a second failure.
+
+
+@pytest.fixture(scope="session")
+def python_overlay() -> Callable[..., dict[str, Any]]:
+    """`python_overlay(container="trainer")`: the pod template's part that brings this machine's Python into `python_host.IMAGE`."""
+    return python_host.overlay

@@ -1,0 +1,118 @@
+"""Nothing of the test cluster is left after its end, whatever ended it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from testcluster import cgroups, network, processes, python_host
+from testcluster.cluster import LEGACY_LOG_LINKS, Cluster
+from testcluster.settings import MODULES, SLOTS, ClusterError, Settings
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def other(cluster_machine: Settings) -> Iterator[Cluster]:
+    """A cluster in a slot of its own, beside the one that the other tests use."""
+    made = Cluster(replace(cluster_machine, slot=(cluster_machine.slot + 1) % SLOTS))
+    if made.state() is not None:
+        pytest.skip(f"a cluster is up in slot {made.settings.slot}, which this test would use")
+    yield made
+    made.down()
+
+
+def command_line(cluster: Cluster, *words: str, package: Path | None = None) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of `python -m testcluster` in the slot of `cluster`."""
+    folder = package or Path(__file__).parent
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "DDPJOB_CLUSTER_SLOT": str(cluster.settings.slot),
+        "DDPJOB_CLUSTER_CACHE": str(cluster.settings.cache),
+    }
+    return [sys.executable, "-m", "testcluster", *words], env
+
+
+def leftovers(settings: Settings) -> list[str]:
+    """Whatever there is of a cluster on this machine."""
+    found = [f"process {pid}" for pid in cgroups.members(settings)]
+    found += [str(root / settings.prefix) for root in cgroups.hierarchies() if (root / settings.prefix).exists()]
+    found += network.namespaces(settings)
+    found += [line for line in processes.run("ip", "-brief", "link").splitlines() if settings.prefix in line]
+    found += [line for line in processes.run("ip", "route").splitlines() if settings.prefix in line]
+    found += [line for line in Path("/proc/mounts").read_text().splitlines() if str(settings.run) in line]
+    found += [str(link) for link in LEGACY_LOG_LINKS.glob("*") if link.is_symlink() and link.readlink().is_relative_to(settings.run)]
+    return found + [str(settings.run)] * settings.run.exists()
+
+
+def run_a_pod(cluster: Cluster) -> None:
+    cluster.apply(python_host.pod("held", ["sleep", "600"], "n1"))
+    phase = ("get", "pod", "held", "--output=jsonpath={.status.phase}")
+    processes.wait_for("the pod to run", lambda: cluster.kubectl(*phase) == "Running", cluster.settings, timeout=60)
+
+
+def test_down_after_everything_was_killed(other: Cluster) -> None:
+    """The shims and the pods outlive their containerd: only their cgroups tell whose they are."""
+    other.up(nodes=1)
+    run_a_pod(other)
+    for process in processes.recorded(other.settings):
+        os.kill(process.pid, signal.SIGKILL)
+    time.sleep(0.5)
+    assert cgroups.members(other.settings), "the pod's processes must have survived, else this test shows nothing"
+    other.down()
+    assert leftovers(other.settings) == []
+    other.down()  # Nothing to do: no error.
+
+
+def test_up_mends_a_cluster_that_has_crashed(other: Cluster) -> None:
+    other.up(nodes=1)
+    victim = next(process for process in processes.recorded(other.settings) if process.name == "kube-apiserver")
+    os.kill(victim.pid, signal.SIGKILL)
+    processes.wait_for("the API server to end", lambda: not victim.alive(), timeout=10)
+    other.up(nodes=1)
+    assert other.ready_nodes() == {"n1"}
+
+
+def test_up_that_was_killed_in_the_middle_leaves_nothing_that_the_next_one_minds(other: Cluster) -> None:
+    command, env = command_line(other, "up", "--nodes", "1")
+    starting = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+    processes.wait_for("containerd to be started", lambda: (other.settings.run / "pid" / "n1-containerd").exists(), timeout=60)
+    starting.kill()
+    starting.wait()
+    state = other.state()
+    assert state is not None
+    assert not state.ready
+    other.up(nodes=1)
+    assert other.ready_nodes() == {"n1"}
+    other.down()
+    assert leftovers(other.settings) == []
+
+
+def test_another_checkouts_cluster_is_refused_and_left_alone(other: Cluster, tmp_path: Path) -> None:
+    other.up(nodes=1)
+    copy = tmp_path / "checkout" / "tests" / "cluster"
+    shutil.copytree(Path(__file__).parent / "testcluster", copy / "testcluster")
+    shutil.copytree(MODULES, copy / "binaries")
+    command, env = command_line(other, "up", "--nodes", "1", package=copy)
+    done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert f"slot {other.settings.slot} is taken by the cluster of {Path(__file__).parents[2]}" in done.stderr
+    assert "DDPJOB_CLUSTER_SLOT" in done.stderr
+    assert other.ready_nodes() == {"n1"}
+
+
+def test_wrong_numbers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPJOB_CLUSTER_SLOT", "99")
+    with pytest.raises(ClusterError, match="DDPJOB_CLUSTER_SLOT=99: must be a number from 0 to 15"):
+        Settings()
+    with pytest.raises(ClusterError, match="nodes: 8: must be from 1 to 7"):
+        Cluster(Settings(slot=1)).up(nodes=8)

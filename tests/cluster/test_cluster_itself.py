@@ -1,0 +1,170 @@
+"""The test cluster is what the other tests take it for."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from typing import Any
+
+import pytest
+from testcluster import processes, python_host
+from testcluster.cluster import Cluster
+
+SERVER = "import http.server as h; h.HTTPServer(('', 8000), h.SimpleHTTPRequestHandler).serve_forever()"
+SLEEP = ["sleep", "600"]
+
+
+def headless(name: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {"clusterIP": "None", "selector": {"group": name}, "publishNotReadyAddresses": True},
+    }
+
+
+def member(name: str, service: str, command: list[str], node: str) -> dict[str, Any]:
+    made = python_host.pod(name, command, node, hostname=name, subdomain=service)
+    made["metadata"]["labels"]["group"] = service
+    return made
+
+
+def wait_for_phase(cluster: Cluster, namespace: str, name: str, phase: str, timeout: float = 90) -> dict[str, Any]:
+    """The pod, once it has the phase."""
+    pod: dict[str, Any] = {}
+
+    def reached() -> bool:
+        nonlocal pod
+        pod = cluster.kubectl_json("get", "pod", name, "--namespace", namespace)
+        found = pod["status"]["phase"]
+        assert found in (phase, "Pending", "Running"), f"{name} is {found}: {cluster.kubectl('logs', name, '--namespace', namespace)}"
+        return bool(found == phase)
+
+    processes.wait_for(f"{name} to be {phase}", reached, timeout=timeout)
+    return pod
+
+
+def run_to_end(cluster: Cluster, namespace: str, name: str, code: str, node: str, **spec: Any) -> str:
+    """The log of a pod that ran a Python program to its end."""
+    cluster.apply(python_host.pod(name, ["python3", "-c", code], node, **spec), namespace=namespace)
+    wait_for_phase(cluster, namespace, name, "Succeeded")
+    return cluster.kubectl("logs", name, "--namespace", namespace)
+
+
+def test_nodes_are_ready_and_of_the_pinned_version(cluster: Cluster) -> None:
+    assert set(cluster.nodes) <= cluster.ready_nodes()
+    for item in cluster.kubectl_json("get", "nodes")["items"]:
+        assert item["status"]["nodeInfo"]["kubeletVersion"] == "v1.36.3"
+    assert json.loads(cluster.kubectl("get", "--raw", "/version"))["gitVersion"] == "v1.36.3"
+
+
+def test_pods_of_two_nodes_and_the_host_reach_each_other(cluster: Cluster, namespace: str) -> None:
+    client = "import socket, urllib.request as u; print(socket.gethostname(), u.urlopen('http://server.group:8000/etc/').status)"
+    cluster.apply(headless("group"), member("server", "group", ["python3", "-c", SERVER], "n1"), namespace=namespace)
+    server = wait_for_phase(cluster, namespace, "server", "Running")
+    address = server["status"]["podIP"]
+    processes.wait_for("the server's port", lambda: _answers(f"http://{address}:8000/"), timeout=20)
+    assert run_to_end(cluster, namespace, "client", client, "n2").strip() == "client 200"
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def test_api_server_is_reached_by_a_pods_service_account(cluster: Cluster, namespace: str) -> None:
+    code = """
+import pathlib, ssl, urllib.error, urllib.request
+home = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount")
+trusted = ssl.create_default_context(cafile=home / "ca.crt")
+proof = {"Authorization": "Bearer " + (home / "token").read_text()}
+request = urllib.request.Request("https://kubernetes.default.svc/api/v1/nodes", headers=proof)
+try:
+    urllib.request.urlopen(request, context=trusted)
+except urllib.error.HTTPError as error:
+    print(error.code, error.read().decode())
+"""
+    log = run_to_end(cluster, namespace, "caller", code, "n2")
+    assert log.startswith("403 ")
+    assert f"system:serviceaccount:{namespace}:default" in log
+
+
+def test_logs_and_exec(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(python_host.pod("talker", ["sh", "-c", "echo said; exec sleep 600"], "n2"), namespace=namespace)
+    wait_for_phase(cluster, namespace, "talker", "Running")
+    assert cluster.kubectl("logs", "talker", "--namespace", namespace) == "said\n"
+    assert cluster.kubectl("exec", "talker", "--namespace", namespace, "--", "cat", "/etc/hostname") == "talker\n"
+
+
+def test_name_of_a_new_pod_is_known_in_two_seconds_even_after_it_was_asked_for(cluster: Cluster, namespace: str) -> None:
+    """A negative answer that is kept would cost a replaced pod seconds."""
+    asker = """
+import socket, time
+last, known = time.monotonic(), None
+while known is None:
+    try:
+        known = socket.gethostbyname("late.group")
+    except socket.gaierror:
+        time.sleep(0.02)
+print(time.time(), known, flush=True)
+"""
+    cluster.apply(headless("group"), member("asker", "group", ["python3", "-c", asker], "n1"), namespace=namespace)
+    wait_for_phase(cluster, namespace, "asker", "Running")
+    time.sleep(1)
+    cluster.apply(member("late", "group", SLEEP, "n2"), namespace=namespace)
+    late = wait_for_phase(cluster, namespace, "late", "Running")
+    seen = time.time()
+    wait_for_phase(cluster, namespace, "asker", "Succeeded", timeout=20)
+    moment, address = cluster.kubectl("logs", "asker", "--namespace", namespace).split()
+    assert address == late["status"]["podIP"]
+    assert float(moment) < seen + 2
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+@pytest.mark.parametrize("user", [0, 10001])
+def test_python_of_the_host_runs_in_a_pod(cluster: Cluster, namespace: str, node: str, user: int) -> None:
+    code = "import os, tempfile, ddpjob, torch; tempfile.TemporaryFile(); print(os.getuid(), int(torch.ones(2, 2).sum()))"
+    security = {"runAsUser": user, "runAsGroup": user}
+    assert run_to_end(cluster, namespace, "python", code, node, securityContext=security).strip() == f"{user} 4"
+
+
+def test_gpus_are_scheduled_by_their_number(cluster: Cluster, namespace: str) -> None:
+    """On a resource of its own name: other tests may count nvidia.com/gpu at the same time."""
+    resource = "test.ddpjob.io/gpu"
+    cluster.set_gpus("n2", 2, resource)
+    try:
+        for name in ("first", "second"):
+            pod = python_host.pod(name, SLEEP)
+            pod["spec"]["containers"][0]["resources"] = {"limits": {resource: "2"}}
+            cluster.apply(pod, namespace=namespace)
+        assert wait_for_phase(cluster, namespace, "first", "Running")["spec"]["nodeName"] == "n2"
+        reason = cluster.kubectl_json("get", "pod", "second", "--namespace", namespace)["status"]["conditions"][0]
+        assert reason["reason"] == "Unschedulable"
+        assert resource in reason["message"]
+    finally:
+        cluster.set_gpus("n2", 0, resource)
+
+
+def test_an_image_that_is_nowhere_fails_soon(cluster: Cluster, namespace: str) -> None:
+    """Nothing is pulled, because nothing leaves the machine."""
+    pod = python_host.pod("nowhere", SLEEP, "n1")
+    pod["spec"]["containers"][0] |= {"image": "registry.example/nowhere:1", "imagePullPolicy": "IfNotPresent"}
+    cluster.apply(pod, namespace=namespace)
+
+    def refused() -> bool:
+        found = cluster.kubectl_json("get", "pod", "nowhere", "--namespace", namespace)["status"].get("containerStatuses", [])
+        return any(status["state"].get("waiting", {}).get("reason") in ("ErrImagePull", "ImagePullBackOff") for status in found)
+
+    processes.wait_for("ErrImagePull", refused, timeout=30)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_cut_off_is_lost_and_comes_back(cluster: Cluster, third_node: str) -> None:
+    assert third_node in cluster.ready_nodes()
+    cluster.cut(third_node)
+    assert processes.wait_for(f"{third_node} to be lost", lambda: third_node not in cluster.ready_nodes(), timeout=30) < 15
+    assert {"n1", "n2"} <= cluster.ready_nodes()
