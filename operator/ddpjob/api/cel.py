@@ -1,0 +1,91 @@
+"""Evaluates the CRD's x-kubernetes-validations the way the API server does.
+
+A rule that speaks of `oldSelf` is a transition rule: it counts only when an object that has the same place is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from ddpjob.api.schema import Problem, join, list_key, object_schema
+
+_MISSING = object()
+SUPPORTED = frozenset({"rule", "message", "messageExpression", "reason", "fieldPath"})
+"""What of a validation rule is understood here; a rule with anything else is an error, not a rule half obeyed."""
+
+
+def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
+    """What the rules refuse of a defaulted object that fits the schema. `old`: the defaulted object that it replaces."""
+    return list(_check(object_schema(), manifest, _MISSING if old is None else old, ""))
+
+
+def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
+    for rule in schema.get("x-kubernetes-validations", ()):
+        yield from _apply(rule, value, old, path)
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            child = schema.get("properties", {}).get(name) or schema.get("additionalProperties")
+            if isinstance(child, Mapping):
+                before = old.get(name, _MISSING) if isinstance(old, Mapping) else _MISSING
+                yield from _check(child, item, before, join(path, name))
+    elif isinstance(value, list) and "items" in schema:
+        for position, item in enumerate(value):
+            yield from _check(schema["items"], item, _old_item(schema, item, old), join(path, position))
+
+
+def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
+    """The item of the old list that has the same key; in lists without keys no item is the same as another."""
+    key = list_key(schema, item)
+    if key is None or not isinstance(old, list):
+        return _MISSING
+    return next((before for before in old if list_key(schema, before) == key), _MISSING)
+
+
+def _apply(rule: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
+    unknown = set(rule) - SUPPORTED
+    if unknown:
+        raise NotImplementedError(f"the rule {rule['rule']!r} at {path} uses {', '.join(sorted(unknown))}, which only the API server knows")
+    transition = "oldSelf" in rule["rule"]
+    if transition and old is _MISSING:
+        return
+    if not _holds(rule["rule"], value, old, transition):
+        yield Problem(path + rule.get("fieldPath", "") if path else rule.get("fieldPath", "").lstrip("."), _message(rule, value, old))
+
+
+def _holds(text: str, value: Any, old: Any, transition: bool) -> bool:
+    from celpy import CELEvalError
+
+    try:
+        return bool(_program(text).evaluate(_activation(value, old)))
+    except CELEvalError:
+        if transition:
+            # cel-python refuses to compare values of different types, such as 1 and "1"; for the API server they differ.
+            return False
+        raise
+
+
+def _message(rule: Mapping[str, Any], value: Any, old: Any) -> str:
+    if "messageExpression" in rule:
+        return str(_program(rule["messageExpression"]).evaluate(_activation(value, old)))
+    return str(rule.get("message", f"failed rule: {rule['rule']}"))
+
+
+def _activation(value: Any, old: Any) -> dict[str, Any]:
+    from celpy import json_to_cel
+
+    return {"self": json_to_cel(value)} | ({} if old is _MISSING else {"oldSelf": json_to_cel(old)})
+
+
+@cache
+def _environment() -> Any:
+    from celpy import Environment
+
+    return Environment()
+
+
+@cache
+def _program(text: str) -> Any:
+    environment = _environment()
+    return environment.program(environment.compile(text))

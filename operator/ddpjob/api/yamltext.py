@@ -1,0 +1,160 @@
+"""Reads YAML the way kubectl does, keeping the line of every field.
+
+PyYAML alone differs where manifests are concerned: it takes dates and 1:30 for other things than text, 1e5 for text,
+and of two equal keys it silently drops one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+MAX_NODES = 200_000
+"""Values in one document, aliases expanded; a manifest is far below, a bomb of aliases far above."""
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+class YamlError(ValueError):
+    """The text is not YAML that a manifest may hold. `line` counts from 1."""
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.message, self.line = message, line
+
+
+@dataclass(frozen=True)
+class Document:
+    """One YAML document: plain values, and the line (from 1) of each field by its path."""
+
+    value: Any
+    line: int
+    lines: dict[str, int]
+
+    def line_of(self, path: str) -> int:
+        """Line of a field, or of the nearest parent that is in the text."""
+        known = [p for p in self.lines if path == p or (path.startswith(p) and path[len(p)] in ".[")]
+        return self.lines[max(known, key=len)] if known else self.line
+
+
+def join(path: str, key: str | int) -> str:
+    """The path of a child: `spec` and `nodes` give `spec.nodes`; numbers and names with dots or slashes get brackets."""
+    if isinstance(key, int):
+        return f"{path}[{key}]"
+    if _IDENTIFIER.fullmatch(key):
+        return f"{path}.{key}" if path else key
+    return f"{path}[{key}]"
+
+
+class _Loader(yaml.SafeLoader):
+    """Resolves plain scalars as kubectl's reader does (YAML 1.1 without dates and base 60, floats without a dot)."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own protocol)
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"y|Y|yes|Yes|YES|n|N|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
+    ("int", r"[-+]?(0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+
+
+def read_documents(text: str) -> Iterator[Document]:
+    """The documents of a text, empty ones left out. Raises YamlError."""
+    loader = _Loader(text)
+    try:
+        while loader.check_node():
+            node = loader.get_node()
+            builder = _Builder(loader)
+            value = builder.build(node, "")
+            if value is not None:
+                yield Document(value, node.start_mark.line + 1, builder.lines)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise YamlError(f"not YAML: {error.problem or error.context}", mark.line + 1 if mark else 1) from error
+    except yaml.YAMLError as error:
+        raise YamlError(f"not YAML: {error}", 1) from error
+    finally:
+        loader.dispose()
+
+
+class _Builder:
+    """Turns the nodes of one document into plain values."""
+
+    def __init__(self, loader: _Loader) -> None:
+        self.loader = loader
+        self.lines: dict[str, int] = {}
+        self._count = 0
+        self._open: set[int] = set()
+
+    def build(self, node: yaml.Node, path: str) -> Any:
+        self._count += 1
+        if self._count > MAX_NODES:
+            raise YamlError(f"more than {MAX_NODES} values in one document; a manifest is smaller", node.start_mark.line + 1)
+        if id(node) in self._open:
+            raise YamlError("an alias refers to what it is a part of; write the value out", node.start_mark.line + 1)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self._child(item, join(path, position)) for position, item in enumerate(node.value)]
+            return self._scalar(node)
+        finally:
+            self._open.discard(id(node))
+
+    def _child(self, node: yaml.Node, path: str) -> Any:
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        return self.build(node, path)
+
+    def _mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
+        self._refuse_duplicates(node, path)
+        self.loader.flatten_mapping(node)
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            name = self._key(key_node)
+            place = join(path, name)
+            self.lines[place] = key_node.start_mark.line + 1
+            values[name] = self.build(value_node, place)
+        return values
+
+    def _refuse_duplicates(self, node: yaml.MappingNode, path: str) -> None:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            name, line = self._key(key_node), key_node.start_mark.line + 1
+            if name in seen:
+                raise YamlError(f"{join(path, name)}: given twice (first in line {seen[name]}); remove one", line)
+            seen[name] = line
+
+    def _key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise YamlError("a field name must be text; quote templates such as {{ name }}", node.start_mark.line + 1)
+        return str(node.value)
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        line, kind = node.start_mark.line + 1, node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind in ("str", "merge"):
+            return node.value
+        construct = {
+            "bool": lambda: node.value.lower() in ("y", "yes", "true", "on"),
+            "null": lambda: None,
+            "int": lambda: self.loader.construct_yaml_int(node),
+            "float": lambda: self.loader.construct_yaml_float(node),
+        }.get(kind)
+        if construct is None:
+            raise YamlError(f"the tag {node.tag} is not known in manifests; remove it", line)
+        try:
+            value = construct()
+        except ValueError as error:
+            raise YamlError(f"{node.value!r} is not of the kind {node.tag}", line) from error
+        if isinstance(value, float) and not math.isfinite(value):
+            raise YamlError(f"{node.value} is not a number that a manifest can hold; quote it if it is text", line)
+        return value
