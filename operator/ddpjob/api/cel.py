@@ -5,6 +5,7 @@ A rule that speaks of `oldSelf` is a transition rule: it counts only when an obj
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -88,4 +89,11 @@ def _environment() -> Any:
 @cache
 def _program(text: str) -> Any:
     environment = _environment()
-    return environment.program(environment.compile(text))
+    return environment.program(environment.compile(text), functions={"matches": _matches})
+
+
+def _matches(text: str, pattern: str) -> Any:
+    """RE2's meaning of `$`, the end of the text; Python's is also before a last newline. The rules escape no `$`."""
+    from celpy.celtypes import BoolType
+
+    return BoolType(re.search(pattern.replace("$", r"\Z"), text) is not None)

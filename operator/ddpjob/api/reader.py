@@ -100,7 +100,8 @@ def _documents(label: str, text: str) -> list[Document]:
 def _choose(label: str, documents: list[Document], name: str | None) -> Document:
     for document in documents:
         if not isinstance(document.value, dict):
-            raise _error(f"{label}, line {document.line}", f"a manifest is a mapping that begins with apiVersion and kind, not {str(document.value)[:40]!r}")
+            found = f"a manifest is a mapping that begins with apiVersion and kind, not {str(document.value)[:40]!r}"
+            raise _error(f"{label}, line {document.line}", found)
     jobs = [d for d in documents if not _is_other_kind(d.value)]
     if name is not None:
         jobs = [d for d in jobs if _name(d.value) == name]
@@ -110,8 +111,8 @@ def _choose(label: str, documents: list[Document], name: str | None) -> Document
         raise _error(label, f"holds {len(jobs)} DDPJobs ({', '.join(_name(d.value) for d in jobs)}); say by name which one")
     if name is not None:
         raise _error(label, f"holds no {KIND} called {name}")
-    found = ", ".join(f"{d.value.get('kind', 'something without kind')} (line {d.line})" for d in documents)
-    raise _error(label, f"holds no {KIND}; found {found}. It needs apiVersion: {API_VERSION} and kind: {KIND}")
+    kinds = ", ".join(f"{d.value.get('kind', 'something without kind')} (line {d.line})" for d in documents)
+    raise _error(label, f"holds no {KIND}; found {kinds}. It needs apiVersion: {API_VERSION} and kind: {KIND}")
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ddpjob.api.yamltext import join
+from ddpjob.api.yamltext import join as join
 
 Json = dict[str, Any]
 CRD_FILE = "ddpjobs.ddpjob.io.yaml"
@@ -24,11 +24,11 @@ _TEXT_MAP: Json = {"type": "object", "additionalProperties": _TEXTS}
 _METADATA: Json = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"},
+        "name": _TEXTS,
         "namespace": {"type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
         "labels": _TEXT_MAP,
         "annotations": _TEXT_MAP,
-        **{name: _TEXTS for name in ("generateName", "uid", "resourceVersion", "creationTimestamp", "deletionTimestamp", "selfLink")},
+        **dict.fromkeys(("generateName", "uid", "resourceVersion", "creationTimestamp", "deletionTimestamp", "selfLink"), _TEXTS),
         **{name: {"type": "integer"} for name in ("generation", "deletionGracePeriodSeconds")},
         "finalizers": {"type": "array", "items": _TEXTS},
         **{name: {"type": "array", "items": {"type": "object", _PRESERVE: True}} for name in ("ownerReferences", "managedFields")},
@@ -67,7 +67,7 @@ def object_schema() -> Json:
 
 
 def apply_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
-    """A copy of `value` as the API server stores it: fields that are null are gone, defaults are filled in, 2.0 is 2 where an integer belongs."""
+    """A copy of `value` as the API server stores it: without fields that are null, with defaults, with 2 for 2.0 where an integer belongs."""
     if isinstance(value, Mapping) and "x-kubernetes-int-or-string" not in schema:
         return _default_object(value, schema)
     if isinstance(value, list):
@@ -95,10 +95,14 @@ def _default_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Json
 # --- JSON schema ------------------------------------------------------------------------------------------------
 
 
+_SAME_IN_BOTH = frozenset(
+    ("type", "enum", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "required")
+)
+
+
 def to_json_schema(schema: Mapping[str, Any]) -> Json:
     """A JSON schema (draft 2020-12) that accepts what the structural schema accepts, and refuses unknown fields."""
-    kept = ("type", "enum", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "required")
-    converted: Json = {key: schema[key] for key in kept if key in schema}
+    converted: Json = {key: schema[key] for key in _SAME_IN_BOTH if key in schema}
     if "pattern" in schema:
         # Python's $ also matches before a line's end, Go's does not.
         converted["pattern"] = schema["pattern"].removesuffix("$") + r"\Z" if schema["pattern"].endswith("$") else schema["pattern"]
@@ -127,7 +131,10 @@ def _validator() -> Any:
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
     """What of a defaulted manifest the schema refuses."""
-    problems = [problem for error in _validator().iter_errors(manifest) for problem in _explain(error)]
+    errors = list(_validator().iter_errors(manifest))
+    of_wrong_type = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
+    told = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)
+    problems = [problem for error in told for problem in _explain(error)]
     return problems + list(_duplicates(manifest, object_schema(), ""))
 
 
@@ -175,7 +182,15 @@ def _expected(pattern: str) -> str:
     return _PATTERNS.get(pattern, pattern.replace("\\Z", "$"))
 
 
-_KINDS = {"string": "a string", "integer": "an integer", "number": "a number", "boolean": "true or false", "object": "a mapping", "array": "a list", "null": "null"}
+_KINDS = {
+    "string": "a string",
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "object": "a mapping",
+    "array": "a list",
+    "null": "null",
+}
 
 
 def _kind_names(kinds: str | list[str]) -> str:
@@ -183,7 +198,9 @@ def _kind_names(kinds: str | list[str]) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", dict: "a mapping", list: "a list", type(None): "null"}
+    if isinstance(value, bool):
+        return "a boolean"
+    names = {int: "an integer", float: "a number", str: "a string", dict: "a mapping", list: "a list", type(None): "null"}
     return names[type(value)]
 
 
@@ -210,7 +227,9 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     elsewhere = _paths_by_name().get(name.lower(), [])
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
-    return f"; known are {', '.join(sorted(known))}" if 0 < len(known) <= 8 else f"; `kubectl explain ddp.{path}` lists the fields" if path else ""
+    if 0 < len(known) <= 8:
+        return f"; known are {', '.join(sorted(known))}"
+    return f"; `kubectl explain ddp.{path}` lists the fields" if path else ""
 
 
 @cache
@@ -232,15 +251,15 @@ def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Pr
         for name, item in value.items():
             yield from _duplicates(item, schema.get("properties", {}).get(name, {}), join(path, name))
     elif isinstance(value, list):
-        seen: dict[tuple[Any, ...], int] = {}
+        seen: dict[tuple[str, ...], int] = {}
         for position, item in enumerate(value):
             key = list_key(schema, item)
             if key is not None and seen.setdefault(key, position) != position:
-                yield Problem(join(path, position), f"{', '.join(map(str, key))} is given twice (first in {join(path, seen[key])}); remove one")
+                yield Problem(join(path, position), f"{', '.join(key)} is given twice (first in {join(path, seen[key])}); remove one")
             yield from _duplicates(item, schema.get("items", {}), join(path, position))
 
 
-def list_key(schema: Mapping[str, Any], item: Any) -> tuple[Any, ...] | None:
+def list_key(schema: Mapping[str, Any], item: Any) -> tuple[str, ...] | None:
     """What tells an item of a keyed list from the others; None in other lists."""
     keys = schema.get("x-kubernetes-list-map-keys")
     if not keys or not isinstance(item, Mapping) or any(key not in item for key in keys):

@@ -292,10 +292,11 @@ class Restart:
 
     time: datetime
     pod: str
-    index: int
     reason: str
     message: str
     counted: bool
+    index: int | None = None
+    """The slot; None for the coordinator."""
     node: str = ""
     rank: int | None = None
     seconds: float | None = None
@@ -305,12 +306,11 @@ class Restart:
         entry: Json = {
             "time": format_time(self.time),
             "pod": self.pod,
-            "index": self.index,
             "reason": self.reason,
             "message": self.message,
             "counted": self.counted,
         }
-        optional = {"node": self.node or None, "rank": self.rank, "seconds": self.seconds}
+        optional = {"index": self.index, "node": self.node or None, "rank": self.rank, "seconds": self.seconds}
         return entry | {key: value for key, value in optional.items() if value is not None}
 
 
@@ -380,9 +380,7 @@ class JobStatus:
             active=nodes.get("active", 0),
             ready=nodes.get("ready", 0),
             nodes_wanted=nodes.get("wanted", 0),
-            slots=tuple(
-                Slot(attempt=s["attempt"], state=SlotState(s["state"]), node=s.get("node", "")) for s in status.get("slots", ())
-            ),
+            slots=tuple(Slot(attempt=s["attempt"], state=SlotState(s["state"]), node=s.get("node", "")) for s in status.get("slots", ())),
             restarts=Restarts(
                 counted=restarts.get("counted", 0),
                 uncounted=restarts.get("uncounted", 0),
@@ -456,7 +454,7 @@ def _read_restart(entry: Mapping[str, Any]) -> Restart:
     return Restart(
         time=moment,
         pod=entry["pod"],
-        index=entry["index"],
+        index=entry.get("index"),
         reason=entry["reason"],
         message=entry["message"],
         counted=entry["counted"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,15 @@ for _tag, _pattern, _first in (
 
 def read_documents(text: str) -> Iterator[Document]:
     """The documents of a text, empty ones left out. Raises YamlError."""
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlError(f"not YAML: the character {error.character:#04x} is not allowed in text", line) from error
     try:
         while loader.check_node():
             node = loader.get_node()
+            assert node is not None  # check_node said so
             builder = _Builder(loader)
             value = builder.build(node, "")
             if value is not None:
@@ -80,10 +85,8 @@ def read_documents(text: str) -> Iterator[Document]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(f"not YAML: {error.problem or error.context}", mark.line + 1 if mark else 1) from error
-    except yaml.YAMLError as error:
-        raise YamlError(f"not YAML: {error}", 1) from error
     finally:
-        loader.dispose()
+        loader.dispose()  # type: ignore[no-untyped-call]
 
 
 class _Builder:
@@ -107,6 +110,7 @@ class _Builder:
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
                 return [self._child(item, join(path, position)) for position, item in enumerate(node.value)]
+            assert isinstance(node, yaml.ScalarNode)  # there are three kinds of nodes
             return self._scalar(node)
         finally:
             self._open.discard(id(node))
@@ -139,11 +143,11 @@ class _Builder:
             raise YamlError("a field name must be text; quote templates such as {{ name }}", node.start_mark.line + 1)
         return str(node.value)
 
-    def _scalar(self, node: yaml.Node) -> Any:
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
         line, kind = node.start_mark.line + 1, node.tag.removeprefix("tag:yaml.org,2002:")
         if kind in ("str", "merge"):
             return node.value
-        construct = {
+        construct: Callable[[], Any] | None = {
             "bool": lambda: node.value.lower() in ("y", "yes", "true", "on"),
             "null": lambda: None,
             "int": lambda: self.loader.construct_yaml_int(node),

@@ -1,0 +1,157 @@
+"""Decides why a pod of the job ended, and whether that counts against the restart budget, from the pod alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ddpjob.core.world import ContainerView, PodView
+
+EXIT_INIT_FAILURE = 78
+EXIT_RENDEZVOUS_LOST = 76
+EXIT_STOPPED = 77
+EXIT_SIGTERM = 143
+
+
+class Cause(StrEnum):
+    """Reasons as users read them in `status.restarts.recent` and in conditions."""
+
+    WORKER_FAILED = "WorkerFailed"
+    EXIT_CODE = "ExitCode"
+    OOM_KILLED = "OOMKilled"
+    DISRUPTION = "Disruption"
+    PREEMPTED = "Preempted"
+    EVICTED = "Evicted"
+    DELETED = "Deleted"
+    INIT_FAILURE = "InitFailure"
+    RENDEZVOUS_LOST = "RendezvousLost"
+    COORDINATOR_LOST = "CoordinatorLost"
+    SCALED = "Scaled"
+
+
+COUNTED = frozenset({Cause.WORKER_FAILED, Cause.EXIT_CODE, Cause.OOM_KILLED})
+"""Failures of the job itself. Disruptions, deletions by hand and consequences do not use the budget."""
+
+_DISRUPTIONS = {
+    "PreemptionByScheduler": Cause.PREEMPTED,
+    "EvictionByEvictionAPI": Cause.EVICTED,
+    "TerminationByKubelet": Cause.EVICTED,
+    "DeletionByTaintManager": Cause.DISRUPTION,
+    "DeletionByPodGC": Cause.DISRUPTION,
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a pod is no longer of use."""
+
+    cause: Cause
+    message: str
+    traceback: str = ""
+
+    @property
+    def counted(self) -> bool:
+        return self.cause in COUNTED
+
+
+def vanished(name: str) -> End:
+    """A pod that was there and is not: deleted by force."""
+    return End(Cause.DELETED, f"pod {name} was deleted")
+
+
+def why_ended(pod: PodView) -> End:
+    """For a pod that failed, is being deleted or was evicted.
+
+    The pod's own conditions come before exit codes: a container ended by an eviction has an exit code too.
+    """
+    if pod.disruption:
+        cause = _DISRUPTIONS.get(pod.disruption, Cause.DISRUPTION)
+        return End(cause, pod.disruption_message or f"pod {pod.name} was disrupted: {pod.disruption}")
+    if pod.status_reason in ("Evicted", "NodeShutdown", "Shutdown", "Terminated", "NodeLost", "NodeAffinity", "Preempting"):
+        return End(Cause.EVICTED, pod.status_message or f"pod {pod.name} was ended by its node: {pod.status_reason}")
+    main = pod.main
+    if main.reason == "OOMKilled":
+        return End(
+            Cause.OOM_KILLED, f"pod {pod.name} used more memory than spec.resources.limits.memory allows (exit code {main.exit_code})"
+        )
+    if main.ended and main.reason in _CANNOT_START:
+        return End(Cause.INIT_FAILURE, f"the container of pod {pod.name} cannot start: {main.message or main.reason}")
+    if main.ended and main.exit_code == EXIT_INIT_FAILURE:
+        told = told_by(main)
+        return End(Cause.INIT_FAILURE, told.message or f"the entry point of pod {pod.name} cannot start", told.traceback)
+    if main.ended and main.exit_code == EXIT_RENDEZVOUS_LOST:
+        return End(Cause.RENDEZVOUS_LOST, told_by(main).message or f"pod {pod.name} lost the rendezvous")
+    if pod.deleted_at is not None or main.exit_code == EXIT_STOPPED:
+        return End(Cause.DELETED, f"pod {pod.name} was deleted")
+    if main.ended:
+        told = told_by(main)
+        return End(
+            Cause.EXIT_CODE,
+            f"pod {pod.name} ended with exit code {main.exit_code}: {told.message or main.reason}".rstrip(": "),
+            told.traceback,
+        )
+    return End(Cause.EXIT_CODE, pod.status_message or f"pod {pod.name} failed: {pod.status_reason or 'no reason given'}")
+
+
+@dataclass(frozen=True)
+class Told:
+    message: str
+    traceback: str
+
+
+def told_by(container: ContainerView) -> Told:
+    """The termination message: the launcher writes JSON, any other program its last lines."""
+    text = container.message.strip()
+    try:
+        told = json.loads(text)
+    except ValueError:
+        lines = text.splitlines()
+        return Told(lines[-1] if lines else "", text if len(lines) > 1 else "")
+    if not isinstance(told, dict):
+        return Told(text, "")
+    return Told(str(told.get("message") or ""), str(told.get("traceback") or ""))
+
+
+# The registry answered, and the answer will not change by itself.
+_FINAL_PULL_ERRORS = (
+    "not found",
+    "manifest unknown",
+    "does not exist",
+    "unauthorized",
+    "authentication required",
+    "access denied",
+    "forbidden",
+    "denied:",
+)
+_PULLING = ("ErrImagePull", "ImagePullBackOff")
+_CANNOT_START = ("InvalidImageName", "ErrImageNeverPull", "RunContainerError", "StartError", "ContainerCannotRun")
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A container that does not start."""
+
+    reason: str
+    message: str
+    final: bool
+
+
+def stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
+    """Whether a pod's container waits for something that will not come, or may not.
+
+    A registry may be away for a while: a job that has run before waits for it, a job that never ran and is
+    backing off already (`ImagePullBackOff`) has a wrong image or no way to it and fails.
+    """
+    for name, container in pod.containers.items():
+        reason = container.waiting_reason
+        if reason in ("", "ContainerCreating", "PodInitializing"):
+            continue
+        message = f"container {name} of pod {pod.name}: {reason}: {container.waiting_message}".rstrip(": ")
+        if reason in _CANNOT_START:
+            return Stuck(reason, message, final=not has_run)
+        if reason in _PULLING:
+            answered = any(text in container.waiting_message.lower() for text in _FINAL_PULL_ERRORS)
+            return Stuck(reason, message, final=not has_run and (answered or reason == "ImagePullBackOff"))
+        return Stuck(reason, message, final=False)
+    return None

@@ -1,0 +1,41 @@
+"""Decides whether the job's claims can serve all its nodes, from spec.storage and the claims' access modes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddpjob.api.types import DDPJob
+from ddpjob.core.world import ClaimView, World
+
+_ONE_NODE = {"ReadWriteOnce", "ReadWriteOncePod"}
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """Why no pod is created, and what to do."""
+
+    reason: str
+    message: str
+
+
+def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
+    """The first claim that is missing, or that one node holds while several need it."""
+    for claim in world.claims:
+        if not claim.exists:
+            message = f"storage names the claim {claim.name}, which does not exist in namespace {job.namespace}: create it, the job then starts by itself"
+            return Unusable("ClaimNotFound", message)
+        if _serves_one(job, claim):
+            modes = ", ".join(claim.access_modes)
+            message = (
+                f"claim {claim.name} ({modes}) can be held by one node only, but spec.nodes is {job.spec.nodes}: "
+                "use a claim with ReadWriteMany (or ReadOnlyMany for data), or spec.nodes 1"
+            )
+            return Unusable("VolumeSingleNode", message)
+    return None
+
+
+def _serves_one(job: DDPJob, claim: ClaimView) -> bool:
+    if not claim.access_modes or not set(claim.access_modes) <= _ONE_NODE or job.spec.nodes == 1:
+        return False
+    only_pod = set(claim.access_modes) == {"ReadWriteOncePod"}
+    return job.spec.scheduling.one_pod_per_node or only_pod

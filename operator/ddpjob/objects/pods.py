@@ -1,0 +1,292 @@
+"""Builds the pods of a job: nodes that run torchrun, and the coordinator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpjob.api.types import DDPJob, JobStatus, Json, Placement, Volume
+from ddpjob.core.world import (
+    COORDINATOR_CONTAINER,
+    LABEL_ATTEMPT,
+    LABEL_GENERATION,
+    LABEL_INDEX,
+    LABEL_ROLE,
+    LABEL_ROUND,
+    LABEL_UID,
+    TRAINER_CONTAINER,
+    Role,
+    coordinator_pod_name,
+    node_pod_name,
+)
+from ddpjob.objects.overlay import coordinator_overlay, node_overlay
+from ddpjob.objects.service import job_labels
+from ddpjob.objects.site import Site
+
+POD_FILES_VOLUME = "ddpjob-podfiles"
+MAX_RESTARTS = 1_000_000
+"""torchrun's own limit; the budget is the operator's, who sees every failure."""
+
+_UNREACHABLE_GRACE = 30
+DEFAULT_GRACE = 30
+
+
+def build_node(job: DDPJob, status: JobStatus, site: Site, index: int, attempt: int) -> Json:
+    """The pod of one slot. `status` gives generation, round and pod files."""
+    name = node_pod_name(job, index, attempt)
+    containers = [_trainer(job, status, site, index, attempt)]
+    if index == 0 and job.spec.rendezvous.placement is Placement.MASTER:
+        containers.append(_coordinator(job, status, site))
+    spec: Json = {
+        **_pod_basics(job, name),
+        "containers": containers,
+        "volumes": _volumes(job, status),
+    }
+    if job.spec.scheduling.one_pod_per_node and job.spec.nodes > 1:
+        spec["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [_apart(job)]}}
+    pod = _pod(job, name, spec, _place_labels(status, Role.NODE, index, attempt))
+    return node_overlay(pod, job.spec.pod_template)
+
+
+def build_coordinator(job: DDPJob, status: JobStatus, site: Site) -> Json:
+    """The coordinator's own pod (placement Dedicated). No GPU; it has the job's image, since the store needs torch."""
+    name = coordinator_pod_name(job, status.rendezvous.generation)
+    spec = {**_pod_basics(job, name), "containers": [_coordinator(job, status, site)], "volumes": [_pod_files_volume(status)]}
+    pod = _pod(job, name, spec, _place_labels(status, Role.COORDINATOR, None, None))
+    return coordinator_overlay(pod, job.spec.pod_template)
+
+
+def _pod(job: DDPJob, name: str, spec: Json, labels: dict[str, str]) -> Json:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": job.namespace,
+            "labels": job_labels(job) | labels,
+            "ownerReferences": [job.owner_reference],
+        },
+        "spec": spec,
+    }
+
+
+def _place_labels(status: JobStatus, role: Role, index: int | None, attempt: int | None) -> dict[str, str]:
+    labels = {LABEL_ROLE: str(role), LABEL_GENERATION: str(status.rendezvous.generation), LABEL_ROUND: str(status.round)}
+    if index is not None:
+        labels |= {LABEL_INDEX: str(index), LABEL_ATTEMPT: str(attempt)}
+    return labels
+
+
+def _pod_basics(job: DDPJob, name: str) -> Json:
+    spec = job.spec
+    basics: Json = {
+        "restartPolicy": "Never",
+        "hostname": name,
+        "subdomain": job.name,
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": DEFAULT_GRACE,
+        "tolerations": [
+            # A node that is gone for longer is not coming back in time; Kubernetes' own default is 300 s.
+            {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _UNREACHABLE_GRACE}
+            for taint in ("unreachable", "not-ready")
+        ],
+    }
+    if spec.image_pull_secrets:
+        basics["imagePullSecrets"] = [{"name": secret} for secret in spec.image_pull_secrets]
+    if spec.scheduling.scheduler_name:
+        basics["schedulerName"] = spec.scheduling.scheduler_name
+    if spec.scheduling.priority_class_name:
+        basics["priorityClassName"] = spec.scheduling.priority_class_name
+    return basics
+
+
+def _apart(job: DDPJob) -> Json:
+    return {
+        "labelSelector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE)}},
+        "topologyKey": job.spec.scheduling.topology_key,
+    }
+
+
+# --- containers -------------------------------------------------------------------------------------------------
+
+
+def _container(job: DDPJob, name: str, command: list[str], args: list[str]) -> Json:
+    container: Json = {
+        "name": name,
+        "image": job.spec.image,
+        "command": command,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    if args:
+        container["args"] = args
+    if job.spec.image_pull_policy:
+        container["imagePullPolicy"] = job.spec.image_pull_policy
+    return container
+
+
+def _trainer(job: DDPJob, status: JobStatus, site: Site, index: int, attempt: int) -> Json:
+    command, args = _entry_point(job, status, site)
+    container = _container(job, TRAINER_CONTAINER, command, args)
+    # The owned variables come first, so that $(POD_IP) may be used in the user's; the schema keeps the names apart.
+    container["env"] = _environment(job, status, site, index, attempt) + list(job.spec.env)
+    if job.spec.env_from:
+        container["envFrom"] = list(job.spec.env_from)
+    if job.spec.working_dir:
+        container["workingDir"] = job.spec.working_dir
+    container["resources"] = _resources(job)
+    container["volumeMounts"] = _mounts(job, site)
+    return container
+
+
+def _resources(job: DDPJob) -> Json:
+    resources = {kind: dict(job.spec.resources.get(kind, {})) for kind in ("requests", "limits")}
+    if job.spec.gpus_per_node:
+        resources["limits"].setdefault(job.spec.gpu_resource, job.spec.gpus_per_node)
+    return {kind: amounts for kind, amounts in resources.items() if amounts}
+
+
+def rendezvous_settings(job: DDPJob, status: JobStatus, site: Site) -> dict[str, str]:
+    """torchrun's options without their dashes. Why each is what it is: docs/architecture.md, "Rendezvous settings"."""
+    nodes = job.spec.nodes
+    return {
+        "nnodes": f"{nodes}:{nodes}",
+        "nproc-per-node": str(job.spec.procs_per_node),
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": f"{site.coordinator_host(job, status)}:{job.spec.rendezvous.port}",
+        "rdzv-id": f"{job.uid}-{status.rendezvous.generation}",
+        "rdzv-conf": ",".join(
+            [
+                "is_host=false",
+                "keep_alive_interval=1",
+                "keep_alive_max_attempt=3",
+                "last_call_timeout=1",
+                f"join_timeout={job.spec.rendezvous.join_timeout_seconds}",
+                "read_timeout=60",
+            ]
+        ),
+        "max-restarts": str(MAX_RESTARTS),
+        "monitor-interval": "0.1",
+        "local-addr": "$(POD_IP)",
+    }
+
+
+def _entry_point(job: DDPJob, status: JobStatus, site: Site) -> tuple[list[str], list[str]]:
+    """The container's command and args."""
+    spec = job.spec
+    if not spec.under_torchrun:
+        return list(spec.command), list(spec.args)
+    options = [f"--{name}={value}" for name, value in rendezvous_settings(job, status, site).items()]
+    program = ["-m", spec.module] if spec.module else [spec.script or ""]
+    args = [*options, *spec.torchrun_args, *program, *spec.args]
+    return [site.python, f"{site.pod_files_path}/launcher.py"], args
+
+
+def _environment(job: DDPJob, status: JobStatus, site: Site, index: int, attempt: int) -> list[Json]:
+    spec = job.spec
+    data, checkpoints = spec.storage.data, spec.storage.checkpoints
+    shared = site.checkpoints_shared
+    if shared is None:
+        shared = checkpoints is not None and checkpoints.seen_by_every_node
+    values = {
+        **_identity(job, status, site, node_pod_name(job, index, attempt)),
+        "DDPJOB_INDEX": str(index),
+        "DDPJOB_ATTEMPT": str(attempt),
+        "DDPJOB_ROUND": str(status.round),
+        "DDPJOB_NODES": str(spec.nodes),
+        "DDPJOB_PROCS_PER_NODE": str(spec.procs_per_node),
+        "DDPJOB_COORDINATOR": f"{site.coordinator_host(job, status)}:{spec.rendezvous.endpoint_port}",
+        "DDPJOB_CHECKPOINT_DIR": site.checkpoint_path or (checkpoints.mount_path if checkpoints else "/checkpoints"),
+        "DDPJOB_CHECKPOINT_SHARED": "1" if shared else "0",
+        "DDPJOB_BACKEND": spec.backend,
+        "DDPJOB_GRACE_SECONDS": str(_grace(job)),
+    }
+    if data is not None:
+        values["DDPJOB_DATA_DIR"] = site.data_path or data.mount_path
+    owned: list[Json] = [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        *({"name": name, "value": value} for name, value in values.items()),
+    ]
+    if not spec.under_torchrun:
+        settings = rendezvous_settings(job, status, site)
+        owned += [{"name": "PET_" + name.upper().replace("-", "_"), "value": value} for name, value in settings.items()]
+        owned.append({"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"})
+    return owned
+
+
+def _grace(job: DDPJob) -> int:
+    grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
+    return int(grace)
+
+
+def _identity(job: DDPJob, status: JobStatus, site: Site, pod: str) -> dict[str, str]:
+    return {
+        "DDPJOB_NAME": job.name,
+        "DDPJOB_NAMESPACE": job.namespace,
+        "DDPJOB_UID": job.uid,
+        "DDPJOB_POD": pod,
+        "DDPJOB_GENERATION": str(status.rendezvous.generation),
+        "DDPJOB_TOKEN": site.token(job),
+    }
+
+
+def _coordinator(job: DDPJob, status: JobStatus, site: Site) -> Json:
+    rendezvous = job.spec.rendezvous
+    arguments = [f"--port={rendezvous.endpoint_port}", f"--store-port={rendezvous.port}", f"--nodes={job.spec.nodes}"]
+    container = _container(job, COORDINATOR_CONTAINER, [site.python, f"{site.pod_files_path}/coordinator.py"], arguments)
+    pod = coordinator_pod_name(job, status.rendezvous.generation)
+    container["env"] = [{"name": name, "value": value} for name, value in _identity(job, status, site, pod).items()]
+    if rendezvous.resources:
+        container["resources"] = rendezvous.resources
+    container["volumeMounts"] = [_pod_files_mount(site)]
+    container["ports"] = [
+        {"name": "rendezvous", "containerPort": rendezvous.port},
+        {"name": "coordinator", "containerPort": rendezvous.endpoint_port},
+    ]
+    return container
+
+
+# --- volumes ----------------------------------------------------------------------------------------------------
+
+
+def _pod_files_volume(status: JobStatus) -> Json:
+    return {"name": POD_FILES_VOLUME, "configMap": {"name": status.pod_files}}
+
+
+def _pod_files_mount(site: Site) -> Json:
+    return {"name": POD_FILES_VOLUME, "mountPath": site.pod_files_path, "readOnly": True}
+
+
+def _volumes(job: DDPJob, status: JobStatus) -> list[Json]:
+    storage = job.spec.storage
+    volumes = [
+        _pod_files_volume(status),
+        {"name": "ddpjob-shm", "emptyDir": {"medium": "Memory", "sizeLimit": storage.shared_memory}},
+        {"name": "ddpjob-checkpoints", **(_source(storage.checkpoints) if storage.checkpoints else {"emptyDir": {}})},
+    ]
+    if storage.data:
+        volumes.append({"name": "ddpjob-data", **_source(storage.data)})
+    return volumes
+
+
+def _source(volume: Volume) -> Json:
+    if volume.claim_name:
+        return {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": volume.read_only}}
+    if volume.nfs:
+        return {"nfs": dict(volume.nfs)}
+    return {"hostPath": {"path": volume.host_path}}
+
+
+def _mounts(job: DDPJob, site: Site) -> list[Json]:
+    storage = job.spec.storage
+    mounts: list[Json] = [_pod_files_mount(site), {"name": "ddpjob-shm", "mountPath": "/dev/shm"}]
+    for name, volume in (("ddpjob-checkpoints", storage.checkpoints or Volume(mount_path="/checkpoints")), ("ddpjob-data", storage.data)):
+        if volume is None:
+            continue
+        mount: Json = {"name": name, "mountPath": volume.mount_path}
+        if volume.sub_path:
+            mount["subPath"] = volume.sub_path
+        if volume.read_only:
+            mount["readOnly"] = True
+        mounts.append(mount)
+    return mounts

@@ -1,0 +1,192 @@
+"""torchrun's agent with the coordinator's word in it: reports failures, obeys `restart`, ends when every node has finished.
+
+The seams into torch.distributed.elastic (2.6 and later): LocalElasticAgent's `_rendezvous`, `_start_workers`, `_stop_workers`,
+`_monitor_workers`, `_exit_barrier`; the worker context's `close`, `pids` and `error_files`; the rendezvous handler's state.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+import wire
+from departure import Departure, say
+from link import Link
+
+RESTART_GRACE = 2.0  # between SIGTERM and SIGKILL when the group is broken: a step can no longer be completed
+STORE_SECONDS = 15.0  # a key of a rendezvous that is complete: its writer is there or dead
+
+
+def agent_class(link: Link, departure: Departure) -> type[Any]:
+    """LocalElasticAgent for one launcher."""
+
+    class Agent(LocalElasticAgent):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._round: int | None = None
+            self._grace = RESTART_GRACE
+            self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that ended before any signal of ours
+            departure.stop_workers = self._stop_for_good
+            handler = self._worker_group.spec.rdzv_handler
+            handler.shutdown = lambda: True  # closing the rendezvous would end it for the other nodes too
+            if hasattr(handler, "_store"):
+                handler._store.set_timeout(datetime.timedelta(seconds=STORE_SECONDS))
+
+        # ---- rendezvous
+
+        def _rendezvous(self, worker_group: Any) -> None:
+            self._round = None
+            link.joining()
+            while True:
+                departure.park_if_leaving()
+                try:
+                    super()._rendezvous(worker_group)
+                    break
+                except dist.DistStoreError as error:  # a node died between the rendezvous' end and its first word: form anew
+                    say("the rendezvous came apart ({}); joins again".format(str(error)[:200]))
+            self._round = worker_group.spec.rdzv_handler._state_holder.state.round
+            link.joined(self._round, worker_group.group_rank, worker_group.group_world_size)
+
+        # ---- workers
+
+        def _start_workers(self, worker_group: Any) -> Any:
+            departure.park_if_leaving()
+            with departure.starting:
+                departure.park_if_leaving()
+                pids = super()._start_workers(worker_group)
+                self._ended = {}
+                self._wrap_close(self._pcontext)
+                return pids
+
+        def _wrap_close(self, context: Any) -> None:
+            """torchrun's own code closes with a grace of 30 s in several places; this node's state decides instead."""
+            close, seen = context.close, []
+
+            def close_with_grace(death_sig: Any = None, timeout: float = 30) -> None:
+                if not seen:
+                    seen.append(True)
+                    self._note_ended(context)
+                close(death_sig, self._grace)
+                self._kill_groups(context)
+
+            context.close = close_with_grace
+
+        def _note_ended(self, context: Any) -> None:
+            handlers = getattr(context, "subprocess_handlers", {})
+            self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
+            if wire.EXIT_STEPPED_ASIDE in self._ended.values():
+                self._let_step_aside(handlers)
+
+        def _let_step_aside(self, handlers: Any) -> None:
+            """One worker has saved and left as asked; the others of this node may still be saving."""
+            deadline = time.monotonic() + departure.grace_seconds
+            while time.monotonic() < deadline and any(h.proc.poll() is None for h in handlers.values()):
+                time.sleep(0.05)
+            self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
+
+        def _kill_groups(self, context: Any) -> None:
+            """What workers started and left behind; every worker leads a process group of its own."""
+            for pid in context.pids().values():
+                try:
+                    os.killpg(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+        def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
+            departure.park_if_leaving()
+            super()._stop_workers(worker_group, *args, **kwargs)
+
+        def _stop_for_good(self, grace: float) -> None:
+            self._grace = grace
+            if self._pcontext is not None:
+                self._pcontext.close(signal.SIGTERM)
+
+        # ---- the group
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            departure.park_if_leaving()
+            if link.must_restart(self._round):
+                return self._restart_for_peer(worker_group)
+            result = super()._monitor_workers(worker_group)
+            departure.park_if_leaving()
+            if result.state == WorkerState.FAILED:
+                self._report(result.failures)
+                self._remaining_restarts = max(self._remaining_restarts, 1)  # the budget is the control plane's
+            elif result.state == WorkerState.SUCCEEDED:
+                assert self._round is not None
+                say("all workers of this node have finished; waits for the other nodes")
+                link.send("finished", round=self._round)
+                if not link.wait_verdict(self._round):
+                    return self._restart_for_peer(worker_group)
+            return result
+
+        def _restart_for_peer(self, worker_group: Any) -> Any:
+            say("restarts its workers: {}".format(link.why))
+            context, number, ranks = self._pcontext, self._round, {w.local_rank: w.global_rank for w in worker_group.workers}
+            self._stop_workers(worker_group)
+            for local_rank, path in getattr(context, "error_files", {}).items():
+                code = self._ended.get(local_rank)
+                if code or (code is None and Path(path).is_file()):
+                    code = context.subprocess_handlers[local_rank].proc.returncode if code is None else code
+                    send_failure(link, number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
+            self._remaining_restarts -= 1
+            self._initialize_workers(worker_group)
+            return RunResult(state=WorkerState.HEALTHY)
+
+        def _report(self, failures: Any) -> None:
+            for rank, failure in failures.items():
+                if self._ended and failure.local_rank not in self._ended:
+                    continue  # ended by us because of the others
+                send_failure(link, self._round, rank, failure.local_rank, failure.pid, failure.exitcode, failure.error_file)
+
+        def _exit_barrier(self) -> None:
+            """Replaced by the wait in `_monitor_workers`: a barrier in the store would not see a lost peer."""
+
+    return Agent
+
+
+def send_failure(link: Link, number: int | None, rank: int, local_rank: int, pid: int, code: int, error_file: str) -> None:
+    """Tell the coordinator of a worker that ended by itself, with what its error file says."""
+    message, traceback, when = read_error_file(error_file)
+    name = signal_name(code)
+    if not message:
+        message = "killed by signal {}".format(name) if name else "ended with exit code {}".format(code)
+    now = time.time()
+    link.send(
+        "failure", round=number, rank=rank, localRank=local_rank, pid=pid, exitCode=code, signal=name,
+        message=wire.clip(message), traceback=wire.clip(traceback, wire.MAX_TRACEBACK), time=when or now, sent=now,
+    )  # fmt: skip
+
+
+def signal_name(code: int) -> str | None:
+    """Name of the signal that ended a process, None when none did."""
+    if code >= 0:
+        return None
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return "signal {}".format(-code)
+
+
+def read_error_file(path: str) -> tuple[str, str, float | None]:
+    """(message, traceback, time) of an error file; its own time has whole seconds only, the file system knows better."""
+    file = Path(path)
+    if not file.is_file():
+        return "", "", None
+    when = file.stat().st_mtime
+    try:
+        content = json.loads(file.read_text())["message"]
+    except (ValueError, KeyError, TypeError) as error:
+        return "its error file {} is not readable: {}".format(path, error), "", when
+    if not isinstance(content, dict):
+        return str(content), "", when
+    return str(content.get("message", "")), str(content.get("extraInfo", {}).get("py_callstack", "")), when

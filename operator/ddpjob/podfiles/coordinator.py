@@ -1,0 +1,260 @@
+"""One job's coordinator: tells members of each other, the operator of the members.
+
+    python3 coordinator.py --port 29401 --nodes N [--store-port 29400] [--host ADDRESS]
+
+Environment: DDPJOB_TOKEN, DDPJOB_GENERATION. Standard library only; with --store-port a child process hosts the c10d store, and when it ends
+the coordinator ends too (exit 1). One port, two protocols, told apart by a connection's first byte: "{" begins a member's JSON lines,
+anything else is HTTP/1.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import web
+import wire
+from attribution import Failure
+from group import Group, Member
+
+HELLO_SECONDS = 10.0
+MAX_BACKLOG = 1024 * 1024  # bytes a member may leave unread before it is given up
+
+
+class Coordinator:
+    """The sockets around a `Group`."""
+
+    def __init__(self, nodes: int, generation: int, token: str, store_ready: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self.token, self.store_ready = token, store_ready
+        self._change = asyncio.Event()
+        self.group = Group(nodes, generation, time.time, loop.call_later, self._on_change)
+
+    def _on_change(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def wait_for_change(self) -> None:
+        """Returns at the next change of the report."""
+        await self._change.wait()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, from its first byte to its end."""
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            first = await _within(HELLO_SECONDS, reader.read(1))
+            if first == b"{":
+                await self._serve_member(first, reader, writer)
+            elif first:
+                await web.serve(self, first, reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the peer went away; whoever must know has been told by _serve_member
+        finally:
+            writer.close()
+
+    async def _serve_member(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        send = _sender(writer)
+        line = await _within(HELLO_SECONDS, reader.readline())
+        member = self._admit(first + (line or b""), send)
+        if member is None:
+            await _flush(writer)
+            return
+        why = "its connection ended"
+        try:
+            why = await self._listen(member, reader, send)
+        except ConnectionError as error:
+            why = "its connection broke: {}".format(error)
+        finally:
+            if member.send is send:  # else another connection has taken over
+                log("node {} ({}): {}".format(member.pod, member.state, why))
+                self.group.lost(member, why)
+            await _flush(writer)
+
+    def _admit(self, line: bytes, send: Any) -> Member | None:
+        try:
+            hello = wire.decode(line)
+            if hello["t"] != "hello":
+                raise ValueError('the first line must be "hello", not {!r}'.format(hello["t"]))
+            if not hmac.compare_digest(str(hello.get("token", "")).encode(), self.token.encode()):
+                raise ValueError("the token is not this job's: DDPJOB_TOKEN of the pod differs from the coordinator's")
+            index, attempt, pid = (_whole(hello, name) for name in ("index", "attempt", "pid"))
+            if not isinstance(hello.get("pod"), str) or not hello["pod"]:
+                raise ValueError("pod: must be the pod's name")
+            if index >= self.group.nodes:
+                raise ValueError("index: must be below the number of nodes, {}, not {}".format(self.group.nodes, index))
+        except ValueError as error:
+            log("refused a connection: {}".format(error))
+            send("refused", {"why": str(error)})
+            return None
+        log("hello from {} (place {}, attempt {})".format(hello["pod"], index, attempt))
+        return self.group.hello(hello["pod"], index, attempt, pid, send, hello.get("resume"))
+
+    async def _listen(self, member: Member, reader: asyncio.StreamReader, send: Any) -> str:
+        """Take in a member's lines until its connection ends; says why it did."""
+        while True:
+            try:
+                line = await _within(wire.SILENCE_SECONDS, reader.readline())
+            except ValueError:
+                return "it sent a line of more than {} bytes".format(wire.MAX_LINE)
+            if line is None:
+                return "silent for {:.0f} s".format(wire.SILENCE_SECONDS)
+            if not line.endswith(b"\n"):
+                return "its connection ended"
+            try:
+                self._on_message(member, wire.decode(line), send)
+            except ValueError as error:
+                log("node {} sent a bad line: {}".format(member.pod, error))
+                send("error", {"why": str(error)})
+
+    def _on_message(self, member: Member, message: dict[str, Any], send: Any) -> None:
+        verb = message["t"]
+        if verb == "hb":
+            send("hb", {})
+            return
+        if verb != "failure":
+            log("{}: {}".format(member.pod, {k: v for k, v in message.items() if k != "traceback"}))
+        if verb == "joining":
+            self.group.joining(member)
+        elif verb == "joined":
+            self.group.joined(member, *(_whole(message, name) for name in ("round", "rank", "world")))
+        elif verb == "finished":
+            self.group.finished(member, _whole(message, "round"))
+        elif verb == "leaving":
+            self.group.leaving(member, wire.clip(message.get("why") or "it was told to end"))
+        elif verb == "init_failure":
+            self.group.init_failure(member, wire.clip(message.get("message")))
+        elif verb == "failure":
+            failure = read_failure(member, message, time.time())
+            log("{}: failure of rank {}: {}".format(member.pod, failure.rank, failure.message[:300]))
+            self.group.failure(member, message.get("round"), failure)
+        else:
+            raise ValueError("unknown verb {!r}".format(verb))
+
+
+def read_failure(member: Member, message: dict[str, Any], now: float) -> Failure:
+    """The failure a launcher told of. Its time is carried over to this clock by its age: clocks of nodes differ."""
+    sent, when = message.get("sent"), message.get("time")
+    age = sent - when if isinstance(sent, (int, float)) and isinstance(when, (int, float)) else 0.0
+    return Failure(
+        place=member.place,
+        rank=_whole_or_none(message, "rank"),
+        local_rank=_whole_or_none(message, "localRank"),
+        exit_code=_whole_or_none(message, "exitCode", negative=True),
+        signal=None if message.get("signal") is None else str(message["signal"])[:20],
+        message=wire.clip(message.get("message")),
+        traceback=wire.clip(message.get("traceback"), wire.MAX_TRACEBACK),
+        time=now - max(0.0, age),
+    )
+
+
+def _whole(message: dict[str, Any], name: str) -> int:
+    value = message.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError("{}: must be a whole number from 0, not {!r}".format(name, value))
+    return value
+
+
+def _whole_or_none(message: dict[str, Any], name: str, negative: bool = False) -> int | None:
+    value = message.get(name)
+    if value is None:
+        return None
+    if negative and isinstance(value, int):
+        return value
+    return _whole(message, name)
+
+
+def _sender(writer: asyncio.StreamWriter) -> Any:
+    def send(verb: str, fields: dict[str, Any]) -> None:
+        if writer.is_closing():
+            return
+        if writer.transport.get_write_buffer_size() > MAX_BACKLOG:
+            writer.transport.abort()  # it reads nothing: as good as gone
+            return
+        writer.write(wire.encode(verb, **fields))
+
+    return send
+
+
+async def _within(seconds: float, what: Any) -> Any:
+    """The result, or None when the time is over."""
+    task = asyncio.ensure_future(what)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+    return task.result() if done else None
+
+
+async def _flush(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        await _within(1.0, writer.drain())
+
+
+def log(text: str) -> None:
+    """One line of the coordinator's log."""
+    sys.stderr.write("{} coordinator: {}\n".format(wire.iso(time.time()), text))
+    sys.stderr.flush()
+
+
+async def _host_store(coordinator: Coordinator, port: int) -> int:
+    """Run the store's process; returns its exit code when it ends."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, str(Path(__file__).with_name("store.py")), "--port", str(port),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout is not None
+    line = await child.stdout.readline()
+    if line.startswith(b"ready"):
+        coordinator.store_ready = True
+        log("store: {}".format(line.decode().strip()))
+    return await child.wait()
+
+
+async def run(arguments: argparse.Namespace, token: str, generation: int) -> int:
+    """Serve until the store ends (1). SIGTERM ends the process at once with 143."""
+    coordinator = Coordinator(arguments.nodes, generation, token, store_ready=arguments.store_port is None)
+    server = await asyncio.start_server(coordinator.serve, arguments.host or None, arguments.port, limit=wire.MAX_LINE, backlog=512)
+    log("generation {} listens on port {} for {} nodes".format(generation, arguments.port, arguments.nodes))
+    async with server:
+        if arguments.store_port is None:
+            await asyncio.Event().wait()
+        code = await _host_store(coordinator, arguments.store_port)
+        log("the store ended with exit code {}; so does this coordinator".format(code))
+        return 1
+
+
+def main() -> None:
+    """Read arguments and environment, then serve."""
+    parser = argparse.ArgumentParser(description="The coordinator of one DDPJob.")
+    parser.add_argument("--port", type=int, required=True, help="members' lines and HTTP")
+    parser.add_argument("--nodes", type=int, required=True, help="number of places")
+    parser.add_argument("--store-port", type=int, help="also host a c10d store here")
+    parser.add_argument("--host", default="", help="address to listen on (default: all)")
+    arguments = parser.parse_args()
+    if arguments.nodes < 1:
+        parser.error("--nodes: must be at least 1")
+    token, generation = os.environ.get("DDPJOB_TOKEN", ""), os.environ.get("DDPJOB_GENERATION", "0")
+    if not token:
+        parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
+    if not generation.isdigit():
+        parser.error("DDPJOB_GENERATION must be a whole number, not {!r}".format(generation))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    try:
+        sys.exit(asyncio.run(run(arguments, token, int(generation))))
+    except OSError as error:
+        sys.exit("coordinator: cannot listen on port {}: {}".format(arguments.port, error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Checks that what the user wants to run can be found, without running any of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+
+class InitFailure(Exception):
+    """The entry point cannot start; trying again would not help. The text tells the user what to change."""
+
+
+def check_script(script: str) -> None:
+    """`python SCRIPT` must have a file, or a folder or archive with a __main__.py."""
+    path = Path(script)
+    where = "{!r} (working directory {})".format(script, Path.cwd())
+    if not path.exists():
+        raise InitFailure("script {} does not exist: correct the path, or put the file into the image or a volume".format(where))
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise InitFailure("script {} is a folder without __main__.py: name a Python file".format(where))
+    if not os.access(path, os.R_OK):
+        raise InitFailure("script {} cannot be read by user {}: change its permissions".format(where, os.getuid()))
+
+
+def check_command(command: str) -> None:
+    """With --no-python: a program on PATH or a path to one."""
+    if shutil.which(command) is None:
+        raise InitFailure("command {!r} is not an executable file and not on PATH ({})".format(command, os.environ.get("PATH", "")))
+
+
+def check_module(name: str) -> None:
+    """`python -m NAME` must have a module, or a package with a __main__ module. Parent packages are not imported."""
+    cwd = str(Path.cwd())
+    if cwd not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, cwd)
+    spec: ModuleSpec | None = None
+    path: list[str] | None = None
+    parts = name.split(".")
+    for i in range(len(parts)):
+        spec = _find(".".join(parts[: i + 1]), path)
+        if spec is None:
+            looked = "working directory {}, PYTHONPATH {!r}, the image's packages".format(cwd, os.environ.get("PYTHONPATH", ""))
+            raise InitFailure("module {!r}: no module named {!r} (looked in: {})".format(name, ".".join(parts[: i + 1]), looked))
+        if spec.submodule_search_locations is not None:
+            path = _locations(spec)
+        elif i < len(parts) - 1:
+            raise InitFailure("module {!r}: {!r} is not a package".format(name, ".".join(parts[: i + 1])))
+    if spec is not None and spec.submodule_search_locations is not None and _find(name + ".__main__", path) is None:
+        raise InitFailure("module {!r} is a package without __main__.py: name one of its modules".format(name))
+
+
+def _find(name: str, path: list[str] | None) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        spec = find_spec(name, path) if find_spec is not None else None
+        if spec is not None:
+            return spec  # type: ignore[no-any-return]
+    return None
+
+
+def _locations(spec: ModuleSpec) -> list[str]:
+    """A package's folders. Those of a nested namespace package cannot be listed before its parents are imported, but are kept inside."""
+    locations = spec.submodule_search_locations
+    return list(getattr(locations, "_path", None) or locations or [])

@@ -1,0 +1,178 @@
+"""torchrun with a coordinator: the trainer container's main process.
+
+    python3 launcher.py TORCHRUN_ARGUMENTS
+
+Exit codes: 0 every node has finished; 76 rendezvous lost; 77 stopped by the coordinator; 78 the entry point cannot start; 128+N ended by
+signal N (143: SIGTERM); anything else is a failure of this node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+HERE = Path(__file__).resolve().parent
+
+import reaper  # noqa: E402
+import wire  # noqa: E402
+from departure import Departure, die_with_parent, ignore_signal, say, watch_signals  # noqa: E402
+from entrypoint import InitFailure, check_command, check_module, check_script  # noqa: E402
+from link import Link  # noqa: E402
+
+LOST_GRACE = 3.0  # for workers when the coordinator is gone: time to save if they know how
+REPORT_SECONDS = 15.0  # how long a node that cannot start waits to tell the coordinator so
+REQUIRED = ("DDPJOB_COORDINATOR", "DDPJOB_TOKEN", "DDPJOB_POD", "DDPJOB_INDEX", "DDPJOB_ATTEMPT")
+
+
+def main() -> NoReturn:
+    """Run until the job is done or this node has to end; never returns."""
+    if os.getpid() == 1:
+        reaper.become_init()
+        die_with_parent()
+    departure = Departure(grace_seconds())
+    try:
+        link = connect(departure)
+    except InitFailure as error:
+        departure.leave(wire.EXIT_INIT_FAILURE, "InitFailure", str(error))
+        raise
+    watch_signals(lambda number: on_signal(number, link, departure))
+    link.start()
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a replaced node never learns of rank 0's store
+    os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
+    try:
+        torchrun(sys.argv[1:], link, departure)
+        departure.leave(wire.EXIT_DONE, "Done", "")
+    except InitFailure as error:
+        if link.wait_welcome(REPORT_SECONDS):
+            link.send("init_failure", message=str(error))
+        departure.leave(wire.EXIT_INIT_FAILURE, "InitFailure", str(error))
+    except BaseException as error:
+        departure.park_if_leaving()
+        kind, code = classify(error)
+        departure.leave(code, kind, "{}: {}".format(type(error).__name__, error), traceback.format_exc(), grace=LOST_GRACE)
+    raise AssertionError("unreachable")
+
+
+def grace_seconds() -> float:
+    """Time for workers between SIGTERM and SIGKILL: the pod's grace less what the launcher needs itself."""
+    text = os.environ.get("DDPJOB_GRACE_SECONDS", "30")
+    try:
+        return max(0.5, float(text) - 2.0)
+    except ValueError:
+        say("DDPJOB_GRACE_SECONDS must be a number of seconds, not {!r}; takes 30".format(text))
+        return 28.0
+
+
+def connect(departure: Departure) -> Link:
+    """The link to the coordinator, not started yet."""
+    missing = [name for name in REQUIRED if not os.environ.get(name)]
+    if missing:
+        raise InitFailure("environment variables missing: {}; the launcher is started by the operator".format(", ".join(missing)))
+    identity: dict[str, Any] = {"token": os.environ["DDPJOB_TOKEN"], "pod": os.environ["DDPJOB_POD"], "pid": os.getpid()}
+    for name in ("INDEX", "ATTEMPT", "GENERATION"):
+        text = os.environ.get("DDPJOB_" + name, "0")
+        if not text.isdigit():
+            raise InitFailure("DDPJOB_{} must be a whole number, not {!r}".format(name, text))
+        identity[name.lower()] = int(text)
+
+    def on_end(code: int, kind: str, message: str) -> None:
+        grace = departure.grace_seconds if code == wire.EXIT_STOPPED else LOST_GRACE
+        departure.leave(code, kind, message, grace=grace)
+
+    timeout = re.search(r"\bjoin_timeout=(\d+)", " ".join(sys.argv[1:]))
+    try:
+        return Link(os.environ["DDPJOB_COORDINATOR"], identity, float(timeout.group(1)) if timeout else 600.0, on_end)
+    except ValueError as error:
+        raise InitFailure(str(error)) from None
+
+
+def on_signal(number: signal.Signals, link: Link, departure: Departure) -> None:
+    """Say at once that this node leaves, then give the workers the pod's grace."""
+    why = "told to end by {}".format(number.name)
+    departure.leave(128 + number, "Signal", why, grace=departure.grace_seconds, announce=lambda: link.send("leaving", why=why))
+
+
+def torchrun(arguments: list[str], link: Link, departure: Departure) -> None:
+    """torch.distributed.run's `main` with this launcher's agent and entry point; returns when every node has finished."""
+    sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != HERE]
+    from torch.distributed import run
+
+    parsed = parse(run, arguments)
+    if not parsed.run_path:
+        check_entry_point(parsed)
+    if str(parsed.nproc_per_node).isdigit():
+        os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")  # all nodes alike: no exchange of sizes that a dying node could block
+    link.wait_welcome()
+    if link.done:
+        return
+    patch_torch(run, link, departure)
+    run.run(parsed)
+
+
+def parse(run: Any, arguments: list[str]) -> Any:
+    """torchrun's own parsing; what it refuses is a mistake in the job's manifest."""
+    parser = run.get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise InitFailure("torchrun refuses its arguments: {} (arguments: {})".format(message, " ".join(arguments)))
+
+    parser.error = refuse
+    try:
+        return parser.parse_args(arguments)
+    except SystemExit:
+        raise InitFailure("torchrun arguments that only print something (--help) cannot run a job: {}".format(" ".join(arguments))) from None
+
+
+def check_entry_point(parsed: Any) -> None:
+    """Raises InitFailure when what shall run cannot be found."""
+    if parsed.no_python:
+        check_command(parsed.training_script)
+    elif parsed.module:
+        check_module(parsed.training_script)
+    else:
+        check_script(parsed.training_script)
+
+
+def patch_torch(run: Any, link: Link, departure: Departure) -> None:
+    """Put the agent, the entry point and the signal handling of this launcher in place of torchrun's."""
+    sys.path.insert(0, str(HERE))
+    import agent
+
+    sys.path.remove(str(HERE))
+    import torch.distributed.elastic.multiprocessing.api as processes
+    import torch.distributed.launcher.api as launcher_api
+
+    launcher_api.LocalElasticAgent = agent.agent_class(link, departure)
+    processes._terminate_process_handler = ignore_signal  # set by torchrun for the signals that watch_signals has seen already
+    configure = run.config_from_args
+
+    def config_from_args(parsed: Any) -> Any:
+        if not parsed.run_path:
+            mode = "--exec" if parsed.no_python else "--module" if parsed.module else "--script"
+            parsed.training_script_args = [mode, parsed.training_script, *parsed.training_script_args]
+            parsed.training_script, parsed.module, parsed.no_python = str(HERE / "entry.py"), False, False
+        try:
+            return configure(parsed)
+        except (ValueError, AssertionError, RuntimeError, OSError) as error:
+            raise InitFailure("torchrun refuses its arguments: {}".format(error)) from error
+
+    run.config_from_args = config_from_args
+
+
+def classify(error: BaseException) -> tuple[str, int]:
+    """(kind, exit code) of an exception that ended torchrun: a lost rendezvous is a consequence, anything else a failure of this node."""
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    if isinstance(error, (RendezvousError, dist.DistNetworkError, dist.DistStoreError)):
+        return "RendezvousLost", wire.EXIT_RENDEZVOUS_LOST
+    return "Error", 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The job's progress as the coordinator keeps it: the last value of each figure, from the script or from the step counter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta")
+AUTOMATIC = "automatic"  # marks reports of the step counter: a script's own report is richer and wins
+
+
+def check(body: Any) -> dict[str, Any]:
+    """The report, when it is well formed.
+
+    Raises:
+        ValueError: names the field and what it must be.
+    """
+    if not isinstance(body, dict):
+        raise ValueError("progress must be a JSON object")
+    for name, value in body.items():
+        if name == AUTOMATIC:
+            if not isinstance(value, bool):
+                raise ValueError("{}: must be true or false".format(AUTOMATIC))
+        elif name == "metrics":
+            _check_metrics(value)
+        elif name not in NUMBERS:
+            raise ValueError("{}: unknown field; known: {}, metrics".format(name, ", ".join(NUMBERS)))
+        elif value is not None and not _is_number(value):
+            raise ValueError("{}: must be a number, not {!r}".format(name, value))
+    return body
+
+
+def _check_metrics(metrics: Any) -> None:
+    if not isinstance(metrics, dict):
+        raise ValueError("metrics: must be an object of numbers")
+    if len(metrics) > 100:
+        raise ValueError("metrics: at most 100 entries, not {}".format(len(metrics)))
+    for name, value in metrics.items():
+        if not _is_number(value):
+            raise ValueError("metrics.{}: must be a number, not {!r}".format(name, value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class Progress:
+    """Merges reports. Infinite and undefined figures are kept out: JSON has none."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.updated_at: float | None = None
+        self._script_reports = False
+
+    def merge(self, report: dict[str, Any], now: float) -> bool:
+        """Take in a checked report; False when it is ignored because the script reports by itself."""
+        if report.get(AUTOMATIC):
+            if self._script_reports:
+                return False
+        elif not self._script_reports:
+            self._script_reports, self.values = True, {}
+        for name, value in report.items():
+            if name == "metrics":
+                kept = {k: v for k, v in value.items() if math.isfinite(v)}
+                self.values["metrics"] = dict(self.values.get("metrics", {}), **kept)
+            elif name != AUTOMATIC:
+                self.values[name] = value if value is not None and math.isfinite(value) else None
+        self.updated_at = now
+        return True

@@ -1,0 +1,62 @@
+"""What coordinator and launcher say to each other: one JSON object per line; the key "t" names the verb.
+
+Standard library only, any Python from 3.8 on: it runs in users' images.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+Message = dict  # a JSON object; its shape is checked field by field where it is read
+
+# Exit codes of the launcher; everything else counts as a failure of the node.
+EXIT_DONE = 0
+EXIT_STEPPED_ASIDE = 75  # of a worker: saved a checkpoint because it was asked to end
+EXIT_RENDEZVOUS_LOST = 76
+EXIT_STOPPED = 77
+EXIT_INIT_FAILURE = 78
+
+HEARTBEAT_SECONDS = 2.0
+SILENCE_SECONDS = 10.0  # a connection that said nothing for so long is dead
+RECONNECT_SECONDS = 3.0
+SETTLE_SECONDS = 1.0  # consequences of a break arrive within this time of its cause
+
+MAX_LINE = 256 * 1024
+MAX_TEXT = 4096
+MAX_TRACEBACK = 32 * 1024
+
+
+def encode(verb: str, **fields: Any) -> bytes:
+    """One line, ready to send."""
+    return (json.dumps(dict(fields, t=verb), separators=(",", ":")) + "\n").encode()
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The object of one line.
+
+    Raises:
+        ValueError: not a JSON object with a verb; the text says what it is instead.
+    """
+    try:
+        message = json.loads(line)
+    except ValueError as error:
+        raise ValueError("not a line of JSON: {}: {!r}".format(error, line[:80])) from None
+    if not isinstance(message, dict) or not isinstance(message.get("t"), str):
+        raise ValueError('a line must be a JSON object with a verb under "t", not {!r}'.format(line[:80]))
+    return message
+
+
+def clip(text: object, limit: int = MAX_TEXT) -> str:
+    """The text's end within `limit` characters: the last lines of a traceback name the error."""
+    full = "" if text is None else str(text)
+    return full if len(full) <= limit else "..." + full[-(limit - 3) :]
+
+
+def iso(seconds: float | None) -> str | None:
+    """Unix time -> ISO 8601 in UTC with milliseconds."""
+    if seconds is None:
+        return None
+    whole = int(seconds)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)) + ".{:03d}Z".format(int((seconds - whole) * 1000))
