@@ -1,0 +1,147 @@
+"""A job's coordinator and launchers as processes on 127.0.0.1, as pods would run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ddpjob.podfiles
+
+PODFILES = Path(ddpjob.podfiles.__file__).parent
+SCRIPTS = Path(__file__).parent / "scripts"
+TOKEN = "a-token-for-tests"
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Job:
+    """One generation of a job."""
+
+    def __init__(self, folder: Path, nodes: int = 2, procs: int = 1, store: bool = True) -> None:
+        self.folder, self.nodes, self.procs, self.store = folder, nodes, procs, store
+        self.port, self.store_port = free_port(), free_port()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """What the operator gives every pod."""
+        fixed = {
+            "DDPJOB_TOKEN": TOKEN, "DDPJOB_GENERATION": "0", "DDPJOB_NAME": "job", "DDPJOB_NAMESPACE": "default",
+            "DDPJOB_COORDINATOR": f"127.0.0.1:{self.port}", "OMP_NUM_THREADS": "1", "OUT": str(self.folder),
+        }  # fmt: skip
+        return {**os.environ, **fixed, **more}
+
+    def start_coordinator(self) -> subprocess.Popen[bytes]:
+        """The coordinator, with a store unless told otherwise."""
+        command = [sys.executable, str(PODFILES / "coordinator.py"), "--port", str(self.port), "--nodes", str(self.nodes), "--host", "127.0.0.1"]
+        if self.store:
+            command += ["--store-port", str(self.store_port)]
+        return self._start("coordinator", command, {})
+
+    def start_node(self, index: int, *what: str, attempt: int = 0, torchrun: tuple[str, ...] = (), **env: str) -> subprocess.Popen[bytes]:
+        """The launcher of one node; `what` is the script and its arguments."""
+        pod = f"job-{index}-{attempt}"
+        command = [
+            sys.executable, str(PODFILES / "launcher.py"), f"--nnodes={self.nodes}:{self.nodes}", f"--nproc-per-node={self.procs}",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store_port}", "--rdzv-id=uid-0", "--max-restarts=1000000",
+            "--monitor-interval=0.1", "--local-addr=127.0.0.1",
+            "--rdzv-conf=is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,join_timeout=600,read_timeout=60",
+            *torchrun, *what,
+        ]  # fmt: skip
+        place = {"DDPJOB_POD": pod, "DDPJOB_INDEX": str(index), "DDPJOB_ATTEMPT": str(attempt), "DDPJOB_TERMINATION_LOG": str(self.folder / f"{pod}.end")}
+        return self._start(pod, command, {**place, **env})
+
+    def _start(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        with self.log(name).open("wb") as log:
+            process = subprocess.Popen(command, env=self.environment(**env), stdout=log, stderr=subprocess.STDOUT, cwd=self.folder, start_new_session=True)
+        self.processes[name] = process
+        return process
+
+    def log(self, name: str) -> Path:
+        """The log file of one process."""
+        return self.folder / f"{name}.log"
+
+    def end(self, name: str) -> dict[str, Any]:
+        """What a launcher wrote to its termination log."""
+        content: dict[str, Any] = json.loads((self.folder / f"{name}.end").read_text())
+        return content
+
+    def status(self, after: int | None = None, wait: float = 0) -> dict[str, Any]:
+        """The coordinator's report."""
+        query = "" if after is None else f"?after={after}&wait={wait}"
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/status{query}", timeout=wait + 10) as answer:
+            report: dict[str, Any] = json.load(answer)
+        return report
+
+    def post(self, path: str, body: Any, token: str = TOKEN) -> tuple[int, Any]:
+        """(status, JSON) of a POST."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=data, headers={"Authorization": f"Bearer {token}"})
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def wait_until(self, condition: Callable[[dict[str, Any]], object], seconds: float = 30) -> dict[str, Any]:
+        """The first report for which the condition holds."""
+        deadline, report = time.monotonic() + seconds, {}
+        while time.monotonic() < deadline:
+            try:
+                report = self.status()
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.05)
+                continue
+            if condition(report):
+                return report
+            time.sleep(0.02)
+        raise AssertionError(f"not within {seconds} s; last report: {json.dumps(report, indent=1)}\n{self.all_logs()}")
+
+    def wait_exit(self, name: str, seconds: float = 30) -> int:
+        """Exit code of one process."""
+        try:
+            return self.processes[name].wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{name} still runs after {seconds} s\n{self.all_logs()}") from None
+
+    def all_logs(self) -> str:
+        """Ends of all logs, for a failing test."""
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to one process alone."""
+        self.processes[name].send_signal(number)
+
+    def workers(self) -> list[int]:
+        """Process ids of everything that carries this job's environment, coordinator and launchers aside."""
+        mark, own, found = f"OUT={self.folder}".encode(), {p.pid for p in self.processes.values()}, []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) in own:
+                continue
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0") and b"store.py" not in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue  # it has just ended
+        return found
+
+    def close(self) -> None:
+        """End everything."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
