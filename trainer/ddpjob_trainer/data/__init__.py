@@ -1,0 +1,5 @@
+"""Data sets: real on-disk formats behind one small interface."""
+
+from ddpjob_trainer.data.source import Batch, DataConfig, DataName, DataSet, open_data
+
+__all__ = ["Batch", "DataConfig", "DataName", "DataSet", "open_data"]

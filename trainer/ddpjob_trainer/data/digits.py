@@ -1,0 +1,58 @@
+"""The optical digits that ship in scikit-learn (1797 real images, 8x8, 17 grey levels): no download."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ddpjob_trainer.data.augment import crop_and_flip
+from ddpjob_trainer.data.memory import MemoryData
+from ddpjob_trainer.data.source import DataConfig
+from ddpjob_trainer.errors import DataError
+from ddpjob_trainer.randomness import mix
+
+_TEST_SHARE = 0.2
+
+
+def open_digits(config: DataConfig) -> MemoryData:
+    """80 % for training and 20 % for test, stratified by class; the split never changes."""
+    images, labels = read_digits()
+    test = _test_mask(labels.numpy())
+
+    def shift(batch: torch.Tensor, epoch: int, samples: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
+        return crop_and_flip(batch, config.seed, epoch, samples, padding=1, flip=False)
+
+    return MemoryData(
+        (images[~test], labels[~test]), (images[test], labels[test]),
+        classes=10, scale=16.0, mean=(0.3053,), std=(0.3761,), augment=shift if config.augment else None,
+    )
+
+
+def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Images (1797, 1, 8, 8) uint8 with values 0..16, and labels (1797,) int64.
+
+    Reads scikit-learn's file without importing scikit-learn, which takes a second at each start of a process.
+    """
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError("data.name=digits needs the data file that ships in scikit-learn: pip install scikit-learn")
+    path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    if not path.is_file():
+        raise DataError(f"{path} is missing from the installed scikit-learn: pip install --force-reinstall scikit-learn")
+    with gzip.open(path, "rt") as lines:
+        table = np.loadtxt(lines, delimiter=",")
+    images = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, 8, 8)
+    return images, torch.from_numpy(table[:, -1].astype(np.int64))
+
+
+def _test_mask(labels: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
+    mask = np.zeros(len(labels), dtype=bool)
+    for label in range(10):
+        members = np.flatnonzero(labels == label)
+        order = np.argsort(mix(members.astype(np.uint64)))
+        mask[members[order[: round(len(members) * _TEST_SHARE)]]] = True
+    return torch.from_numpy(mask)

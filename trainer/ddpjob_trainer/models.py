@@ -1,0 +1,113 @@
+"""Models: a small CNN that adapts to the images, ResNet-18 in its CIFAR form, torchvision's by name."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.errors import ConfigError
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelConfig:
+    """The network."""
+
+    name: str = "small_cnn"
+    """small_cnn, resnet18_cifar, or torchvision:NAME for any classification model of torchvision, such as torchvision:resnet50."""
+    width: int = 32
+    """small_cnn: channels of the first layer."""
+
+
+def build_model(config: ModelConfig, shape: tuple[int, int, int], classes: int, seed: int) -> nn.Module:
+    """The network for images of `shape` (channels, height, width), with weights that depend on `seed` only. Raises ConfigError."""
+    torch.manual_seed(seed)
+    if config.name == "small_cnn":
+        if config.width < 4 or config.width % 4:
+            raise ConfigError(f"model.width: {config.width} is not a positive multiple of 4; write for example 32")
+        return SmallCnn(shape, classes, config.width)
+    if config.name == "resnet18_cifar":
+        return ResNet18Cifar(shape[0], classes)
+    kind, _, name = config.name.partition(":")
+    if kind == "torchvision" and name:
+        return _torchvision_model(name, classes)
+    near = difflib.get_close_matches(config.name, ["small_cnn", "resnet18_cifar", "torchvision:resnet50"], n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"model.name: {config.name!r} is not known; write small_cnn, resnet18_cifar or torchvision:NAME{hint}")
+
+
+def _torchvision_model(name: str, classes: int) -> nn.Module:
+    import torchvision
+
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean torchvision:{near[0]}?" if near else ""
+        raise ConfigError(f"model.name: torchvision has no classification model {name!r}{hint}")
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
+    return model
+
+
+def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
+    # Group normalisation: its statistics are those of one sample, so that a gradient does not depend on how a batch is shared out.
+    return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(4, outputs), nn.ReLU(inplace=True)]
+
+
+class SmallCnn(nn.Module):
+    """3x3 convolutions; halves the image until 4 pixels are left at its shorter side, then one linear layer."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int, width: int) -> None:
+        super().__init__()
+        channels, height, outputs = shape[0], min(shape[1:]), width
+        layers: list[nn.Module] = _convolution(channels, width)
+        while height > 4:
+            layers += [*_convolution(outputs, min(2 * outputs, 8 * width)), nn.MaxPool2d(2, ceil_mode=True)]
+            outputs, height = min(2 * outputs, 8 * width), -(-height // 2)
+        layers += _convolution(outputs, outputs)
+        self.features = nn.Sequential(*layers)
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.head = nn.Linear(4 * outputs, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """(n, channels, height, width) -> logits (n, classes)."""
+        logits: torch.Tensor = self.head(self.pool(self.features(images)).flatten(1))
+        return logits
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet18Cifar(nn.Module):
+    """ResNet-18 (He et al. 2015) with a 3x3 stem and no max-pooling, the usual form for 32x32 images; 11.2 million weights."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
+        blocks: list[nn.Module] = []
+        inputs = 64
+        for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            blocks += [_Block(inputs, outputs, stride), _Block(outputs, outputs, 1)]
+            inputs = outputs
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(512, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """(n, channels, height, width) -> logits (n, classes)."""
+        features = self.blocks(self.stem(images)).mean((2, 3))
+        logits: torch.Tensor = self.head(features)
+        return logits

@@ -1,0 +1,37 @@
+"""Random numbers that are functions of (seed, epoch, sample, stream), never of a rank or of what was drawn before.
+
+splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) as a hash of a counter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's finaliser, elementwise."""
+    z = values.astype(np.uint64)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def derive(*parts: int) -> int:
+    """One 63-bit seed from several numbers."""
+    state = 0
+    for part in parts:
+        counter = np.array([(state ^ ((part + 1) * _GOLDEN)) & _MASK], dtype=np.uint64)
+        state = int(mix(counter)[0])
+    return state >> 1
+
+
+def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1), shape (len(samples), streams): row i depends on seed, epoch and samples[i] only."""
+    base = np.uint64(derive(seed, epoch))
+    keys = mix(base + (samples.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
+    counters = np.arange(1, streams + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return (mix(keys[:, None] + counters[None, :]) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,0 +1,213 @@
+"""The training: one loop over steps that any number of ranks share, evaluation, checkpoints, and an orderly end at SIGTERM."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpjob_trainer import devices
+from ddpjob_trainer.checkpoint import CheckpointFolder, prepare_folder
+from ddpjob_trainer.checkpoint_file import Snapshot
+from ddpjob_trainer.config import Config
+from ddpjob_trainer.data import Batch, DataSet, open_data
+from ddpjob_trainer.errors import CheckpointError, TrainingError
+from ddpjob_trainer.evaluate import evaluate
+from ddpjob_trainer.fence import Claim
+from ddpjob_trainer.group import Group, joined
+from ddpjob_trainer.ledger import Ledger
+from ddpjob_trainer.models import build_model
+from ddpjob_trainer.optim import build_optimizer, learning_rate, set_learning_rate
+from ddpjob_trainer.progress import Plan, Progress
+from ddpjob_trainer.sampler import ElasticSampler, SamplerState, Step, steps_per_epoch
+from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE, StopRequest
+
+
+def run(config: Config) -> int:
+    """Train as configured, from the newest checkpoint if there is one. Returns the exit code: 0 done, 75 stopped by SIGTERM.
+
+    Raises TrainerError (its message is for the user) before training for bad input, RuntimeError when a peer is gone.
+    """
+    group = Group.from_env()
+    placement = devices.choose(config.train.backend, group.local_rank)
+    devices.limit_threads(config.train.threads, group.local_world)
+    data = open_data(config.data)
+    checkpoints = CheckpointFolder(config.checkpoint, config.checkpoint_dir, group)
+    if checkpoints.writes or config.train.ledger:
+        prepare_folder(config.run_dir, "train.run_dir")
+    with joined(group, placement, config.train.timeout_seconds):
+        trainer = Trainer(config, group, placement.device, data, checkpoints)
+        trainer.resume()
+        return trainer.train()
+
+
+def agree_on_life(group: Group) -> Claim:
+    """One identity for this life of the job: the highest generation and round among its ranks, and a random number by rank 0."""
+    generation, round_ = (max(group.gather(int(os.environ.get(name) or 0))) for name in ("DDPJOB_GENERATION", "DDPJOB_ROUND"))
+    return Claim(generation, round_, group.gather(random.SystemRandom().getrandbits(62))[0])
+
+
+class Trainer:
+    """The state of a run on one rank, and the loop."""
+
+    def __init__(self, config: Config, group: Group, device: torch.device, data: DataSet, checkpoints: CheckpointFolder) -> None:
+        self.config, self.group, self.device, self.data, self.checkpoints = config, group, device, data, checkpoints
+        claim = agree_on_life(group)
+        checkpoints.claim(claim)
+        self.model = build_model(config.model, data.shape, data.classes, config.data.seed).to(device)
+        self.optimizer = build_optimizer(config.optim, self.model.parameters())
+        state = SamplerState(seed=config.data.seed)
+        self.sampler = ElasticSampler(data.train_size, config.data.batch, group.rank, group.world, state)
+        self.step, self.epochs_evaluated = 0, 0
+        self.steps_per_epoch = steps_per_epoch(data.train_size, config.data.batch)
+        self.total_steps = self.steps_per_epoch * config.train.epochs
+        self.stop = StopRequest(group)
+        self.ledger = Ledger(config.run_dir, config.train.ledger, group, claim)
+        plan = Plan(config.train.epochs, self.total_steps, data.train_size, claim.round)
+        self.progress = Progress(plan, config.run_dir, group, writes=checkpoints.writes, interval=config.train.print_seconds)
+
+    # ------------------------------------------------------------ the loop
+
+    def train(self) -> int:
+        """All epochs that are left. Returns the exit code."""
+        began = time.monotonic()
+        self.network = self._distributed()
+        self.stop.listen()
+        self.ledger.start(self.step, self.data.train_size, self.config.train.epochs)
+        self.progress.start(self.step, self.sampler.state.epoch + 1)
+        stopped = self._evaluate_if_due()
+        while not stopped and self.sampler.state.epoch < self.config.train.epochs:
+            stopped = self._train_epoch()
+        if stopped:
+            self.progress.stopped(self.step)
+        else:
+            self.ledger.end(self.step)
+            self.progress.end(self.step, time.monotonic() - began)
+        self.progress.close()
+        self.group.barrier()  # Nobody leaves before rank 0 has saved: torchrun ends the others when one leaves.
+        return EXIT_STEPPED_ASIDE if stopped else 0
+
+    def _train_epoch(self) -> bool:
+        """The rest of the sampler's epoch, a checkpoint, an evaluation. Returns whether all ranks agreed to stop."""
+        self.progress.restart_clock()
+        loss_sum = torch.zeros((), device=self.device)
+        samples = 0
+        steps = list(self.sampler.rest_of_epoch())
+        batches = self.data.train_batches((part_or_stand_in(step) for step in steps), self.sampler.state.epoch)
+        for step in steps:
+            waiting = time.perf_counter()
+            batch = next(batches).to(self.device)
+            self.progress.waited(time.perf_counter() - waiting)
+
+            agreement = self.stop.agreement(self.checkpoints.due(self.step + 1))
+            loss_sum += self._optimize(step, batch)
+            samples += len(step.samples)
+            self.sampler.done(step)
+            self.step += 1
+            if self.step % self.config.train.log_every == 0 or self.sampler.epoch_is_done:
+                self._report(loss_sum, samples)
+                loss_sum, samples = torch.zeros((), device=self.device), 0
+            stop, save = agreement.wait()
+            if stop or (save and not self.sampler.epoch_is_done):
+                self._save()
+            if stop:
+                return True
+        self.sampler.next_epoch()
+        self._save()
+        return self._evaluate_if_due()
+
+    def _optimize(self, step: Step, batch: Batch) -> torch.Tensor:
+        """One optimizer step; returns this rank's sum of losses.
+
+        DDP averages gradients over ranks. Each rank's sum of losses is scaled by world / global count, so that the average is the gradient of
+        the global batch's mean loss, however the batch is shared out; a rank without samples takes part with weight zero.
+        """
+        rate = learning_rate(self.config.optim, self.step, self.steps_per_epoch, self.total_steps)
+        set_learning_rate(self.optimizer, rate)
+        self.ledger.step(self.step + 1, step)
+        losses = nn.functional.cross_entropy(self.network(batch.images), batch.labels, reduction="sum")
+        if not step.mine:
+            losses = losses * 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        (losses * (self.group.world / len(step.samples))).backward()
+        self.optimizer.step()
+        return losses.detach()
+
+    # ------------------------------------------------------------ what surrounds it
+
+    def _distributed(self) -> nn.Module:
+        if self.group.world == 1:
+            return self.model
+        devices_of_model = None if self.device.type == "cpu" else [self.device]
+        return DistributedDataParallel(self.model, device_ids=devices_of_model, gradient_as_bucket_view=True)
+
+    def _report(self, loss_sum: torch.Tensor, samples: int) -> None:
+        mean = self.group.sum(loss_sum.detach().cpu().double().reshape(1)).item() / samples
+        state = self.sampler.state
+        if not math.isfinite(mean):
+            raise TrainingError(
+                f"the loss is {mean} at step {self.step} (epoch {state.epoch + 1}): lower optim.lr or lengthen optim.warmup_epochs;"
+                f" checkpoints in {self.checkpoints.path} are from before"
+            )
+        left = (self.config.train.epochs - state.epoch) * self.data.train_size - state.consumed
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.progress.report(epoch=state.epoch + 1, step=self.step, loss=mean, learning_rate=rate, samples=samples, samples_left=left)
+
+    def _evaluate_if_due(self) -> bool:
+        """Evaluate the last epoch that is complete, unless it is done or not due. Returns whether all ranks agreed to stop."""
+        complete = self.sampler.state.epoch
+        due = complete % self.config.train.eval_every == 0 or complete == self.config.train.epochs
+        if complete == 0 or complete <= self.epochs_evaluated or not due:
+            return False
+        self.group.broadcast_tensors(list(self.model.buffers()))
+        result = evaluate(self.model, self.data, self.config.train.eval_batch, self.device, self.group, self.stop)
+        if result is None:
+            return True
+        self.epochs_evaluated = complete
+        self.progress.evaluated(complete, self.step, result)
+        return False
+
+    def _save(self) -> None:
+        """A checkpoint of the state after the last step. Normalisation statistics are rank 0's, as DDP has it."""
+        began = time.perf_counter()
+        self.group.broadcast_tensors(list(self.model.buffers()))
+        if self.checkpoints.writes:
+            self.checkpoints.save(self._snapshot(), self.step)
+            self.ledger.checkpoint(self.step)
+            self.progress.checkpoint(self.step, time.perf_counter() - began)
+        else:
+            self.checkpoints.skipped()
+
+    def _snapshot(self) -> Snapshot:
+        return {
+            "step": self.step, "sampler": self.sampler.state_dict(), "epochs_evaluated": self.epochs_evaluated,
+            "schedule": {"steps_per_epoch": self.steps_per_epoch, "total_steps": self.total_steps},
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "config": self.config.flat(),
+        }
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint that any rank holds, if there is one. Raises CheckpointError when it does not fit."""
+        snapshot = self.checkpoints.newest()
+        if snapshot is None:
+            return
+        try:
+            self.model.load_state_dict(snapshot["model"])
+            self.optimizer.load_state_dict(snapshot["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            was = snapshot["config"]
+            raise CheckpointError(
+                f"the newest checkpoint in {self.checkpoints.path} does not fit: it holds model.name={was['model.name']},"
+                f" optim.name={was['optim.name']}, data.name={was['data.name']}. Give the same, or another checkpoint.dir to train anew ({error})"
+            ) from error
+        self.sampler.load_state_dict(snapshot["sampler"])
+        self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
+
+
+def part_or_stand_in(step: Step) -> list[int]:
+    """This rank's samples; a rank without any computes on one of the others', with weight zero."""
+    return step.mine or step.samples[:1]
