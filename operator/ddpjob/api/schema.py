@@ -67,7 +67,7 @@ def object_schema() -> Json:
 
 
 def apply_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
-    """A copy of `value` as the API server stores it: without fields that are null, with defaults, with 2 for 2.0 where an integer belongs."""
+    """A copy of `value` as the API server stores it: without nulls, with defaults, with 2 for 2.0 where an integer belongs."""
     if isinstance(value, Mapping) and "x-kubernetes-int-or-string" not in schema:
         return _default_object(value, schema)
     if isinstance(value, list):

@@ -86,7 +86,7 @@ def read_documents(text: str) -> Iterator[Document]:
         mark = error.problem_mark or error.context_mark
         raise YamlError(f"not YAML: {error.problem or error.context}", mark.line + 1 if mark else 1) from error
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
 
 
 class _Builder:

@@ -18,8 +18,8 @@ from ddpjob.engine.ports import JobKey
 Wake = Callable[[JobKey], None]
 
 _OWNED = ("pods", "services", "configmaps")
-SERVER_TIMEOUT = 300.0
-CLIENT_TIMEOUT = 330.0
+SERVER_TIMEOUT = 300
+CLIENT_TIMEOUT = 330
 CONNECT_TIMEOUT = 10.0
 
 
@@ -27,14 +27,18 @@ def build_registry(wake: Wake) -> kopf.OperatorRegistry:
     """Handlers that call `wake` with the job an object belongs to."""
     registry = kopf.OperatorRegistry()
 
-    def job_changed(name: str, namespace: str | None, **_: Any) -> None:
+    async def job_changed(name: str, namespace: str | None, **_: Any) -> None:
         wake(JobKey(namespace or "default", name))
 
-    def owned_changed(namespace: str | None, labels: Any, **_: Any) -> None:
+    async def owned_changed(namespace: str | None, labels: Any, **_: Any) -> None:
         job = labels.get(LABEL_JOB)
         if job:
             wake(JobKey(namespace or "default", job))
 
+    def login(**arguments: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
+
+    kopf.on.login(registry=registry)(login)
     kopf.on.event(GROUP, VERSION, PLURAL, id="job", registry=registry)(job_changed)
     for kind in _OWNED:
         kopf.on.event("", "v1", kind, labels={LABEL_MANAGED: MANAGED_BY}, id=f"owned-{kind}", registry=registry)(owned_changed)

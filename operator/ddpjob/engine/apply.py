@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddpjob.api.types import DDPJob, JobStatus, Json
@@ -66,7 +67,7 @@ async def _write_status(cluster: Cluster, job: DDPJob, status: JobStatus) -> DDP
 
 
 async def _create(
-    cluster: Cluster, job: DDPJob, status: JobStatus, creations: list[Action]
+    cluster: Cluster, job: DDPJob, status: JobStatus, creations: Sequence[Action]
 ) -> tuple[tuple[Rejection, ...], tuple[str, ...]]:
     """What pods need comes before them; the rest at once, within bounds."""
     rejections: list[Rejection] = []

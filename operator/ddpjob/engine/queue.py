@@ -52,7 +52,7 @@ class DelayQueue(Generic[Key]):
             held = []
             found = None
             while self._heap:
-                when, order, key = self._heap[0]
+                when, _, key = self._heap[0]
                 if self._due.get(key) != when:
                     heapq.heappop(self._heap)
                 elif when > now:

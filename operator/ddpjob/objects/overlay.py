@@ -198,7 +198,7 @@ def coordinator_overlay(pod: Json, template: Mapping[str, Any]) -> Json:
         taken["nodeSelector"] = selector
     volumes = [v for v in spec.get("volumes") or () if any(source in v for source in _LOCAL_SOURCES)]
     names = {v["name"] for v in volumes}
-    trainer = next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
+    trainer: Json = next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
     container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}
     if "volumeMounts" in container:
         container["volumeMounts"] = [m for m in container["volumeMounts"] if m["name"] in names]

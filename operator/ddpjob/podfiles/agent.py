@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
 import wire
 from departure import Departure, say
 from link import Link
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 RESTART_GRACE = 2.0  # between SIGTERM and SIGKILL when the group is broken: a step can no longer be completed
 STORE_SECONDS = 15.0  # a key of a rendezvous that is complete: its writer is there or dead
@@ -33,6 +32,7 @@ def agent_class(link: Link, departure: Departure) -> type[Any]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._round: int | None = None
+            self._remaining_restarts: int
             self._grace = RESTART_GRACE
             self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that ended before any signal of ours
             departure.stop_workers = self._stop_for_good
@@ -52,7 +52,7 @@ def agent_class(link: Link, departure: Departure) -> type[Any]:
                     super()._rendezvous(worker_group)
                     break
                 except dist.DistStoreError as error:  # a node died between the rendezvous' end and its first word: form anew
-                    say("the rendezvous came apart ({}); joins again".format(str(error)[:200]))
+                    say(f"the rendezvous came apart ({str(error)[:200]}); joins again")
             self._round = worker_group.spec.rdzv_handler._state_holder.state.round
             link.joined(self._round, worker_group.group_rank, worker_group.group_world_size)
 
@@ -69,7 +69,8 @@ def agent_class(link: Link, departure: Departure) -> type[Any]:
 
         def _wrap_close(self, context: Any) -> None:
             """torchrun's own code closes with a grace of 30 s in several places; this node's state decides instead."""
-            close, seen = context.close, []
+            close = context.close
+            seen: list[bool] = []
 
             def close_with_grace(death_sig: Any = None, timeout: float = 30) -> None:
                 if not seen:
@@ -130,7 +131,7 @@ def agent_class(link: Link, departure: Departure) -> type[Any]:
             return result
 
         def _restart_for_peer(self, worker_group: Any) -> Any:
-            say("restarts its workers: {}".format(link.why))
+            say(f"restarts its workers: {link.why}")
             context, number, ranks = self._pcontext, self._round, {w.local_rank: w.global_rank for w in worker_group.workers}
             self._stop_workers(worker_group)
             for local_rank, path in getattr(context, "error_files", {}).items():
@@ -159,7 +160,7 @@ def send_failure(link: Link, number: int | None, rank: int, local_rank: int, pid
     message, traceback, when = read_error_file(error_file)
     name = signal_name(code)
     if not message:
-        message = "killed by signal {}".format(name) if name else "ended with exit code {}".format(code)
+        message = f"killed by signal {name}" if name else f"ended with exit code {code}"
     now = time.time()
     link.send(
         "failure", round=number, rank=rank, localRank=local_rank, pid=pid, exitCode=code, signal=name,
@@ -174,7 +175,7 @@ def signal_name(code: int) -> str | None:
     try:
         return signal.Signals(-code).name
     except ValueError:
-        return "signal {}".format(-code)
+        return f"signal {-code}"
 
 
 def read_error_file(path: str) -> tuple[str, str, float | None]:
@@ -186,7 +187,7 @@ def read_error_file(path: str) -> tuple[str, str, float | None]:
     try:
         content = json.loads(file.read_text())["message"]
     except (ValueError, KeyError, TypeError) as error:
-        return "its error file {} is not readable: {}".format(path, error), "", when
+        return f"its error file {path} is not readable: {error}", "", when
     if not isinstance(content, dict):
         return str(content), "", when
     return str(content.get("message", "")), str(content.get("extraInfo", {}).get("py_callstack", "")), when

@@ -11,9 +11,9 @@ from typing import Any
 
 import wire
 
-# Looked for in the exception's own text (its last line), not in the traceback: source lines there may name a backend.
+# Looked for in the exception's own text, not in its traceback: source lines there may name a backend.
 COMMUNICATION_ERROR = re.compile(
-    r"Connection (closed|reset|aborted) by|Connection (refused|reset|closed)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
+    r"Connection (closed|reset|aborted|refused)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
     r"Broken pipe|Socket Timeout|remote process exited|peer closed|TCPStore|recvValue|Timed out (after|waiting)|\bRDMA\b|UCC|\bMPI\b",
     re.I,
 )
@@ -44,8 +44,7 @@ class Failure:
     @property
     def communication(self) -> bool:
         """True when the error is one that a peer's death brings about."""
-        last_line = self.message.strip().splitlines()[-1:] or [""]
-        return bool(COMMUNICATION_ERROR.search(self.message[:2000]) or COMMUNICATION_ERROR.search(last_line[0]))
+        return bool(COMMUNICATION_ERROR.search(self.message))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
     python3 coordinator.py --port 29401 --nodes N [--store-port 29400] [--host ADDRESS]
 
-Environment: DDPJOB_TOKEN, DDPJOB_GENERATION. Standard library only; with --store-port a child process hosts the c10d store, and when it ends
-the coordinator ends too (exit 1). One port, two protocols, told apart by a connection's first byte: "{" begins a member's JSON lines,
+Environment: DDPJOB_TOKEN, DDPJOB_GENERATION. Standard library only; with --store-port a child process hosts the c10d store, and when it
+ends the coordinator ends too (exit 1). One port, two protocols, told apart by a connection's first byte: "{" begins a member's JSON lines,
 anything else is HTTP/1.1.
 """
 
@@ -73,10 +73,10 @@ class Coordinator:
         try:
             why = await self._listen(member, reader, send)
         except ConnectionError as error:
-            why = "its connection broke: {}".format(error)
+            why = f"its connection broke: {error}"
         finally:
             if member.send is send:  # else another connection has taken over
-                log("node {} ({}): {}".format(member.pod, member.state, why))
+                log(f"node {member.pod} ({member.state}): {why}")
                 self.group.lost(member, why)
             await _flush(writer)
 
@@ -91,9 +91,9 @@ class Coordinator:
             if not isinstance(hello.get("pod"), str) or not hello["pod"]:
                 raise ValueError("pod: must be the pod's name")
             if index >= self.group.nodes:
-                raise ValueError("index: must be below the number of nodes, {}, not {}".format(self.group.nodes, index))
+                raise ValueError(f"index: must be below the number of nodes, {self.group.nodes}, not {index}")
         except ValueError as error:
-            log("refused a connection: {}".format(error))
+            log(f"refused a connection: {error}")
             send("refused", {"why": str(error)})
             return None
         log("hello from {} (place {}, attempt {})".format(hello["pod"], index, attempt))
@@ -105,15 +105,15 @@ class Coordinator:
             try:
                 line = await _within(wire.SILENCE_SECONDS, reader.readline())
             except ValueError:
-                return "it sent a line of more than {} bytes".format(wire.MAX_LINE)
+                return f"it sent a line of more than {wire.MAX_LINE} bytes"
             if line is None:
-                return "silent for {:.0f} s".format(wire.SILENCE_SECONDS)
+                return f"silent for {wire.SILENCE_SECONDS:.0f} s"
             if not line.endswith(b"\n"):
                 return "its connection ended"
             try:
                 self._on_message(member, wire.decode(line), send)
             except ValueError as error:
-                log("node {} sent a bad line: {}".format(member.pod, error))
+                log(f"node {member.pod} sent a bad line: {error}")
                 send("error", {"why": str(error)})
 
     def _on_message(self, member: Member, message: dict[str, Any], send: Any) -> None:
@@ -135,10 +135,10 @@ class Coordinator:
             self.group.init_failure(member, wire.clip(message.get("message")))
         elif verb == "failure":
             failure = read_failure(member, message, time.time())
-            log("{}: failure of rank {}: {}".format(member.pod, failure.rank, failure.message[:300]))
+            log(f"{member.pod}: failure of rank {failure.rank}: {failure.message[:300]}")
             self.group.failure(member, message.get("round"), failure)
         else:
-            raise ValueError("unknown verb {!r}".format(verb))
+            raise ValueError(f"unknown verb {verb!r}")
 
 
 def read_failure(member: Member, message: dict[str, Any], now: float) -> Failure:
@@ -160,7 +160,7 @@ def read_failure(member: Member, message: dict[str, Any], now: float) -> Failure
 def _whole(message: dict[str, Any], name: str) -> int:
     value = message.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError("{}: must be a whole number from 0, not {!r}".format(name, value))
+        raise ValueError(f"{name}: must be a whole number from 0, not {value!r}")
     return value
 
 
@@ -203,7 +203,7 @@ async def _flush(writer: asyncio.StreamWriter) -> None:
 
 def log(text: str) -> None:
     """One line of the coordinator's log."""
-    sys.stderr.write("{} coordinator: {}\n".format(wire.iso(time.time()), text))
+    sys.stderr.write(f"{wire.iso(time.time())} coordinator: {text}\n")
     sys.stderr.flush()
 
 
@@ -217,7 +217,7 @@ async def _host_store(coordinator: Coordinator, port: int) -> int:
     line = await child.stdout.readline()
     if line.startswith(b"ready"):
         coordinator.store_ready = True
-        log("store: {}".format(line.decode().strip()))
+        log(f"store: {line.decode().strip()}")
     return await child.wait()
 
 
@@ -225,12 +225,12 @@ async def run(arguments: argparse.Namespace, token: str, generation: int) -> int
     """Serve until the store ends (1). SIGTERM ends the process at once with 143."""
     coordinator = Coordinator(arguments.nodes, generation, token, store_ready=arguments.store_port is None)
     server = await asyncio.start_server(coordinator.serve, arguments.host or None, arguments.port, limit=wire.MAX_LINE, backlog=512)
-    log("generation {} listens on port {} for {} nodes".format(generation, arguments.port, arguments.nodes))
+    log(f"generation {generation} listens on port {arguments.port} for {arguments.nodes} nodes")
     async with server:
         if arguments.store_port is None:
             await asyncio.Event().wait()
         code = await _host_store(coordinator, arguments.store_port)
-        log("the store ended with exit code {}; so does this coordinator".format(code))
+        log(f"the store ended with exit code {code}; so does this coordinator")
         return 1
 
 
@@ -248,12 +248,12 @@ def main() -> None:
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     if not generation.isdigit():
-        parser.error("DDPJOB_GENERATION must be a whole number, not {!r}".format(generation))
+        parser.error(f"DDPJOB_GENERATION must be a whole number, not {generation!r}")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     try:
         sys.exit(asyncio.run(run(arguments, token, int(generation))))
     except OSError as error:
-        sys.exit("coordinator: cannot listen on port {}: {}".format(arguments.port, error))
+        sys.exit(f"coordinator: cannot listen on port {arguments.port}: {error}")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Callable
+from typing import NoReturn
 
 import wire
 
@@ -31,14 +32,16 @@ class Departure:
         self._once = threading.Lock()
         self.leaving = False
 
-    def leave(self, code: int, kind: str, message: str, traceback: str = "", grace: float = 0.0, announce: Callable[[], None] | None = None) -> None:
+    def leave(
+        self, code: int, kind: str, message: str, traceback: str = "", grace: float = 0.0, announce: Callable[[], None] | None = None
+    ) -> NoReturn:
         """End the workers (SIGTERM, `grace` seconds, SIGKILL), write the termination log, exit with `code`. Does not return."""
         if not self._once.acquire(blocking=False):
             wait_for_the_end()
         self.leaving = True
         if announce is not None:
             announce()
-        say("ends with {} ({}): {}".format(code, kind, message) if code else "ends with 0: every node has finished")
+        say(f"ends with {code} ({kind}): {message}" if code else "ends with 0: every node has finished")
         with self.starting:
             self.stop_workers(grace)
         if code:
@@ -53,7 +56,7 @@ class Departure:
             wait_for_the_end()
 
 
-def wait_for_the_end() -> None:
+def wait_for_the_end() -> NoReturn:
     """Sleep until another thread ends the process."""
     while True:
         time.sleep(60)
@@ -104,10 +107,10 @@ def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        say("cannot write {}: {}".format(path, error))
+        say(f"cannot write {path}: {error}")
 
 
 def say(text: str) -> None:
     """One line of the launcher's log."""
-    sys.stderr.write("{} ddpjob: {}\n".format(wire.iso(time.time()), text))
+    sys.stderr.write(f"{wire.iso(time.time())} ddpjob: {text}\n")
     sys.stderr.flush()

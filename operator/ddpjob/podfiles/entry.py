@@ -88,7 +88,7 @@ def run_script(path: str) -> None:
     """`python PATH`: a file, or a folder or archive with a __main__.py."""
     import os
 
-    if os.path.isdir(path) or not path.endswith((".py", ".pyw")) and is_archive(path):  # noqa: PTH112
+    if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and is_archive(path)):  # noqa: PTH112
         sys.path.insert(0, path)
         run_module("__main__", new_path=path)
         return
@@ -162,9 +162,9 @@ def record(error: BaseException, trace: TracebackType | None) -> None:
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     try:
         with open(path, "w") as file:  # noqa: PTH123
-            json.dump({"message": {"message": "{}: {}".format(type(error).__name__, error), "extraInfo": extra}}, file)
+            json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
     except OSError as problem:
-        sys.stderr.write("ddpjob: cannot write the error file {}: {}\n".format(path, problem))
+        sys.stderr.write(f"ddpjob: cannot write the error file {path}: {problem}\n")
 
 
 # ---- progress
@@ -187,7 +187,7 @@ class OptimizerImport:
         """Wrap the module's execution so that the step hook is there from the first optimizer on."""
         if name != self.name:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         from importlib.machinery import PathFinder
 
         spec = PathFinder.find_spec(name, path)

@@ -16,13 +16,13 @@ class InitFailure(Exception):
 def check_script(script: str) -> None:
     """`python SCRIPT` must have a file, or a folder or archive with a __main__.py."""
     path = Path(script)
-    where = "{!r} (working directory {})".format(script, Path.cwd())
+    where = f"{script!r} (working directory {Path.cwd()})"
     if not path.exists():
-        raise InitFailure("script {} does not exist: correct the path, or put the file into the image or a volume".format(where))
+        raise InitFailure(f"script {where} does not exist: correct the path, or put the file into the image or a volume")
     if path.is_dir() and not (path / "__main__.py").is_file():
-        raise InitFailure("script {} is a folder without __main__.py: name a Python file".format(where))
+        raise InitFailure(f"script {where} is a folder without __main__.py: name a Python file")
     if not os.access(path, os.R_OK):
-        raise InitFailure("script {} cannot be read by user {}: change its permissions".format(where, os.getuid()))
+        raise InitFailure(f"script {where} cannot be read by user {os.getuid()}: change its permissions")
 
 
 def check_command(command: str) -> None:
@@ -49,7 +49,7 @@ def check_module(name: str) -> None:
         elif i < len(parts) - 1:
             raise InitFailure("module {!r}: {!r} is not a package".format(name, ".".join(parts[: i + 1])))
     if spec is not None and spec.submodule_search_locations is not None and _find(name + ".__main__", path) is None:
-        raise InitFailure("module {!r} is a package without __main__.py: name one of its modules".format(name))
+        raise InitFailure(f"module {name!r} is a package without __main__.py: name one of its modules")
 
 
 def _find(name: str, path: list[str] | None) -> ModuleSpec | None:

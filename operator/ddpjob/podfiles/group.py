@@ -6,14 +6,15 @@ settling time the break gets its one incident.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any
 
 import wire
 from attribution import Failure, Loss, Place, Verdict, judge
 from progress import Progress
 
-Send = Callable[[str, dict], None]  # (verb, fields) -> one line to the member
+Send = Callable[[str, dict[str, Any]], None]  # (verb, fields) -> one line to the member
 KEPT_INCIDENTS = 50
 
 
@@ -58,11 +59,17 @@ class Round:
 class Group:
     """All decisions of the coordinator.
 
-    `clock()` gives Unix seconds; `later(seconds, function)` calls the function then; `changed()` is called after every change of the report.
+    `clock()` gives Unix seconds; `later(seconds, function)` calls the function then;
+    `changed()` is called after every change of the report.
     """
 
     def __init__(
-        self, nodes: int, generation: int, clock: Callable[[], float], later: Callable[[float, Callable[[], None]], Any], changed: Callable[[], None]
+        self,
+        nodes: int,
+        generation: int,
+        clock: Callable[[], float],
+        later: Callable[[float, Callable[[], None]], Any],
+        changed: Callable[[], None],
     ) -> None:
         self.nodes, self.generation = nodes, generation
         self._clock, self._later, self._changed = clock, later, changed
@@ -96,8 +103,8 @@ class Group:
             self._bump()
             return old
         if old is not None:
-            old.send("stop", {"ok": False, "why": "{} takes this place".format(pod)})
-            self.lost(old, "replaced by {}".format(pod))
+            old.send("stop", {"ok": False, "why": f"{pod} takes this place"})
+            self.lost(old, f"replaced by {pod}")
         member = Member(pod, index, attempt, pid, send)
         self.members[index] = member
         self._welcome_or_hold(member, resume)
@@ -110,10 +117,10 @@ class Group:
         if self._stop is not None:
             return "stop", self._stop
         if pod in self._gone:
-            return "stop", {"ok": False, "why": "the operator gave pod {} up".format(pod)}
+            return "stop", {"ok": False, "why": f"the operator gave pod {pod} up"}
         old = self.members.get(index)
         if old is not None and old.attempt > attempt:
-            return "stop", {"ok": False, "why": "place {} belongs to {} (attempt {})".format(index, old.pod, old.attempt)}
+            return "stop", {"ok": False, "why": f"place {index} belongs to {old.pod} (attempt {old.attempt})"}
         return None
 
     def _welcome_or_hold(self, member: Member, resume: Any) -> None:
@@ -135,11 +142,11 @@ class Group:
             if member.state == "Leaving":
                 if member.round == current.number:
                     self._break(current)
-                    self._tell_all(current, "node {} left: {}".format(member.pod, why))
+                    self._tell_all(current, f"node {member.pod} left: {why}")
             elif self._was_in(member, current):
                 current.losses.append(Loss(member.place, member.rank, why, self._clock(), leaving=False))
                 self._break(current)
-                self._tell_all(current, "node {} was lost: {}".format(member.pod, why))
+                self._tell_all(current, f"node {member.pod} was lost: {why}")
         self._bump()
 
     def _was_in(self, member: Member, current: Round) -> bool:
@@ -171,7 +178,7 @@ class Group:
         current = self.round
         if current is not None and member.round == current.number and member.state in ("Running", "Finished") and not current.told:
             self._break(current)
-            self._tell_all(current, "node {} forms the group anew".format(member.pod))
+            self._tell_all(current, f"node {member.pod} forms the group anew")
         member.state, member.rank, member.round = "Joining", None, None
         self._bump()
 
@@ -182,7 +189,7 @@ class Group:
             current = self._begin(number, world)
         member.round, member.rank, member.state = number, rank, "Running"
         if number < current.number or current.broken:
-            self._tell_restart(member, "a node of round {} is gone already".format(number))
+            self._tell_restart(member, f"a node of round {number} is gone already")
         else:
             current.joined[rank] = member
             if current.complete:
@@ -194,7 +201,7 @@ class Group:
             self._judge(self.round)
         for member in self.members.values():
             if member.round is not None and member.round < number and member.state in ("Running", "Finished"):
-                self._tell_restart(member, "round {} formed without this node".format(number))
+                self._tell_restart(member, f"round {number} formed without this node")
         self.round = Round(number, world)
         return self.round
 
@@ -211,7 +218,7 @@ class Group:
         """All workers of the member have ended with 0."""
         current = self.round
         if current is None or number != current.number or current.broken:
-            self._tell_restart(member, "a node of round {} was lost before it had finished".format(number))
+            self._tell_restart(member, f"a node of round {number} was lost before it had finished")
             return
         if member.rank is None:
             return
@@ -239,9 +246,9 @@ class Group:
         if failure.communication or (someone_leaves and failure.exit_code == wire.EXIT_STEPPED_ASIDE):
             # The cause may be on its way, or others may still be saving: tell them when that has had its time.
             if not someone_leaves:
-                self._later(wire.SETTLE_SECONDS, lambda: self._tell_all(current, "a worker of {} lost its peers".format(member.pod)))
+                self._later(wire.SETTLE_SECONDS, lambda: self._tell_all(current, f"a worker of {member.pod} lost its peers"))
         else:
-            self._tell_all(current, "a worker of {} failed: {}".format(member.pod, failure.message[:200]))
+            self._tell_all(current, f"a worker of {member.pod} failed: {failure.message[:200]}")
         self._bump()
 
     def init_failure(self, member: Member, message: str) -> None:

@@ -54,7 +54,7 @@ def main() -> NoReturn:
     except BaseException as error:
         departure.park_if_leaving()
         kind, code = classify(error)
-        departure.leave(code, kind, "{}: {}".format(type(error).__name__, error), traceback.format_exc(), grace=LOST_GRACE)
+        departure.leave(code, kind, f"{type(error).__name__}: {error}", traceback.format_exc(), grace=LOST_GRACE)
     raise AssertionError("unreachable")
 
 
@@ -64,7 +64,7 @@ def grace_seconds() -> float:
     try:
         return max(0.5, float(text) - 2.0)
     except ValueError:
-        say("DDPJOB_GRACE_SECONDS must be a number of seconds, not {!r}; takes 30".format(text))
+        say(f"DDPJOB_GRACE_SECONDS must be a number of seconds, not {text!r}; takes 30")
         return 28.0
 
 
@@ -77,7 +77,7 @@ def connect(departure: Departure) -> Link:
     for name in ("INDEX", "ATTEMPT", "GENERATION"):
         text = os.environ.get("DDPJOB_" + name, "0")
         if not text.isdigit():
-            raise InitFailure("DDPJOB_{} must be a whole number, not {!r}".format(name, text))
+            raise InitFailure(f"DDPJOB_{name} must be a whole number, not {text!r}")
         identity[name.lower()] = int(text)
 
     def on_end(code: int, kind: str, message: str) -> None:
@@ -93,7 +93,7 @@ def connect(departure: Departure) -> Link:
 
 def on_signal(number: signal.Signals, link: Link, departure: Departure) -> None:
     """Say at once that this node leaves, then give the workers the pod's grace."""
-    why = "told to end by {}".format(number.name)
+    why = f"told to end by {number.name}"
     departure.leave(128 + number, "Signal", why, grace=departure.grace_seconds, announce=lambda: link.send("leaving", why=why))
 
 
@@ -125,7 +125,7 @@ def parse(run: Any, arguments: list[str]) -> Any:
     try:
         return parser.parse_args(arguments)
     except SystemExit:
-        raise InitFailure("torchrun arguments that only print something (--help) cannot run a job: {}".format(" ".join(arguments))) from None
+        raise InitFailure("torchrun arguments that only print something cannot run a job: {}".format(" ".join(arguments))) from None
 
 
 def check_entry_point(parsed: Any) -> None:
@@ -159,7 +159,7 @@ def patch_torch(run: Any, link: Link, departure: Departure) -> None:
         try:
             return configure(parsed)
         except (ValueError, AssertionError, RuntimeError, OSError) as error:
-            raise InitFailure("torchrun refuses its arguments: {}".format(error)) from error
+            raise InitFailure(f"torchrun refuses its arguments: {error}") from error
 
     run.config_from_args = config_from_args
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import wire
 
@@ -16,13 +17,13 @@ MAX_UNSENT = 100
 class Link:
     """One member's side of the wire.
 
-    `on_end(exit_code, kind, message)` is called on the link's thread when this process has to end: refused, stopped, or the coordinator is gone.
+    `on_end(exit_code, kind, message)` is called on the link's thread when this process has to end: refused, stopped, no coordinator.
     """
 
     def __init__(self, address: str, identity: dict[str, Any], join_seconds: float, on_end: Callable[[int, str, str], None]) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
-            raise ValueError("DDPJOB_COORDINATOR must be host:port, not {!r}".format(address))
+            raise ValueError(f"DDPJOB_COORDINATOR must be host:port, not {address!r}")
         self._address, self._identity, self._on_end = (host.strip("[]"), int(port)), identity, on_end
         self._join_seconds = join_seconds
         self._socket: socket.socket | None = None

@@ -23,12 +23,13 @@ def render(group: Any) -> str:
     _family(lines, "ddpjob_rendezvous_round", "gauge", "Rendezvous round.", [({}, group.round.number if group.round else 0)])
     restarts = [({"kind": k}, group.counts.get(k, 0)) for k in KINDS]
     _family(lines, "ddpjob_incidents_total", "counter", "Breaks of the group by first cause.", restarts)
-    _family(lines, "ddpjob_down", "gauge", "1 while the group has not made a step since its last break.", [({}, int(group.down_since is not None))])
+    down = int(group.down_since is not None)
+    _family(lines, "ddpjob_down", "gauge", "1 while the group has not made a step since its last break.", [({}, down)])
     if group.last_recovery is not None:
         _family(lines, "ddpjob_recovery_seconds", "gauge", "Time from the last break to the next step.", [({}, group.last_recovery)])
     for name, metric in PROGRESS.items():
         if group.progress.values.get(name) is not None:
-            _family(lines, metric, "gauge", "Progress: {}.".format(name), [({}, group.progress.values[name])])
+            _family(lines, metric, "gauge", f"Progress: {name}.", [({}, group.progress.values[name])])
     own = [({"name": k}, v) for k, v in group.progress.values.get("metrics", {}).items()]
     if own:
         _family(lines, "ddpjob_progress_metric", "gauge", "Figures the script reports.", own)
@@ -36,12 +37,12 @@ def render(group: Any) -> str:
 
 
 def _family(lines: list[str], name: str, kind: str, text: str, samples: list[Any]) -> None:
-    lines.append("# HELP {} {}".format(name, text))
-    lines.append("# TYPE {} {}".format(name, kind))
+    lines.append(f"# HELP {name} {text}")
+    lines.append(f"# TYPE {name} {kind}")
     job = {"job_name": os.environ.get("DDPJOB_NAME", ""), "namespace": os.environ.get("DDPJOB_NAMESPACE", "")}
     for labels, value in samples:
-        text = ",".join('{}="{}"'.format(k, _escape(v)) for k, v in dict(job, **labels).items())
-        lines.append("{}{{{}}} {}".format(name, text, value))
+        text = ",".join(f'{k}="{_escape(v)}"' for k, v in dict(job, **labels).items())
+        lines.append(f"{name}{{{text}}} {value}")
 
 
 def _escape(value: str) -> str:

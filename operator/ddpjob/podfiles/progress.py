@@ -20,13 +20,13 @@ def check(body: Any) -> dict[str, Any]:
     for name, value in body.items():
         if name == AUTOMATIC:
             if not isinstance(value, bool):
-                raise ValueError("{}: must be true or false".format(AUTOMATIC))
+                raise ValueError(f"{AUTOMATIC}: must be true or false")
         elif name == "metrics":
             _check_metrics(value)
         elif name not in NUMBERS:
             raise ValueError("{}: unknown field; known: {}, metrics".format(name, ", ".join(NUMBERS)))
         elif value is not None and not _is_number(value):
-            raise ValueError("{}: must be a number, not {!r}".format(name, value))
+            raise ValueError(f"{name}: must be a number, not {value!r}")
     return body
 
 
@@ -34,10 +34,10 @@ def _check_metrics(metrics: Any) -> None:
     if not isinstance(metrics, dict):
         raise ValueError("metrics: must be an object of numbers")
     if len(metrics) > 100:
-        raise ValueError("metrics: at most 100 entries, not {}".format(len(metrics)))
+        raise ValueError(f"metrics: at most 100 entries, not {len(metrics)}")
     for name, value in metrics.items():
         if not _is_number(value):
-            raise ValueError("metrics.{}: must be a number, not {!r}".format(name, value))
+            raise ValueError(f"metrics.{name}: must be a number, not {value!r}")
 
 
 def _is_number(value: Any) -> bool:

@@ -24,7 +24,7 @@ def main() -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    sys.stdout.write("ready {}\n".format(store.port))
+    sys.stdout.write(f"ready {store.port}\n")
     sys.stdout.flush()
     while sys.stdin.buffer.read(4096):
         pass

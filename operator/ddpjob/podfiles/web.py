@@ -18,7 +18,10 @@ MAX_HEADERS = 16 * 1024
 MAX_BODY = 256 * 1024
 MAX_WAIT = 60.0
 REQUEST_SECONDS = 10.0
-REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large", 503: "Service Unavailable"}
+REASONS = {
+    200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large",
+    503: "Service Unavailable",
+}  # fmt: skip
 
 
 class Refused(Exception):
@@ -55,20 +58,20 @@ async def _read(first: bytes, reader: asyncio.StreamReader) -> tuple[str, str, d
     except asyncio.LimitOverrunError:
         raise Refused(413, "the request's header is too long") from None
     if len(head) > MAX_HEADERS:
-        raise Refused(413, "the request's header is longer than {} bytes".format(MAX_HEADERS))
+        raise Refused(413, f"the request's header is longer than {MAX_HEADERS} bytes")
     lines = head.decode("latin-1").split("\r\n")
     parts = lines[0].split(" ")
     if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
-        raise Refused(400, "not an HTTP/1.1 request: {!r}".format(lines[0][:80]))
+        raise Refused(400, f"not an HTTP/1.1 request: {lines[0][:80]!r}")
     headers = {}
     for line in lines[1:]:
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
     length = headers.get("content-length", "0")
     if not length.isdigit():
-        raise Refused(400, "Content-Length: must be a number of bytes, not {!r}".format(length[:80]))
+        raise Refused(400, f"Content-Length: must be a number of bytes, not {length[:80]!r}")
     if int(length) > MAX_BODY:
-        raise Refused(413, "the body is longer than {} bytes".format(MAX_BODY))
+        raise Refused(413, f"the body is longer than {MAX_BODY} bytes")
     return parts[0], parts[1], headers, await reader.readexactly(int(length))
 
 
@@ -80,7 +83,7 @@ async def _answer(
     if route is None:
         raise Refused(404, "no such path: {}; known: {}".format(url.path, ", ".join(sorted(ROUTES))))
     if route[0] != method:
-        raise Refused(405, "{} takes {}, not {}".format(url.path, route[0], method))
+        raise Refused(405, f"{url.path} takes {route[0]}, not {method}")
     if method == "POST":
         return _change(coordinator, route[1], headers, body)
     if url.path == "/status":
@@ -100,7 +103,7 @@ def _change(coordinator: Any, change: Any, headers: dict[str, str], body: bytes)
     try:
         content = json.loads(body)
     except ValueError as error:
-        raise Refused(400, "the body is not JSON: {}".format(error)) from None
+        raise Refused(400, f"the body is not JSON: {error}") from None
     try:
         change(coordinator.group, content)
     except ValueError as error:
@@ -168,7 +171,7 @@ def _number(query: dict[str, list[str]], name: str) -> float | None:
     try:
         value = float(query[name][-1])
     except ValueError:
-        raise Refused(400, "{}: must be a number, not {!r}".format(name, query[name][-1])) from None
+        raise Refused(400, f"{name}: must be a number, not {query[name][-1]!r}") from None
     if not value >= 0:
-        raise Refused(400, "{}: must not be negative".format(name))
+        raise Refused(400, f"{name}: must not be negative")
     return value

@@ -42,9 +42,9 @@ def decode(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except ValueError as error:
-        raise ValueError("not a line of JSON: {}: {!r}".format(error, line[:80])) from None
+        raise ValueError(f"not a line of JSON: {error}: {line[:80]!r}") from None
     if not isinstance(message, dict) or not isinstance(message.get("t"), str):
-        raise ValueError('a line must be a JSON object with a verb under "t", not {!r}'.format(line[:80]))
+        raise ValueError(f'a line must be a JSON object with a verb under "t", not {line[:80]!r}')
     return message
 
 
@@ -59,4 +59,4 @@ def iso(seconds: float | None) -> str | None:
     if seconds is None:
         return None
     whole = int(seconds)
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)) + ".{:03d}Z".format(int((seconds - whole) * 1000))
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)) + f".{int((seconds - whole) * 1000):03d}Z"
