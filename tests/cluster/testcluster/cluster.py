@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from testcluster import binaries, cgroups, controlplane, images, network, node, pki, processes
+from testcluster import binaries, builder, cgroups, controlplane, images, network, node, pki, processes
 from testcluster.settings import CHECKOUT, MAX_NODES, ClusterError, Settings
 
 LEGACY_LOG_LINKS = Path("/var/log/containers")
@@ -247,14 +247,10 @@ class Cluster:
         """Plug the cable in again."""
         network.set_link(self.settings, node_name, up=True)
 
-    def load_image(self, archive: Path, nodes: tuple[str, ...] | None = None) -> None:
-        """Load an image archive into some nodes, or all; the nodes have no registry."""
+    def load_image(self, image: builder.Image, nodes: tuple[str, ...] | None = None) -> None:
+        """Load a built image into some nodes, or all; the nodes have no registry. Layers that a node has are not sent again."""
         for name in nodes or self.nodes:
-            node.import_image(self.settings, name, self.programs, archive)
-
-    def has_image(self, name: str, node_name: str) -> bool:
-        """True when a node has the image, by its full name."""
-        return bool(processes.run(*node.ctr(self.settings, node_name, self.programs), "images", "list", "--quiet", f"name=={name}").strip())
+            builder.load(self.settings, image, name, self.programs)
 
 
 def _is_ready(item: dict[str, Any]) -> bool:

@@ -1,0 +1,61 @@
+"""The base of the real images: a small Debian with Python, from debootstrap, because there is no registry to pull one from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+from testcluster.settings import ClusterError, Settings
+
+SUITE = "trixie"
+PACKAGES = ("ca-certificates", "python3", "python3-pip", "python3-venv")
+# What a container never reads; dpkg's own files stay, so that apt-get works in the image.
+DROPPED = ("var/cache", "var/lib/apt/lists", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
+
+
+def mirror() -> str:
+    """Debian's own, or the one named by DDPJOB_CLUSTER_DEBIAN_MIRROR."""
+    return os.environ.get("DDPJOB_CLUSTER_DEBIAN_MIRROR", "http://deb.debian.org/debian")
+
+
+def key() -> str:
+    """Changes with what the base is made of."""
+    return hashlib.sha256(json.dumps([SUITE, PACKAGES, DROPPED, mirror()]).encode()).hexdigest()[:16]
+
+
+def base_archive(settings: Settings) -> Path:
+    """A tar of the base's files, made once."""
+    path = settings.cache / "images" / f"base-{key()}.tar"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".base-") as temporary:
+            _make(Path(temporary), path)
+    return path
+
+
+def _make(temporary: Path, path: Path) -> None:
+    print(f"making a Debian {SUITE} as base image (once; into {path}) ...", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    root, unfinished = temporary / "root", temporary / "base.tar"
+    command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(root), mirror()]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        raise ClusterError(f"{' '.join(command)} failed; DDPJOB_CLUSTER_DEBIAN_MIRROR names another mirror:\n{done.stdout[-2000:]}")
+    with tarfile.open(unfinished, "w") as archive:
+        archive.add(root, arcname=".", filter=_wanted)
+    unfinished.rename(path)
+    print(f"  {path.stat().st_size / 1e6:.0f} MB, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def _wanted(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    name = entry.name.removeprefix("./")
+    if entry.ischr() or entry.isblk():
+        return None  # The runtime makes /dev anew.
+    return None if any(name.startswith(f"{folder}/") for folder in DROPPED) else entry
