@@ -47,27 +47,32 @@ class Job:
 
     def start_coordinator(self) -> subprocess.Popen[bytes]:
         """The coordinator, with a store unless told otherwise."""
-        command = [sys.executable, str(PODFILES / "coordinator.py"), "--port", str(self.port), "--nodes", str(self.nodes), "--host", "127.0.0.1"]
+        command = [sys.executable, str(PODFILES / "coordinator.py"), "--port", str(self.port), "--nodes", str(self.nodes)]
+        command += ["--host", "127.0.0.1"]
         if self.store:
             command += ["--store-port", str(self.store_port)]
         return self._start("coordinator", command, {})
 
-    def start_node(self, index: int, *what: str, attempt: int = 0, torchrun: tuple[str, ...] = (), **env: str) -> subprocess.Popen[bytes]:
-        """The launcher of one node; `what` is the script and its arguments."""
+    def start_node(
+        self, index: int, *what: str, attempt: int = 0, torchrun: tuple[str, ...] = (), prefix: tuple[str, ...] = (), **env: str
+    ) -> subprocess.Popen[bytes]:
+        """The launcher of one node; `what` is the script and its arguments, `prefix` a program that starts the launcher."""
         pod = f"job-{index}-{attempt}"
         command = [
-            sys.executable, str(PODFILES / "launcher.py"), f"--nnodes={self.nodes}:{self.nodes}", f"--nproc-per-node={self.procs}",
+            *prefix, sys.executable, str(PODFILES / "launcher.py"), f"--nnodes={self.nodes}:{self.nodes}", f"--nproc-per-node={self.procs}",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store_port}", "--rdzv-id=uid-0", "--max-restarts=1000000",
             "--monitor-interval=0.1", "--local-addr=127.0.0.1",
             "--rdzv-conf=is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,join_timeout=600,read_timeout=60",
             *torchrun, *what,
         ]  # fmt: skip
-        place = {"DDPJOB_POD": pod, "DDPJOB_INDEX": str(index), "DDPJOB_ATTEMPT": str(attempt), "DDPJOB_TERMINATION_LOG": str(self.folder / f"{pod}.end")}
+        place = {"DDPJOB_POD": pod, "DDPJOB_INDEX": str(index), "DDPJOB_ATTEMPT": str(attempt)}
+        place["DDPJOB_TERMINATION_LOG"] = str(self.folder / f"{pod}.end")
         return self._start(pod, command, {**place, **env})
 
     def _start(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         with self.log(name).open("wb") as log:
-            process = subprocess.Popen(command, env=self.environment(**env), stdout=log, stderr=subprocess.STDOUT, cwd=self.folder, start_new_session=True)
+            environment = self.environment(**env)
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.folder, start_new_session=True)
         self.processes[name] = process
         return process
 

@@ -1,7 +1,9 @@
-"""A plain DDP script: no @record, no signal handling. `--steps N`, `--sleep S`; faults to order: `--raise-at`, `--raise-rank`, ..."""
+"""A plain distributed script: no @record. Each step is a sum over all ranks; faults are ordered by flags and happen once in a job's life."""
 
 import argparse
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -11,46 +13,83 @@ import torch.distributed as dist
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--sleep", type=float, default=0.05)
-parser.add_argument("--raise-at", type=int, default=-1, help="this step fails, once in the job's life")
+parser.add_argument("--rank", type=int, default=1, help="whom the faults below hit")
+parser.add_argument("--ddp", action="store_true", help="train a model; else only sum")
+parser.add_argument("--raise-at", type=int, default=-1)
 parser.add_argument("--exit-at", type=int, default=-1)
-parser.add_argument("--late", type=float, default=0.0, help="rank 1 works so many seconds longer than rank 0")
-parser.add_argument("--fail-last", action="store_true", help="rank 1 fails at the very end, once")
-parser.add_argument("--rank", type=int, default=1)
+parser.add_argument("--late", type=float, default=0.0, help="this rank works so many seconds longer than the others")
+parser.add_argument("--fail-last", action="store_true", help="this rank fails at the very end")
+parser.add_argument("--trap", action="store_true", help="on SIGTERM all ranks agree, save and leave with 75")
+OUT = Path(os.environ["OUT"])
+asked_to_end = False
 
 
 def once(name: str) -> bool:
     """True the first time in this job."""
-    path = Path(os.environ["OUT"]) / name
     try:
-        path.touch(exist_ok=False)
+        (OUT / name).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
 
 
-def main() -> None:
-    """Sum over the ranks at each step and write down when it was made."""
-    args = parser.parse_args()
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def trainer():
+    """A function that makes one optimizer step under DDP."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with (Path(os.environ["OUT"]) / f"steps-{rank}").open("a") as ledger:
+
+    def step():
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def agreed_to_end() -> bool:
+    """Whether any rank was asked to end; also the step's collective."""
+    flag = torch.tensor([float(asked_to_end)])
+    dist.all_reduce(flag)
+    return bool(flag.item())
+
+
+def on_sigterm(number: int, frame: object) -> None:
+    """Remember it; the step's end acts on it."""
+    global asked_to_end
+    asked_to_end = True
+
+
+def faults(args: argparse.Namespace, step: int) -> None:
+    """What was ordered for this step."""
+    if step == args.raise_at and once("raised"):
+        raise ValueError(f"told to fail at step {step}")
+    if step == args.exit_at and once("exited"):
+        os._exit(7)
+
+
+def main() -> None:
+    """Step, and write down when."""
+    args = parser.parse_args()
+    if args.trap:
+        signal.signal(signal.SIGTERM, on_sigterm)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    make_step = trainer() if args.ddp else None
+    with (OUT / f"steps-{rank}").open("a") as ledger:
         for step in range(args.steps):
-            if step == args.raise_at and rank == args.rank and once("raised"):
-                raise ValueError(f"told to fail at step {step}")
-            if step == args.exit_at and rank == args.rank and once("exited"):
-                os._exit(7)
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if rank == args.rank:
+                faults(args, step)
+            if make_step:
+                make_step()
+            if agreed_to_end():
+                (OUT / f"saved-{rank}").touch()
+                sys.exit(75)
             ledger.write(f"{time.time()} {os.getpid()} {step}\n")
             ledger.flush()
             time.sleep(args.sleep)
-    dist.barrier()
     dist.destroy_process_group()
     if rank == args.rank:
-        time.sleep(args.late)
+        time.sleep(args.late if once("late") else 0)
         if args.fail_last and once("failed-last"):
             raise ArithmeticError("told to fail at the very end")
 

@@ -1,0 +1,205 @@
+"""Coordinator and launchers with real torchrun and gloo: two nodes are two launchers on 127.0.0.1."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from podfiles_harness import SCRIPTS, Job
+
+STEPS = str(SCRIPTS / "steps.py")
+Report = dict[str, Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def job(folder: Path) -> Iterator[Job]:
+    job = Job(folder)
+    yield job
+    job.close()
+    assert job.workers() == [], "processes were left behind"
+
+
+def running(report: Report, rounds: int = 0) -> bool:
+    return report["state"] == "Running" and all(m["round"] == rounds for m in report["members"])
+
+
+def stepping(job: Job, rank: int = 0, steps: int = 3) -> bool:
+    path = job.folder / f"steps-{rank}"
+    return path.exists() and len(path.read_text().splitlines()) >= steps
+
+
+def finish(job: Job, *names: str, seconds: float = 40) -> Report:
+    """All named launchers end with 0 and the coordinator calls it a success."""
+    assert [job.wait_exit(name, seconds) for name in names] == [0] * len(names), job.all_logs()
+    report = job.status()
+    assert report["state"] == "Succeeded"
+    return report
+
+
+def test_a_killed_node_is_replaced_and_the_job_goes_on(job: Job) -> None:
+    script = (STEPS, "--ddp", "--steps", "40", "--sleep", "0.05")
+    job.start_coordinator()
+    job.start_node(0, *script)
+    job.start_node(1, *script)
+    report = job.wait_until(lambda r: (r["progress"].get("step") or 0) >= 3)
+    assert report["state"] == "Running" and report["progress"]["metrics"]["stepsPerSecond"] > 0
+    assert sorted((m["pod"], m["state"], m["round"]) for m in report["members"]) == [("job-0-0", "Running", 0), ("job-1-0", "Running", 0)]
+
+    before = set(job.workers())
+    killed = time.time()
+    job.kill("job-1-0")
+    job.start_node(1, *script, attempt=1)
+    report = job.wait_until(lambda r: r["state"] == "Restarting", 2)
+    assert report["recovery"]["downSince"] is not None
+    job.wait_until(lambda r: not before & set(job.workers()), 5)  # the kernel ends workers whose launcher was killed
+    report = job.wait_until(lambda r: running(r, 1) and r["recovery"]["downSince"] is None)
+    print(f"recovered {time.time() - killed:.2f} s after kill -9 (coordinator: {report['recovery']['lastSeconds']:.2f} s)")
+
+    report = finish(job, "job-0-0", "job-1-1")
+    assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("PeerLost", "job-1-0")]
+    assert report["progress"]["step"] == 40
+
+
+def test_exceptions_restart_in_place_and_name_rank_and_line(job: Job) -> None:
+    script = (STEPS, "--steps", "8", "--raise-at", "3", "--fail-last")
+    job.start_coordinator()
+    job.start_node(0, *script)
+    job.start_node(1, *script)
+    report = finish(job, "job-0-0", "job-1-0", seconds=60)
+    first, last = report["incidents"]  # each break has one incident: the peer's connection errors do not count
+    assert (first["kind"], first["rank"], first["localRank"], first["exitCode"]) == ("WorkerFailed", 1, 0, 1)
+    assert first["message"] == "ValueError: told to fail at step 3"
+    assert "in faults" in first["traceback"] and "entry.py" not in first["traceback"] and "runpy" not in first["traceback"]
+    # Rank 0 had finished when rank 1 failed: both run again, and nobody called it a success.
+    assert (last["kind"], last["rank"], last["message"]) == ("WorkerFailed", 1, "ArithmeticError: told to fail at the very end")
+    assert len((job.folder / "steps-0").read_text().splitlines()) >= 3 + 8 + 8
+
+
+def test_a_node_lost_after_its_peer_has_finished_is_no_success(job: Job) -> None:
+    script = (STEPS, "--steps", "3", "--late", "60")
+    job.start_coordinator()
+    job.start_node(0, *script)
+    job.start_node(1, *script)
+    job.wait_until(lambda r: sorted(m["state"] for m in r["members"]) == ["Finished", "Running"])
+    late = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running")
+    index = int(late.split("-")[1])
+    job.kill(late)
+    job.start_node(index, *script, attempt=1)
+    report = finish(job, f"job-{1 - index}-0", f"job-{index}-1")
+    assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("PeerLost", late)]
+
+
+def test_a_node_told_to_end_lets_its_workers_save_and_is_not_a_failure(job: Job) -> None:
+    script = (STEPS, "--steps", "40", "--trap")
+    job.start_coordinator()
+    job.start_node(0, *script)
+    job.start_node(1, *script)
+    job.wait_until(lambda r: stepping(job))
+    told = time.time()
+    job.kill("job-1-0", signal.SIGTERM)
+    assert job.wait_exit("job-1-0", 10) == 143
+    print(f"left {time.time() - told:.2f} s after SIGTERM")
+    assert (job.folder / "saved-0").exists() and (job.folder / "saved-1").exists()
+    assert job.end("job-1-0")["kind"] == "Signal"
+    job.start_node(1, *script, attempt=1)
+    report = finish(job, "job-0-0", "job-1-1")
+    assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("Left", "job-1-0")]
+
+
+def test_both_nodes_end_when_the_coordinator_dies(job: Job) -> None:
+    job.start_coordinator()
+    job.start_node(0, STEPS, "--steps", "1000")
+    job.start_node(1, STEPS, "--steps", "1000")
+    job.wait_until(lambda r: stepping(job))
+    killed = time.time()
+    job.kill("coordinator")
+    assert [job.wait_exit(name, 10) for name in ("job-0-0", "job-1-0")] == [76, 76]
+    took = time.time() - killed
+    print(f"both ended {took:.2f} s after the coordinator")
+    assert took < 8
+    assert job.end("job-0-0")["kind"] == "RendezvousLost"
+
+
+def test_commands_without_python_and_several_processes_per_node(folder: Path) -> None:
+    job = Job(folder, procs=2)
+    try:
+        command = (sys.executable, STEPS, "--steps", "6", "--exit-at", "3", "--rank", "3")
+        job.start_coordinator()
+        job.start_node(0, *command, torchrun=("--no-python",))
+        job.start_node(1, *command, torchrun=("--no-python",))
+        report = finish(job, "job-0-0", "job-1-0", seconds=60)
+        incident = report["incidents"][0]
+        assert len(report["incidents"]) == 1
+        assert (incident["kind"], incident["rank"], incident["localRank"], incident["exitCode"]) == ("WorkerFailed", 3, 1, 7)
+        assert incident["message"] == "ended with exit code 7" and incident["traceback"] == ""
+    finally:
+        job.close()
+
+
+def test_what_cannot_start_says_why(folder: Path) -> None:
+    """Missing script, missing module, an argument that torchrun refuses: exit 78, an incident each, the reason in the termination log."""
+    job = Job(folder, nodes=3, store=False)
+    try:
+        job.start_coordinator()
+        job.start_node(0, "no/such/script.py")
+        job.start_node(1, "no_such_package.train", torchrun=("-m",))
+        job.start_node(2, STEPS, torchrun=("--no-such-flag",))
+        assert [job.wait_exit(f"job-{i}-0") for i in range(3)] == [78, 78, 78], job.all_logs()
+        report = job.wait_until(lambda r: len(r["incidents"]) == 3, 5)
+        text = {i["index"]: i["message"] for i in report["incidents"]}
+        assert {i["kind"] for i in report["incidents"]} == {"InitFailure"}
+        assert "no/such/script.py" in text[0] and str(folder) in text[0]
+        assert "no module named 'no_such_package'" in text[1] and str(folder) in text[1]
+        assert "--no-such-flag" in text[2]
+        assert job.end("job-0-0") == {"kind": "InitFailure", "message": text[0], "traceback": ""}
+    finally:
+        job.close()
+
+
+def test_tokens_attempts_and_stop(folder: Path) -> None:
+    job = Job(folder, store=False)
+    try:
+        job.start_coordinator()
+        job.start_node(1, STEPS, DDPJOB_TOKEN="another job's")
+        assert job.wait_exit("job-1-0") == 78
+        assert "token" in job.end("job-1-0")["message"]
+
+        job.start_node(0, STEPS)
+        job.wait_until(lambda r: [m["pod"] for m in r["members"]] == ["job-0-0"])
+        job.start_node(0, STEPS, attempt=1)
+        assert job.wait_exit("job-0-0") == 77  # a newer attempt takes the place
+        assert "job-0-1" in job.end("job-0-0")["message"]
+        job.wait_until(lambda r: [m["pod"] for m in r["members"]] == ["job-0-1"])
+        assert job.post("/v1/stop", {"ok": False, "why": "the budget is spent"}) == (200, {})
+        assert job.wait_exit("job-0-1") == 77
+        assert job.end("job-0-1")["message"] == "the budget is spent"
+    finally:
+        job.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a PID namespace")
+def test_as_first_process_of_a_container(folder: Path) -> None:
+    """PID 1 passes SIGTERM on, ends with the launcher's code, and the namespace takes everything with it."""
+    job = Job(folder, nodes=1)
+    try:
+        job.start_coordinator()
+        launcher = job.start_node(0, STEPS, "--steps", "1000", prefix=("unshare", "--pid", "--fork", "--mount-proc"))
+        job.wait_until(lambda r: stepping(job))
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGTERM)
+        assert job.wait_exit("job-0-0") == 143
+        assert job.end("job-0-0")["kind"] == "Signal"
+        assert job.workers() == []
+    finally:
+        job.close()
