@@ -11,6 +11,7 @@ from typing import Any
 from ddpjob_trainer import fields
 from ddpjob_trainer.checkpoint import CheckpointConfig
 from ddpjob_trainer.data import DataConfig
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.fields import from_env
 from ddpjob_trainer.models import ModelConfig
 from ddpjob_trainer.optim import OptimConfig
@@ -93,7 +94,7 @@ def load(config_file: str | None, arguments: list[str]) -> Config:
     config = fields.build(Config, *layers)
     for key in ("epochs", "log_every", "eval_every", "eval_batch", "timeout_seconds"):
         if getattr(config.train, key) <= 0:
-            raise fields.ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")
+            raise ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")
     return config
 
 
@@ -108,5 +109,5 @@ def _find(name: str) -> Path:
     if path.exists() or "/" in name or "." in name:
         return path
     if name not in shipped():
-        raise fields.ConfigError(f"--config {name}: no such file, and no configuration of that name ships; write a path or one of {', '.join(shipped())}")
+        raise ConfigError(f"--config {name}: no such file, and no configuration of that name ships; write a path or one of {', '.join(shipped())}")
     return Path(str(resources.files("ddpjob_trainer") / "configs" / f"{name}.yaml"))

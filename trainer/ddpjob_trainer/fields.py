@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import enum
 import inspect
+import itertools
 import os
 import types
 import typing
@@ -128,7 +129,7 @@ def _docs(kind: type[Any]) -> dict[str, str]:
     tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     docs: dict[str, str] = {}
-    for before, after in zip(body, body[1:], strict=False):
+    for before, after in itertools.pairwise(body):
         documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and documented:
             docs[before.target.id] = inspect.cleandoc(typing.cast(str, typing.cast(ast.Constant, typing.cast(ast.Expr, after).value).value))

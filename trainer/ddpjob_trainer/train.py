@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer import devices
+from ddpjob_trainer import devices, fast_start
 from ddpjob_trainer.checkpoint import CheckpointFolder, prepare_folder
 from ddpjob_trainer.checkpoint_file import Snapshot
 from ddpjob_trainer.config import Config
@@ -33,6 +33,7 @@ def run(config: Config) -> int:
 
     Raises TrainerError (its message is for the user) before training for bad input, RuntimeError when a peer is gone.
     """
+    fast_start.install()
     group = Group.from_env()
     placement = devices.choose(config.train.backend, group.local_rank)
     devices.limit_threads(config.train.threads, group.local_world)

@@ -1,0 +1,167 @@
+"""CIFAR-10 and CIFAR-100 as the official archives unpack them: the python version (pickles) and the binary version.
+
+Formats: https://www.cs.toronto.edu/~kriz/cifar.html. Read here without importing torchvision, which takes seconds; it downloads.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddpjob_trainer.data.augment import crop_and_flip
+from ddpjob_trainer.data.memory import MemoryData
+from ddpjob_trainer.data.source import DataConfig, DataName, existing_folder
+from ddpjob_trainer.errors import DataError
+
+_PIXELS = 3 * 32 * 32
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where an archive keeps its files, and how a record looks."""
+
+    python_folder: str
+    binary_folder: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    binary_train: tuple[str, ...]
+    binary_test: tuple[str, ...]
+    label_key: str
+    label_bytes: int
+    classes: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+_LAYOUTS = {
+    DataName.CIFAR10: _Layout(
+        "cifar-10-batches-py", "cifar-10-batches-bin",
+        tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",),
+        tuple(f"data_batch_{i}.bin" for i in range(1, 6)), ("test_batch.bin",),
+        "labels", 1, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
+    ),
+    DataName.CIFAR100: _Layout(
+        "cifar-100-python", "cifar-100-binary", ("train",), ("test",), ("train.bin",), ("test.bin",),
+        "fine_labels", 2, 100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
+    ),
+}
+
+
+def open_cifar(config: DataConfig) -> MemoryData:
+    """The whole set in memory as uint8. `data.dir` is the folder above the archive's folder, or that folder itself. Raises DataError."""
+    layout = _LAYOUTS[config.name]
+    found = _find(config.dir, layout)
+    if found is None and config.download:
+        _download(config)
+        found = _find(config.dir, layout)
+    if found is None:
+        remedy = (
+            f"unpack the official archive there, so that it holds {layout.python_folder}/{layout.train[0]} or"
+            f" {layout.binary_folder}/{layout.binary_train[0]}, or set data.download=true"
+        )
+        folder = existing_folder(config, remedy)
+        raise DataError(f"data folder {folder} holds no {config.name.value} (data.dir): {remedy}")
+    folder, binary = found
+    read = _read_binary if binary else _read_pickles
+
+    def augment(images: torch.Tensor, epoch: int, samples: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
+        return crop_and_flip(images, config.seed, epoch, samples, padding=4, flip=True)
+
+    return MemoryData(
+        read(folder, layout.binary_train if binary else layout.train, layout),
+        read(folder, layout.binary_test if binary else layout.test, layout),
+        classes=layout.classes, scale=255.0, mean=layout.mean, std=layout.std, augment=augment if config.augment else None,
+    )
+
+
+def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:
+    """(folder, whether it is the binary version) of the first one that has a training file."""
+    if root is None:
+        return None
+    for folder in (root / layout.python_folder, root / layout.binary_folder, root):
+        if (folder / layout.train[0]).is_file():
+            return folder, False
+        if (folder / layout.binary_train[0]).is_file():
+            return folder, True
+    return None
+
+
+def _present(folder: Path, names: tuple[str, ...]) -> list[Path]:
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise DataError(f"data folder {folder} lacks {', '.join(missing)}: unpack the official archive again")
+    return [folder / name for name in names]
+
+
+def _read_binary(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part:
+    size = layout.label_bytes + _PIXELS
+    images, labels = [], []
+    for path in _present(folder, names):
+        content = np.fromfile(path, dtype=np.uint8)
+        if not len(content) or len(content) % size:
+            raise DataError(f"{path} is truncated: {len(content)} bytes are not whole records of {size} bytes; unpack the archive again")
+        records = content.reshape(-1, size)
+        labels.append(records[:, layout.label_bytes - 1].astype(np.int64))
+        images.append(records[:, layout.label_bytes :])
+    return _joined(folder, images, labels, layout)
+
+
+def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part:
+    images, labels = [], []
+    for path in _present(folder, names):
+        try:
+            with path.open("rb") as file:
+                content = _ArraysOnly(file, encoding="latin1").load()
+            part, part_labels = np.asarray(content["data"]), np.asarray(content[layout.label_key], dtype=np.int64)
+        except (pickle.UnpicklingError, EOFError, KeyError, ValueError, TypeError, IndexError, AttributeError, ImportError) as error:
+            raise DataError(f"{path} is not a whole CIFAR batch ({type(error).__name__}: {error}); unpack the archive again") from error
+        if part.dtype != np.uint8 or part.ndim != 2 or part.shape[1] != _PIXELS or len(part) != len(part_labels):
+            raise DataError(
+                f"{path} holds {part.dtype} of shape {part.shape} with {len(part_labels)} labels, not uint8 (n, {_PIXELS}) with n labels;"
+                f" unpack the archive again"
+            )
+        images.append(part)
+        labels.append(part_labels)
+    return _joined(folder, images, labels, layout)
+
+
+def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout) -> Part:
+    all_labels = np.concatenate(labels)
+    if all_labels.min() < 0 or all_labels.max() >= layout.classes:
+        raise DataError(f"{folder} holds label {all_labels.max()}, outside of 0..{layout.classes - 1}: it is another data set than data.name says")
+    return torch.from_numpy(np.concatenate(images).reshape(-1, 3, 32, 32)), torch.from_numpy(all_labels)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """A pickle may run any code; a CIFAR batch needs numpy's arrays and text only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        array_modules = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
+        if (module in array_modules and name in ("_reconstruct", "ndarray", "dtype", "_frombuffer")) or (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR batch")
+
+
+def _download(config: DataConfig) -> None:
+    """By torchvision, which checks the archive's MD5; one process per folder at a time."""
+    import fcntl
+
+    import torchvision
+
+    if config.dir is None:
+        raise DataError("data.download=true needs data.dir (or DDPJOB_DATA_DIR): the folder to download into")
+    kind = torchvision.datasets.CIFAR10 if config.name is DataName.CIFAR10 else torchvision.datasets.CIFAR100
+    try:
+        config.dir.mkdir(parents=True, exist_ok=True)
+        with (config.dir / ".download.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _find(config.dir, _LAYOUTS[config.name]) is None:
+                kind(str(config.dir), download=True)
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"{config.name.value} cannot be downloaded into {config.dir}: {error}. Unpack the official archive there by hand") from error
