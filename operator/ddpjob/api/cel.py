@@ -24,7 +24,7 @@ def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = Non
 
 def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
     for rule in schema.get("x-kubernetes-validations", ()):
-        yield from _apply(rule, _sorted(schema, value), old if old is _MISSING else _sorted(schema, old), path)
+        yield from _apply(rule, value, old, path)
     if isinstance(value, Mapping):
         for name, item in value.items():
             child = schema.get("properties", {}).get(name) or schema.get("additionalProperties")
@@ -42,17 +42,6 @@ def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
     if key is None or not isinstance(old, list):
         return _MISSING
     return next((before for before in old if list_key(schema, before) == key), _MISSING)
-
-
-def _sorted(schema: Mapping[str, Any], value: Any) -> Any:
-    """Keyed lists in order of their keys: for the API server two of them are equal in any order."""
-    if isinstance(value, Mapping):
-        children, rest = schema.get("properties", {}), schema.get("additionalProperties")
-        return {name: _sorted(children.get(name, rest if isinstance(rest, Mapping) else {}), item) for name, item in value.items()}
-    if isinstance(value, list):
-        items = [_sorted(schema.get("items", {}), item) for item in value]
-        return sorted(items, key=lambda item: list_key(schema, item) or ()) if "x-kubernetes-list-map-keys" in schema else items
-    return value
 
 
 def _apply(rule: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:

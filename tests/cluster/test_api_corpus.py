@@ -1,0 +1,69 @@
+"""The corpus through the real API server: the same verdicts, the same words, the same stored objects as by ddpjob's own reader."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from corpus import Case, cases
+from ddpjob.api.reader import read_manifest
+from testcluster.cluster import Cluster
+from testcluster.settings import ClusterError
+
+CRDS = Path(__file__).parents[2] / "charts" / "ddpjob-operator" / "crds"
+NAMESPACE = f"ddpjob-corpus-{secrets.token_hex(3)}"
+
+
+def _named(kind: str) -> list[Any]:
+    return [pytest.param(case, id=case.path.stem) for case in cases(kind)]
+
+
+@pytest.fixture(scope="module")
+def api(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with the CRD of the checkout and a namespace for the corpus."""
+    cluster.kubectl("apply", "--filename", str(CRDS))
+    cluster.kubectl("wait", "--for=condition=Established", "crd/ddpjobs.ddpjob.io", "--timeout=30s")
+    cluster.kubectl("create", "namespace", NAMESPACE)
+    yield cluster
+    cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+def _create(api: Cluster, path: Path) -> str:
+    return api.kubectl("create", "--dry-run=server", "--output=json", "--namespace", NAMESPACE, "--filename", str(path))
+
+
+@pytest.mark.parametrize("case", _named("valid"))
+def test_valid(api: Cluster, case: Case) -> None:
+    """Accepted, and stored as the reader would store it: the defaults are the same."""
+    assert json.loads(_create(api, case.path))["spec"] == read_manifest(case.path)["spec"]
+
+
+@pytest.mark.parametrize("case", _named("invalid"))
+def test_invalid(api: Cluster, case: Case) -> None:
+    with pytest.raises(ClusterError) as caught:
+        _create(api, case.path)
+    for text in case.says:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("case", _named("updates"))
+def test_updates(api: Cluster, case: Case, tmp_path: Path) -> None:
+    """Really stored and really replaced: transition rules are not seen by a dry run of a creation."""
+    old, new = (tmp_path / "old.yaml", tmp_path / "new.yaml")
+    for path, document in zip((old, new), case.documents(), strict=True):
+        # A file of its own name for each case: operators and cases do not meet.
+        document["metadata"]["name"] = case.path.stem[:40].rstrip("-")
+        path.write_text(yaml.safe_dump(document))
+    api.kubectl("create", "--namespace", NAMESPACE, "--filename", str(old))
+    if not case.refused:
+        api.kubectl("replace", "--namespace", NAMESPACE, "--filename", str(new))
+        return
+    with pytest.raises(ClusterError) as caught:
+        api.kubectl("replace", "--namespace", NAMESPACE, "--filename", str(new))
+    for text in case.says:
+        assert text in str(caught.value)

@@ -1,0 +1,90 @@
+"""The corpus through ddpjob's own reader. tests/cluster/test_api_corpus.py puts it through the API server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from corpus import Case, cases
+from ddpjob.api import cel
+from ddpjob.api.reader import ManifestError, read_manifest, validate
+from ddpjob.api.schema import object_schema
+
+
+def _named(kind: str) -> list[Any]:
+    return [pytest.param(case, id=case.path.stem) for case in cases(kind)]
+
+
+@pytest.mark.parametrize("case", _named("valid"))
+def test_valid(case: Case) -> None:
+    assert read_manifest(case.path)["kind"] == "DDPJob"
+
+
+@pytest.mark.parametrize("case", _named("invalid"))
+def test_invalid(case: Case) -> None:
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(case.path)
+    for text in case.says + case.locally:
+        assert text in str(caught.value)
+    assert str(case.path) in str(caught.value)
+
+
+@pytest.mark.parametrize("case", _named("updates"))
+def test_updates(case: Case) -> None:
+    old, new = case.documents()
+    assert validate(old) == []
+    message = "\n".join(map(str, validate(new, old)))
+    assert bool(message) == case.refused, message
+    for text in case.says:
+        assert text in message
+
+
+# --- every rule is needed ---------------------------------------------------------------------------------------
+
+
+def _rules(schema: Mapping[str, Any], place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Where each rule of the CRD stands: the keys to its schema, its number there."""
+    yield from ((place, number) for number in range(len(schema.get("x-kubernetes-validations", ()))))
+    for key, child in schema.get("properties", {}).items():
+        yield from _rules(child, (*place, "properties", key))
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), Mapping):
+            yield from _rules(schema[key], (*place, key))
+
+
+def _without(place: tuple[str, ...], number: int) -> Any:
+    schema = deepcopy(object_schema())
+    part = schema
+    for key in place:
+        part = part[key]
+    del part["x-kubernetes-validations"][number]
+    return schema
+
+
+@pytest.fixture(scope="module")
+def sole_refusals() -> list[tuple[str, Any, Any]]:
+    """Message, new object and old one of every case that is refused for one reason only."""
+    found = []
+    for kind in ("invalid", "updates"):
+        for case in cases(kind):
+            if case.refused and case.says:
+                *before, new = case.documents()
+                problems = validate(new, *before)
+                if len(problems) == 1:
+                    found.append((problems[0].message, new, before))
+    return found
+
+
+@pytest.mark.parametrize(("place", "number"), [pytest.param(p, n, id=f"{'.'.join(p[1::2])}-{n}") for p, n in _rules(object_schema())])
+def test_without_a_rule_the_corpus_fails(
+    place: tuple[str, ...], number: int, sole_refusals: list[tuple[str, Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = object_schema()
+    for key in place:
+        part = part[key]
+    message = part["x-kubernetes-validations"][number]["message"]
+    monkeypatch.setattr(cel, "object_schema", lambda: _without(place, number))
+    accepted = [new for told, new, before in sole_refusals if told == message and not validate(new, *before)]
+    assert accepted, f"no file of the corpus is refused by this rule alone: {message}"
