@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from job_fixtures import jobs, operator  # noqa: F401 (fixtures)
 from testcluster import prerequisites, processes, python_host
 from testcluster.cluster import Cluster
 from testcluster.settings import ClusterError, Settings

@@ -50,7 +50,7 @@ def _clean(job: DDPJob, status: JobStatus, world: World, overdue: bool) -> list[
             continue
         if pod.role is Role.COORDINATOR or policy is CleanPodPolicy.ALL:
             actions.append(DeletePod(pod.name, pod.uid))
-        elif policy is CleanPodPolicy.RUNNING and pod.phase in ("Pending", "Running"):
+        elif policy is CleanPodPolicy.RUNNING and not all(c.ended for c in pod.containers.values()):
             actions += _end_leftovers(job, pod, overdue)
     return actions
 

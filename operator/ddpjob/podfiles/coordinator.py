@@ -27,6 +27,7 @@ from attribution import Failure
 from group import Group, Member
 
 HELLO_SECONDS = 10.0
+STARTING_SECONDS = 120.0  # loading torch's libraries from a cold disk stops every thread of a launcher
 MAX_BACKLOG = 1024 * 1024  # bytes a member may leave unread before it is given up
 
 
@@ -103,11 +104,12 @@ class Coordinator:
         """Take in a member's lines until its connection ends; says why it did."""
         while True:
             try:
-                line = await _within(wire.SILENCE_SECONDS, reader.readline())
+                seconds = STARTING_SECONDS if member.state == "Starting" else wire.SILENCE_SECONDS
+                line = await _within(seconds, reader.readline())
             except ValueError:
                 return f"it sent a line of more than {wire.MAX_LINE} bytes"
             if line is None:
-                return f"silent for {wire.SILENCE_SECONDS:.0f} s"
+                return f"silent for {seconds:.0f} s"
             if not line.endswith(b"\n"):
                 return "its connection ended"
             try:

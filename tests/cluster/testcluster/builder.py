@@ -6,6 +6,7 @@ loads nothing anew, a changed one only the layers that have changed.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -94,14 +95,20 @@ def build_image(
     Raises ClusterError with the end of the build's output.
     """
     start = time.monotonic()
-    given = {
-        "BASE_IMAGE": base_image(settings),
-        **({"TORCH_INDEX_URL": url} if (url := os.environ.get("TORCH_INDEX_URL")) else {}),
-        **(arguments or {}),
-    }
-    print(f"building the image {tag} ...", file=sys.stderr, flush=True)
+    images = settings.cache / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    with (images / "lock").open("a") as lock:  # Two builds would write over each other's log and records.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(f"building the image {tag} ...", file=sys.stderr, flush=True)
+        passed = {name: os.environ[name] for name in ("TORCH_INDEX_URL",) if os.environ.get(name)}
+        _build(settings, target, tag, dockerfile, {"BASE_IMAGE": base_image(settings), **passed, **(arguments or {})})
+        image = _export(settings, target, tag)
+    print(f"  {image.size / 1e6:.0f} MB, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    return image
+
+
+def _build(settings: Settings, target: str, tag: str, dockerfile: Path, arguments: Mapping[str, str]) -> None:
     log = settings.cache / "images" / f"build-{target}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     words = [
         *_buildah(settings),
         "build",
@@ -115,15 +122,12 @@ def build_image(
         "--tag",
         tag,
     ]
-    words += [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
+    words += [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
     words += _registry_access(settings)
     with log.open("w") as output:
         done = subprocess.run([*words, dockerfile.parent], env=_environment(), stdout=output, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
         raise ClusterError(f"building {tag} failed; the end of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:]))
-    image = _export(settings, target, tag)
-    print(f"  {image.size / 1e6:.0f} MB, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    return image
 
 
 def _registry_access(settings: Settings) -> list[str]:

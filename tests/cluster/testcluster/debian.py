@@ -16,8 +16,8 @@ from testcluster.settings import ClusterError, Settings
 
 SUITE = "trixie"
 PACKAGES = ("ca-certificates", "python3", "python3-pip", "python3-venv")
-# What a container never reads; dpkg's own files stay, so that apt-get works in the image.
-DROPPED = ("var/cache", "var/lib/apt/lists", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
+# Files that a container never reads. Folders stay, and dpkg's own files: apt-get works in the image.
+DROPPED = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
 
 
 def mirror() -> str:
@@ -58,4 +58,4 @@ def _wanted(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     name = entry.name.removeprefix("./")
     if entry.ischr() or entry.isblk():
         return None  # The runtime makes /dev anew.
-    return None if any(name.startswith(f"{folder}/") for folder in DROPPED) else entry
+    return None if not entry.isdir() and any(name.startswith(f"{folder}/") for folder in DROPPED) else entry

@@ -1,0 +1,89 @@
+"""A container's environment, command and arguments as the kubelet makes them from a manifest, on top of this shell's environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddpjob.api.types import Json
+
+ADDRESS = "127.0.0.1"
+NODE = "local"
+
+_NOT_INHERITED = re.compile(
+    r"(DDPJOB_|PET_|TORCHELASTIC_).*|POD_IP|NODE_NAME|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_.*"
+)
+_REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """`$(NAME)` becomes the variable's value, `$$` a dollar sign; an unknown `$(NAME)` stays as it is."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1)
+        return "$" if name is None else variables.get(name, match.group(0))
+
+    return _REFERENCE.sub(value, text)
+
+
+def field_value(pod: Json, path: str) -> str | None:
+    """A field by the downward API; None for one that this machine does not know."""
+    meta, spec = pod["metadata"], pod["spec"]
+    keyed = re.fullmatch(r"metadata\.(labels|annotations)\['([^']+)'\]", path)
+    if keyed:
+        return str(meta.get(keyed[1], {}).get(keyed[2], ""))
+    known = {
+        "metadata.name": meta["name"],
+        "metadata.namespace": meta["namespace"],
+        "metadata.uid": meta.get("uid", ""),
+        "spec.nodeName": NODE,
+        "spec.serviceAccountName": spec.get("serviceAccountName", "default"),
+        "status.podIP": ADDRESS,
+        "status.podIPs": ADDRESS,
+        "status.hostIP": ADDRESS,
+        "status.hostIPs": ADDRESS,
+    }
+    return known.get(path)
+
+
+def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
+    """What `env` of the container says. References to Secrets and ConfigMaps are answered by this shell's variable of the same name."""
+    variables: dict[str, str] = {}
+    for entry in container.get("env", ()):
+        name, source = entry["name"], entry.get("valueFrom")
+        if source is None:
+            variables[name] = expand(str(entry.get("value") or ""), variables)
+            continue
+        path = source.get("fieldRef", {}).get("fieldPath")
+        value = field_value(pod, path) if path else os.environ.get(name)
+        if value is not None:
+            variables[name] = value
+    return variables
+
+
+def inherited(cores_per_rank: int) -> dict[str, str]:
+    """This shell's environment without what belongs to another job, and with what one machine needs.
+
+    torchrun and python are found beside the interpreter that runs this; traffic between ranks stays on loopback.
+    """
+    environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
+    beside = str(Path(sys.executable).parent)
+    if beside not in environment.get("PATH", "").split(os.pathsep):
+        environment["PATH"] = os.pathsep.join(filter(None, (beside, environment.get("PATH", os.defpath))))
+    defaults = {
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        # All ranks share the cores of one machine; torch would take them all in each.
+        "OMP_NUM_THREADS": str(cores_per_rank),
+    }
+    return defaults | environment
+
+
+def argument_vector(container: Json, variables: Mapping[str, str]) -> list[str]:
+    """command and args with their `$(NAME)` replaced."""
+    words: Sequence[str] = [*container["command"], *container.get("args", ())]
+    return [expand(word, variables) for word in words]

@@ -1,0 +1,31 @@
+"""Fixtures for tests of jobs: the operator as a process, and the jobs of the test's namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Jobs
+from operator_process import OperatorProcess, install_crd
+from testcluster.cluster import Cluster
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[OperatorProcess]:
+    """Runs for the tests of a module, so that modules which install the chart have the cluster to themselves."""
+    install_crd(cluster)
+    log: Path = tmp_path_factory.mktemp("operator") / "operator.log"
+    process = OperatorProcess(cluster, log)
+    process.start()
+    yield process
+    process.kill()
+    if request.session.testsfailed:
+        print(f"---- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-200:]))
+
+
+@pytest.fixture
+def jobs(operator: OperatorProcess, cluster: Cluster, namespace: str) -> Jobs:
+    if not operator.running():
+        operator.start()
+    return Jobs(cluster, namespace)

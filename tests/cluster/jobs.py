@@ -1,0 +1,85 @@
+"""DDPJobs of the cluster tests: manifests whose pods use this machine's Python, and waiting for what they should become."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from testcluster import python_host
+from testcluster.cluster import Cluster
+
+SCRIPTS = Path(__file__).parent / "scripts"
+Json = dict[str, Any]
+
+
+def job(name: str, **spec: Any) -> Json:
+    """A DDPJob of two CPU nodes; `spec` adds to its spec or replaces in it."""
+    base: Json = {
+        "image": python_host.IMAGE,
+        "imagePullPolicy": "IfNotPresent",
+        "nodes": 2,
+        "gpusPerNode": 0,
+        "rendezvous": {"resources": {"requests": {"cpu": "10m", "memory": "64Mi"}}},
+        "podTemplate": python_host.overlay("trainer"),
+    }
+    return {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": name}, "spec": base | spec}
+
+
+def steps_job(name: str, steps: int = 50, *arguments: str, **spec: Any) -> Json:
+    """The plain script of scripts/ddp_steps.py, 0.1 s a step."""
+    return job(name, script=str(SCRIPTS / "ddp_steps.py"), args=[f"--steps={steps}", *arguments], **spec)
+
+
+class Jobs:
+    """The jobs of one namespace."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.cluster, self.namespace = cluster, namespace
+
+    def apply(self, manifest: Json) -> None:
+        self.cluster.apply(manifest, namespace=self.namespace)
+
+    def kubectl(self, *words: str) -> str:
+        return self.cluster.kubectl(*words, "--namespace", self.namespace)
+
+    def status(self, name: str) -> Json:
+        status: Json = self.cluster.kubectl_json("get", "ddpjob", name, "--namespace", self.namespace).get("status", {})
+        return status
+
+    def condition(self, name: str, kind: str) -> Json:
+        """The condition; an empty one while it was never written."""
+        return next((c for c in self.status(name).get("conditions", ()) if c["type"] == kind), {})
+
+    def pods(self, role: str = "node") -> dict[str, Json]:
+        found = self.cluster.kubectl_json("get", "pods", "--namespace", self.namespace, "--selector", f"ddpjob.io/role={role}")
+        return {pod["metadata"]["name"]: pod for pod in found["items"]}
+
+    def kill(self, pod: str) -> None:
+        """Deleted by force, as a user does with a pod that hangs."""
+        self.kubectl("delete", "pod", pod, "--force", "--grace-period=0")
+
+    def wait(self, what: str, ready: Callable[[], bool], timeout: float = 90) -> float:
+        """Seconds until it was so. Fails the test with the jobs as they are."""
+        began = time.monotonic()
+        while time.monotonic() - began < timeout:
+            if ready():
+                return time.monotonic() - began
+            time.sleep(0.2)
+        raise AssertionError(f"not within {timeout} s: {what}\n{self.kubectl('get', 'ddpjobs,pods', '--output=wide')}")
+
+    def wait_phase(self, name: str, phase: str, timeout: float = 90) -> float:
+        """A terminal phase that is not the one waited for fails at once, with its message."""
+
+        def reached() -> bool:
+            status = self.status(name)
+            now = status.get("phase")
+            if now != phase and now in ("Complete", "Failed"):
+                raise AssertionError(f"{name} is {now}, not {phase}: {status['conditions']}")
+            return bool(now == phase)
+
+        return self.wait(f"{name} is {phase}", reached, timeout)
+
+    def step(self, name: str) -> int:
+        return int(self.status(name).get("progress", {}).get("step", 0))
