@@ -1,0 +1,138 @@
+"""The operator may die before and after every call of apply: the job ends as if it had not, and nothing is counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import ddpjob.engine.reconcile as reconcile_module
+import pytest
+from ddpjob.api.types import DDPJob
+from ddpjob.core.decision import Decision
+from ddpjob.engine.apply import Applied
+from ddpjob.engine.apply import apply as right_apply
+from ddpjob.engine.ports import Cluster
+from simulated import Simulation
+
+Scenario = Callable[[Simulation], Awaitable[None]]
+
+
+async def start_and_complete(s: Simulation) -> None:
+    await s.until_phase("Complete")
+
+
+async def pod_deleted(s: Simulation) -> None:
+    await s.until_phase("Running")
+    s.force_delete(next(p.name for p in s._nodes() if p.running))
+    await s.until_phase("Complete")
+
+
+async def worker_fails(s: Simulation) -> None:
+    await s.until_phase("Running")
+    assert s.worker_fails(next(p.name for p in s._nodes() if p.running))
+    await s.until_phase("Complete")
+
+
+async def pod_fails(s: Simulation) -> None:
+    await s.until_phase("Running")
+    s.end(next(p.name for p in s._nodes() if p.running), 1)
+    await s.until_phase("Complete")
+
+
+async def coordinator_deleted(s: Simulation) -> None:
+    await s.until_phase("Running")
+    s.force_delete(next(p.name for p in s.pods.values() if p.role == "coordinator"))
+    await s.until_phase("Complete")
+
+
+async def suspended_and_resumed(s: Simulation) -> None:
+    await s.until_phase("Running")
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await s.until_phase("Complete")
+
+
+async def scaled(s: Simulation) -> None:
+    await s.until_phase("Running")
+    s.change_spec({"nodes": 3})
+    await s.until_phase("Complete")
+
+
+async def budget_spent(s: Simulation) -> None:
+    s.change_spec({"recovery": {"maxRestarts": 0}})
+    await s.until_phase("Running")
+    assert s.worker_fails(next(p.name for p in s._nodes() if p.running))
+    await s.until_phase("Failed")
+    await s.until(lambda: not any(p.running for p in s.pods.values()))
+
+
+async def time_to_live(s: Simulation) -> None:
+    s.change_spec({"runPolicy": {"ttlSecondsAfterFinished": 5}})
+    await s.until(lambda: s.job is None)
+
+
+SCENARIOS: list[Scenario] = [
+    start_and_complete, pod_deleted, worker_fails, pod_fails, coordinator_deleted, suspended_and_resumed, scaled, budget_spent, time_to_live,
+]  # fmt: skip
+
+
+def outcome(s: Simulation) -> object:
+    if s.job is None:
+        return "gone"
+    restarts = s.status["restarts"]
+    return s.phase, restarts["counted"], restarts["uncounted"], [(r["reason"], r["counted"]) for r in restarts.get("recent", ())]
+
+
+async def run(scenario: Scenario, die_at: set[int], placement: str) -> Simulation:
+    simulation = Simulation({"rendezvous": {"placement": placement}})
+    simulation.die_at = die_at
+    await scenario(simulation)
+    return simulation
+
+
+CASES = [(scenario, "Dedicated") for scenario in SCENARIOS] + [
+    (scenario, "Master") for scenario in SCENARIOS if scenario is not coordinator_deleted
+]
+
+
+async def die_everywhere(scenario: Scenario, placement: str) -> None:
+    undisturbed = await run(scenario, set(), placement)
+    assert undisturbed.points >= 10
+    for point in range(1, undisturbed.points + 1):
+        disturbed = await run(scenario, {point}, placement)
+        assert outcome(disturbed) == outcome(undisturbed), f"died at point {point}"
+
+
+@pytest.mark.parametrize(("scenario", "placement"), CASES, ids=lambda c: c if isinstance(c, str) else c.__name__)
+async def test_the_operator_dies_before_and_after_every_call(scenario: Scenario, placement: str) -> None:
+    await die_everywhere(scenario, placement)
+
+
+async def _status_last(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
+    """A defect: acts first and writes down why afterwards."""
+    await right_apply(cluster, replace(job, status=decision.status), replace(decision, events=()))
+    return await right_apply(cluster, job, replace(decision, actions=()))
+
+
+async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
+    """A defect: does not write down which of the coordinator's incidents it has counted."""
+    counts = replace(decision.status.restarts, seen_incident=0)
+    return await right_apply(cluster, job, replace(decision, status=replace(decision.status, restarts=counts)))
+
+
+@pytest.mark.parametrize(("defect", "scenario"), [(_status_last, pod_deleted), (_forgets_incidents, worker_fails)])
+async def test_the_check_sees_a_deliberate_defect(
+    defect: Callable[..., Awaitable[Applied]], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = outcome(await run(scenario, set(), "Dedicated"))
+    monkeypatch.setattr(reconcile_module, "apply", defect)
+    with pytest.raises(AssertionError):
+        await die_everywhere(scenario, "Dedicated")
+        assert outcome(await run(scenario, set(), "Dedicated")) == undisturbed
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+async def test_the_operator_dies_at_every_second_point(scenario: Scenario) -> None:
+    undisturbed = await run(scenario, set(), "Dedicated")
+    assert outcome(await run(scenario, set(range(1, 400, 3)), "Dedicated")) == outcome(undisturbed)
