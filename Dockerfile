@@ -1,0 +1,72 @@
+# Two images from one file: `docker build --target operator .` and `docker build --target trainer .` (buildah builds it as well).
+# BASE_IMAGE: any Debian-like image with python3 >= 3.11 and its venv module. TORCH_INDEX_URL: where torch comes from instead of the
+# default index, for instance one with wheels for another accelerator, or for the CPU alone (a tenth of the size).
+ARG BASE_IMAGE=python:3.12-slim
+
+# --- requirements: each image's third-party packages, taken from pyproject.toml. Layers that install them depend on these lists alone.
+FROM ${BASE_IMAGE} AS requirements
+WORKDIR /requirements
+COPY pyproject.toml .
+RUN python3 -c "import pathlib, tomllib; \
+    project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    extras = project['optional-dependencies']; \
+    chosen = lambda *names: project['dependencies'] + [r for n in names for r in extras[n] if not r.startswith('ddpjob[')]; \
+    write = lambda name, lines: pathlib.Path(name).write_text('\n'.join(lines) + '\n'); \
+    write('operator.txt', chosen('operator', 'cli')); \
+    write('trainer.txt', chosen('trainer')); \
+    write('torch.txt', [r for r in chosen('trainer') if r.startswith('torch')])" \
+ && rm pyproject.toml
+
+# --- code: this repository's packages as a wheel.
+FROM ${BASE_IMAGE} AS code
+RUN python3 -m venv /opt/build && /opt/build/bin/pip install --no-cache-dir "setuptools>=77" wheel
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE ./
+COPY charts/ddpjob-operator/crds charts/ddpjob-operator/crds
+COPY operator operator
+COPY trainer trainer
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
+
+# --- operator-build: a virtual environment without pip. The root is read-only later, so the byte code of what the operator imports
+# is made here. The client's synchronous half (24 MB) is removed but for its models: the operator is asyncio throughout.
+FROM ${BASE_IMAGE} AS operator-build
+COPY --from=requirements /requirements/operator.txt /requirements/
+RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/build \
+ && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-compile -r /requirements/operator.txt
+COPY --from=code /wheels /wheels
+RUN /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-compile --no-deps /wheels/*.whl \
+ && rm -r /opt/venv/lib/python3*/site-packages/kubernetes/client/api \
+ && /opt/venv/bin/python -c "import ddpjob.controller.main"
+
+FROM ${BASE_IMAGE} AS operator
+LABEL org.opencontainers.image.title="DDPJob operator" org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=operator-build /opt/venv /opt/venv
+ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 8080 9090
+ENTRYPOINT ["python3", "-m", "ddpjob.controller"]
+
+# --- trainer: torch, and the compiler and headers with which torch.compile builds its kernels.
+FROM ${BASE_IMAGE} AS trainer
+LABEL org.opencontainers.image.title="DDPJob trainer" org.opencontainers.image.licenses="Apache-2.0"
+RUN apt-get update \
+ && headers=$(python3 -c "import os, sysconfig; print('' if os.path.exists(sysconfig.get_path('include') + '/Python.h') else 'libpython3-dev')") \
+ && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends gcc g++ libc6-dev ${headers} \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*.deb
+ARG TORCH_INDEX_URL=
+COPY --from=requirements /requirements/torch.txt /requirements/
+RUN python3 -m venv /opt/venv \
+ && /opt/venv/bin/pip install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} -r /requirements/torch.txt
+COPY --from=requirements /requirements/trainer.txt /requirements/
+RUN /opt/venv/bin/pip install -r /requirements/trainer.txt
+# A user with a name: torch.compile's cache folder is called after it. Group 0 may write, for platforms that choose the user number.
+RUN useradd --uid 10001 --gid 0 --no-log-init --home-dir /home/trainer trainer \
+ && install --directory --owner=10001 --group=0 --mode=0775 /home/trainer /workspace
+COPY --from=code /wheels /wheels
+RUN /opt/venv/bin/pip install --no-deps --no-index /wheels/*.whl
+ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONUNBUFFERED=1 HOME=/home/trainer USER=trainer
+USER 10001:0
+WORKDIR /workspace
