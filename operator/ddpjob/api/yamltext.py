@@ -17,6 +17,8 @@ import yaml
 MAX_NODES = 200_000
 """Values in one document, aliases expanded; a manifest is far below, a bomb of aliases far above."""
 
+MAX_DEPTH = 100
+
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
@@ -55,6 +57,15 @@ class _Loader(yaml.SafeLoader):
     """Resolves plain scalars as kubectl's reader does (YAML 1.1 without dates and base 60, floats without a dot)."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own protocol)
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise YamlError(f"nested more than {MAX_DEPTH} deep; a manifest is flatter", self.line + 1)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 for _tag, _pattern, _first in (

@@ -1,0 +1,163 @@
+"""What the reader says of files: which document, which line, and never anything but a ManifestError."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ddpjob.api.reader import MAX_BYTES, ManifestError, read_manifest, validate, with_defaults
+from ddpjob.api.schema import Problem
+from hypothesis import given
+from hypothesis import strategies as st
+
+JOB = """\
+apiVersion: ddpjob.io/v1alpha1
+kind: DDPJob
+metadata: {name: digits}
+spec:
+  image: train:1
+  script: train.py
+"""
+
+
+def _message(source: Path | str, name: str | None = None) -> str:
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(source, name=name)
+    return str(caught.value)
+
+
+def test_defaults_are_filled_in_at_every_depth() -> None:
+    spec = read_manifest(JOB)["spec"]
+    assert spec["nodes"] == 1
+    assert spec["rendezvous"]["resources"]["requests"] == {"cpu": "50m", "memory": "400Mi"}
+    assert spec["storage"] == {"sharedMemory": "1Gi"}
+
+
+def test_the_manifest_itself_is_not_changed() -> None:
+    spec = {"image": "a", "script": "a", "args": None}
+    manifest = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "a"}, "spec": spec}
+    assert validate(manifest) == []
+    assert spec == {"image": "a", "script": "a", "args": None}
+    with_defaults(manifest)["spec"]["rendezvous"]["resources"]["requests"]["cpu"] = "9"
+    assert with_defaults(manifest)["spec"]["rendezvous"]["resources"]["requests"]["cpu"] == "50m"
+
+
+def test_all_problems_are_told_with_their_lines() -> None:
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(JOB + "  nodes: 0\n  env:\n    - name: A\n    - value: b\n  recovery:\n    maxRestart: 3\n")
+    assert str(caught.value).splitlines() == [
+        "spec.env[1].name: required, but missing (the manifest, line 10)",
+        "spec.nodes: 0 is less than 1, the smallest allowed (the manifest, line 7)",
+        "spec.recovery.maxRestart: unknown field; did you mean maxRestarts? (the manifest, line 12)",
+    ]
+    assert caught.value.problems[1] == Problem("spec.nodes", "0 is less than 1, the smallest allowed")
+
+
+def test_a_generated_name_is_filled_in() -> None:
+    name = read_manifest(JOB.replace("name:", "generateName:"))["metadata"]["name"]
+    assert name.startswith("digits") and len(name) == len("digits") + 5
+
+
+def test_the_job_is_found_among_other_kinds() -> None:
+    claim = "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: data}\n"
+    assert read_manifest(f"---\n{claim}---\n{JOB}---\n")["metadata"]["name"] == "digits"
+    assert "holds no DDPJob; found PersistentVolumeClaim (line 1)" in _message(claim)
+
+
+def test_of_several_jobs_one_must_be_named() -> None:
+    two = JOB + "---\n" + JOB.replace("digits", "other")
+    assert "holds 2 DDPJobs (digits, other); say by name which one" in _message(two)
+    assert read_manifest(two, name="other")["metadata"]["name"] == "other"
+    assert "no DDPJob called third" in _message(two, "third")
+
+
+def test_lines_count_from_the_file_s_beginning() -> None:
+    assert "line 14" in _message("# one\n---\nkind: Secret\napiVersion: v1\n---\n# two\n---\n" + JOB + "  nodes: x\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "is empty; it must hold a DDPJob"),
+        ("---\n---\n", "is empty"),
+        ("- a\n", "line 1: a manifest is a mapping that begins with apiVersion and kind"),
+        ("hello\n", "a manifest is a mapping"),
+        ("a: [b\nc: d\n", "line 2: not YAML"),
+        ("a: \x00", "line 1: not YAML: the character 0x00"),
+        ("a: &x [*x]", "an alias refers to what it is a part of"),
+        ("a: !secret b", "the tag !secret is not known"),
+        ("? [a]\n: b", "a field name must be text"),
+        ("a: .nan", "quote it if it is text"),
+        (JOB + "  image: other\n", "line 7: spec.image: given twice (first in line 5); remove one"),
+        (JOB.replace("v1alpha1", "v2"), "apiVersion: 'ddpjob.io/v2' is not known; write ddpjob.io/v1alpha1"),
+        (JOB.replace("kind: DDPJob\n", ""), "kind: required, but missing; write DDPJob"),
+        (JOB.replace("metadata: {name: digits}\n", ""), "metadata.name: required, but missing"),
+        (JOB.replace("{name: digits}", "digits"), "metadata: must be a mapping, not a string"),
+    ],
+)
+def test_text_that_is_no_manifest(text: str, part: str) -> None:
+    assert part in _message(text)
+
+
+def test_a_bomb_of_aliases_is_refused() -> None:
+    levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 10)]
+    assert "a manifest is smaller" in _message("\n".join(["l0: &l0 [a, b, c]", *levels]))
+
+
+def test_deep_nesting_is_refused() -> None:
+    assert "line 1: nested more than 100 deep" in _message("[" * 5000)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert f"{tmp_path}: is a folder; name a file" in _message(tmp_path)
+    assert "missing.yaml: does not exist" in _message(tmp_path / "missing.yaml")
+    assert str(Path.cwd()) in _message(Path("missing.yaml"))
+    (tmp_path / "image.yaml").write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert "is not UTF-8 text (byte 0)" in _message(tmp_path / "image.yaml")
+    (tmp_path / "large.yaml").write_bytes(b"#" * (MAX_BYTES + 1))
+    assert "is larger than 3 MiB" in _message(tmp_path / "large.yaml")
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in _message(tmp_path / "file" / "job.yaml")
+
+
+def test_a_byte_order_mark_and_windows_lines_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(b"\xef\xbb\xbf" + JOB.replace("\n", "\r\n").encode())
+    assert read_manifest(tmp_path / "job.yaml")["spec"]["script"] == "train.py"
+
+
+def test_a_pipe_can_be_read() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, JOB.encode())
+    os.close(writing)
+    try:
+        assert read_manifest(Path(f"/dev/fd/{reading}"))["kind"] == "DDPJob"
+    finally:
+        os.close(reading)
+
+
+_SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+_VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+_FIELDS = st.sampled_from(["image", "script", "nodes", "env", "storage", "resources", "runPolicy", "podTemplate", "torchrunArgs", "x"])
+
+
+@given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
+def test_no_text_makes_the_reader_fail_otherwise(text: str) -> None:
+    try:
+        read_manifest(text)
+    except ManifestError as error:
+        assert str(error)
+
+
+@given(st.dictionaries(_FIELDS, _VALUES))
+def test_no_spec_makes_the_checks_fail_otherwise(spec: dict[str, object]) -> None:
+    problems = validate({"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "a"}, "spec": spec})
+    assert all(p.message for p in problems)
+
+
+def test_importing_the_reader_is_cheap() -> None:
+    """The operator and the CLI read manifests without waiting for what only checks need."""
+    code = "import sys, ddpjob.api.reader; print([m for m in ('celpy', 'jsonschema', 'kubernetes') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
