@@ -89,7 +89,7 @@ def run_script(path: str) -> None:
     import os
 
     if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and is_archive(path)):  # noqa: PTH112
-        sys.path.insert(0, path)
+        sys.path.insert(0, os.path.abspath(path))  # noqa: PTH100
         run_module("__main__", new_path=path)
         return
     if not getattr(sys.flags, "safe_path", False):
@@ -133,6 +133,8 @@ def new_main() -> Any:
     sys.modules["__ddpjob_entry__"] = sys.modules["__main__"]
     module = ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        vars(module)["__annotations__"] = {}
     sys.modules["__main__"] = module
     return module
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 
 class InitFailure(Exception):
@@ -36,20 +37,34 @@ def check_module(name: str) -> None:
     cwd = str(Path.cwd())
     if cwd not in sys.path and not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, cwd)
-    spec: ModuleSpec | None = None
+    looked = "looked in: working directory {}, PYTHONPATH {!r}, the image's packages".format(cwd, os.environ.get("PYTHONPATH", ""))
+    placeholders: list[str] = []
+    try:
+        problem = _missing_part(name, placeholders)
+    finally:
+        for parent in placeholders:
+            del sys.modules[parent]
+    if problem:
+        raise InitFailure(f"module {name!r}: {problem} ({looked})")
+
+
+def _missing_part(name: str, placeholders: list[str]) -> str:
+    """What is wrong with a dotted name; empty when nothing is. Parents get a placeholder: import machinery asks for them by name."""
     path: list[str] | None = None
     parts = name.split(".")
     for i in range(len(parts)):
-        spec = _find(".".join(parts[: i + 1]), path)
+        full = ".".join(parts[: i + 1])
+        spec = _find(full, path)
         if spec is None:
-            looked = "working directory {}, PYTHONPATH {!r}, the image's packages".format(cwd, os.environ.get("PYTHONPATH", ""))
-            raise InitFailure("module {!r}: no module named {!r} (looked in: {})".format(name, ".".join(parts[: i + 1]), looked))
-        if spec.submodule_search_locations is not None:
-            path = _locations(spec)
-        elif i < len(parts) - 1:
-            raise InitFailure("module {!r}: {!r} is not a package".format(name, ".".join(parts[: i + 1])))
-    if spec is not None and spec.submodule_search_locations is not None and _find(name + ".__main__", path) is None:
-        raise InitFailure(f"module {name!r} is a package without __main__.py: name one of its modules")
+            return f"no module named {full!r}"
+        if spec.submodule_search_locations is None:
+            return "" if i == len(parts) - 1 else f"{full!r} is not a package"
+        path = list(spec.submodule_search_locations)
+        if full not in sys.modules:
+            sys.modules[full] = ModuleType(full)
+            sys.modules[full].__path__ = path
+            placeholders.append(full)
+    return "" if _find(name + ".__main__", path) is not None else "it is a package without __main__.py: name one of its modules"
 
 
 def _find(name: str, path: list[str] | None) -> ModuleSpec | None:
@@ -59,9 +74,3 @@ def _find(name: str, path: list[str] | None) -> ModuleSpec | None:
         if spec is not None:
             return spec  # type: ignore[no-any-return]
     return None
-
-
-def _locations(spec: ModuleSpec) -> list[str]:
-    """A package's folders. Those of a nested namespace package cannot be listed before its parents are imported, but are kept inside."""
-    locations = spec.submodule_search_locations
-    return list(getattr(locations, "_path", None) or locations or [])

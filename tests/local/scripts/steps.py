@@ -1,4 +1,4 @@
-"""A plain distributed script: no @record. Each step is a sum over all ranks; faults are ordered by flags and happen once in a job's life."""
+"""A plain distributed script: no @record. Each step is a sum over all ranks; faults are ordered by flags, each happens once in a job."""
 
 import argparse
 import os
