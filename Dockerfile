@@ -41,8 +41,9 @@ RUN /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no
 FROM ${BASE_IMAGE} AS operator
 LABEL org.opencontainers.image.title="DDPJob operator" org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=operator-build /opt/venv /opt/venv
+# USER: kopf asks for a name, and a number alone has none.
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp USER=ddpjob
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8080 9090

@@ -11,6 +11,7 @@ from typing import Any
 import kopf
 
 from ddpjob.api.types import GROUP, PLURAL, VERSION
+from ddpjob.controller.login import login
 from ddpjob.controller.settings import Settings
 from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, MANAGED_BY
 from ddpjob.engine.ports import JobKey
@@ -34,9 +35,6 @@ def build_registry(wake: Wake) -> kopf.OperatorRegistry:
         job = labels.get(LABEL_JOB)
         if job:
             wake(JobKey(namespace or "default", job))
-
-    def login(**arguments: Any) -> kopf.ConnectionInfo | None:
-        return kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
 
     kopf.on.login(registry=registry)(login)
     kopf.on.event(GROUP, VERSION, PLURAL, id="job", registry=registry)(job_changed)

@@ -40,6 +40,7 @@ class Rest:
             await config.load_kube_config()
         settings = client.Configuration.get_default_copy()
         settings.connection_pool_maxsize = connections
+        settings.disable_strict_ssl_verification = True  # As in ddpjob.controller.login.
         return cls(client.ApiClient(configuration=settings))
 
     async def close(self) -> None:
