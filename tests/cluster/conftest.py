@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import pytest
 from job_fixtures import jobs, operator  # noqa: F401 (fixtures)
-from testcluster import prerequisites, processes, python_host
+from testcluster import builder, prerequisites, processes, python_host
 from testcluster.cluster import Cluster
 from testcluster.settings import ClusterError, Settings
 
@@ -81,8 +81,8 @@ def cluster(cluster_machine: Settings) -> Iterator[Cluster]:
     """The running cluster. It is taken down after the run, unless it was up before or DDPJOB_CLUSTER_KEEP=1."""
     users = _join_users(cluster_machine)
     made = Cluster(cluster_machine)
-    was_up = made.state() is not None
-    made.up(_number_of_nodes(), keep=was_up or os.environ.get("DDPJOB_CLUSTER_KEEP") == "1")
+    before = made.state()
+    made.up(_number_of_nodes(), keep=before.keep if before is not None else os.environ.get("DDPJOB_CLUSTER_KEEP") == "1")
     yield made
     state = made.state()
     if state is not None and not state.keep and _is_last_user(users):
@@ -154,6 +154,35 @@ def _print(cluster: Cluster, *words: str) -> None:
         print(cluster.kubectl(*words))
     except ClusterError as error:
         print(error)  # A pod without logs, a CRD that is not there: part of the report, not a second failure.
+
+
+@pytest.fixture(scope="session")
+def image_tools(cluster_machine: Settings) -> Settings:
+    """The settings of a machine that can build images too."""
+    if found := prerequisites.reasons(cluster_machine, images=True):
+        _refuse("; ".join(found))
+    prerequisites.install(images=True)
+    return cluster_machine
+
+
+@pytest.fixture(scope="session")
+def operator_image(cluster: Cluster, image_tools: Settings) -> builder.Image:
+    """The Dockerfile's `operator`, in all nodes, with `imagePullPolicy: Never` or `IfNotPresent`: its `tag` is the name."""
+    image = builder.build_image(image_tools, "operator", "ddpjob.test/operator:checkout")
+    cluster.load_image(image)
+    return image
+
+
+@pytest.fixture(scope="session")
+def build_trainer_image(cluster: Cluster, image_tools: Settings) -> Callable[..., builder.Image]:
+    """`build_trainer_image("n1", ...)`: the Dockerfile's `trainer` in some nodes: gigabytes each, name as few as will do."""
+
+    def build(*nodes: str) -> builder.Image:
+        image = builder.build_image(image_tools, "trainer", "ddpjob.test/trainer:checkout")
+        cluster.load_image(image, nodes)
+        return image
+
+    return build
 
 
 @pytest.fixture(scope="session")

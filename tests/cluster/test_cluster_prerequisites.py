@@ -1,0 +1,49 @@
+"""A machine that cannot run the cluster says why: as a skip on a developer's, as a failure where CI=true."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from testcluster.settings import Settings
+
+HERE = Path(__file__).parent
+WITHOUT_RIGHTS = ["setpriv", "--inh-caps=-all", "--bounding-set=-sys_admin,-net_admin"]
+SAMPLE = f"{HERE}/test_cluster_itself.py::test_nodes_are_ready_and_of_the_pinned_version"
+
+
+def run_sample(words: list[str], **env: str) -> str:
+    command = [*words, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", SAMPLE]
+    done = subprocess.run(command, cwd=HERE.parents[1], env={**os.environ, "CI": "", **env}, text=True, capture_output=True, check=False)
+    return done.stdout
+
+
+def test_missing_rights_skip_with_the_reason(cluster_machine: Settings) -> None:
+    output = run_sample(WITHOUT_RIGHTS)
+    assert "1 skipped" in output
+    assert re.search(r"this machine cannot run the test cluster: cannot make network namespaces, links or mounts: .*not permitted", output)
+
+
+def test_missing_rights_fail_when_ci_is_true(cluster_machine: Settings) -> None:
+    output = run_sample(WITHOUT_RIGHTS, CI="true")
+    assert "1 error" in output
+    assert "CI=true, and this machine cannot run the test cluster" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("DDPJOB_CLUSTER_BIN", "lacks pause, etcd, .*unset it to have them built"), ("PATH", "no Go to build")]
+)
+def test_missing_binaries_are_told(cluster_machine: Settings, tmp_path: Path, name: str, said: str) -> None:
+    found = {
+        "DDPJOB_CLUSTER_BIN": {"DDPJOB_CLUSTER_BIN": str(tmp_path)},
+        "PATH": {"PATH": "/usr/sbin", "DDPJOB_CLUSTER_CACHE": str(tmp_path)},
+    }[name]
+    env = {**os.environ, "PYTHONPATH": str(HERE), "DDPJOB_CLUSTER_SLOT": "15", **found}
+    done = subprocess.run([sys.executable, "-m", "testcluster", "up"], env=env, text=True, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert re.search(said, done.stderr)
+    assert not list(tmp_path.iterdir())
