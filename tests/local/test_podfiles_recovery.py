@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,35 @@ def job(folder: Path) -> Iterator[Job]:
     yield job
     job.close()
     assert job.workers() == [], "processes were left behind"
+
+
+class Proxy:
+    """Passes bytes between launchers and the coordinator until it is told to cut."""
+
+    def __init__(self, target: int) -> None:
+        self.target, self.listener = target, socket.create_server(("127.0.0.1", 0))
+        self.open: list[socket.socket] = []
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self) -> None:
+        while True:
+            near, _ = self.listener.accept()
+            far = socket.create_connection(("127.0.0.1", self.target))
+            self.open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self.pump, args=(source, sink), daemon=True).start()
+
+    def pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        while self.open:
+            with contextlib.suppress(OSError):
+                self.open.pop().shutdown(socket.SHUT_RDWR)
 
 
 def running(report: Report, rounds: int = 0) -> bool:
@@ -118,10 +150,11 @@ def test_a_node_told_to_end_lets_its_workers_save_and_is_not_a_failure(job: Job)
 
 
 def test_both_nodes_end_when_the_coordinator_dies(job: Job) -> None:
+    """One still works, the other has finished and waits for the word that will never come."""
     job.start_coordinator()
-    job.start_node(0, STEPS, "--steps", "1000")
-    job.start_node(1, STEPS, "--steps", "1000")
-    job.wait_until(lambda r: stepping(job))
+    job.start_node(0, STEPS, "--steps", "3", "--late", "60")
+    job.start_node(1, STEPS, "--steps", "3", "--late", "60")
+    job.wait_until(lambda r: sorted(m["state"] for m in r["members"]) == ["Finished", "Running"])
     killed = time.time()
     job.kill("coordinator")
     assert [job.wait_exit(name, 10) for name in ("job-0-0", "job-1-0")] == [76, 76]
@@ -129,6 +162,21 @@ def test_both_nodes_end_when_the_coordinator_dies(job: Job) -> None:
     print(f"both ended {took:.2f} s after the coordinator")
     assert took < 8
     assert job.end("job-0-0")["kind"] == "RendezvousLost"
+
+
+def test_a_cut_connection_costs_a_restart_and_nothing_more(folder: Path) -> None:
+    job = Job(folder, nodes=1)
+    try:
+        job.start_coordinator()
+        job.wait_until(lambda r: True)
+        proxy = Proxy(job.port)
+        job.start_node(0, STEPS, "--steps", "10", "--rank", "0", "--late", "60", DDPJOB_COORDINATOR=f"127.0.0.1:{proxy.port}")
+        job.wait_until(lambda r: stepping(job, steps=10))
+        proxy.cut()
+        report = finish(job, "job-0-0")
+        assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("PeerLost", "job-0-0")]
+    finally:
+        job.close()
 
 
 def test_commands_without_python_and_several_processes_per_node(folder: Path) -> None:
