@@ -10,13 +10,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 import kopf
-from kubernetes.aio.leaderelection import electionconfig, leaderelection
-from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 from prometheus_client import start_http_server
 
 from ddpjob.controller import metrics
 from ddpjob.controller.cluster import KubernetesCluster
 from ddpjob.controller.coordinator import CoordinatorClient
+from ddpjob.controller.election import LeadershipLost, Lease, act_while_elected
 from ddpjob.controller.handlers import build_registry, kopf_settings
 from ddpjob.controller.rest import Rest
 from ddpjob.controller.settings import Settings, SettingsError
@@ -26,12 +25,6 @@ from ddpjob.engine.reconcile import reconcile
 from ddpjob.objects.site import Site
 
 log = logging.getLogger("ddpjob")
-
-LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 10, 6, 2
-
-
-class LeadershipLost(RuntimeError):
-    """Another replica acts now; this one must end at once and begin again as a follower."""
 
 
 class Operator:
@@ -78,27 +71,8 @@ class Operator:
         settings = self.settings
         if not settings.lease_namespace:
             return await self.act()
-        lock = LeaseLock(settings.lease_name, settings.lease_namespace, settings.identity, self.cluster.rest.api)
-        acting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        async def lead() -> None:
-            try:
-                await self.act()
-            except Exception as error:
-                acting.set_exception(error)
-
-        async def lost() -> None:
-            raise LeadershipLost("the lease could not be renewed in time")
-
-        election = leaderelection.LeaderElection(
-            electionconfig.Config(lock, LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS, onstarted_leading=lead, onstopped_leading=lost)
-        )
-        await _first_to_end(election.run(), _wait(acting))
-        return None
-
-
-async def _wait(future: asyncio.Future[None]) -> None:
-    await future
+        lease = Lease(self.cluster.rest, settings.lease_namespace, settings.lease_name, settings.identity)
+        return await act_while_elected(lease, self.act)
 
 
 async def _first_to_end(*work: Coroutine[Any, Any, None]) -> None:
