@@ -1,6 +1,6 @@
 """What coordinator and launcher say to each other: one JSON object per line; the key "t" names the verb.
 
-Standard library only, any Python from 3.8 on: it runs in users' images.
+Standard library only, any Python from 3.9 on: it runs in users' images.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import time
 from typing import Any
-
-Message = dict  # a JSON object; its shape is checked field by field where it is read
 
 # Exit codes of the launcher; everything else counts as a failure of the node.
 EXIT_DONE = 0
