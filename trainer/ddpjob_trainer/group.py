@@ -88,6 +88,20 @@ def joined(group: Group, placement: Placement, timeout_seconds: float) -> Iterat
     if group.world == 1:
         yield
         return
-    dist.init_process_group(placement.backend, timeout=datetime.timedelta(seconds=timeout_seconds))
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        dist.init_process_group(placement.backend, timeout=timeout, store=_fresh_store(group, timeout), rank=group.rank, world_size=group.world)
+    else:
+        dist.init_process_group(placement.backend, timeout=timeout)
     yield
     dist.destroy_process_group()
+
+
+def _fresh_store(group: Group, timeout: datetime.timedelta) -> dist.Store:
+    """torchrun's own store, with keys of this attempt only.
+
+    An agent that restarts its workers in place hands them the same store again (torch 2.15); the addresses of the dead processes in it
+    make gloo wait for ever.
+    """
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), group.world, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"/worker/attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
