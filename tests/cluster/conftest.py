@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from install_fixtures import installed_operator, release, trainer_image  # noqa: F401 (fixtures)
 from job_fixtures import jobs, operator  # noqa: F401 (fixtures)
 from testcluster import builder, prerequisites, processes, python_host
 from testcluster.cluster import Cluster

@@ -1,0 +1,110 @@
+"""Fixtures that install the operator by its chart, with the image of the checkout, as a user does with Helm."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from testcluster import builder, processes
+from testcluster.cluster import Cluster
+from testcluster.settings import CHECKOUT, Settings
+
+CHART = CHECKOUT / "charts" / "ddpjob-operator"
+TRAINER_IMAGE = "ghcr.io/ddpjob/trainer:0.1.0"
+"""As the examples name it."""
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/enforce-version": "latest"}
+
+
+def helm(cluster: Cluster, *words: str, timeout: float = 180) -> str:
+    """Standard output of `helm WORDS`. Raises ClusterError with what it said when it fails."""
+    return processes.run(cluster.programs / "helm", *words, env={**os.environ, **cluster.environment()}, timeout=timeout)
+
+
+@dataclass(frozen=True)
+class Release:
+    """An installation of the chart."""
+
+    cluster: Cluster
+    image: builder.Image
+    namespace: str
+    name: str = "ddpjob"
+
+    def install(self, *words: str) -> str:
+        """Installs, or upgrades what is installed, and waits until the operator is ready. `words`: more of helm's arguments."""
+        repository, _, tag = self.image.tag.rpartition(":")
+        chosen = ("--set", f"image.repository={repository}", "--set", f"image.tag={tag}", "--set", "image.pullPolicy=Never")
+        return helm(
+            self.cluster,
+            "upgrade",
+            "--install",
+            self.name,
+            str(CHART),
+            "--namespace",
+            self.namespace,
+            "--wait",
+            "--timeout=120s",
+            *chosen,
+            *words,
+        )
+
+    def uninstall(self) -> None:
+        helm(self.cluster, "uninstall", self.name, "--namespace", self.namespace, "--wait", "--ignore-not-found")
+
+    def kubectl(self, *words: str) -> str:
+        return self.cluster.kubectl(*words, "--namespace", self.namespace)
+
+    def json(self, *words: str) -> Any:
+        return json.loads(self.kubectl(*words, "--output=json"))
+
+    def pods(self) -> list[dict[str, Any]]:
+        """The operator's pods that are not about to end."""
+        found = self.json("get", "pods", "--selector=app.kubernetes.io/name=ddpjob-operator")["items"]
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def log(self) -> str:
+        return self.kubectl("logs", "--selector=app.kubernetes.io/name=ddpjob-operator", "--prefix", "--tail=-1")
+
+    def holder(self) -> str:
+        """The pod that acts by the Lease."""
+        return self.kubectl("get", "lease", "ddpjob-operator", "--ignore-not-found", "--output=jsonpath={.spec.holderIdentity}")
+
+
+def restricted_namespace(cluster: Cluster, name: str) -> None:
+    """A namespace in which pods without the strictest security context are refused."""
+    cluster.kubectl("create", "namespace", name)
+    cluster.kubectl("label", "namespace", name, *(f"{key}={value}" for key, value in RESTRICTED.items()))
+
+
+@pytest.fixture(scope="module")
+def release(cluster: Cluster, operator_image: builder.Image, request: pytest.FixtureRequest) -> Iterator[Release]:
+    """A release that is not installed yet, in a restricted namespace of its own; gone after the module's tests."""
+    made = Release(cluster, operator_image, f"ddpjob-system-{secrets.token_hex(2)}")
+    restricted_namespace(cluster, made.namespace)
+    yield made
+    if request.session.testsfailed:
+        print(f"---- the operator in {made.namespace}\n" + made.log())
+    made.uninstall()
+    cluster.kubectl("delete", "namespace", made.namespace, "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def installed_operator(release: Release) -> Release:
+    """The chart, installed with nothing but its defaults (and the image of the checkout) for all namespaces.
+
+    For the tests of a module: two operators at once would act on the same jobs, so none may use the fixture `operator` too.
+    """
+    release.install()
+    return release
+
+
+@pytest.fixture(scope="session")
+def trainer_image(cluster: Cluster, image_tools: Settings) -> builder.Image:
+    """The Dockerfile's `trainer` in the first two nodes, under the name that the examples use."""
+    image = builder.build_image(image_tools, "trainer", TRAINER_IMAGE)
+    cluster.load_image(image, cluster.nodes[:2])
+    return image

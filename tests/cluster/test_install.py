@@ -1,0 +1,308 @@
+"""The chart: what it renders, and the operator that Helm installs with it."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from install_fixtures import CHART, Release, helm
+from jobs import Jobs, steps_job
+from testcluster import processes
+from testcluster.cluster import Cluster
+from testcluster.settings import ClusterError
+
+Json = dict[str, Any]
+
+
+# --- what it renders --------------------------------------------------------------------------------------------
+
+
+def render(cluster: Cluster, *words: str) -> list[Json]:
+    text = helm(cluster, "template", "ddpjob", str(CHART), "--namespace", "ddpjob-system", *words)
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def of_kind(documents: list[Json], *kinds: str) -> list[Json]:
+    return [document for document in documents if document["kind"] in kinds]
+
+
+def container(documents: list[Json]) -> Json:
+    (deployment,) = of_kind(documents, "Deployment")
+    found: Json = deployment["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+EVERY_VALUE = """
+image: {repository: registry.example:5000/team/operator, tag: v2, pullPolicy: Always}
+imagePullSecrets: [{name: registry}]
+replicas: 2
+workers: 4
+logLevel: DEBUG
+key: {existingSecret: mine}
+metrics: {port: 9191, serviceMonitor: {enabled: true, interval: 15s, labels: {release: prometheus}}}
+healthPort: 8181
+userRoles: {create: false}
+serviceAccount: {create: false, name: given}
+resources: {requests: {cpu: 1, memory: 1Gi}, limits: {memory: 2Gi}}
+priorityClassName: system-cluster-critical
+nodeSelector: {pool: system}
+tolerations: [{key: pool, operator: Exists}]
+affinity: {nodeAffinity: {}}
+podLabels: {team: ml}
+podAnnotations: {note: hello}
+fullnameOverride: training
+"""
+
+
+@pytest.fixture
+def every_value(tmp_path: Path) -> Path:
+    file = tmp_path / "values.yaml"
+    file.write_text(EVERY_VALUE)
+    return file
+
+
+def test_lint_accepts_defaults_and_every_value(cluster: Cluster, every_value: Path) -> None:
+    for words in ((), ("--values", str(every_value)), ("--set", "watchNamespaces={one,two}")):
+        assert "0 chart(s) failed" in helm(cluster, "lint", "--strict", str(CHART), *words)
+
+
+def test_every_value_arrives(cluster: Cluster, every_value: Path) -> None:
+    documents = render(cluster, "--values", str(every_value))
+    (deployment,) = of_kind(documents, "Deployment")
+    pod = deployment["spec"]["template"]
+    assert deployment["metadata"]["name"] == "training"
+    assert deployment["spec"]["replicas"] == 2
+    assert pod["metadata"]["labels"]["team"] == "ml"
+    assert pod["metadata"]["annotations"]["note"] == "hello"
+    spec = pod["spec"]
+    assert spec["serviceAccountName"] == "given"
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
+    assert spec["priorityClassName"] == "system-cluster-critical"
+    assert spec["nodeSelector"] == {"pool": "system"}
+    assert spec["tolerations"] == [{"key": "pool", "operator": "Exists"}]
+    assert spec["affinity"] == {"nodeAffinity": {}}
+    operator = container(documents)
+    assert operator["image"] == "registry.example:5000/team/operator:v2"
+    assert operator["imagePullPolicy"] == "Always"
+    assert operator["resources"] == {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
+    environment = {variable["name"]: variable for variable in operator["env"]}
+    assert environment["DDPJOB_OPERATOR_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "key"}
+    expected = {"WORKERS": "4", "LOG_LEVEL": "DEBUG", "HEALTH_PORT": "8181", "METRICS_PORT": "9191", "LEASE_NAMESPACE": "ddpjob-system"}
+    assert {name: environment[f"DDPJOB_OPERATOR_{name}"]["value"] for name in expected} == expected
+    assert {document["kind"] for document in documents}.isdisjoint({"Secret", "ServiceAccount"})
+    (monitor,) = of_kind(documents, "ServiceMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert monitor["spec"]["endpoints"] == [{"port": "metrics", "interval": "15s"}]
+
+
+def test_environment_names_are_the_operators_own(cluster: Cluster) -> None:
+    """Every variable set by the chart is one that the operator reads, and reads to the value meant."""
+    from ddpjob.controller.settings import PREFIX, Settings
+
+    values = {"DDPJOB_OPERATOR_KEY": "k" * 48, "DDPJOB_OPERATOR_IDENTITY": "pod"}
+    for variable in container(render(cluster, "--set", "watchNamespaces={one,two}"))["env"]:
+        assert variable["name"].removeprefix(PREFIX).lower() in Settings.__dataclass_fields__
+        values.setdefault(variable["name"], variable.get("value", ""))
+    settings = Settings.from_environment(values)
+    assert settings.namespaces == ("one", "two")
+    assert (settings.lease_namespace, settings.lease_name) == ("ddpjob-system", "ddpjob-operator")
+
+
+def test_a_list_of_namespaces_needs_no_cluster_role(cluster: Cluster) -> None:
+    documents = render(cluster, "--set", "watchNamespaces={one,two}")
+    assert not of_kind(documents, "ClusterRole", "ClusterRoleBinding")
+    roles = {(role["metadata"]["namespace"], role["metadata"]["name"]) for role in of_kind(documents, "Role")}
+    assert roles == {("one", "ddpjob-operator"), ("two", "ddpjob-operator"), ("ddpjob-system", "ddpjob-operator-lease")}
+    assert {b["metadata"]["namespace"] for b in of_kind(documents, "RoleBinding")} == {"one", "two", "ddpjob-system"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("replica=2", "additional properties 'replica' not allowed"),
+        ("logLevel=LOUD", "/logLevel"),
+        ("replicas=-1", "/replicas"),
+        ("image.tag=a b", "/image/tag"),
+        ("watchNamespaces=one", "/watchNamespaces"),
+        ("watchNamespaces={One}", "/watchNamespaces/0"),
+        ("metrics.port=80", "/metrics/port"),
+        ("resources.limits.memory=lots", "/resources/limits/memory"),
+        ("key.existing=mine", "/key"),
+        ("serviceAccount.create=false", "serviceAccount.name"),
+        ("metrics.port=0,metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.enabled"),
+    ],
+)
+def test_a_wrong_value_is_named(cluster: Cluster, setting: str, words: str) -> None:
+    with pytest.raises(ClusterError) as refused:
+        render(cluster, "--set", setting)
+    assert words in str(refused.value).replace(".", "/") or words in str(refused.value)
+
+
+# --- for some namespaces ----------------------------------------------------------------------------------------
+
+
+def can(release: Release, verb: str, resource: str, namespace: str | None = None) -> bool:
+    account = f"system:serviceaccount:{release.namespace}:ddpjob-operator"
+    where = ("--namespace", namespace) if namespace else ("--all-namespaces",)
+    try:
+        return release.cluster.kubectl("auth", "can-i", verb, resource, "--as", account, *where).strip() == "yes"
+    except ClusterError:  # `no` is exit code 1
+        return False
+
+
+def ready(release: Release) -> bool:
+    pods = release.pods()
+    return bool(pods) and all(c["ready"] for pod in pods for c in pod["status"].get("containerStatuses", [{"ready": False}]))
+
+
+@pytest.fixture
+def jobs(cluster: Cluster, namespace: str) -> Jobs:
+    return Jobs(cluster, namespace)
+
+
+@pytest.fixture
+def uninstalled(release: Release) -> Iterator[Release]:
+    yield release
+    release.uninstall()
+
+
+def test_runs_jobs_of_its_namespaces_alone(uninstalled: Release, jobs: Jobs) -> None:
+    """Without any right over the whole cluster, not even to read the definition of DDPJob."""
+    release = uninstalled
+    release.install("--set", f"watchNamespaces={{{jobs.namespace}}}")
+    jobs.apply(steps_job("one", 5))
+    jobs.wait_phase("one", "Complete")
+    assert can(release, "create", "pods", jobs.namespace)
+    assert not can(release, "create", "pods", "default")
+    assert not can(release, "list", "customresourcedefinitions.apiextensions.k8s.io")
+    assert "Traceback" not in release.log()
+
+
+# --- for all namespaces, with the defaults ----------------------------------------------------------------------
+
+
+ALLOWED = {
+    "ddpjobs.ddpjob.io": {"get", "list", "watch", "delete"},
+    "ddpjobs.ddpjob.io/status": {"update"},
+    "pods": {"get", "list", "watch", "create", "delete"},
+    "services": {"get", "list", "watch", "create"},
+    "configmaps": {"get", "list", "watch", "create"},
+    "persistentvolumeclaims": {"get"},
+    "events.events.k8s.io": {"create"},
+    "customresourcedefinitions.apiextensions.k8s.io": {"list", "watch"},
+}
+FORBIDDEN = ("secrets", "deployments.apps", "nodes", "namespaces", "serviceaccounts", "pods/exec", "pods/log", "leases.coordination.k8s.io")
+
+
+def test_rights_are_what_the_operator_calls_and_nothing_more(installed_operator: Release) -> None:
+    """By the rules themselves: `can-i` for each of them in turn takes a minute. Two answers of the API server stand for the rest."""
+    role = installed_operator.json("get", "clusterrole", "ddpjob-operator")
+    rights: dict[str, set[str]] = {}
+    for rule in role["rules"]:
+        assert rule.keys() == {"apiGroups", "resources", "verbs"}
+        for group in rule["apiGroups"]:
+            for resource in rule["resources"]:
+                kind, _, sub = resource.partition("/")
+                name = ".".join(part for part in (kind, group) if part) + (f"/{sub}" if sub else "")
+                rights.setdefault(name, set()).update(rule["verbs"])
+    assert rights == ALLOWED
+    bound = installed_operator.json("get", "clusterrolebindings")["items"]
+    account = {"kind": "ServiceAccount", "name": "ddpjob-operator", "namespace": installed_operator.namespace}
+    assert [b["metadata"]["name"] for b in bound if account in b.get("subjects", ())] == ["ddpjob-operator"]
+    assert can(installed_operator, "create", "pods")
+    for resource in FORBIDDEN:
+        assert not can(installed_operator, "get", resource), resource
+
+
+def test_only_its_own_lease(installed_operator: Release) -> None:
+    release = installed_operator
+    assert can(release, "update", "leases.coordination.k8s.io/ddpjob-operator", release.namespace)
+    assert not can(release, "update", "leases.coordination.k8s.io/other", release.namespace)
+    assert not can(release, "get", "secrets", release.namespace)
+
+
+def test_users_get_rights_by_the_built_in_roles(installed_operator: Release, namespace: str) -> None:
+    cluster = installed_operator.cluster
+    for role in ("edit", "view"):
+        cluster.kubectl("create", "rolebinding", role, f"--clusterrole={role}", f"--user={role}er", "--namespace", namespace)
+
+    def may(user: str, verb: str, resource: str) -> bool:
+        program = (cluster.programs / "kubectl", "--kubeconfig", cluster.kubeconfig)
+        return processes.succeeds(*program, "auth", "can-i", verb, resource, "--as", user, "--namespace", namespace)
+
+    processes.wait_for("the roles to be aggregated", lambda: may("editer", "create", "ddpjobs.ddpjob.io"), timeout=30)
+    assert may("editer", "patch", "ddpjobs.ddpjob.io/scale")
+    assert may("viewer", "get", "ddpjobs.ddpjob.io")
+    assert not may("viewer", "create", "ddpjobs.ddpjob.io")
+    assert not may("editer", "update", "ddpjobs.ddpjob.io/status")
+
+
+def test_a_job_completes_and_is_told_of(installed_operator: Release, jobs: Jobs) -> None:
+    jobs.apply(steps_job("one", 5))
+    jobs.wait_phase("one", "Complete")
+    assert "ddpjob.io/operator" in jobs.kubectl("get", "events.events.k8s.io", "--output=jsonpath={.items[*].reportingController}")
+    assert "Traceback" not in installed_operator.log()
+    for pod in installed_operator.pods():
+        assert [c["restartCount"] for c in pod["status"]["containerStatuses"]] == [0]
+        address = f"{pod['status']['podIP']}:9090"
+        assert "ddpjob_passes_total" in processes.run("curl", "--silent", "--fail", "--noproxy", "*", f"http://{address}/metrics")
+
+
+def key_of(release: Release) -> bytes:
+    return base64.b64decode(release.json("get", "secret", "ddpjob-operator-key")["data"]["key"])
+
+
+def test_key_outlives_upgrade_and_new_installation(installed_operator: Release) -> None:
+    release = installed_operator
+    key = key_of(release)
+    assert len(key) == 48
+    release.install("--set", "logLevel=DEBUG")
+    assert key_of(release) == key
+    release.uninstall()
+    assert key_of(release) == key
+    release.install()
+    assert key_of(release) == key
+
+
+def test_uninstalling_leaves_running_jobs_alone(installed_operator: Release, jobs: Jobs) -> None:
+    """Pods train on without an operator; one that is installed again goes on with the same pods."""
+    release = installed_operator
+    jobs.apply(steps_job("long", 100))
+    jobs.wait_phase("long", "Running")
+    pods = {name: pod["metadata"]["uid"] for name, pod in jobs.pods().items()}
+    release.uninstall()
+    step = jobs.step("long")
+    time.sleep(3)
+    assert {name: pod["metadata"]["uid"] for name, pod in jobs.pods().items() if pod["status"]["phase"] == "Running"} == pods
+    release.install()
+    jobs.wait("progress of the same pods", lambda: jobs.step("long") > step + 20)
+    jobs.wait_phase("long", "Complete")
+    assert {name: pod["metadata"]["uid"] for name, pod in jobs.pods().items()} == pods
+    assert jobs.status("long")["restarts"]["counted"] == 0
+
+
+def test_the_second_replica_takes_over(installed_operator: Release, jobs: Jobs) -> None:
+    release = installed_operator
+    release.install("--set", "replicas=2")
+    processes.wait_for("two pods ready", lambda: len(release.pods()) == 2 and ready(release), timeout=60)
+    processes.wait_for("a holder of the Lease", lambda: release.holder() in {pod["metadata"]["name"] for pod in release.pods()}, timeout=30)
+    first = release.holder()
+    release.kubectl("delete", "pod", first, "--force", "--grace-period=0")
+    began = time.monotonic()
+    processes.wait_for("another holder", lambda: release.holder() not in ("", first), timeout=60)
+    # The Lease of one that died is waited for (10 s), and seen by a try each 2 s.
+    assert time.monotonic() - began < 20
+    jobs.apply(steps_job("after", 5))
+    jobs.wait_phase("after", "Complete")
+
+
+def test_a_second_operator_for_the_whole_cluster_is_refused(installed_operator: Release, namespace: str) -> None:
+    second = Release(installed_operator.cluster, installed_operator.image, namespace, "other")
+    with pytest.raises(ClusterError, match=r'ClusterRole "ddpjob-operator".*(exists|owned|ownership|conflict)'):
+        second.install()
+    second.uninstall()
