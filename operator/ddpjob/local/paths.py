@@ -88,5 +88,3 @@ class JobFolder:
 
 def job_folder(name: str) -> JobFolder:
     return JobFolder(runs_folder() / name)
-
-

@@ -1,0 +1,168 @@
+"""How a run is shown: a live panel in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ddpjob.api.types import JobStatus, Phase
+from ddpjob.core.progress import duration
+from ddpjob.local.cluster import Happening
+from ddpjob.local.runner import Display, Shown
+
+PLAIN_SECONDS = 2.0
+_COLOURS = {
+    Phase.RUNNING: "green",
+    Phase.COMPLETE: "bold green",
+    Phase.FAILED: "bold red",
+    Phase.RESTARTING: "yellow",
+    Phase.SUSPENDED: "yellow",
+}
+
+
+def open_display() -> Display:
+    """The live one where standard output is a terminal."""
+    console = Console()
+    return LivePanel(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines()
+
+
+def summary(status: JobStatus) -> str:
+    """State, nodes and progress in one line."""
+    progress = status.progress
+    words = [f"{status.phase or Phase.PENDING!s:<10} nodes {status.ready}/{status.nodes_wanted}"]
+    words += [str(progress[name]) for name in ("display",) if name in progress]
+    words += [f"{label} {progress[name]}" for label, name in (("loss", "lossDisplay"), ("eta", "eta")) if name in progress]
+    words += [str(progress[name]) for name in ("speedDisplay",) if name in progress]
+    words += [f"accuracy {accuracy:.2%}" for accuracy in [told_accuracy(status)] if accuracy is not None]
+    return "  ".join(words)
+
+
+def told_accuracy(status: JobStatus) -> float | None:
+    """The metric `accuracy` between 0 and 1, where the script tells it."""
+    accuracy = (status.progress.get("metrics") or {}).get("accuracy")
+    return float(accuracy) if accuracy is not None else None
+
+
+def event_line(happening: Happening) -> str:
+    """An event's first line, with its reason."""
+    message = happening.event.message.splitlines() or [""]
+    counts = f" {message[-1][message[-1].rindex(' (') :].strip()}" if len(message) > 1 and " (" in message[-1] else ""
+    return f"{happening.event.reason}: {message[0]}{counts}"
+
+
+def recoveries(status: JobStatus) -> list[str]:
+    """Lines on the restarts that are over: what broke, and how long training stood still."""
+    return [
+        f"{r.reason}: {r.message.splitlines()[0]}: trained again after {r.seconds:.1f} s"
+        for r in status.restarts.recent
+        if r.seconds is not None
+    ]
+
+
+class News:
+    """What was not shown before: events and recoveries, each once."""
+
+    def __init__(self) -> None:
+        self._events = self._recovered = 0
+
+    def lines(self, shown: Shown) -> Iterator[tuple[bool, str]]:
+        """(warning, line)"""
+        for happening in shown.happenings[self._events :]:
+            yield happening.event.warning, event_line(happening)
+        self._events = len(shown.happenings)
+        over = recoveries(shown.status)
+        for line in over[self._recovered :]:
+            yield False, "Recovered: " + line
+        self._recovered = max(self._recovered, len(over))
+
+
+class PlainLines:
+    """For logs: a line at each change of state, and progress at most each two seconds."""
+
+    def __init__(self) -> None:
+        self._news = News()
+        self._last = ""
+        self._phase: Phase | None = None
+        self._printed = float("-inf")
+
+    def show(self, shown: Shown) -> None:
+        for _, line in self._news.lines(shown):
+            self.note(line)
+        line, now = summary(shown.status), shown.now.timestamp()
+        due = now - self._printed >= PLAIN_SECONDS or shown.status.phase is not self._phase
+        if line != self._last and due:
+            self.note(line)
+            self._last, self._printed, self._phase = line, now, shown.status.phase
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+
+class LivePanel:
+    """For terminals: a panel that is redrawn, and above it the lines that stay."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._news = console, News()
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def show(self, shown: Shown) -> None:
+        for warning, line in self._news.lines(shown):
+            self._console.print(Text(line, style="yellow" if warning else "dim"))
+        self._live.update(panel(shown), refresh=True)
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text, style="bold"))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def panel(shown: Shown) -> RenderableType:
+    """The job, its bar, its pods."""
+    status = shown.status
+    phase = status.phase or Phase.PENDING
+    since = shown.now - (status.start_time or shown.now)
+    head = Table.grid(padding=(0, 2))
+    head.add_row(
+        Text(shown.job.name, style="bold"),
+        Text(str(phase), style=_COLOURS.get(phase, "cyan")),
+        f"nodes {status.ready}/{status.nodes_wanted}",
+        f"restarts {status.restarts.counted}/{status.max_restarts}"
+        + (f" +{status.restarts.uncounted} not counted" if status.restarts.uncounted else ""),
+        f"time {duration(max(since, timedelta()).total_seconds())}",
+    )
+    return Group(head, _bar(status), _pods(shown))
+
+
+def _bar(status: JobStatus) -> RenderableType:
+    progress = status.progress
+    if not progress:
+        return Text("no progress told yet", style="dim")
+    row = Table.grid(padding=(0, 2))
+    percent = progress.get("percent")
+    cells: list[RenderableType] = [] if percent is None else [ProgressBar(total=100, completed=percent, width=30)]
+    cells += [escape(word) for word in summary(status).split("  ")[2:] if word]
+    row.add_row(*cells)
+    return row
+
+
+def _pods(shown: Shown) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("POD", "STATE", "LOG"):
+        table.add_column(title, overflow="fold" if title == "LOG" else "ellipsis")
+    for pod in shown.pods[-12:]:
+        style = "red" if pod.state.startswith("Error") else "green" if pod.state in ("Running", "Completed") else "yellow"
+        table.add_row(pod.name, Text(pod.state, style=style), Text(str(pod.log), style="dim"))
+    return table

@@ -1,0 +1,133 @@
+"""`ddpjob run`: reads a manifest, runs it here, tells how it went."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob.api.reader import ManifestError, read_manifest
+from ddpjob.api.types import ConditionType, DDPJob, Json
+from ddpjob.cli.display import open_display, recoveries, told_accuracy
+from ddpjob.core.progress import duration
+from ddpjob.engine.reconcile import utc_now
+from ddpjob.local.fitting import Fit, Options, fit
+from ddpjob.local.paths import JobFolder, RunFolder, job_folder
+from ddpjob.local.record import AlreadyRunning, held
+from ddpjob.local.runner import Outcome, Runner, new_body, prepare
+
+EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+
+
+class BadInput(Exception):
+    """Nothing was started; one line for each reason."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A job that can start."""
+
+    body: Json
+    fit: Fit
+    folder: JobFolder
+
+
+def read_job(path: Path, name: str | None = None) -> Json:
+    """The manifest with its defaults, checked as the API server and the operator would. Raises BadInput."""
+    try:
+        manifest = read_manifest(path, name=name)
+    except ManifestError as error:
+        raise BadInput(str(error)) from error
+    template = manifest["spec"].get("podTemplate")
+    if template:
+        from ddpjob.objects.overlay import problems
+
+        faults = problems(template)
+        if faults:
+            raise BadInput("\n".join(f"{fault} ({path})" for fault in faults))
+    return manifest
+
+
+def ready(arguments: argparse.Namespace) -> Ready:
+    """All checks that need no folder. Raises BadInput."""
+    if platform.system() != "Linux":
+        raise BadInput(f"jobs run on Linux (on Windows within WSL 2), not on {platform.system()}; `ddpjob validate` works everywhere")
+    body = new_body(read_job(arguments.file, arguments.name), utc_now())
+    job = DDPJob.read(body)
+    folder = job_folder(job.name)
+    fitted = fit(job, folder, Options(data=arguments.data, working_dir=arguments.workdir))
+    if fitted.problems:
+        raise BadInput("\n".join(fitted.problems))
+    return Ready(body, fitted, folder)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Returns the exit code: 0 Complete, 1 Failed, 2 bad input, 128+N ended by signal N."""
+    try:
+        job = ready(arguments)
+        job.folder.path.mkdir(parents=True, exist_ok=True)
+        with held(job.folder):
+            run = prepare(job.folder, fresh=arguments.fresh, now=utc_now())
+            run.manifest.write_text(json.dumps(job.body, indent=1))
+            return _run(job, run)
+    except (BadInput, AlreadyRunning) as error:
+        print(error, file=sys.stderr)
+    except OSError as error:
+        print(f"{error.filename or 'the runs folder'}: {error.strerror}; name a folder that can be written by DDPJOB_RUNS", file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def _run(job: Ready, run: RunFolder) -> int:
+    for warning in job.fit.warnings:
+        print(f"note: {warning}", file=sys.stderr)
+    had_checkpoints = any(job.folder.checkpoints.iterdir())
+    print(f"job {job.folder.name}: logs and status in {run.path}")
+    if had_checkpoints:
+        print(f"goes on from the checkpoints in {job.folder.checkpoints} (--fresh begins anew)")
+    sys.stdout.flush()
+    display = open_display()
+    try:
+        outcome = asyncio.run(Runner(job.body, job.fit, job.folder, run, display).run())
+    finally:
+        display.close()
+    _tell_end(job, run, outcome)
+    return _exit_code(outcome)
+
+
+def _exit_code(outcome: Outcome) -> int:
+    status = outcome.shown.status
+    if status.holds(ConditionType.COMPLETE):
+        return EXIT_COMPLETE
+    return 128 + outcome.interrupted if outcome.interrupted and not status.terminal else EXIT_FAILED
+
+
+def _tell_end(job: Ready, run: RunFolder, outcome: Outcome) -> None:
+    status = outcome.shown.status
+    took = (status.completion_time or outcome.shown.now) - (outcome.shown.job.created or outcome.shown.now)
+    state = str(status.phase)
+    if outcome.interrupted is not None and not status.terminal:
+        state = f"Interrupted by {outcome.interrupted.name}"
+    lines = [("State", state)]
+    condition = status.condition(ConditionType.FAILED)
+    if condition is not None and condition.status:
+        lines.append(("Reason", f"{condition.reason}: {condition.message}"))
+    lines.append(("Time", duration(took.total_seconds())))
+    lines += [("Progress", status.progress["display"])] if "display" in status.progress else []
+    accuracy = told_accuracy(status)
+    lines += [("Accuracy", f"{accuracy:.2%}")] if accuracy is not None else []
+    counts = status.restarts
+    lines.append(("Restarts", f"{counts.counted} counted of {status.max_restarts} allowed, {counts.uncounted} not counted"))
+    lines += [("", line) for line in recoveries(status)]
+    lines.append(("Logs", str(run.pods)))
+    if any(job.folder.checkpoints.iterdir()):
+        lines.append(("Checkpoints", str(job.folder.checkpoints)))
+        if not status.terminal:
+            lines.append(("Next", "the same command goes on from there"))
+    for label, text in lines:
+        print(f"{label + ':' if label else '':<13}" + text.replace("\n", "\n    "))
+    if outcome.left:
+        print(f"processes that could not be ended: {', '.join(map(str, outcome.left))}", file=sys.stderr)

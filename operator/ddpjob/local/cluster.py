@@ -1,0 +1,218 @@
+"""The process implementation of the port: pods are process groups, objects live in memory, the status in a file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from ddpjob.api.types import DDPJob, Json, format_time
+from ddpjob.core.decision import Event
+from ddpjob.core.world import Role, World
+from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused
+from ddpjob.engine.reconcile import utc_now
+from ddpjob.local import coordinator, processes
+from ddpjob.local.environment import ADDRESS, inherited
+from ddpjob.local.fitting import Fit
+from ddpjob.local.paths import RunFolder
+from ddpjob.local.pod import UID_VARIABLE, Pod
+from ddpjob.local.site import LocalSite, free_port_pair
+from ddpjob.objects.service import pod_files_name
+from ddpjob.objects.site import Site
+
+log = logging.getLogger("ddpjob.local")
+
+
+@dataclass(frozen=True)
+class Happening:
+    """An event and its time."""
+
+    time: datetime
+    event: Event
+
+
+class ProcessCluster:
+    """See `ddpjob.engine.ports.Cluster`. Holds one job; used from the event loop's thread alone."""
+
+    def __init__(self, body: Json, fit: Fit, folder: RunFolder, checkpoints: Path, clock: Callable[[], datetime] = utc_now) -> None:
+        self.body, self.fit, self.folder, self.clock = body, fit, folder, clock
+        self.site: Site = LocalSite(
+            operator_key=os.urandom(32),
+            python=sys.executable,
+            pod_files_path=str(folder.pod_files),
+            data_path=str(fit.data) if fit.data else None,
+            checkpoint_path=str(checkpoints),
+            checkpoints_shared=True,
+        )
+        self.pods: dict[str, Pod] = {}
+        self.happenings: list[Happening] = []
+        self.changed = asyncio.Event()
+        self._objects: set[tuple[str, str]] = set()
+        self._ports: dict[int, int] = {}
+        ranks = fit.spec.nodes * fit.spec.procs_per_node
+        self._inherited = inherited(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+    # --- reading
+
+    @property
+    def job(self) -> DDPJob:
+        """The job as this machine runs it: ports of its own for every generation, since two coordinators may be there at once."""
+        job = DDPJob.read(self.body)
+        spec = self.fit.spec
+        policy = replace(spec.run_policy, suspend=job.spec.run_policy.suspend)
+        rendezvous = replace(spec.rendezvous, port=self._port(job.status.rendezvous.generation))
+        return replace(job, spec=replace(spec, run_policy=policy, rendezvous=rendezvous))
+
+    def _port(self, generation: int) -> int:
+        if generation not in self._ports:
+            self._ports[generation] = free_port_pair()
+        return self._ports[generation]
+
+    async def observe(self, key: JobKey) -> Observation | None:
+        job = self.job
+        report = None
+        if job.status.rendezvous.endpoint:
+            report = await coordinator.fetch_report(ADDRESS, job.spec.rendezvous.endpoint_port)
+        self.collect()
+        files = pod_files_name(job)
+        world = World(
+            pods=tuple(pod.view() for pod in self.pods.values()),
+            has_service=("Service", job.name) in self._objects,
+            pod_files=files if ("ConfigMap", files) in self._objects else "",
+            pod_files_offered=files,
+            report=report,
+        )
+        return Observation(job, world)
+
+    def collect(self) -> None:
+        """Looks at every process: main processes that have ended, orphans, deleted pods that are gone."""
+        processes.bury_orphans(self.processes())
+        now = self.clock()
+        for pod in list(self.pods.values()):
+            if pod.poll(now):
+                self.changed.set()
+            if pod.ended and pod.deleted_at is not None:
+                del self.pods[pod.name]
+                self.changed.set()
+
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return [process for pod in self.pods.values() for process in pod.processes()]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of the job runs."""
+        return all(pod.ended for pod in self.pods.values())
+
+    # --- writing: called by apply alone
+
+    async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
+        if job.resource_version != self.body["metadata"]["resourceVersion"]:
+            raise Conflict
+        self._store({**self.body, "status": status})
+        return self.job
+
+    def _store(self, body: Json) -> None:
+        version = str(int(body["metadata"]["resourceVersion"]) + 1)
+        self.body = {**body, "metadata": {**body["metadata"], "resourceVersion": version}}
+
+    async def create(self, job: DDPJob, manifest: Json) -> None:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        if kind == "Pod":
+            self._create_pod(job, manifest)
+        elif kind == "ConfigMap":
+            _write_files(self.folder.pod_files, manifest["data"])
+        self._objects.add((kind, name))
+        self.changed.set()
+
+    def _create_pod(self, job: DDPJob, manifest: Json) -> None:
+        name = manifest["metadata"]["name"]
+        if name in self.pods:
+            if self.pods[name].deleted_at is not None:
+                raise NameTaken
+            return
+        environment = dict(self._inherited)
+        index = manifest["metadata"]["labels"].get("ddpjob.io/index")
+        gpus = self.fit.visible_gpus(int(index)) if index is not None else ""
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus
+        try:
+            self.pods[name] = Pod(manifest, self.folder, environment, self.fit.working_dir, self.clock())
+        except OSError as error:
+            raise Refused(507, f"pod {name} cannot be started: {error}") from error
+
+    async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
+        pod = self.pods.get(name)
+        if pod is None or pod.uid != uid:
+            return
+        self.changed.set()
+        if pod.ended:
+            del self.pods[name]
+        elif grace == 0:
+            self.force_delete(pod)
+        elif pod.deleted_at is None:
+            seconds = pod.grace if grace is None else grace
+            pod.deleted_at = self.clock() + timedelta(seconds=seconds)
+            pod.terminate()
+            asyncio.get_running_loop().call_later(seconds, self._grace_is_over, pod)
+
+    def _grace_is_over(self, pod: Pod) -> None:
+        if not pod.ended:
+            pod.kill()
+            self.changed.set()
+
+    def force_delete(self, pod: Pod) -> None:
+        """As `kubectl delete pod --force --grace-period=0`: the pod is gone at once."""
+        pod.kill()
+        del self.pods[pod.name]
+        self.changed.set()
+
+    async def delete_job(self, job: DDPJob) -> None:
+        raise AssertionError("a job of the process backend has no time to live")
+
+    async def tell(self, job: DDPJob, verb: str, body: Json) -> None:
+        await coordinator.tell(ADDRESS, job.spec.rendezvous.endpoint_port, self.site.token(job), verb, body)
+
+    async def record(self, job: DDPJob, event: Event) -> None:
+        happening = Happening(self.clock(), event)
+        self.happenings.append(happening)
+        line = {"time": format_time(happening.time), "warning": event.warning, "reason": event.reason, "message": event.message}
+        with self.folder.events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    # --- the user's words
+
+    def suspend(self, wanted: bool) -> None:
+        """spec.runPolicy.suspend, as `kubectl patch` would set it."""
+        spec = self.body["spec"]
+        meta = {**self.body["metadata"], "generation": self.body["metadata"]["generation"] + 1}
+        self._store({**self.body, "metadata": meta, "spec": {**spec, "runPolicy": {**spec.get("runPolicy", {}), "suspend": wanted}}})
+        self.changed.set()
+
+    def kill_all(self) -> None:
+        """SIGKILL to every pod."""
+        for pod in self.pods.values():
+            pod.kill()
+        self.changed.set()
+
+    def close(self) -> list[int]:
+        """Ends everything that the job has started. Returns the process ids that could not be ended."""
+        self.kill_all()
+        left = processes.end_all({UID_VARIABLE: self.body["metadata"]["uid"]})
+        self.collect()
+        return left
+
+    def nodes(self) -> list[Pod]:
+        return [pod for pod in self.pods.values() if pod.role is Role.NODE]
+
+
+def _write_files(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(content)

@@ -1,0 +1,178 @@
+"""Decides what of a spec this machine can honour: the spec that runs here, what the user is told, and what stands in the way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddpjob.api.types import DDPJob, JobSpec, Json, Volume
+from ddpjob.core.world import TRAINER_CONTAINER
+from ddpjob.local.environment import field_value
+from ddpjob.local.paths import JobFolder
+
+NVIDIA = "nvidia.com/gpu"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line adds to a manifest."""
+
+    data: Path | None = None
+    working_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A spec fitted to this machine."""
+
+    spec: JobSpec
+    gpus: tuple[str, ...]
+    """Names of this machine's GPUs, for CUDA_VISIBLE_DEVICES; empty: the CPU trains."""
+    data: Path | None
+    working_dir: Path
+    warnings: tuple[str, ...]
+    problems: tuple[str, ...]
+    """One sentence each, with the field and the remedy; with any of them nothing is started."""
+
+    def visible_gpus(self, index: int) -> str | None:
+        """CUDA_VISIBLE_DEVICES of node `index`; None: as in this shell."""
+        if not self.gpus:
+            return "" if self.spec.gpu_resource == NVIDIA else None
+        each = self.spec.gpus_per_node
+        return ",".join(self.gpus[index * each : (index + 1) * each])
+
+
+def fit(job: DDPJob, folder: JobFolder, options: Options) -> Fit:
+    """Everything is looked at, nothing is changed."""
+    spec = job.spec
+    gpus = usable_gpus() if spec.gpus_per_node and spec.gpu_resource == NVIDIA else ()
+    enough = len(gpus) >= spec.nodes * spec.gpus_per_node
+    data = _data(spec, folder, options)
+    working_dir = options.working_dir or Path(spec.working_dir or Path.cwd())
+    problems = [*_unreadable(spec), *_folders(spec, data, working_dir, options)]
+    warnings = [*_gpu_warnings(spec, gpus), *_ignored(spec), *_data_note(spec, data, options)]
+    return Fit(
+        spec=_fitted(spec, data, on_cpu=spec.gpus_per_node > 0 and spec.gpu_resource == NVIDIA and not enough),
+        gpus=gpus if enough else (),
+        data=data,
+        working_dir=working_dir.absolute(),
+        warnings=tuple(warnings),
+        problems=tuple(problems),
+    )
+
+
+def _fitted(spec: JobSpec, data: Path | None, *, on_cpu: bool) -> JobSpec:
+    """No time to live (a folder does not vanish by itself), a data volume where --data names one, no nccl without GPUs."""
+    storage = spec.storage
+    if data is not None and storage.data is None:
+        storage = replace(storage, data=Volume(mount_path=str(data), host_path=str(data), read_only=True))
+    backend = "auto" if on_cpu and spec.backend != "gloo" else spec.backend
+    policy = replace(spec.run_policy, ttl_seconds_after_finished=None)
+    return replace(spec, storage=storage, backend=backend, run_policy=policy, working_dir=None)
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------
+
+
+def usable_gpus() -> tuple[str, ...]:
+    """NVIDIA GPUs of this machine, within CUDA_VISIBLE_DEVICES if that is set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    tool = shutil.which("nvidia-smi")
+    if tool is None or visible == "":
+        return ()
+    listed = subprocess.run([tool, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False)
+    found = tuple(line.strip() for line in listed.stdout.splitlines() if line.strip().isdigit()) if listed.returncode == 0 else ()
+    return tuple(name.strip() for name in visible.split(",") if name.strip()) if visible and found else found
+
+
+def _gpu_warnings(spec: JobSpec, gpus: tuple[str, ...]) -> Iterator[str]:
+    wanted = spec.nodes * spec.gpus_per_node
+    if not wanted:
+        return
+    if spec.gpu_resource != NVIDIA:
+        yield f"spec.gpuResource: {spec.gpu_resource} is not shared out on this machine; every node sees what this shell sees"
+    elif len(gpus) < wanted:
+        yield (
+            f"spec.gpusPerNode: {spec.nodes} nodes x {spec.gpus_per_node} need {wanted} NVIDIA GPUs, this machine has {len(gpus)}: "
+            "it trains on the CPU (gpusPerNode: 0 says so and silences this)"
+        )
+
+
+# --- folders ----------------------------------------------------------------------------------------------------
+
+
+def _data(spec: JobSpec, folder: JobFolder, options: Options) -> Path | None:
+    if options.data is not None:
+        return options.data.absolute()
+    volume = spec.storage.data
+    if volume is None:
+        return None
+    if volume.host_path and Path(volume.host_path).is_dir():
+        return Path(volume.host_path) / (volume.sub_path or "")
+    return folder.data
+
+
+def _data_note(spec: JobSpec, data: Path | None, options: Options) -> Iterator[str]:
+    volume = spec.storage.data
+    if volume is None or options.data is not None or (volume.host_path and Path(volume.host_path).is_dir()):
+        return
+    where = f"hostPath {volume.host_path}" if volume.host_path else f"claim {volume.claim_name}" if volume.claim_name else "NFS share"
+    yield f"spec.storage.data: the {where} is not on this machine: data is read from {data}; name another folder by --data DIR"
+
+
+def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Options) -> Iterator[str]:
+    if options.data is not None and not options.data.is_dir():
+        yield f"--data {options.data}: no such folder"
+    if not working_dir.is_dir():
+        named = f"--workdir {working_dir}" if options.working_dir else f"spec.workingDir: {working_dir}"
+        yield f"{named}: no such folder on this machine; name the one to use by --workdir DIR"
+
+
+# --- what only a cluster has ------------------------------------------------------------------------------------
+
+
+def _trainer(spec: JobSpec) -> tuple[Json, str]:
+    containers = (spec.pod_template.get("spec") or {}).get("containers") or ()
+    for position, container in enumerate(containers):
+        if container.get("name") == TRAINER_CONTAINER:
+            return container, f"spec.podTemplate.spec.containers[{position}]"
+    return {}, ""
+
+
+_ANY_POD: Json = {"metadata": {"name": "", "namespace": ""}, "spec": {}}
+_OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceFieldRef": "the container's resources"}
+
+
+def _unreadable(spec: JobSpec) -> Iterator[str]:
+    """Variables that a script asked for and would miss."""
+    trainer, where = _trainer(spec)
+    lists = [("spec", spec.env), (where, trainer.get("env") or ())]
+    for path, entries in lists:
+        for position, entry in enumerate(entries):
+            for kind, source in (entry.get("valueFrom") or {}).items():
+                at = f"{path}.env[{position}].valueFrom.{kind}"
+                if kind == "fieldRef":
+                    if field_value(_ANY_POD, source["fieldPath"]) is None:
+                        yield f"{at}: the field {source['fieldPath']} does not exist outside of Kubernetes; remove it"
+                elif entry["name"] not in os.environ and not source.get("optional"):
+                    what = f"{_OBJECTS[kind]} {source.get('name', '')}".strip()
+                    yield f"{at}: {what} cannot be read on this machine; export {entry['name']} in this shell, it is then taken instead"
+
+
+def _ignored(spec: JobSpec) -> Iterator[str]:
+    yield f"spec.image: {spec.image} is not used: this Python runs the job"
+    for position, source in enumerate(spec.env_from):
+        kind = "secretRef" if "secretRef" in source else "configMapRef"
+        name = source[kind]["name"]
+        yield f"spec.envFrom[{position}].{kind}: {name} cannot be read on this machine; this shell's variables are there instead"
+    pod = spec.pod_template.get("spec") or {}
+    for kind in ("containers", "initContainers"):
+        for position, container in enumerate(pod.get(kind) or ()):
+            if container["name"] != TRAINER_CONTAINER:
+                yield f"spec.podTemplate.spec.{kind}[{position}]: {container['name']} does not run on this machine, which runs no images"
+    if pod.get("volumes"):
+        yield "spec.podTemplate.spec.volumes: not mounted on this machine; paths are this machine's own"

@@ -1,0 +1,179 @@
+"""A pod on this machine: one process group for each container, reported as a kubelet would report it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import uuid
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from ddpjob.api.types import Json
+from ddpjob.core.world import (
+    COORDINATOR_CONTAINER,
+    LABEL_ATTEMPT,
+    LABEL_GENERATION,
+    LABEL_INDEX,
+    LABEL_ROLE,
+    LABEL_UID,
+    TRAINER_CONTAINER,
+    ContainerView,
+    PodView,
+    Role,
+)
+from ddpjob.local import processes
+from ddpjob.local.environment import ADDRESS, NODE, argument_vector, manifest_variables
+from ddpjob.local.paths import RunFolder
+
+UID_VARIABLE, CONTAINER_VARIABLE = "DDPJOB_UID", "DDPJOB_CONTAINER"
+_MESSAGE_BYTES, _LOG_TAIL_BYTES, _LOG_TAIL_LINES = 4096, 2048, 80
+_CANNOT_START = 128
+"""The exit code that container runtimes give to a command that cannot be executed."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A container's main process and where it writes."""
+
+    name: str
+    process: subprocess.Popen[bytes] | None
+    log: Path
+    termination: Path
+    marks: dict[str, str]
+    since: datetime
+
+
+class Pod:
+    """Started when it is made. `inherited` is the environment under the manifest's own."""
+
+    def __init__(self, manifest: Json, folder: RunFolder, inherited: dict[str, str], working_dir: Path, now: datetime) -> None:
+        meta, labels = manifest["metadata"], manifest["metadata"]["labels"]
+        self.name, self.uid = str(meta["name"]), str(uuid.uuid4())
+        self.role = Role(labels[LABEL_ROLE])
+        self._labels, self._folder, self._working_dir = labels, folder, working_dir
+        self.created = now
+        self.deleted_at: datetime | None = None
+        self.grace = int(manifest["spec"].get("terminationGracePeriodSeconds", 30))
+        self.views: dict[str, ContainerView] = {}
+        self._started: list[Started] = []
+        manifest = {**manifest, "metadata": {**meta, "uid": self.uid}}
+        for container in manifest["spec"]["containers"]:
+            if container["name"] in (TRAINER_CONTAINER, COORDINATOR_CONTAINER):
+                self._start(manifest, container, inherited, now)
+
+    @property
+    def index(self) -> int:
+        return int(self._labels.get(LABEL_INDEX, 0))
+
+    def _start(self, manifest: Json, container: Json, inherited: dict[str, str], now: datetime) -> None:
+        name = str(container["name"])
+        variables = manifest_variables(manifest, container)
+        marks = {UID_VARIABLE: str(self._labels[LABEL_UID]), CONTAINER_VARIABLE: f"{self.name}/{name}"}
+        termination = self._folder.termination(self.name, name)
+        environment = {**inherited, **variables, **marks, "DDPJOB_TERMINATION_LOG": str(termination)}
+        words = argument_vector(container, variables)
+        log = self._folder.log(self.name, name)
+        process: subprocess.Popen[bytes] | None = None
+        with log.open("ab") as output:
+            try:
+                process = subprocess.Popen(
+                    words,
+                    env=environment,
+                    cwd=self._working_dir,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=processes.dying_with(os.getpid()),
+                )
+                self.views[name] = ContainerView(started=now)
+            except OSError as error:
+                message = f"{words[0]!r} in {self._working_dir}: {error.strerror}"
+                output.write(f"cannot start {message}\n".encode())
+                self.views[name] = ContainerView(started=now, exit_code=_CANNOT_START, reason="StartError", message=message, finished=now)
+        self._started.append(Started(name, process, log, termination, marks, now))
+
+    # --- what has become of it
+
+    def poll(self, now: datetime) -> bool:
+        """Takes note of main processes that have ended, and ends what they leave. Returns whether there was one."""
+        news = False
+        for started in self._started:
+            if started.process is None or self.views[started.name].ended or started.process.poll() is None:
+                continue
+            news = True
+            processes.end_all(started.marks)  # a container ends with its main process
+            code = started.process.returncode
+            self.views[started.name] = ContainerView(
+                started=started.since,
+                exit_code=code if code >= 0 else 128 - code,
+                reason="Completed" if code == 0 else "Error",
+                message=_termination_message(started, failed=code != 0),
+                finished=now,
+            )
+        return news
+
+    @property
+    def ended(self) -> bool:
+        """Whether no container runs."""
+        return all(view.ended for view in self.views.values())
+
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return [s.process for s in self._started if s.process is not None]
+
+    def logs(self) -> list[Path]:
+        return [s.log for s in self._started]
+
+    def view(self) -> PodView:
+        """As the API would show it."""
+        return PodView(
+            name=self.name,
+            uid=self.uid,
+            role=self.role,
+            index=self.index,
+            attempt=int(self._labels.get(LABEL_ATTEMPT, 0)),
+            generation=int(self._labels.get(LABEL_GENERATION, 0)),
+            phase=self._phase(),
+            node=NODE,
+            address=ADDRESS,
+            created=self.created,
+            deleted_at=self.deleted_at,
+            containers=dict(self.views),
+            grace_seconds=self.grace,
+        )
+
+    def _phase(self) -> str:
+        if not self.ended:
+            return "Running"
+        return "Succeeded" if all(view.exit_code == 0 for view in self.views.values()) else "Failed"
+
+    # --- its end
+
+    def terminate(self) -> None:
+        """SIGTERM to the main process of each container, as the kubelet does."""
+        for started in self._started:
+            if started.process is not None and not self.views[started.name].ended:
+                processes.send(started.process.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to each container: its main process, its group, and whatever else carries its marks."""
+        for started in self._started:
+            if started.process is None or self.views[started.name].ended:
+                continue
+            processes.send_group(started.process.pid, signal.SIGKILL)
+            processes.end_all(started.marks)
+
+
+def _termination_message(started: Started, *, failed: bool) -> str:
+    """The termination file, or the log's end where a failed container wrote none (FallbackToLogsOnError)."""
+    try:
+        written = started.termination.read_bytes()[:_MESSAGE_BYTES]
+    except FileNotFoundError:
+        written = b""
+    if written or not failed:
+        return written.decode(errors="replace")
+    with started.log.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+        return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])

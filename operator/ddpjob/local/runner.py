@@ -1,0 +1,219 @@
+"""Runs one job on this machine from its manifest to its end: the loop over passes, signals, the record, the cleaning up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Json, format_time
+from ddpjob.engine.ports import JobKey
+from ddpjob.engine.reconcile import reconcile, utc_now
+from ddpjob.local import guard, processes
+from ddpjob.local.cluster import Happening, ProcessCluster
+from ddpjob.local.fitting import Fit
+from ddpjob.local.paths import JobFolder, RunFolder
+from ddpjob.local.pod import Pod
+from ddpjob.local.record import requests, write_record
+
+TICK = 0.25
+"""Seconds between two looks at requests and at what is shown."""
+PASS_SECONDS = 0.5
+"""Longest time between two passes while the job runs: the coordinator's report is one request on loopback."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class PodLine:
+    """A pod as it is shown."""
+
+    name: str
+    state: str
+    log: Path
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a display shows: the job, its pods, and what has happened since the run began."""
+
+    job: DDPJob
+    status: JobStatus
+    pods: tuple[PodLine, ...]
+    happenings: tuple[Happening, ...]
+    now: datetime
+
+
+class Display(Protocol):
+    """Where the run is shown."""
+
+    def show(self, shown: Shown) -> None:
+        """Called several times a second."""
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    shown: Shown
+    interrupted: signal.Signals | None = None
+    left: tuple[int, ...] = ()
+    """Processes that could not be ended."""
+
+
+def new_body(manifest: Json, now: datetime) -> Json:
+    """The object as an API server would store it."""
+    meta = {"namespace": "default", **manifest["metadata"]}
+    stored = {"uid": str(uuid.uuid4()), "resourceVersion": "1", "generation": 1, "creationTimestamp": format_time(now)}
+    return {**manifest, "metadata": {**meta, **stored}}
+
+
+def prepare(folder: JobFolder, *, fresh: bool, now: datetime) -> RunFolder:
+    """Makes the folders of a new run. `fresh` puts old checkpoints aside, into the new run's folder. Raises OSError."""
+    name = now.astimezone().strftime("%Y%m%d-%H%M%S")
+    run = folder.run(name)
+    for number in range(2, 100):
+        if not run.path.exists():
+            break
+        run = folder.run(f"{name}-{number}")
+    run.pods.mkdir(parents=True)
+    if fresh and folder.checkpoints.exists():
+        folder.checkpoints.rename(run.path / "earlier-checkpoints")
+    folder.checkpoints.mkdir(exist_ok=True)
+    shutil.rmtree(folder.requests, ignore_errors=True)
+    return run
+
+
+@contextmanager
+def guarded(uid: str) -> Iterator[None]:
+    """A process beside this one that ends the job's processes if this one cannot."""
+    command = [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), uid]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DDPJOB_")}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+
+
+class Runner:
+    """One run of one job. `run()` returns when it has ended, with none of its processes left."""
+
+    def __init__(self, body: Json, fit: Fit, folder: JobFolder, run: RunFolder, display: Display) -> None:
+        self.folder, self.run_folder, self.display = folder, run, display
+        self.cluster = ProcessCluster(body, fit, run, folder.checkpoints)
+        self.key = JobKey(body["metadata"]["namespace"], body["metadata"]["name"])
+        self.interrupted: signal.Signals | None = None
+        self.abandoned = False
+        self._recorded: Json = {}
+
+    async def run(self) -> Outcome:
+        """Until the job is Complete or Failed and its pods have ended, or a signal has ended it."""
+        loop = asyncio.get_running_loop()
+        processes.become_subreaper()
+        loop.add_signal_handler(signal.SIGCHLD, self.cluster.changed.set)
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        left: list[int] = []
+        with guarded(self.cluster.body["metadata"]["uid"]):
+            try:
+                await self._passes()
+            finally:
+                left = self.cluster.close()
+                self._record()
+        return Outcome(self._shown(), self.interrupted, tuple(left))
+
+    async def _passes(self) -> None:
+        clock = asyncio.get_running_loop().time
+        due = clock()
+        while not self._is_over():
+            if self.cluster.changed.is_set() or clock() >= due:
+                self.cluster.changed.clear()
+                delay = await reconcile(self.cluster, self.key)
+                due = clock() + min(PASS_SECONDS, delay if delay is not None else PASS_SECONDS)
+            self._obey()
+            self._record()
+            self.display.show(self._shown())
+            await self._sleep(max(0.0, min(TICK, due - clock())))
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.cluster.changed.wait()
+        except TimeoutError:
+            return
+
+    def _is_over(self) -> bool:
+        self.cluster.collect()
+        status = JobStatus.read(self.cluster.body.get("status") or {})
+        ended = status.terminal or (self.interrupted is not None and status.holds(ConditionType.SUSPENDED))
+        return self.abandoned or (ended and self.cluster.idle)
+
+    # --- the user's words
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """First: as `suspend`, with the grace that pods have. Second: at once."""
+        status = JobStatus.read(self.cluster.body.get("status") or {})
+        if self.interrupted is not None or status.terminal:
+            self.interrupted = self.interrupted or number
+            self.abandoned = True
+            self.cluster.kill_all()
+            return
+        self.interrupted = number
+        grace = max((pod.grace for pod in self.cluster.nodes()), default=0)
+        self.display.note(f"{number.name}: the nodes save a checkpoint and end, within {grace} s; once more ends them at once")
+        self.cluster.suspend(True)
+
+    def _obey(self) -> None:
+        for path, verb, subject in requests(self.folder):
+            if verb == "kill" and subject in self.cluster.pods:
+                self.display.note(f"kill {subject}: SIGKILL, as kubectl delete pod --force")
+                self.cluster.force_delete(self.cluster.pods[subject])
+            elif verb in ("suspend", "resume") and self.interrupted is None:
+                self.cluster.suspend(verb == "suspend")
+            path.unlink(missing_ok=True)
+
+    # --- what is shown and written down
+
+    def _shown(self) -> Shown:
+        job = self.cluster.job
+        pods = tuple(PodLine(p.name, _state(p), p.logs()[0]) for p in self.cluster.pods.values())
+        return Shown(job, job.status, pods, tuple(self.cluster.happenings), utc_now())
+
+    def _record(self) -> None:
+        pods = [
+            {"name": pod.name, "role": str(pod.role), "state": _state(pod), "logs": [str(log) for log in pod.logs()]}
+            for pod in self.cluster.pods.values()
+        ]
+        local = {"run": self.run_folder.name, "folder": str(self.run_folder.path), "pods": pods}
+        record = {**self.cluster.body, "local": local}
+        if record != self._recorded:
+            write_record(self.folder, record)
+            self._recorded = record
+
+
+def _state(pod: Pod) -> str:
+    """As kubectl's STATUS column."""
+    view = pod.view()
+    if pod.deleted_at is not None and not pod.ended:
+        return "Terminating"
+    if view.main.ended:
+        return "Completed" if view.main.exit_code == 0 else f"Error ({view.main.exit_code})"
+    return view.phase

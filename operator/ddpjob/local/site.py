@@ -1,0 +1,40 @@
+"""What one machine does otherwise than Kubernetes with the same spec."""
+
+from __future__ import annotations
+
+import random
+import socket
+from dataclasses import dataclass
+
+from ddpjob.api.types import DDPJob, JobStatus
+from ddpjob.local.environment import ADDRESS
+from ddpjob.objects.site import Site
+
+_LOWEST, _HIGHEST = 20000, 32000
+"""Below the kernel's ephemeral ports, so that no outgoing connection takes one between choice and use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSite(Site):
+    """Everything is on loopback."""
+
+    def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
+        return ADDRESS
+
+
+def free_port_pair() -> int:
+    """A port P such that P and P+1 are free. Raises OSError when a hundred tries found none."""
+    for _ in range(100):
+        port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 2)
+        if _is_free(port) and _is_free(port + 1):
+            return port
+    raise OSError(f"no two neighbouring TCP ports between {_LOWEST} and {_HIGHEST} are free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
