@@ -84,7 +84,7 @@ def follow(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Follo
     status, coordinator_end = _follow_coordinator(job, status, world)
     restarts, failure = _restarts_of_ends(job, ends, pods, now)
     status, told, told_failure = _restarts_of_incidents(status, world)
-    failure = failure or told_failure or _cannot_start(job, status, world)
+    failure = failure or told_failure or _cannot_start(job, status, world) or _no_coordinator(coordinator_end)
     if failure is None and _finished(job, status, world):
         return Followed(status, complete=True)
     if _others_finished(job, status):
@@ -248,6 +248,15 @@ def _cannot_start(job: DDPJob, status: JobStatus, world: World) -> Failure | Non
         if held is not None and held.final:
             return Failure(held.reason, held.message)
     return None
+
+
+def _no_coordinator(end: End | None) -> Failure | None:
+    if end is None or end.cause is not Cause.INIT_FAILURE:
+        return None
+    hint = "the image must have python3 and torch" if "executable file not found" in end.message else ""
+    return Failure(
+        Cause.INIT_FAILURE, with_traceback(f"the coordinator cannot start: {end.message}" + (f" ({hint})" if hint else ""), end.traceback)
+    )
 
 
 def _finished(job: DDPJob, status: JobStatus, world: World) -> bool:

@@ -163,8 +163,16 @@ def _unknown_in_model(value: Any, type_name: str, path: str) -> Iterator[str]:
 
 
 def node_overlay(pod: Json, template: Mapping[str, Any]) -> Json:
-    """A node pod with the whole overlay; labels and annotations of the operator win."""
-    merged: Json = merge(pod, {"spec": template.get("spec") or {}})
+    """A node pod with the whole overlay; in placement Master its second container gets the coordinator's part too."""
+    spec = dict(template.get("spec") or {})
+    if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
+        spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
+    return _lay_over(pod, template, spec)
+
+
+def _lay_over(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> Json:
+    """Labels and annotations of the operator win."""
+    merged: Json = merge(pod, {"spec": spec})
     for kind in ("labels", "annotations"):
         given = (template.get("metadata") or {}).get(kind) or {}
         if given:
@@ -196,17 +204,24 @@ def coordinator_overlay(pod: Json, template: Mapping[str, Any]) -> Json:
     selector = {key: value for key, value in (spec.get("nodeSelector") or {}).items() if key.startswith("kubernetes.io/")}
     if selector:
         taken["nodeSelector"] = selector
-    volumes = [v for v in spec.get("volumes") or () if any(source in v for source in _LOCAL_SOURCES)]
-    names = {v["name"] for v in volumes}
+    if volumes := _local_volumes(spec):
+        taken["volumes"] = volumes
+    return _lay_over(pod, template, {**taken, "containers": _coordinator_containers(spec)})
+
+
+def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
+    """Those that need no claim."""
+    return [v for v in spec.get("volumes") or () if any(source in v for source in _LOCAL_SOURCES)]
+
+
+def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
+    """The coordinator's part of an overlay: what the trainer's image needs there to run, it needs here too."""
+    names = {v["name"] for v in _local_volumes(spec)}
     trainer: Json = next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
     container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}
     if "volumeMounts" in container:
         container["volumeMounts"] = [m for m in container["volumeMounts"] if m["name"] in names]
-    if volumes:
-        taken["volumes"] = volumes
-    if container:
-        taken["containers"] = [{"name": COORDINATOR_CONTAINER, **container}]
-    return node_overlay(pod, {"metadata": template.get("metadata") or {}, "spec": taken})
+    return [{"name": COORDINATOR_CONTAINER, **container}] if container else []
 
 
 def merge(base: Json, overlay: Mapping[str, Any]) -> Json:

@@ -1,0 +1,123 @@
+"""What a job does in its life, on the real cluster: success and failure, suspend and resume, scaling, deadline, clean-up, deletion."""
+
+from __future__ import annotations
+
+import json
+
+from jobs import Jobs, job, steps_job
+
+
+def patch(jobs: Jobs, name: str, **spec: object) -> None:
+    jobs.kubectl("patch", "ddpjob", name, "--type=merge", "--patch", json.dumps({"spec": spec}))
+
+
+def running_pods(jobs: Jobs) -> list[str]:
+    return [n for role in ("node", "coordinator") for n, p in jobs.pods(role).items() if p["status"]["phase"] in ("Pending", "Running")]
+
+
+def test_over_its_budget_a_job_fails_with_the_traceback(jobs: Jobs) -> None:
+    jobs.apply(steps_job("lunch", 50, "--raise-on-rank=1", "--sleep=0.02", recovery={"maxRestarts": 1}))
+    jobs.wait_phase("lunch", "Failed")
+    failed = jobs.condition("lunch", "Failed")
+    assert failed["reason"] == "RestartBudgetSpent"
+    assert "recovery.maxRestarts is 1" in failed["message"]
+    assert "rank 1 in pod lunch-" in failed["message"]
+    assert "ValueError: the weights have gone to lunch" in failed["message"]
+    assert "ddp_steps.py" in failed["message"], "the traceback's end"
+    restarts = jobs.status("lunch")["restarts"]
+    assert (restarts["counted"], restarts.get("uncounted", 0)) == (2, 0), "the other rank's connection errors are consequences"
+    jobs.wait("the end of all pods", lambda: not running_pods(jobs), timeout=40)
+    assert sorted(jobs.pods()) == ["lunch-0-0", "lunch-1-0"], "restarts in place; the pods stay for their logs"
+    assert "gone to lunch" in jobs.kubectl("logs", "lunch-0-0") + jobs.kubectl("logs", "lunch-1-0")
+    events = jobs.kubectl("get", "events", "--field-selector=reason=RestartBudgetSpent", "--output=jsonpath={.items[*].message}")
+    assert "gone to lunch" in events
+
+
+def test_suspend_and_resume(jobs: Jobs) -> None:
+    jobs.apply(steps_job("pause", 40))
+    jobs.wait_phase("pause", "Running")
+    patch(jobs, "pause", runPolicy={"suspend": True})
+    jobs.wait_phase("pause", "Suspended")
+    jobs.wait("the end of all pods", lambda: not running_pods(jobs), timeout=40)
+    assert jobs.condition("pause", "Running")["status"] == "False"
+    patch(jobs, "pause", args=["--steps=5"])
+    patch(jobs, "pause", runPolicy={"suspend": False})
+    jobs.wait_phase("pause", "Complete")
+    status = jobs.status("pause")
+    assert status["progress"]["step"] == 5, "what was changed while suspended is honoured"
+    assert (status["restarts"]["counted"], status["restarts"]["uncounted"]) == (0, 0)
+
+
+def test_scaling_forms_a_new_group(jobs: Jobs) -> None:
+    jobs.apply(steps_job("scaled", 30, scheduling={"onePodPerNode": False}))
+    jobs.wait_phase("scaled", "Running")
+    jobs.kubectl("scale", "ddpjob", "scaled", "--replicas=3")
+    jobs.wait("three nodes", lambda: jobs.status("scaled")["nodes"]["display"] == "3/3")
+    jobs.wait_phase("scaled", "Complete")
+    assert "rank 2 of 3 begins" in "".join(jobs.kubectl("logs", pod) for pod in jobs.pods() if not pod.endswith("-0"))
+    assert [r["reason"] for r in jobs.status("scaled")["restarts"]["recent"]] == ["Scaled"]
+
+
+def test_a_deadline_ends_the_job_and_its_time_to_live_removes_it(jobs: Jobs) -> None:
+    jobs.apply(steps_job("late", 1000, runPolicy={"activeDeadlineSeconds": 8, "ttlSecondsAfterFinished": 6}))
+    took = jobs.wait_phase("late", "Failed", timeout=40)
+    assert took >= 7
+    assert jobs.condition("late", "Failed")["reason"] == "DeadlineExceeded"
+    jobs.wait("the job's end", lambda: "late" not in jobs.kubectl("get", "ddpjobs", "--output=name"), timeout=40)
+    jobs.wait("the end of what it owned", lambda: not jobs.pods() and "late" not in jobs.kubectl("get", "services", "--output=name"), 60)
+
+
+def test_clean_pod_policies(jobs: Jobs) -> None:
+    sidecar = {"name": "shadow", "image": job("x")["spec"]["image"], "imagePullPolicy": "IfNotPresent", "command": ["/bin/sleep", "600"]}
+    for policy in ("None", "All"):
+        manifest = steps_job(f"clean-{policy.lower()}", 3, nodes=1, runPolicy={"cleanPodPolicy": policy})
+        template = manifest["spec"]["podTemplate"]["spec"]
+        mounts = template["containers"][0]["volumeMounts"]
+        template["containers"] = [*template["containers"], sidecar | {"volumeMounts": mounts}]
+        jobs.apply(manifest)
+    jobs.wait_phase("clean-none", "Complete")
+    jobs.wait_phase("clean-all", "Complete")
+    jobs.wait("the end of the cleaned pods", lambda: sorted(jobs.pods()) == ["clean-none-0-0"], timeout=60)
+    assert jobs.pods()["clean-none-0-0"]["status"]["phase"] == "Running", "None leaves the sidecar; the trainer alone decided"
+
+
+def test_the_classical_layout_survives_its_master(jobs: Jobs) -> None:
+    jobs.apply(steps_job("classic", 60, rendezvous={"placement": "Master"}))
+    jobs.wait_phase("classic", "Running")
+    assert not jobs.pods("coordinator")
+    jobs.kill("classic-0-0")
+    jobs.wait_phase("classic", "Complete", timeout=120)
+    assert jobs.status("classic")["restarts"]["counted"] == 0
+    jobs.wait("the end of all pods", lambda: not running_pods(jobs), timeout=40)
+    assert "rank" in jobs.kubectl("logs", "classic-0-1", "--container=trainer")
+
+
+def test_a_lost_coordinator_begins_a_new_generation(jobs: Jobs) -> None:
+    jobs.apply(steps_job("orphan", 60))
+    jobs.wait_phase("orphan", "Running")
+    jobs.kill("orphan-coordinator-0")
+    jobs.wait_phase("orphan", "Complete", timeout=120)
+    status = jobs.status("orphan")
+    assert status["rendezvous"]["generation"] == 1
+    assert status["restarts"]["counted"] == 0
+
+
+def test_any_command_gets_what_torchrun_reads(jobs: Jobs) -> None:
+    script = steps_job("x")["spec"]["script"]
+    command = ["/bin/sh", "-c", f"exec python3 -m torch.distributed.run {script} --steps=60"]
+    jobs.apply(job("shell", command=command))
+    jobs.wait_phase("shell", "Running")
+    jobs.kill("shell-0-0")
+    jobs.wait_phase("shell", "Complete", timeout=120)
+    status = jobs.status("shell")
+    assert (status["restarts"]["counted"], status["restarts"]["uncounted"]) == (0, 1)
+
+
+def test_a_deleted_job_takes_everything_with_it_and_its_name_is_free(jobs: Jobs) -> None:
+    jobs.apply(steps_job("again", 1000))
+    jobs.wait_phase("again", "Running")
+    jobs.kubectl("delete", "ddpjob", "again", "--wait=true")
+    jobs.apply(steps_job("again", 5))
+    jobs.wait_phase("again", "Complete", timeout=120)
+    jobs.kubectl("delete", "ddpjob", "again")
+    jobs.wait("the end of what it owned", lambda: not jobs.pods() and "again" not in jobs.kubectl("get", "services,configmaps", "--output=name"))
