@@ -1,0 +1,24 @@
+"""The trainer's tests must not see a job's environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("DDPJOB_", "TORCHELASTIC_", "PET_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """The run's folder of a training whose checkpoint folder is tmp_path."""
+    return tmp_path / "run"

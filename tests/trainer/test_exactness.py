@@ -1,0 +1,79 @@
+"""Any number of ranks computes what one process computes: gradients, loss curve, evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ddpjob_trainer import config
+from ddpjob_trainer.data import open_data
+from ddpjob_trainer.ledger_check import read, verify
+from ddpjob_trainer.models import build_model
+from ranks import TINY, final_losses, good, metrics, run, stop_at
+
+# float32 sums in another order: one step differs by 1e-6 relative, and 16 steps of momentum SGD amplify that less than a hundred times.
+TOLERANCE = 1e-4
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max(folder.glob("step-*.pt"))
+    return torch.load(newest, weights_only=True)["model"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, undisturbed."""
+    folder = tmp_path_factory.mktemp("alone")
+    good(1, [*TINY, f"checkpoint.dir={folder}"])
+    return folder
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_loss_curve_and_weights_of_several_ranks_are_those_of_one(world: int, alone: Path, tmp_path: Path) -> None:
+    good(world, [*TINY, f"checkpoint.dir={tmp_path}"])
+    np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TOLERANCE, atol=TOLERANCE)
+    for name, value in weights(alone).items():
+        torch.testing.assert_close(weights(tmp_path)[name], value, rtol=1e-3, atol=TOLERANCE)
+
+
+def test_ranks_without_samples_take_part(tmp_path: Path) -> None:
+    """A global batch of 2 on 3 ranks, and a last batch of 1."""
+    arguments = ["data.name=synthetic", "data.shape=1,8,8", "data.size=5", "data.batch=2", "model.width=4", "train.epochs=2", "train.log_every=1"]
+    curves = []
+    for world in (1, 3):
+        good(world, [*arguments, f"checkpoint.dir={tmp_path / str(world)}"])
+        curves.append(final_losses(tmp_path / str(world) / "run"))
+    assert len(curves[0]) == 6
+    np.testing.assert_allclose(curves[1], curves[0], rtol=TOLERANCE)
+
+
+def test_a_run_of_1_2_3_1_ranks_lies_on_the_undisturbed_curve(alone: Path, tmp_path: Path) -> None:
+    arguments = [*TINY, f"checkpoint.dir={tmp_path}"]
+    for world, stop in ((1, 3), (2, 7), (3, 11)):
+        ended = run(world, arguments, prepare=stop_at(stop))
+        assert [end.code for end in ended] == [75] * world, ended
+    good(1, arguments)
+    assert [row["world"] for row in metrics(tmp_path / "run", "start")] == [1, 2, 3, 1]
+    np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TOLERANCE, atol=TOLERANCE)
+    verdict = verify(read([tmp_path / "run"]))
+    assert verdict.epochs == {1: verdict.size, 2: verdict.size} and len(verdict.lives) == 4
+
+
+def test_evaluation_equals_sklearn_on_three_ranks(tmp_path: Path) -> None:
+    """288 does not divide 359 test samples, nor do 3 ranks."""
+    from sklearn.metrics import accuracy_score, log_loss
+
+    arguments = [*TINY, "train.epochs=1", "train.eval_batch=50", f"checkpoint.dir={tmp_path}"]
+    good(3, arguments)
+    settings = config.load(None, arguments)
+    data = open_data(settings.data)
+    model = build_model(settings.model, data.shape, data.classes, 0)
+    model.load_state_dict(weights(tmp_path))
+    batch = next(iter(data.test_batches([list(range(data.test_size))])))
+    with torch.no_grad():
+        probabilities = torch.softmax(model(batch.images).double(), 1).numpy()
+    (line,) = metrics(tmp_path / "run", "eval")
+    assert line["accuracy"] == pytest.approx(accuracy_score(batch.labels, probabilities.argmax(1)), abs=1e-12)
+    assert line["loss"] == pytest.approx(log_loss(batch.labels, probabilities), rel=1e-5)
