@@ -37,6 +37,9 @@ def base_archive(settings: Settings) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".base-") as temporary:
             _make(Path(temporary), path)
+        for other in path.parent.glob("base-*.tar"):
+            if other != path:
+                other.unlink()
     return path
 
 
