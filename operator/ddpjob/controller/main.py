@@ -108,7 +108,8 @@ def main() -> int:
         print(f"ddpjob-operator: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("kopf").setLevel(logging.WARNING)
+    for chatty in ("kopf", "aiohttp.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         asyncio.run(run(settings))
     except LeadershipLost as lost:
