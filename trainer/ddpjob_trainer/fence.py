@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from dataclasses import asdict, dataclass
@@ -21,13 +22,15 @@ class Claim:
     generation: int
     round: int
     life: int
+    job: str = os.environ.get("DDPJOB_UID", "")
+    """A job that was deleted and made again, or run again, counts from zero: only lives of one job are compared."""
     host: str = socket.gethostname()
     time: float = 0.0
 
     def take(self, folder: Path) -> None:
         """Claim the folder. Raises CheckpointError when a newer generation or round has claimed it."""
         found = _read(folder)
-        if found is not None and (found.generation, found.round) > (self.generation, self.round):
+        if found is not None and found.job == self.job and (found.generation, found.round) > (self.generation, self.round):
             raise CheckpointError(self._refusal(folder, found))
         claim = asdict(self) | {"time": time.time()}
         write_atomically(folder / _NAME, json.dumps(claim).encode())

@@ -1,0 +1,78 @@
+"""SIGTERM: the ranks agree, save and leave with 75; a rank whose peers are silent leaves by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from ddpjob_trainer.ledger_check import read, verify
+from ranks import TINY, finish, good, metrics, start, torchrun, until
+
+
+def steps(folder: Path) -> int:
+    return len(metrics(folder / "run", "step")) if (folder / "run" / "metrics.jsonl").exists() else 0
+
+
+def rank_pid(folder: Path, rank: int) -> int:
+    (path,) = (folder / "run" / "ledger").glob(f"rank-{rank}-*.jsonl")
+    return int(path.stem.split("-")[-2])
+
+
+def test_sigterm_to_torchrun_saves_and_a_later_start_goes_on(tmp_path: Path) -> None:
+    arguments = [*TINY, "train.epochs=40", f"checkpoint.dir={tmp_path}"]
+    agent = torchrun(2, arguments, tmp_path)
+    try:
+        until(lambda: steps(tmp_path) > 3)
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(60)
+    finally:
+        agent.kill()
+    (stop,) = metrics(tmp_path / "run", "stop")
+    assert (tmp_path / f"step-{stop['step']:09d}.pt").exists()
+    good(1, [*arguments, f"train.epochs={-(-stop['step'] // 8)}"])
+    assert metrics(tmp_path / "run", "start")[1]["step"] == stop["step"]
+    assert len(verify(read([tmp_path])).lives) == 2
+
+
+def test_sigterm_to_one_rank_stops_all_with_75(tmp_path: Path) -> None:
+    ranks = start(3, [*TINY, "train.epochs=400", f"checkpoint.dir={tmp_path}"])
+    until(lambda: steps(tmp_path) > 3)
+    os.kill(rank_pid(tmp_path, 2), signal.SIGTERM)
+    assert [end.code for end in finish(ranks)] == [75, 75, 75]
+
+
+def test_sigterm_during_evaluation_keeps_the_epoch_and_evaluates_later(tmp_path: Path) -> None:
+    from ddpjob_trainer.signals import StopRequest
+
+    arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+
+    def stop_in_evaluation(rank: int) -> None:
+        StopRequest.requested = property(lambda self: (tmp_path / "step-000000008.pt").exists())  # type: ignore[assignment, method-assign]
+
+    assert [end.code for end in finish(start(2, arguments, stop_in_evaluation))] == [75, 75]
+    assert metrics(tmp_path / "run", "eval") == []
+    good(2, arguments)
+    assert [line["epoch"] for line in metrics(tmp_path / "run", "eval")] == [1]
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_whose_peer_is_gone_leaves_promptly(how: signal.Signals, tmp_path: Path) -> None:
+    """SIGSTOP: the collective blocks for ever; SIGKILL: it fails at once."""
+    ranks = start(2, [*TINY, "train.epochs=4000", f"checkpoint.dir={tmp_path}"])
+    until(lambda: steps(tmp_path) > 3)
+    stuck = ranks[1][0]
+    try:
+        os.kill(stuck.pid, how)
+        time.sleep(0.3)
+        began = time.monotonic()
+        if ranks[0][0].is_alive():
+            os.kill(ranks[0][0].pid, signal.SIGTERM)
+        (end,) = finish(ranks[:1], 30)
+        assert end.code == (143 if how is signal.SIGSTOP else 1)
+        assert time.monotonic() - began < 8
+    finally:
+        os.kill(stuck.pid, signal.SIGKILL)
+        stuck.join()
