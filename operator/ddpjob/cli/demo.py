@@ -1,0 +1,116 @@
+"""`python -m ddpjob.cli.demo FILE`: runs a job, kills one of its nodes in the middle, and checks that it learned all the same."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from ddpjob.api.types import JobStatus, Json
+from ddpjob.cli.display import recoveries, told_accuracy
+from ddpjob.cli.run import BadInput, read_job
+from ddpjob.local.paths import JobFolder, job_folder
+from ddpjob.local.record import ask, read_record, runner
+
+
+class Killer(threading.Thread):
+    """Waits until a share of the work is done, then has one node's pod killed."""
+
+    def __init__(self, folder: JobFolder, index: int, percent: int, run: subprocess.Popen[bytes]) -> None:
+        super().__init__(name="killer", daemon=True)
+        self.folder, self.index, self.percent, self._run = folder, index, percent, run
+        self.killed: str | None = None
+
+    def run(self) -> None:
+        while self._run.poll() is None:
+            record = read_record(self.folder) if runner(self.folder) == self._run.pid else None
+            if record is not None and self._due(record):
+                pod = f"{self.folder.name}-{self.index}-{record['status']['slots'][self.index]['attempt']}"
+                if ask(self.folder, "kill", pod):
+                    self.killed = pod
+                return
+            time.sleep(0.2)
+
+    def _due(self, record: Json) -> bool:
+        status = record.get("status", {})
+        return bool(status.get("phase") == "Running" and status.get("progress", {}).get("percent", 0) >= self.percent)
+
+
+def main() -> int:
+    """0 when the job is Complete, the node was killed and replaced, and the accuracy is reached."""
+    parser = argparse.ArgumentParser(prog="python -m ddpjob.cli.demo", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--kill-node", type=int, default=0, metavar="INDEX", help="node whose pod is killed (default 0)")
+    parser.add_argument("--at", type=int, default=40, metavar="PERCENT", help="after so much of the work (default 40)")
+    parser.add_argument("--accuracy", type=float, default=0.97, help="test accuracy to be reached (default 0.97)")
+    arguments = parser.parse_args()
+    try:
+        manifest = read_job(arguments.file)
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return 2
+    folder = job_folder(manifest["metadata"]["name"])
+    nodes = manifest["spec"]["nodes"]
+    print(f"{arguments.file}: {nodes} nodes train; node {arguments.kill_node} is killed at {arguments.at} %\n", flush=True)
+    run = subprocess.Popen([sys.executable, "-m", "ddpjob.cli", "run", "--fresh", str(arguments.file)])
+    killer = Killer(folder, arguments.kill_node, arguments.at, run)
+    killer.start()
+    code = _wait(run)
+    killer.join(timeout=5)
+    return _judge(folder, killer.killed, arguments.accuracy) if code == 0 else code
+
+
+def _wait(run: subprocess.Popen[bytes]) -> int:
+    """The run's exit code. Ctrl-C reaches the run by itself, which then takes its time to end."""
+    while True:
+        try:
+            return run.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def _judge(folder: JobFolder, killed: str | None, wanted: float) -> int:
+    record = read_record(folder)
+    assert record is not None, "the run that has just ended wrote it"
+    status = JobStatus.read(record["status"])
+    accuracy = told_accuracy(status)
+    if killed is None or not status.restarts.uncounted:
+        return _fail("no node was killed: the job was over before")
+    if accuracy is None or accuracy < wanted:
+        return _fail(f"test accuracy {accuracy} is below {wanted:.0%}")
+    if not _ledger(folder):
+        return _fail("the ledger shows samples that were lost or repeated")
+    plot = _plot(folder)
+    if plot is None:
+        return _fail("the plot was not drawn")
+    print(f"\nPod {killed} was killed on purpose.", *recoveries(status), sep="\n  ")
+    print(f"Complete with {accuracy:.2%} test accuracy (at least {wanted:.0%} wanted).\nPlot:        {plot}")
+    return 0
+
+
+def _fail(why: str) -> int:
+    print(f"demo: {why}", file=sys.stderr)
+    return 1
+
+
+def _ledger(folder: JobFolder) -> bool:
+    """Every sample of every epoch once, beyond the steps that the kill undid."""
+    command = [sys.executable, "-m", "ddpjob_trainer", "ledger", str(folder.checkpoints / "run")]
+    print("\nLedger:", flush=True)
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def _plot(folder: JobFolder) -> Path | None:
+    path = folder.path / "training.png"
+    command = [sys.executable, "-m", "ddpjob_trainer", "plot", str(folder.checkpoints / "run"), "-o", str(path)]
+    environment = {"MPLBACKEND": "Agg", **os.environ}
+    drawn = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+    return path if drawn.returncode == 0 and path.is_file() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""`ddpjob run` as a user starts it, and a look at all that it leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ddpjob.local import processes
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN = str(SCRIPTS / "process_train.py")
+Json = dict[str, Any]
+
+
+def manifest(name: str = "job", **spec: Any) -> Json:
+    """A DDPJob of two nodes on the CPU."""
+    if not {"script", "module", "command"} & set(spec):
+        spec["script"] = TRAIN
+    return {
+        "apiVersion": "ddpjob.io/v1alpha1",
+        "kind": "DDPJob",
+        "metadata": {"name": name},
+        "spec": {"image": "any/image:1", "nodes": 2, "gpusPerNode": 0, **spec},
+    }
+
+
+class Machine:
+    """A folder of runs, and the commands."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs = folder, folder / "runs"
+        self._runners: list[subprocess.Popen[str]] = []
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "DDPJOB_RUNS": str(self.runs)}
+
+    def command(self, *words: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+        """`ddpjob WORDS` to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "ddpjob.cli", *words],
+            env=self.environment(), cwd=self.folder, capture_output=True, text=True, timeout=seconds, check=False,
+        )  # fmt: skip
+
+    def write(self, job: Json | str, name: str = "job.yaml") -> Path:
+        path = self.folder / name
+        path.write_text(job if isinstance(job, str) else yaml.safe_dump(job))
+        return path
+
+    def start(self, job: Json, *options: str) -> Run:
+        """`ddpjob run` in the background."""
+        path = self.write(job, f"{job['metadata']['name']}.yaml")
+        output = (self.folder / f"{job['metadata']['name']}.out").open("w+")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ddpjob.cli", "run", str(path), *options],
+            env=self.environment(), cwd=self.folder, stdout=output, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self._runners.append(process)
+        return Run(self, job["metadata"]["name"], process, Path(output.name))
+
+    def run(self, job: Json, *options: str, seconds: float = 90) -> Run:
+        """`ddpjob run` to its end."""
+        run = self.start(job, *options)
+        run.wait(seconds)
+        return run
+
+    def close(self) -> None:
+        """Kills what a failed test left running; the guard then ends the rest."""
+        for process in self._runners:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+class Run:
+    """One `ddpjob run`."""
+
+    def __init__(self, machine: Machine, job: str, process: subprocess.Popen[str], output: Path) -> None:
+        self.machine, self.job, self.process, self._output = machine, job, process, output
+        self.folder = machine.runs / job
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    @property
+    def record(self) -> Json:
+        body: Json = json.loads((self.folder / "status.json").read_text())
+        return body
+
+    @property
+    def status(self) -> Json:
+        status: Json = self.record.get("status", {})
+        return status
+
+    def condition(self, kind: str) -> Json:
+        """A condition; empty when there is none."""
+        return next((c for c in self.status.get("conditions", ()) if c["type"] == kind), {})
+
+    def until(self, what: Callable[[Run], object], seconds: float = 90) -> None:
+        """Waits until it holds while the run goes on."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the run has ended\n{self.everything()}"
+            if (self.folder / "status.json").exists() and what(self):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"not within {seconds} s\n{self.everything()}")
+
+    def steps(self) -> int:
+        """Steps that were saved."""
+        try:
+            return int((self.folder / "checkpoints" / "step").read_text())
+        except FileNotFoundError:
+            return 0
+
+    def wait(self, seconds: float = 90) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {seconds} s\n{self.everything()}") from None
+
+    def pods(self) -> list[str]:
+        """Names of the pods that are there."""
+        return [pod["name"] for pod in self.record["local"]["pods"]]
+
+    def log(self, pod: str) -> str:
+        return (Path(self.record["local"]["folder"]) / "pods" / f"{pod}.log").read_text()
+
+    def processes(self) -> list[int]:
+        """Processes that belong to the job."""
+        return processes.find({"DDPJOB_UID": self.record["metadata"]["uid"]})
+
+    def assert_nothing_left(self, seconds: float = 5) -> None:
+        """No process of the job, within the time that a guard may need."""
+        deadline = time.monotonic() + seconds
+        while left := self.processes():
+            names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left if Path(f"/proc/{pid}").exists()]
+            assert time.monotonic() < deadline, f"left behind: {names}"
+            time.sleep(0.05)
+
+    def assert_ledger(self, steps: int, ranks: int = 2) -> None:
+        """Each rank has made each step; one is repeated only if its life was cut before the step was saved."""
+        for rank in range(ranks):
+            made = [int(line) for line in (self.folder / "checkpoints" / f"ledger-{rank}").read_text().split()]
+            assert sorted(set(made)) == list(range(steps)), f"rank {rank}: {made}"
+            for before, after in itertools.pairwise(made):
+                assert after in (before + 1, before), f"rank {rank} went from step {before} to {after}"
+
+    def everything(self) -> str:
+        """For a failing test."""
+        logs = [f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.folder.glob("*/pods/*.log"))]
+        return "\n".join([self.output, *logs])
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)

@@ -1,0 +1,60 @@
+"""A small gloo job that saves, resumes and keeps a ledger; faults are ordered by flags."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--sleep", type=float, default=0.05)
+parser.add_argument("--raise-at", type=int, default=-1, help="rank 1 fails at this step, in every life")
+FOLDER = Path(os.environ["DDPJOB_CHECKPOINT_DIR"])
+told_to_end = False
+
+
+def on_sigterm(number: int, frame: object) -> None:
+    """Remember it; the step's end acts on it."""
+    global told_to_end
+    told_to_end = True
+
+
+def save(step: int) -> None:
+    """The number of steps done, atomically."""
+    (FOLDER / "new").write_text(str(step))
+    (FOLDER / "new").rename(FOLDER / "step")
+
+
+def main() -> None:
+    """Sum over the ranks, write down, save."""
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, on_sigterm)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    begin = torch.tensor([int((FOLDER / "step").read_text()) if (FOLDER / "step").exists() else 0])
+    dist.broadcast(begin, 0)
+    print(f"rank {rank} of {dist.get_world_size()} begins at step {begin.item()}", flush=True)
+    with (FOLDER / f"ledger-{rank}").open("a") as ledger:
+        for step in range(int(begin), args.steps):
+            if rank == 1 and step == args.raise_at:
+                raise ValueError(f"told to fail at step {step}")
+            flag = torch.tensor([float(told_to_end)])
+            dist.all_reduce(flag)
+            ledger.write(f"{step}\n")
+            ledger.flush()
+            if rank == 0:
+                save(step + 1)
+            if flag.item():
+                dist.barrier()
+                sys.exit(75)
+            time.sleep(args.sleep)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Bad input: a clear message, exit code 2, and nothing created."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddpjob.cli.main import main
+from process_harness import Machine, manifest
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command printed and returned."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class SameProcess(Machine):
+    """Commands within this process: bad input starts nothing, and Python's start would be most of the time."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        super().__init__(folder)
+        self._capsys = capsys
+
+    def command(self, *words: str, seconds: float = 60) -> Answer:  # type: ignore[override]
+        code = main(list(words))
+        return Answer(code, *self._capsys.readouterr())
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> SameProcess:
+    monkeypatch.chdir(tmp_path)
+    machine = SameProcess(tmp_path, capsys)
+    monkeypatch.setenv("DDPJOB_RUNS", str(machine.runs))
+    return machine
+
+
+WRONG: list[tuple[str, dict[str, Any] | str, list[str]]] = [
+    ("not YAML", "{ not: [yaml", ["job.yaml", "line 1"]),
+    ("no job", "apiVersion: v1\nkind: Pod\nmetadata: {name: x}\n", ["holds no DDPJob"]),
+    ("unknown field", manifest(nodez=3), ["spec.nodez", "nodes"]),
+    ("no nodes", manifest(nodes=0), ["spec.nodes"]),
+    ("two entry points", manifest(script="a.py", command=["b"]), ["exactly one of script, module and command"]),
+    ("podTemplate, unknown", manifest(podTemplate={"spec": {"tolerationz": []}}), ["spec.podTemplate.spec.tolerationz", "tolerations"]),
+    ("podTemplate, owned", manifest(podTemplate={"spec": {"restartPolicy": "Always"}}), ["spec.podTemplate.spec.restartPolicy"]),
+    ("workingDir", manifest(workingDir="/no/such/folder"), ["spec.workingDir", "--workdir"]),
+    (
+        "secret",
+        manifest(env=[{"name": "A_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]),
+        ["spec.env[0].valueFrom.secretKeyRef", "export A_KEY"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("job", "words"), [(job, words) for _, job, words in WRONG], ids=[name for name, _, _ in WRONG])
+def test_refused(machine: SameProcess, job: dict[str, Any] | str, words: list[str]) -> None:
+    refused = machine.command("run", str(machine.write(job)))
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert all(word in refused.stderr for word in words), refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not machine.runs.exists()
+
+
+def test_a_file_that_is_not_there(machine: SameProcess) -> None:
+    refused = machine.command("run", "no.yaml")
+    assert refused.returncode == 2 and "no.yaml does not exist" in refused.stderr.replace(": ", " ")
+
+
+def test_checkpoints_that_cannot_be_written(machine: SameProcess) -> None:
+    (machine.runs / "job").mkdir(parents=True)
+    (machine.runs / "job" / "checkpoints").write_text("in the way")
+    refused = machine.command("run", str(machine.write(manifest(command=["true"]))))
+    assert refused.returncode == 2 and "checkpoints" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_runs_that_cannot_be_written(machine: SameProcess) -> None:
+    machine.runs.write_text("in the way")
+    refused = machine.command("run", str(machine.write(manifest(command=["true"]))))
+    assert refused.returncode == 2 and "DDPJOB_RUNS" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_commands_on_what_is_not_there(machine: SameProcess) -> None:
+    for words in (["stop", "no"], ["kill", "no-0-0"], ["logs", "no-0-0"], ["suspend", "no"], ["get", "no"]):
+        refused = machine.command(*words)
+        assert refused.returncode == 2 and "no job no was run" in refused.stderr, refused.stderr
+
+
+def test_validate(machine: SameProcess) -> None:
+    right, wrong = machine.write(manifest("right"), "right.yaml"), machine.write(manifest("wrong", nodes=0), "wrong.yaml")
+    checked = machine.command("validate", str(right), str(wrong))
+    assert checked.returncode == 2 and "right is valid" in checked.stdout and "spec.nodes" in checked.stderr

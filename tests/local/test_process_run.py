@@ -1,0 +1,186 @@
+"""`ddpjob run` with real processes: to the end, through losses and failures, and out again without a trace."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from process_harness import TRAIN, Machine, manifest
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    yield machine
+    machine.close()
+
+
+HANG = ["bash", "-c", "trap '' TERM; setsid sleep 1000 & (sleep 1000 &) ; sleep 1000"]
+"""A job that ignores SIGTERM and has children in sessions of their own."""
+
+
+def test_a_job_completes_and_the_next_run_goes_on_from_its_checkpoints(machine: Machine) -> None:
+    run = machine.run(manifest(args=["--steps=5"]))
+    assert run.process.returncode == 0, run.everything()
+    assert run.condition("Complete")["status"] == "True"
+    run.assert_ledger(5)
+    run.assert_nothing_left()
+    assert "rank 0 of 2 begins at step 0" in run.log("job-0-0") + run.log("job-1-0")
+    again = machine.run(manifest(args=["--steps=8"]))
+    assert again.process.returncode == 0, again.everything()
+    again.assert_ledger(8)
+    assert "begins at step 5" in again.log("job-0-0")
+    assert "Complete" in machine.command("get").stdout
+    assert "begins at step 5" in machine.command("logs", "job-1-0").stdout
+
+
+def test_digits_with_a_node_killed(machine: Machine) -> None:
+    arguments = ["--config", "digits", "train.epochs=8", "data.batch=128", "model.width=8", "train.ledger=true", "checkpoint.every_seconds=0.3"]
+    run = machine.start(manifest("digits", module="ddpjob_trainer", args=arguments))
+    run.until(lambda r: r.status.get("progress", {}).get("percent", 0) >= 25, seconds=120)
+    assert machine.command("kill", "digits-0-0").returncode == 0
+    assert run.wait() == 0, run.everything()
+    restarts = run.status["restarts"]
+    assert (restarts["counted"], restarts["uncounted"]) == (0, 1)
+    assert restarts["recent"][0]["reason"] == "Deleted"
+    assert 0 < restarts["recent"][0]["seconds"] < 60
+    assert run.status["slots"][0]["attempt"] == 1
+    assert run.status["progress"]["percent"] == 100
+    assert run.status["progress"]["metrics"]["accuracy"] > 0.5
+    ledger = [sys.executable, "-m", "ddpjob_trainer", "ledger", str(run.folder / "checkpoints" / "run")]
+    checked = subprocess.run(ledger, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_the_budget_is_spent(machine: Machine, budget: int) -> None:
+    run = machine.run(manifest(args=["--raise-at=2"], recovery={"maxRestarts": budget}))
+    assert run.process.returncode == 1, run.everything()
+    failed = run.condition("Failed")
+    assert failed["reason"] == "RestartBudgetSpent"
+    assert run.status["restarts"]["counted"] == budget + 1
+    assert "ValueError: told to fail at step 2" in failed["message"]
+    assert 'raise ValueError(f"told to fail at step {step}")' in run.output
+    run.assert_nothing_left()
+
+
+def test_a_missing_script_fails_at_once(machine: Machine) -> None:
+    run = machine.run(manifest(script="not-there.py"), seconds=40)
+    assert run.process.returncode == 1, run.everything()
+    assert run.condition("Failed")["reason"] == "InitFailure"
+    assert "not-there.py" in run.output and str(machine.folder) in run.output
+    assert run.status["restarts"]["counted"] <= 2
+    run.assert_nothing_left()
+
+
+def test_a_command_that_does_not_exist_fails_at_once(machine: Machine) -> None:
+    run = machine.run(manifest(command=["no-such-program"]), seconds=20)
+    assert run.process.returncode == 1, run.everything()
+    assert run.condition("Failed")["reason"] == "InitFailure"
+    assert "no-such-program" in run.output
+
+
+def test_the_deadline_ends_a_job_that_ignores_signals(machine: Machine) -> None:
+    template = {"spec": {"terminationGracePeriodSeconds": 1}}
+    run = machine.run(manifest(command=HANG, runPolicy={"activeDeadlineSeconds": 2}, podTemplate=template), seconds=40)
+    assert run.process.returncode == 1, run.everything()
+    assert run.condition("Failed")["reason"] == "DeadlineExceeded"
+    run.assert_nothing_left()
+
+
+def test_a_command_finds_its_peers_by_the_variables_of_torchrun(machine: Machine) -> None:
+    run = machine.run(manifest(command=["bash", "-c", f"torchrun {TRAIN} --steps=4"]))
+    assert run.process.returncode == 0, run.everything()
+    run.assert_ledger(4)
+    run.assert_nothing_left()
+
+
+def test_placement_master_loses_node_0(machine: Machine) -> None:
+    run = machine.start(manifest(args=["--steps=80"], rendezvous={"placement": "Master"}))
+    run.until(lambda r: r.steps() >= 3)
+    assert not any("coordinator" in pod for pod in run.pods())
+    assert machine.command("kill", "job-0-0").returncode == 0
+    assert run.wait() == 0, run.everything()
+    assert run.status["rendezvous"]["generation"] == 1
+    run.assert_ledger(80)
+    run.assert_nothing_left()
+
+
+def test_a_lost_coordinator_is_replaced(machine: Machine) -> None:
+    run = machine.start(manifest(args=["--steps=80"]))
+    run.until(lambda r: r.steps() >= 3)
+    assert machine.command("kill", "job-coordinator-0").returncode == 0
+    assert run.wait() == 0, run.everything()
+    assert run.status["rendezvous"]["generation"] == 1
+    assert run.status["restarts"]["counted"] == 0
+    run.assert_ledger(80)
+
+
+def test_ctrl_c_saves_and_leaves_nothing(machine: Machine) -> None:
+    run = machine.start(manifest(args=["--steps=100000"]))
+    run.until(lambda r: r.steps() >= 3)
+    assert len(run.processes()) >= 4
+    run.signal(signal.SIGINT)
+    assert run.wait(40) == 130
+    run.assert_nothing_left(0.5)
+    assert "Interrupted by SIGINT" in run.output
+    steps = run.steps()
+    again = machine.start(manifest(args=[f"--steps={steps + 3}"]))
+    assert again.wait() == 0, again.everything()
+    again.assert_ledger(steps + 3)
+
+
+def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
+    run = machine.start(manifest(command=HANG))
+    run.until(lambda r: r.status.get("phase") == "Running")
+    run.signal(signal.SIGINT)
+    run.until(lambda r: "once more" in r.output)
+    run.signal(signal.SIGINT)
+    assert run.wait(5) == 130
+    run.assert_nothing_left(0.5)
+
+
+@pytest.mark.parametrize("victim", ["torchrun", "hang"])
+def test_kill_9_of_the_runner_leaves_nothing(machine: Machine, victim: str) -> None:
+    run = machine.start(manifest(args=["--steps=100000"]) if victim == "torchrun" else manifest(command=HANG))
+    run.until((lambda r: r.steps() >= 1) if victim == "torchrun" else (lambda r: len(r.processes()) >= 8))
+    run.signal(signal.SIGKILL)
+    run.wait(5)
+    run.assert_nothing_left(5)
+    assert "Interrupted" in machine.command("get").stdout
+
+
+def test_stop_ends_a_hanging_job(machine: Machine) -> None:
+    run = machine.start(manifest(command=HANG))
+    run.until(lambda r: len(r.processes()) >= 8)
+    began = time.monotonic()
+    assert machine.command("stop", "--now", "job").returncode == 0
+    assert time.monotonic() - began < 10
+    run.assert_nothing_left(0.1)
+    assert run.wait(5) == 143
+
+
+def test_suspend_and_resume(machine: Machine) -> None:
+    run = machine.start(manifest(args=["--steps=60", "--sleep=0.1"]))
+    run.until(lambda r: r.steps() >= 3)
+    assert machine.command("suspend", "job").returncode == 0
+    run.until(lambda r: r.status["phase"] == "Suspended" and not r.processes())
+    assert machine.command("resume", "job").returncode == 0
+    assert run.wait() == 0, run.everything()
+    run.assert_ledger(60)
+
+
+def test_a_job_runs_once_at_a_time_and_two_jobs_side_by_side(machine: Machine) -> None:
+    first = machine.start(manifest(command=["sleep", "600"]))
+    first.until(lambda r: r.status.get("phase") == "Running")
+    second = machine.command("run", str(machine.write(manifest(command=["sleep", "1"]))))
+    assert second.returncode == 2 and "runs already" in second.stderr
+    other = machine.run(manifest("other", command=["sleep", "1"]), seconds=30)
+    assert other.process.returncode == 0, other.everything()
+    assert machine.command("stop", "job").returncode == 0
