@@ -230,6 +230,7 @@ def load(settings: Settings, image: Image, node_name: str, programs: Path) -> No
         return
     config = _blob_json(settings, image.manifest)["config"]["digest"]
     missing = [digest for digest in (config, *image.layers, image.manifest) if digest not in present]
+    _link(settings, missing, node_name)
     child = subprocess.Popen(
         [*ctr, "images", "import", "--local", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -242,6 +243,22 @@ def load(settings: Settings, image: Image, node_name: str, programs: Path) -> No
     output = child.stdout.read().decode()
     if child.wait() != 0:
         raise ClusterError(f"loading {image.tag} into {node_name}: {output[-2000:]}")
+
+
+def _link(settings: Settings, blobs: list[str], node_name: str) -> None:
+    """Lay blobs into containerd's content store as hard links, where cache and run folder share a file system.
+
+    containerd knows them by their digest and reads past their bytes in the archive: gigabytes are not written once more per node.
+    It never changes a blob in place; when it collects one, it removes its own link.
+    """
+    store = node.folder(settings, node_name) / "containerd" / "io.containerd.content.v1.content" / "blobs" / "sha256"
+    store.mkdir(parents=True, exist_ok=True)
+    if store.stat().st_dev != (settings.cache / "images" / "blobs").stat().st_dev:
+        return
+    for digest in blobs:
+        target = store / digest.removeprefix("sha256:")
+        if not target.exists():
+            target.hardlink_to(_blob(settings, digest))
 
 
 def _write_archive(settings: Settings, image: Image, blobs: list[str], stream: IO[bytes]) -> None:
