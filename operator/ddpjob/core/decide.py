@@ -74,6 +74,7 @@ def _drive(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Decis
     status = _describe(job, followed.status, world, now, followed.restarts)
     events += _news(job.status, status)
     actions, held = _ensure(job, status, world, now)
+    actions += _tell_of_vanished(world, followed.restarts)
     wake = [BLOCKED_POLL if _blocked(job, world) else POLL]
     wake += [max(0.0, (moment - now).total_seconds()) for moment in (deadline, held) if moment is not None]
     return Decision(status, actions, tuple(events), min(wake))
@@ -161,6 +162,13 @@ def _suspend(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Dec
 # --- what is there to do ----------------------------------------------------------------------------------------
 
 
+def _tell_of_vanished(world: World, restarts: tuple[Restart, ...]) -> tuple[Action, ...]:
+    """A pod that is no longer there may be on a node that has lost the network, and so have said nothing to its peers."""
+    present = {p.name for p in world.pods}
+    gone = (r.pod for r in restarts if r.index is not None and r.pod not in present)
+    return tuple(Tell("gone", {"pod": pod, "why": "the pod was deleted"}) for pod in gone)
+
+
 def _blocked(job: DDPJob, world: World) -> bool:
     return bool(world.rejections) or unusable_claim(job, world) is not None
 
@@ -215,8 +223,6 @@ def _removals(job: DDPJob, status: JobStatus, world: World) -> list[Action]:
             kept.setdefault(pod.index, []).append(pod)
         elif stale and not pod.ended and pod.deleted_at is None:
             actions.append(DeletePod(pod.name, pod.uid))
-        elif not pod.ended and pod.deleted_at is not None and not stale and job.spec.under_torchrun:
-            actions.append(Tell("gone", {"pod": pod.name, "why": "the pod is being deleted"}))
     for pods in kept.values():
         pods.sort(key=lambda p: p.attempt)
         surplus = pods[: max(0, len(pods) - job.spec.run_policy.failed_pods_kept)]
@@ -262,7 +268,10 @@ def _scheduled(job: DDPJob, status: JobStatus, world: World, pods: list[PodView]
 
 def _spread_hint(job: DDPJob, pod: PodView) -> str:
     if job.spec.scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
-        return f" (one pod per {job.spec.scheduling.topology_key}: fewer nodes than spec.nodes fit; scheduling.onePodPerNode=false lets pods share one)"
+        return (
+            f" (one pod per {job.spec.scheduling.topology_key}: fewer nodes than spec.nodes fit; "
+            "scheduling.onePodPerNode=false lets pods share one)"
+        )
     return ""
 
 

@@ -59,5 +59,5 @@ def _end_leftovers(job: DDPJob, pod: PodView, overdue: bool) -> list[Action]:
     """A sidecar outlives its trainer. In placement Master the coordinator is asked first, so that pod 0's log stays."""
     coordinator = pod.containers.get(COORDINATOR_CONTAINER)
     if job.spec.rendezvous.placement is Placement.MASTER and coordinator is not None and not overdue:
-        return [Tell("stop", {"ok": True, "why": "the job has ended", "exit": True})]
+        return [Tell("exit", {"why": "the job has ended"})]
     return [DeletePod(pod.name, pod.uid)]

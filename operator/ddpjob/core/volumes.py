@@ -22,7 +22,10 @@ def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     """The first claim that is missing, or that one node holds while several need it."""
     for claim in world.claims:
         if not claim.exists:
-            message = f"storage names the claim {claim.name}, which does not exist in namespace {job.namespace}: create it, the job then starts by itself"
+            message = (
+                f"storage names the claim {claim.name}, which does not exist in namespace {job.namespace}: "
+                "create it, the job then starts by itself"
+            )
             return Unusable("ClaimNotFound", message)
         if _serves_one(job, claim):
             modes = ", ".join(claim.access_modes)

@@ -100,15 +100,27 @@ def judge(failures: list[Failure], losses: list[Loss]) -> Verdict | None:
 
 def _lost(loss: Loss, consequences: int) -> Verdict:
     fields = {
-        "pod": loss.place.pod, "index": loss.place.index, "rank": None, "localRank": None, "exitCode": None, "signal": None,
-        "message": loss.why, "traceback": "",
+        "pod": loss.place.pod,
+        "index": loss.place.index,
+        "rank": None,
+        "localRank": None,
+        "exitCode": None,
+        "signal": None,
+        "message": loss.why,
+        "traceback": "",
     }
     return Verdict("Left" if loss.leaving else "PeerLost", loss.time, fields, consequences)
 
 
 def _failed(failure: Failure, consequences: int) -> Verdict:
     fields = {
-        "pod": failure.place.pod, "index": failure.place.index, "rank": failure.rank, "localRank": failure.local_rank,
-        "exitCode": failure.exit_code, "signal": failure.signal, "message": failure.message, "traceback": failure.traceback,
+        "pod": failure.place.pod,
+        "index": failure.place.index,
+        "rank": failure.rank,
+        "localRank": failure.local_rank,
+        "exitCode": failure.exit_code,
+        "signal": failure.signal,
+        "message": failure.message,
+        "traceback": failure.traceback,
     }
     return Verdict("WorkerFailed", failure.time, fields, consequences)

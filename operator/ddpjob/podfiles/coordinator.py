@@ -24,6 +24,7 @@ from typing import Any
 import web
 import wire
 from attribution import Failure
+from departure import write_termination_log
 from group import Group, Member
 
 HELLO_SECONDS = 10.0
@@ -210,7 +211,7 @@ def log(text: str) -> None:
 
 
 async def _host_store(coordinator: Coordinator, port: int) -> int:
-    """Run the store's process; returns its exit code when it ends."""
+    """Run the store's process until it ends; returns the coordinator's exit code."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, str(Path(__file__).with_name("store.py")), "--port", str(port),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -220,20 +221,35 @@ async def _host_store(coordinator: Coordinator, port: int) -> int:
     if line.startswith(b"ready"):
         coordinator.store_ready = True
         log(f"store: {line.decode().strip()}")
-    return await child.wait()
+    code = await child.wait()
+    if code == wire.EXIT_INIT_FAILURE:
+        why = line.decode().strip()
+        log(why)
+        write_termination_log("InitFailure", why)
+        return code
+    log(f"the store ended with exit code {code}; so does this coordinator")
+    return 1
+
+
+async def _until_asked(coordinator: Coordinator) -> int:
+    """Serve until `POST /v1/exit`."""
+    while coordinator.group.exit_why is None:
+        await coordinator.wait_for_change()
+    log(f"exits: {coordinator.group.exit_why}")
+    return 0
 
 
 async def run(arguments: argparse.Namespace, token: str, generation: int) -> int:
-    """Serve until the store ends (1). SIGTERM ends the process at once with 143."""
+    """Serve until asked to exit (0), or until the store ends (1; 78 without torch). SIGTERM ends the process at once with 143."""
     coordinator = Coordinator(arguments.nodes, generation, token, store_ready=arguments.store_port is None)
     server = await asyncio.start_server(coordinator.serve, arguments.host or None, arguments.port, limit=wire.MAX_LINE, backlog=512)
     log(f"generation {generation} listens on port {arguments.port} for {arguments.nodes} nodes")
     async with server:
-        if arguments.store_port is None:
-            await asyncio.Event().wait()
-        code = await _host_store(coordinator, arguments.store_port)
-        log(f"the store ended with exit code {code}; so does this coordinator")
-        return 1
+        ends = [asyncio.ensure_future(_until_asked(coordinator))]
+        if arguments.store_port is not None:
+            ends.append(asyncio.ensure_future(_host_store(coordinator, arguments.store_port)))
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
 
 
 def main() -> None:
@@ -253,7 +269,8 @@ def main() -> None:
         parser.error(f"DDPJOB_GENERATION must be a whole number, not {generation!r}")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     try:
-        sys.exit(asyncio.run(run(arguments, token, int(generation))))
+        code = asyncio.run(run(arguments, token, int(generation)))
+        os._exit(code)  # connections that linger must not delay the end
     except OSError as error:
         sys.exit(f"coordinator: cannot listen on port {arguments.port}: {error}")
 

@@ -28,6 +28,7 @@ class Departure:
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.stop_workers: Callable[[float], None] = lambda grace: None
+        self.close_link: Callable[[], None] = lambda: None
         self.starting = threading.Lock()  # held while workers are started, so that none is missed
         self._once = threading.Lock()
         self.leaving = False
@@ -44,6 +45,7 @@ class Departure:
         say(f"ends with {code} ({kind}): {message}" if code else "ends with 0: every node has finished")
         with self.starting:
             self.stop_workers(grace)
+        self.close_link()
         if code:
             write_termination_log(kind, message, traceback)
         sys.stdout.flush()

@@ -85,6 +85,7 @@ class Group:
         self.last_recovery: float | None = None
         self._gone: set[str] = set()
         self._stop: dict[str, Any] | None = None
+        self.exit_why: str | None = None  # set: the coordinator is no longer needed
 
     # ---- members come and go
 
@@ -307,6 +308,11 @@ class Group:
             member.send("stop", self._stop)
         self._bump()
 
+    def exit(self, why: str) -> None:
+        """The job has ended and nobody will ask again."""
+        self.exit_why = why
+        self._changed()
+
     def report_progress(self, report: dict[str, Any]) -> None:
         """A checked progress report; the first one after a restart ends the time that counts as down."""
         if self.state == "Running":
@@ -328,8 +334,13 @@ class Group:
             for m in sorted(self.members.values(), key=lambda m: m.index)
         ]
         return {
-            "version": self.version, "generation": self.generation, "state": self.state, "nodes": self.nodes,
-            "startedAt": wire.iso(self.started_at), "members": members, "incidents": self.incidents,
+            "version": self.version,
+            "generation": self.generation,
+            "state": self.state,
+            "nodes": self.nodes,
+            "startedAt": wire.iso(self.started_at),
+            "members": members,
+            "incidents": self.incidents,
             "progress": dict(self.progress.values, updatedAt=wire.iso(self.progress.updated_at)),
             "recovery": {"lastSeconds": self.last_recovery, "downSince": wire.iso(self.down_since)},
         }

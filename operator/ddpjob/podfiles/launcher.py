@@ -41,6 +41,7 @@ def main() -> NoReturn:
         departure.leave(wire.EXIT_INIT_FAILURE, "InitFailure", str(error))
         raise
     watch_signals(lambda number: on_signal(number, link, departure))
+    departure.close_link = link.close
     link.start()
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a replaced node never learns of rank 0's store
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
@@ -100,8 +101,7 @@ def on_signal(number: signal.Signals, link: Link, departure: Departure) -> None:
 def torchrun(arguments: list[str], link: Link, departure: Departure) -> None:
     """torch.distributed.run's `main` with this launcher's agent and entry point; returns when every node has finished."""
     sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != HERE]
-    from torch.distributed import run
-
+    run = import_torchrun()
     parsed = parse(run, arguments)
     if not parsed.run_path:
         check_entry_point(parsed)
@@ -112,6 +112,16 @@ def torchrun(arguments: list[str], link: Link, departure: Departure) -> None:
         return
     patch_torch(run, link, departure)
     run.run(parsed)
+
+
+def import_torchrun() -> Any:
+    """torch.distributed.run; an image that cannot import it cannot run the job, however often it is tried."""
+    try:
+        from torch.distributed import run
+    except ImportError as error:
+        what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
+        raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
+    return run
 
 
 def parse(run: Any, arguments: list[str]) -> Any:

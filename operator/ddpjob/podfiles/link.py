@@ -12,6 +12,7 @@ import wire
 
 CONNECT_SECONDS = 2.0
 MAX_UNSENT = 100
+GOODBYE_SECONDS = 1.0
 
 
 class Link:
@@ -29,7 +30,8 @@ class Link:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[bytes] = []
-        self._heard = time.monotonic()
+        self._thread = threading.Thread(target=self._keep, name="ddpjob-link", daemon=True)
+        self._closing = False
         self._round: dict[str, Any] | None = None  # this node's place in the rendezvous, while it has one
         self.news = threading.Condition()
         self.welcomed = False
@@ -39,7 +41,7 @@ class Link:
 
     def start(self) -> None:
         """Begin to connect; returns at once."""
-        threading.Thread(target=self._keep, name="ddpjob-link", daemon=True).start()
+        self._thread.start()
         threading.Thread(target=self._beat, name="ddpjob-heartbeat", daemon=True).start()
 
     # ---- for the agent
@@ -86,6 +88,19 @@ class Link:
         except OSError:
             return False  # the reader sees the end of this connection and makes a new one
 
+    def close(self) -> None:
+        """Say goodbye in order: an exit with unread data in the socket would reset the connection, and the last words could be lost."""
+        self._closing = True
+        with self._lock:
+            stream = self._socket
+        if stream is None or threading.current_thread() is self._thread:
+            return
+        try:
+            stream.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # it has ended already
+        self._thread.join(GOODBYE_SECONDS)
+
     # ---- threads
 
     def _keep(self) -> None:
@@ -100,7 +115,7 @@ class Link:
                 pause = min(pause * 1.5, 1.0)
                 continue
             over, why = self._read(stream)
-            if over:
+            if over or self._closing:
                 return
             if self.welcomed and not reached:
                 reached = True
@@ -115,7 +130,6 @@ class Link:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a host that vanished sends no FIN
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(wire.SILENCE_SECONDS * 1000))
         stream.settimeout(wire.SILENCE_SECONDS)
-        self._heard = time.monotonic()
         hello = dict(self._identity)
         if self._round is not None:
             hello["resume"] = self._round
@@ -130,8 +144,7 @@ class Link:
         try:
             with stream.makefile("rb") as lines:
                 for line in lines:
-                    self._heard = time.monotonic()
-                    if self._on_message(wire.decode(line)):
+                                if self._on_message(wire.decode(line)):
                         return True, ""
         except (OSError, ValueError) as error:
             why = str(error)

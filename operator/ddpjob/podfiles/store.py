@@ -21,7 +21,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--port", type=int, required=True)
     port = parser.parse_args().port
-    from torch.distributed import TCPStore
+    try:
+        from torch.distributed import TCPStore
+    except ImportError as error:
+        sys.stdout.write(f"the image has no usable torch, which the rendezvous store needs: {error}\n")
+        sys.stdout.flush()
+        os._exit(78)
 
     store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     sys.stdout.write(f"ready {store.port}\n")

@@ -125,6 +125,11 @@ def _stop(group: Any, content: Any) -> None:
     group.stop(content["ok"], content["why"])
 
 
+def _exit(group: Any, content: Any) -> None:
+    _fields(content, {"why": str})
+    group.exit(content["why"])
+
+
 def _fields(content: Any, wanted: dict[str, type]) -> None:
     if not isinstance(content, dict):
         raise ValueError("the body must be a JSON object")
@@ -143,6 +148,7 @@ ROUTES = {
     "/v1/progress": ("POST", _progress),
     "/v1/gone": ("POST", _gone),
     "/v1/stop": ("POST", _stop),
+    "/v1/exit": ("POST", _exit),
 }
 
 
