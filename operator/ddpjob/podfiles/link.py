@@ -144,7 +144,7 @@ class Link:
         try:
             with stream.makefile("rb") as lines:
                 for line in lines:
-                                if self._on_message(wire.decode(line)):
+                    if self._on_message(wire.decode(line)):
                         return True, ""
         except (OSError, ValueError) as error:
             why = str(error)
