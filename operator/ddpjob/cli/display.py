@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -129,6 +131,11 @@ class LivePanel:
         self._live.stop()
 
 
+def shortest(path: Path) -> str:
+    """Relative to the current folder where that is shorter."""
+    return min(str(path), os.path.relpath(path), key=len)
+
+
 def panel(shown: Shown) -> RenderableType:
     """The job, its bar, its pods."""
     status = shown.status
@@ -164,5 +171,5 @@ def _pods(shown: Shown) -> RenderableType:
         table.add_column(title, overflow="fold" if title == "LOG" else "ellipsis")
     for pod in shown.pods[-12:]:
         style = "red" if pod.state.startswith("Error") else "green" if pod.state in ("Running", "Completed") else "yellow"
-        table.add_row(pod.name, Text(pod.state, style=style), Text(str(pod.log), style="dim"))
+        table.add_row(pod.name, Text(pod.state, style=style), Text(shortest(pod.log), style="dim"))
     return table

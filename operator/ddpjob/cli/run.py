@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddpjob.api.reader import ManifestError, read_manifest
 from ddpjob.api.types import ConditionType, DDPJob, Json
-from ddpjob.cli.display import open_display, recoveries, told_accuracy
+from ddpjob.cli.display import open_display, recoveries, shortest, told_accuracy
 from ddpjob.core.progress import duration
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.fitting import Fit, Options, fit
@@ -85,9 +85,9 @@ def _run(job: Ready, run: RunFolder) -> int:
     for warning in job.fit.warnings:
         print(f"note: {warning}", file=sys.stderr)
     had_checkpoints = any(job.folder.checkpoints.iterdir())
-    print(f"job {job.folder.name}: logs and status in {run.path}")
+    print(f"job {job.folder.name}: logs and status in {shortest(run.path)}")
     if had_checkpoints:
-        print(f"goes on from the checkpoints in {job.folder.checkpoints} (--fresh begins anew)")
+        print(f"goes on from the checkpoints in {shortest(job.folder.checkpoints)} (--fresh begins anew)")
     sys.stdout.flush()
     display = open_display()
     try:
@@ -122,9 +122,9 @@ def _tell_end(job: Ready, run: RunFolder, outcome: Outcome) -> None:
     counts = status.restarts
     lines.append(("Restarts", f"{counts.counted} counted of {status.max_restarts} allowed, {counts.uncounted} not counted"))
     lines += [("", line) for line in recoveries(status)]
-    lines.append(("Logs", str(run.pods)))
+    lines.append(("Logs", shortest(run.pods)))
     if any(job.folder.checkpoints.iterdir()):
-        lines.append(("Checkpoints", str(job.folder.checkpoints)))
+        lines.append(("Checkpoints", shortest(job.folder.checkpoints)))
         if not status.terminal:
             lines.append(("Next", "the same command goes on from there"))
     for label, text in lines:
