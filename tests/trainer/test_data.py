@@ -1,0 +1,242 @@
+"""Data sets in their real on-disk formats; augmentation that does not depend on ranks; clear errors."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ddpjob_trainer import config, train
+from ddpjob_trainer.data import DataSet, open_data
+from ddpjob_trainer.data.augment import crop_and_flip, resized_crop_box
+from ddpjob_trainer.errors import ConfigError, DataError
+from ddpjob_trainer.ledger_check import read, verify
+from ranks import final_losses, good
+
+RANDOM = np.random.default_rng(0)
+IMAGES = RANDOM.integers(0, 256, (60, 3072), dtype=np.uint8)
+LABELS = RANDOM.integers(0, 10, 60)
+
+
+def opened(*arguments: str) -> DataSet:
+    return open_data(config.load(None, list(arguments)).data)
+
+
+def write_python(root: Path) -> None:
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir()
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    for number, name in enumerate(names):
+        part = slice(10 * number, 10 * number + 10)
+        batch = {"batch_label": name, "labels": LABELS[part].tolist(), "data": IMAGES[part], "filenames": [f"{i}.png" for i in range(10)]}
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+
+
+def write_binary(root: Path) -> None:
+    folder = root / "cifar-10-batches-bin"
+    folder.mkdir()
+    for number, name in enumerate([f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]):
+        part = slice(10 * number, 10 * number + 10)
+        (folder / name).write_bytes(np.hstack([LABELS[part, None].astype(np.uint8), IMAGES[part]]).tobytes())
+
+
+def write_folder(root: Path, count: int = 6) -> None:
+    from PIL import Image
+
+    for split in ("train", "val"):
+        for label, name in enumerate(("n01440764", "n01443537")):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = RANDOM.integers(0, 128, (40 + 3 * number, 50, 3), dtype=np.uint8) + np.uint8(100 * label)
+                Image.fromarray(pixels).save(root / split / name / f"{name}_{number}.JPEG")
+
+
+def test_cifar10_python_and_binary_versions_give_the_same_as_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
+    (tmp_path / "py").mkdir()
+    (tmp_path / "bin").mkdir()
+    write_python(tmp_path / "py")
+    write_binary(tmp_path / "bin")
+    batches = [next(iter(opened("data.name=cifar10", "data.augment=false", f"data.dir={tmp_path / kind}").train_batches([list(range(50))], 0)))
+               for kind in ("py", "bin")]
+    assert torch.equal(batches[0].images, batches[1].images) and torch.equal(batches[0].labels, batches[1].labels)
+
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "_check_integrity", lambda self: True)  # the MD5 of the official files
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *_: True)
+    (tmp_path / "py" / "cifar-10-batches-py" / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    reference = torchvision.datasets.CIFAR10(str(tmp_path / "py"), train=True)
+    normalise = torchvision.transforms.Compose([
+        torchvision.transforms.ToTensor(),
+        torchvision.transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    ])
+    for number in (0, 17, 49):
+        image, label = reference[number]
+        torch.testing.assert_close(batches[0].images[number], normalise(image), rtol=1e-5, atol=1e-5)
+        assert batches[0].labels[number] == label
+
+
+def test_cifar100_binary_takes_the_fine_label(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-100-binary"
+    folder.mkdir()
+    fine = RANDOM.integers(0, 100, 60).astype(np.uint8)
+    for name in ("train.bin", "test.bin"):
+        (folder / name).write_bytes(np.hstack([np.full((60, 1), 3, np.uint8), fine[:, None], IMAGES]).tobytes())
+    data = opened("data.name=cifar100", f"data.dir={tmp_path}")
+    assert data.classes == 100
+    assert next(iter(data.test_batches([list(range(60))]))).labels.tolist() == fine.tolist()
+
+
+@pytest.mark.parametrize("write", [write_python, write_binary])
+def test_cifar_trains_on_two_ranks_like_on_one(write: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    arguments = ["data.name=cifar10", f"data.dir={tmp_path}", "data.batch=16", "model.width=4", "train.epochs=2", "train.log_every=1", "train.ledger=true"]
+    for world in (1, 2):
+        good(world, [*arguments, f"checkpoint.dir={tmp_path / str(world)}"])
+    np.testing.assert_allclose(final_losses(tmp_path / "2" / "run"), final_losses(tmp_path / "1" / "run"), rtol=1e-4)
+    assert verify(read([tmp_path / "2"])).epochs == {1: 50, 2: 50}
+
+
+def test_resnet18_trains_on_cifar_on_two_ranks(tmp_path: Path) -> None:
+    write_python(tmp_path)
+    good(2, ["data.name=cifar10", f"data.dir={tmp_path}", "data.batch=25", "model.name=resnet18_cifar", "train.epochs=1", f"checkpoint.dir={tmp_path}/c"])
+    assert len(final_losses_of_epoch(tmp_path / "c")) == 1
+
+
+def final_losses_of_epoch(folder: Path) -> list[dict[str, Any]]:
+    from ranks import metrics
+
+    return metrics(folder / "run", "eval")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_jpeg_folder_trains_on_two_ranks_like_on_one(workers: int, tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    arguments = [
+        "data.name=imagefolder", f"data.dir={tmp_path}", "data.batch=5", "data.image_size=16", f"data.workers={workers}", "model.width=4",
+        "train.epochs=2", "train.log_every=1", "train.ledger=true",
+    ]
+    for world in (1, 2):
+        good(world, [*arguments, f"checkpoint.dir={tmp_path / str(world)}"])
+    np.testing.assert_allclose(final_losses(tmp_path / "2" / "run"), final_losses(tmp_path / "1" / "run"), rtol=1e-3)
+    assert verify(read([tmp_path / "2"])).epochs == {1: 12, 2: 12}
+
+
+def test_middle_crop_is_torchvisions(tmp_path: Path) -> None:
+    import torchvision.transforms.v2 as v2
+    from PIL import Image
+
+    write_folder(tmp_path, 1)
+    image = Image.open(tmp_path / "val" / "n01440764" / "n01440764_0.JPEG")
+    reference = v2.Compose([v2.Resize(37), v2.CenterCrop(32), v2.PILToTensor()])(image).float() / 255
+    data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=32", "data.workers=0")
+    pixels = next(iter(data.test_batches([[0]]))).images[0] * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1) + torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+    assert (pixels - reference).abs().mean() < 0.05, "the same crop up to the rounding of its corner"
+
+
+def test_digits_are_scikit_learns_and_the_split_is_stratified() -> None:
+    from ddpjob_trainer.data.digits import read_digits
+    from sklearn.datasets import load_digits
+
+    images, labels = read_digits()
+    reference = load_digits()
+    assert np.array_equal(images[:, 0].numpy(), reference.images) and np.array_equal(labels.numpy(), reference.target)
+    data = opened("data.name=digits")
+    test = next(iter(data.test_batches([list(range(data.test_size))]))).labels
+    assert (data.train_size, data.test_size) == (1438, 359)
+    for label in range(10):
+        assert abs(int((test == label).sum()) - 0.2 * int((labels == label).sum())) <= 0.5
+
+
+def test_augmentation_depends_on_sample_and_epoch_only() -> None:
+    images = torch.from_numpy(IMAGES.reshape(-1, 3, 32, 32))
+    whole = crop_and_flip(images, 1, 0, np.arange(60), padding=4, flip=True)
+    some = np.array([41, 3, 17])
+    assert torch.equal(crop_and_flip(images[some], 1, 0, some, padding=4, flip=True), whole[some])
+    assert not torch.equal(crop_and_flip(images, 1, 1, np.arange(60), padding=4, flip=True), whole)
+
+
+def test_crop_and_flip_moves_and_mirrors_as_it_says() -> None:
+    image = torch.arange(1, 26, dtype=torch.uint8).view(1, 1, 5, 5)
+    padded = torch.nn.functional.pad(image, (1, 1, 1, 1))[0, 0]
+    expected = {tuple(crop.flatten().tolist()) for top in range(3) for left in range(3)
+                for crop in (padded[top : top + 5, left : left + 5], padded[top : top + 5, left : left + 5].flip(1))}
+    many = crop_and_flip(image.expand(2000, 1, 5, 5), 0, 0, np.arange(2000), padding=1, flip=True)
+    counts = {key: 0 for key in expected}
+    for crop in many:
+        counts[tuple(crop.flatten().tolist())] += 1
+    assert min(counts.values()) > 2000 / 18 / 2, "all 18 outcomes, about equally often"
+
+
+def test_resized_crop_boxes_lie_inside_and_keep_the_ranges() -> None:
+    from ddpjob_trainer.randomness import uniform
+
+    for draws in uniform(0, 0, np.arange(300), 40).reshape(300, 10, 4):
+        top, left, height, width = resized_crop_box(draws, 300, 400)
+        assert top >= 0 and left >= 0 and top + height <= 300 and left + width <= 400
+        assert 0.07 < height * width / 120000 <= 1 and 0.74 < width / height < 1.35
+
+
+def test_bad_folders_are_named_with_the_remedy(tmp_path: Path) -> None:
+    cases = [
+        (["data.name=cifar10"], "needs data.dir"),
+        (["data.name=cifar10", "data.dir=/nowhere"], "data folder /nowhere does not exist .* unpack the official archive"),
+        (["data.name=cifar10", f"data.dir={tmp_path}"], f"data folder {tmp_path} is empty .* data.download=true"),
+        (["data.name=imagefolder", f"data.dir={tmp_path}"], "is empty .* put train/CLASS/"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(DataError, match=message):
+            train.run(config.load(None, arguments))
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    write_binary(tmp_path)
+    path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    with pytest.raises(DataError, match="data_batch_3.bin is truncated"):
+        opened("data.name=cifar10", f"data.dir={tmp_path}")
+    path.write_bytes(b"\xff" + whole[1:])
+    with pytest.raises(DataError, match=r"label 255, outside of 0\.\.9"):
+        opened("data.name=cifar10", f"data.dir={tmp_path}")
+    path.unlink()
+    with pytest.raises(DataError, match="lacks data_batch_3.bin"):
+        opened("data.name=cifar10", f"data.dir={tmp_path}")
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    write_python(tmp_path)
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return print, ("ran",)
+
+    (tmp_path / "cifar-10-batches-py" / "data_batch_2").write_bytes(pickle.dumps({"data": Evil()}))
+    with pytest.raises(DataError, match="print has no place in a CIFAR batch"):
+        opened("data.name=cifar10", f"data.dir={tmp_path}")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_cannot_be_decoded_is_named(workers: int, tmp_path: Path) -> None:
+    write_folder(tmp_path, 2)
+    path = tmp_path / "train" / "n01440764" / "n01440764_1.JPEG"
+    path.write_bytes(path.read_bytes()[:200])
+    data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16", f"data.workers={workers}")
+    with pytest.raises(DataError, match=f"^image {path} cannot be read"):
+        list(data.train_batches([[0, 1]], 0))
+
+
+def test_classes_of_train_and_val_must_agree(tmp_path: Path) -> None:
+    write_folder(tmp_path, 1)
+    (tmp_path / "val" / "n01443537").rename(tmp_path / "val" / "other")
+    with pytest.raises(DataError, match="different class folders .*n01443537, other"):
+        opened("data.name=imagefolder", f"data.dir={tmp_path}")
+
+
+def test_values_that_make_no_sense_are_refused() -> None:
+    for arguments, message in ((["data.batch=0"], "data.batch: 0 is less than 1"), (["data.name=synthetic", "data.shape=3,32"], "data.shape")):
+        with pytest.raises(ConfigError, match=message):
+            opened(*arguments)

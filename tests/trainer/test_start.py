@@ -1,0 +1,72 @@
+"""What a start of a rank costs and does: no compiler, no scikit-learn; devices and models chosen by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ddpjob_trainer import devices
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.models import ModelConfig, build_model
+
+PROGRAM = """
+import sys
+from ddpjob_trainer import config, train
+code = train.run(config.load(None, sys.argv[1:]))
+slow = [name for name in ("torch._inductor", "sympy", "sklearn", "scipy", "matplotlib", "torchvision", "rich") if name in sys.modules]
+assert code == 0 and not slow, slow
+import torch
+print(torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1)).item(), torch._dynamo.__file__)
+import torch._dynamo.config
+print(torch._dynamo.config.__spec__.name)
+"""
+
+
+def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) -> None:
+    """On two ranks DistributedDataParallel is involved; here its group has one rank of two forked ones in other tests."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "data.name=digits", "model.width=4", "train.epochs=1", f"checkpoint.dir={tmp_path}"],
+        capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2.0" in done.stdout and "_dynamo/__init__.py" in done.stdout and "torch._dynamo.config" in done.stdout
+
+
+def test_backend_and_device() -> None:
+    if not torch.cuda.is_available():
+        assert devices.choose("auto", 0) == devices.Placement(torch.device("cpu"), "gloo")
+        with pytest.raises(ConfigError, match="train.backend=nccl: local rank 0 needs cuda device 0, and 0 are visible"):
+            devices.choose("nccl", 0)
+    assert devices.choose("gloo", 3).device.type == "cpu"
+    with pytest.raises(ConfigError, match="write auto, nccl, gloo"):
+        devices.choose("ncl", 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (1, 28, 28), (3, 5, 9), (2, 1, 1), (3, 64, 48)])
+def test_small_cnn_adapts_to_the_images(shape: tuple[int, int, int]) -> None:
+    assert build_model(ModelConfig(width=8), shape, 7, 0)(torch.randn(3, *shape)).shape == (3, 7)
+
+
+def test_resnet18_cifar_has_the_known_size() -> None:
+    model = build_model(ModelConfig(name="resnet18_cifar"), (3, 32, 32), 10, 0)
+    assert sum(weight.numel() for weight in model.parameters()) == 11_173_962
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_torchvision_models_by_name_and_mistakes() -> None:
+    assert build_model(ModelConfig(name="torchvision:squeezenet1_1"), (3, 64, 64), 5, 0)(torch.randn(2, 3, 64, 64)).shape == (2, 5)
+    with pytest.raises(ConfigError, match="did you mean torchvision:resnet50"):
+        build_model(ModelConfig(name="torchvision:resnt50"), (3, 64, 64), 5, 0)
+    with pytest.raises(ConfigError, match="'small_cnm' is not known.*did you mean 'small_cnn'"):
+        build_model(ModelConfig(name="small_cnm"), (3, 8, 8), 5, 0)
+
+
+def test_weights_depend_on_the_seed_only() -> None:
+    def sums(seed: int) -> list[float]:
+        return [float(weight.sum()) for weight in build_model(ModelConfig(width=4), (1, 8, 8), 10, seed).parameters()]
+
+    torch.randn(5)
+    assert sums(1) == sums(1) != sums(2)
