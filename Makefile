@@ -14,6 +14,6 @@ demo: $(DEMO_READY)
 $(DEMO_READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ddpjob needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; name another by PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX_URL),$(PIP) install --index-url $(TORCH_INDEX_URL) "torch>=2.6,<3" "torchvision>=0.21,<1")
+	@if [ -n "$(TORCH_INDEX_URL)" ]; then set -x; $(PIP) install --index-url "$(TORCH_INDEX_URL)" "torch>=2.6,<3" "torchvision>=0.21,<1"; fi
 	$(PIP) install -e ".[cli,trainer]"
 	@touch $@

@@ -40,7 +40,8 @@ def test_a_job_completes_and_the_next_run_goes_on_from_its_checkpoints(machine: 
 
 
 def test_digits_with_a_node_killed(machine: Machine) -> None:
-    arguments = ["--config", "digits", "train.epochs=8", "data.batch=128", "model.width=8", "train.ledger=true", "checkpoint.every_seconds=0.3"]
+    small = ["train.epochs=8", "data.batch=128", "model.width=8", "checkpoint.every_seconds=0.3"]
+    arguments = ["--config", "digits", "train.ledger=true", *small]
     run = machine.start(manifest("digits", module="ddpjob_trainer", args=arguments))
     run.until(lambda r: r.status.get("progress", {}).get("percent", 0) >= 25, seconds=120)
     assert machine.command("kill", "digits-0-0").returncode == 0
