@@ -32,11 +32,19 @@ def _signature(verb: str, arguments: tuple[Any, ...]) -> str:
             return f"create {manifest['kind']} {manifest['metadata']['name']}"
         case "delete_pod", (name, *_):
             return f"delete_pod {name}"
-        case "tell", (told, *_):
+        case "tell", (_, told, *_):
             return f"tell {told}"
         case "record", (event, *_):
             return f"record {event.reason}"
     return verb
+
+
+def _meet(line: str) -> int:
+    """How often the call was met before; counts it."""
+    times = SEEN.read_text().splitlines().count(line) if SEEN.exists() else 0
+    with SEEN.open("a") as seen:
+        seen.write(line + "\n")
+    return times
 
 
 def _dying(verb: str) -> Callable[..., Any]:
@@ -44,11 +52,9 @@ def _dying(verb: str) -> Callable[..., Any]:
 
     async def call(self: KubernetesCluster, job: Any, *arguments: Any) -> Any:
         line = f"{job.name}: {_signature(verb, arguments)}"
-        times = SEEN.read_text().splitlines().count(line) if SEEN.exists() else 0
+        times = _meet(line)
         if times >= 2:
             return await method(self, job, *arguments)
-        with SEEN.open("a") as seen:
-            seen.write(line + "\n")
         if times == 0:
             os._exit(DEAD)
         await method(self, job, *arguments)

@@ -120,4 +120,6 @@ def test_a_deleted_job_takes_everything_with_it_and_its_name_is_free(jobs: Jobs)
     jobs.apply(steps_job("again", 5))
     jobs.wait_phase("again", "Complete", timeout=120)
     jobs.kubectl("delete", "ddpjob", "again")
-    jobs.wait("the end of what it owned", lambda: not jobs.pods() and "again" not in jobs.kubectl("get", "services,configmaps", "--output=name"))
+    jobs.wait(
+        "the end of what it owned", lambda: not jobs.pods() and "again" not in jobs.kubectl("get", "services,configmaps", "--output=name")
+    )

@@ -185,12 +185,15 @@ class Simulation:
 
         self._call(act)
 
-    async def tell(self, job: DDPJob, verb: str, body: Json) -> None:
+    async def tell(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         def act() -> None:
             if verb == "stop":
                 for pod in self._nodes():
                     if pod.running:
                         pod.state, pod.exit_code = "Ended", 77
+            if verb == "exit":
+                for pod in self._nodes():
+                    pod.coordinator_ended |= pod.state == "Ended"
 
         self._call(act)
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import platform
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,18 +68,26 @@ def ready(arguments: argparse.Namespace) -> Ready:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Returns the exit code: 0 Complete, 1 Failed, 2 bad input, 128+N ended by signal N."""
+    with ExitStack() as holding:
+        try:
+            job = ready(arguments)
+            run = _claim(job, holding, fresh=arguments.fresh)
+        except (BadInput, AlreadyRunning) as error:
+            print(error, file=sys.stderr)
+            return EXIT_BAD_INPUT
+        return _run(job, run)
+
+
+def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> RunFolder:
+    """The folder of a new run, and the job's lock held. Raises AlreadyRunning, BadInput."""
     try:
-        job = ready(arguments)
         job.folder.path.mkdir(parents=True, exist_ok=True)
-        with held(job.folder):
-            run = prepare(job.folder, fresh=arguments.fresh, now=utc_now())
-            run.manifest.write_text(json.dumps(job.body, indent=1))
-            return _run(job, run)
-    except (BadInput, AlreadyRunning) as error:
-        print(error, file=sys.stderr)
+        holding.enter_context(held(job.folder))
+        run = prepare(job.folder, fresh=fresh, now=utc_now())
+        run.manifest.write_text(json.dumps(job.body, indent=1))
     except OSError as error:
-        print(f"{error.filename or 'the runs folder'}: {error.strerror}; name a folder that can be written by DDPJOB_RUNS", file=sys.stderr)
-    return EXIT_BAD_INPUT
+        raise BadInput(f"{error.filename}: {error.strerror}; DDPJOB_RUNS names another folder for runs") from error
+    return run
 
 
 def _run(job: Ready, run: RunFolder) -> int:

@@ -15,7 +15,7 @@ from ddpjob.controller.rest import ApiError, Rest
 from ddpjob.controller.views import read_claim, read_pod
 from ddpjob.core.decision import Event
 from ddpjob.core.world import LABEL_UID, ClaimView, PodView, World
-from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused
+from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused, Unavailable
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.objects.overlay import problems
 from ddpjob.objects.service import pod_files_name
@@ -24,6 +24,7 @@ from ddpjob.objects.site import Site
 log = logging.getLogger("ddpjob.cluster")
 LISTED_FOR = 30.0
 """Seconds after which a list is made anew although no watch told of a change: a watch that reconnects may miss a deletion."""
+NAMESPACE_RETRY = 5.0
 _JOBS = f"/apis/{GROUP}/{VERSION}/namespaces/{{namespace}}/{PLURAL}"
 _COLLECTIONS = {"Pod": "pods", "Service": "services", "ConfigMap": "configmaps"}
 
@@ -141,6 +142,8 @@ class KubernetesCluster:
         except ApiError as error:
             if error.status == 409 and error.reason == "AlreadyExists":
                 await self._own_or_taken(job, f"{collection}/{manifest['metadata']['name']}")
+            elif error.status == 403 and "being terminated" in error.message:
+                raise Unavailable(f"namespace {job.namespace} is being deleted", NAMESPACE_RETRY) from error
             elif error.status == 404:
                 # The namespace is gone: so is the job, or it will be.
                 raise Conflict from error
@@ -177,8 +180,7 @@ class KubernetesCluster:
             if error.status not in (404, 409):
                 raise
 
-    async def tell(self, job: DDPJob, verb: str, body: Json) -> None:
-        endpoint = job.status.rendezvous.endpoint
+    async def tell(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         if endpoint:
             await self.coordinators.tell(endpoint, self.site.token(job), verb, body)
 

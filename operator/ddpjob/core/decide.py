@@ -21,6 +21,7 @@ from ddpjob.core.decision import (
 )
 from ddpjob.core.finish import wind_down
 from ddpjob.core.group import Failure, coordinator_pod, follow, new_generation, node_pods
+from ddpjob.core.leftovers import end_leftovers, has_leftovers
 from ddpjob.core.progress import shown_progress
 from ddpjob.core.volumes import unusable_claim
 from ddpjob.core.world import LABEL_ROLE, LABEL_UID, PodView, Role, World
@@ -74,7 +75,7 @@ def _drive(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Decis
     status = _describe(job, followed.status, world, now, followed.restarts)
     events += _news(job.status, status)
     actions, held = _ensure(job, status, world, now)
-    actions += _tell_of_vanished(world, followed.restarts)
+    actions += _tell_of_vanished(job.status.rendezvous.endpoint, world, followed.restarts)
     wake = [BLOCKED_POLL if _blocked(job, world) else POLL]
     wake += [max(0.0, (moment - now).total_seconds()) for moment in (deadline, held) if moment is not None]
     return Decision(status, actions, tuple(events), min(wake))
@@ -162,11 +163,11 @@ def _suspend(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Dec
 # --- what is there to do ----------------------------------------------------------------------------------------
 
 
-def _tell_of_vanished(world: World, restarts: tuple[Restart, ...]) -> tuple[Action, ...]:
+def _tell_of_vanished(endpoint: str, world: World, restarts: tuple[Restart, ...]) -> tuple[Action, ...]:
     """A pod that is no longer there may be on a node that has lost the network, and so have said nothing to its peers."""
     present = {p.name for p in world.pods}
     gone = (r.pod for r in restarts if r.index is not None and r.pod not in present)
-    return tuple(Tell("gone", {"pod": pod, "why": "the pod was deleted"}) for pod in gone)
+    return tuple(Tell(endpoint, "gone", {"pod": pod, "why": "the pod was deleted"}) for pod in gone)
 
 
 def _blocked(job: DDPJob, world: World) -> bool:
@@ -191,7 +192,7 @@ def _ensure(job: DDPJob, status: JobStatus, world: World, now: datetime) -> tupl
         pods = node_pods(job, status, world)
         planned = ((i, s) for i, s in enumerate(status.slots) if s.state is SlotState.PLANNED and pods[i] is None)
         actions += [CreateNode(i, s.attempt) for i, s in planned]
-    actions += _removals(job, status, world)
+    actions += _removals(job, status, world, now)
     return tuple(actions), held
 
 
@@ -207,7 +208,7 @@ def _held_until(world: World, generation: int, now: datetime) -> datetime | None
     return latest
 
 
-def _removals(job: DDPJob, status: JobStatus, world: World) -> list[Action]:
+def _removals(job: DDPJob, status: JobStatus, world: World, now: datetime) -> list[Action]:
     """Pods of old generations that still run, what the coordinator should know of lost ones, and failed pods over the limit."""
     generation = status.rendezvous.generation
     actions: list[Action] = []
@@ -221,6 +222,7 @@ def _removals(job: DDPJob, status: JobStatus, world: World) -> list[Action]:
                 actions.append(DeletePod(pod.name, pod.uid))
         elif pod.ended and (pod.index, pod.attempt) not in current:
             kept.setdefault(pod.index, []).append(pod)
+            actions += end_leftovers(job, pod, now) if has_leftovers(pod) and pod.deleted_at is None else []
         elif stale and not pod.ended and pod.deleted_at is None:
             actions.append(DeletePod(pod.name, pod.uid))
     for pods in kept.values():

@@ -44,8 +44,9 @@ class DeleteJob:
 
 @dataclass(frozen=True)
 class Tell:
-    """A message to the coordinator: `POST /v1/VERB`. Nothing depends on its arrival."""
+    """A message to the coordinator at `endpoint` (host:port): `POST /v1/VERB`. Nothing depends on its arrival."""
 
+    endpoint: str
     verb: str
     body: Json = field(hash=False)
 

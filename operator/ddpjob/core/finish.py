@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from ddpjob.api.types import CleanPodPolicy, ConditionType, DDPJob, JobStatus, Placement
+from ddpjob.api.types import CleanPodPolicy, ConditionType, DDPJob, JobStatus
 from ddpjob.core.decision import Action, Decision, DeleteJob, DeletePod, Tell
 from ddpjob.core.group import coordinator_pod
-from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, World
+from ddpjob.core.leftovers import end_leftovers, has_leftovers
+from ddpjob.core.world import PodView, Role, World
 
 STOP_SECONDS = 15
 """How long running nodes may take to end by themselves, so that their logs stay, before they are deleted."""
@@ -22,7 +23,7 @@ def wind_down(job: DDPJob, status: JobStatus, world: World, now: datetime) -> De
     if training:
         actions += _stop(job, status, world, training, overdue)
     else:
-        actions += _clean(job, status, world, overdue)
+        actions += _clean(job, world, now)
     wake = [1.0] if training or actions else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:
@@ -38,11 +39,11 @@ def _stop(job: DDPJob, status: JobStatus, world: World, training: list[PodView],
     told = job.spec.under_torchrun and coordinator_pod(job, status, world) is not None
     if told and not overdue:
         failed = status.condition(ConditionType.FAILED)
-        return [Tell("stop", {"ok": False, "why": failed.reason})] if failed and failed.status else []
+        return [Tell(status.rendezvous.endpoint, "stop", {"ok": False, "why": failed.reason})] if failed and failed.status else []
     return [DeletePod(p.name, p.uid) for p in training]
 
 
-def _clean(job: DDPJob, status: JobStatus, world: World, overdue: bool) -> list[Action]:
+def _clean(job: DDPJob, world: World, now: datetime) -> list[Action]:
     policy = job.spec.run_policy.clean_pod_policy
     actions: list[Action] = []
     for pod in world.pods:
@@ -50,14 +51,7 @@ def _clean(job: DDPJob, status: JobStatus, world: World, overdue: bool) -> list[
             continue
         if pod.role is Role.COORDINATOR or policy is CleanPodPolicy.ALL:
             actions.append(DeletePod(pod.name, pod.uid))
-        elif policy is CleanPodPolicy.RUNNING and not all(c.ended for c in pod.containers.values()):
-            actions += _end_leftovers(job, pod, overdue)
+        elif has_leftovers(pod):
+            ends = end_leftovers(job, pod, now)
+            actions += [e for e in ends if policy is CleanPodPolicy.RUNNING or isinstance(e, Tell)]
     return actions
-
-
-def _end_leftovers(job: DDPJob, pod: PodView, overdue: bool) -> list[Action]:
-    """A sidecar outlives its trainer. In placement Master the coordinator is asked first, so that pod 0's log stays."""
-    coordinator = pod.containers.get(COORDINATOR_CONTAINER)
-    if job.spec.rendezvous.placement is Placement.MASTER and coordinator is not None and not overdue:
-        return [Tell("exit", {"why": "the job has ended"})]
-    return [DeletePod(pod.name, pod.uid)]

@@ -51,7 +51,7 @@ async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
         if isinstance(action, DeletePod):
             await cluster.delete_pod(job, action.name, action.uid, action.grace)
         elif isinstance(action, Tell):
-            await cluster.tell(job, action.verb, action.body)
+            await cluster.tell(job, action.endpoint, action.verb, action.body)
         elif isinstance(action, DeleteJob):
             await cluster.delete_job(job)
     for event in decision.events:

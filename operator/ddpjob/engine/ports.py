@@ -72,8 +72,8 @@ class Cluster(Protocol):
         """Deletes the job; what it owns is collected after it."""
         ...
 
-    async def tell(self, job: DDPJob, verb: str, body: Json) -> None:
-        """Posts to the coordinator; an unreachable one is no error."""
+    async def tell(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
+        """Posts to the coordinator at `host:port`; an empty endpoint or an unreachable one is no error."""
         ...
 
     async def record(self, job: DDPJob, event: Event) -> None:

@@ -176,8 +176,9 @@ class ProcessCluster:
     async def delete_job(self, job: DDPJob) -> None:
         raise AssertionError("a job of the process backend has no time to live")
 
-    async def tell(self, job: DDPJob, verb: str, body: Json) -> None:
-        await coordinator.tell(ADDRESS, job.spec.rendezvous.endpoint_port, self.site.token(job), verb, body)
+    async def tell(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
+        if endpoint:
+            await coordinator.tell(ADDRESS, job.spec.rendezvous.endpoint_port, self.site.token(job), verb, body)
 
     async def record(self, job: DDPJob, event: Event) -> None:
         happening = Happening(self.clock(), event)
