@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -57,6 +59,17 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     parsed = parser().parse_args(arguments)
+    try:
+        return _dispatch(parsed)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read the output is gone. Python would complain once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _dispatch(parsed: argparse.Namespace) -> int:
     if parsed.command == "run":
         from ddpjob.cli.run import run_command
 
