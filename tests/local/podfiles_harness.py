@@ -102,7 +102,7 @@ class Job:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
-    def wait_until(self, condition: Callable[[dict[str, Any]], object], seconds: float = 30) -> dict[str, Any]:
+    def wait_until(self, condition: Callable[[dict[str, Any]], object], seconds: float = 90) -> dict[str, Any]:
         """The first report for which the condition holds."""
         deadline, report = time.monotonic() + seconds, {}
         while time.monotonic() < deadline:
@@ -116,7 +116,7 @@ class Job:
             time.sleep(0.02)
         raise AssertionError(f"not within {seconds} s; last report: {json.dumps(report, indent=1)}\n{self.all_logs()}")
 
-    def wait_exit(self, name: str, seconds: float = 30) -> int:
+    def wait_exit(self, name: str, seconds: float = 90) -> int:
         """Exit code of one process."""
         try:
             return self.processes[name].wait(seconds)

@@ -71,7 +71,7 @@ def stepping(job: Job, rank: int = 0, steps: int = 3) -> bool:
     return path.exists() and len(path.read_text().splitlines()) >= steps
 
 
-def finish(job: Job, *names: str, seconds: float = 40) -> Report:
+def finish(job: Job, *names: str, seconds: float = 90) -> Report:
     """All named launchers end with 0 and the coordinator calls it a success."""
     assert [job.wait_exit(name, seconds) for name in names] == [0] * len(names), job.all_logs()
     report = job.status()
@@ -108,7 +108,7 @@ def test_exceptions_restart_in_place_and_name_rank_and_line(job: Job) -> None:
     job.start_coordinator()
     job.start_node(0, *script)
     job.start_node(1, *script)
-    report = finish(job, "job-0-0", "job-1-0", seconds=60)
+    report = finish(job, "job-0-0", "job-1-0")
     first, last = report["incidents"]  # each break has one incident: the peer's connection errors do not count
     assert (first["kind"], first["rank"], first["localRank"], first["exitCode"]) == ("WorkerFailed", 1, 0, 1)
     assert first["message"] == "ValueError: told to fail at step 3"
@@ -186,7 +186,7 @@ def test_commands_without_python_and_several_processes_per_node(folder: Path) ->
         job.start_coordinator()
         job.start_node(0, *command, torchrun=("--no-python",))
         job.start_node(1, *command, torchrun=("--no-python",))
-        report = finish(job, "job-0-0", "job-1-0", seconds=60)
+        report = finish(job, "job-0-0", "job-1-0")
         incident = report["incidents"][0]
         assert len(report["incidents"]) == 1
         assert (incident["kind"], incident["rank"], incident["localRank"], incident["exitCode"]) == ("WorkerFailed", 3, 1, 7)
