@@ -166,8 +166,10 @@ def test_two_hundred_members_succeed_or_break_together(job: Job) -> None:
     job.wait_until(lambda r: [i["kind"] for i in r["incidents"]] == ["PeerLost"], 5)
     wires[7] = member(job, 7, attempt=1)
     assert wires[7].hear()["t"] == "welcome"
-    for i, w in enumerate(wires):
+    for w in wires:
         w.say("joining")
+    job.wait_until(lambda r: [m["state"] for m in r["members"]] == ["Joining"] * 200, 10)
+    for i, w in enumerate(wires):
         w.say("joined", round=1, rank=i, world=200)
         w.say("finished", round=1)
     assert all(w.hear() == {"t": "done"} for w in wires)
