@@ -4,7 +4,8 @@ VENV ?= .venv
 # An index of smaller torch wheels, for instance https://download.pytorch.org/whl/cpu
 TORCH_INDEX_URL ?=
 
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# Bytecode is written at the first import: compiling all of torch and sympy would take a minute for modules that nobody imports.
+PIP_INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check install --no-compile
 DEMO_READY = $(VENV)/.ddpjob-demo
 
 .PHONY: demo
@@ -14,6 +15,6 @@ demo: $(DEMO_READY)
 $(DEMO_READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ddpjob needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; name another by PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	@if [ -n "$(TORCH_INDEX_URL)" ]; then set -x; $(PIP) install --index-url "$(TORCH_INDEX_URL)" "torch>=2.6,<3" "torchvision>=0.21,<1"; fi
-	$(PIP) install -e ".[cli,trainer]"
+	@if [ -n "$(TORCH_INDEX_URL)" ]; then set -x; $(PIP_INSTALL) --index-url "$(TORCH_INDEX_URL)" "torch>=2.6,<3" "torchvision>=0.21,<1"; fi
+	$(PIP_INSTALL) -e ".[cli,trainer]"
 	@touch $@
