@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from ddpjob_trainer import config, train
 
 TINY = [
-    "data.name=digits", "data.batch=200", "model.width=4", "train.epochs=2", "train.log_every=1", "optim.lr=0.05", "train.ledger=true",
-    "checkpoint.every_seconds=0", "train.timeout_seconds=60",
+    "data.name=digits",
+    "data.batch=200",
+    "model.width=4",
+    "train.epochs=2",
+    "train.log_every=1",
+    "optim.lr=0.05",
+    "train.ledger=true",
+    "checkpoint.every_seconds=0",
+    "train.timeout_seconds=60",
 ]
 
 
@@ -34,18 +40,25 @@ class Ended:
     error: str
 
 
-def start(world: int, arguments: list[str], prepare: Callable[[int], None] | None = None, env: Callable[[int], dict[str, str]] | None = None) -> list[Any]:
+Prepare = Callable[[int], None]
+Environment = Callable[[int], dict[str, str]]
+
+
+def start(world: int, arguments: list[str], prepare: Prepare | None = None, env: Environment | None = None) -> list[Any]:
     """`world` forked ranks that run the trainer; `prepare(rank)` may break something on purpose in the rank's process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     started = []
     for rank in range(world):
         receive, send = context.Pipe(duplex=False)
         own = {
-            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), **(env(rank) if env else {}),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **(env(rank) if env else {}),
         }
         process = context.Process(target=_rank, args=(own, arguments, prepare, send))
         process.start()
@@ -70,6 +83,13 @@ def _rank(env: dict[str, str], arguments: list[str], prepare: Callable[[int], No
     os._exit(code)
 
 
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def finish(started: list[Any], timeout: float = 60) -> list[Ended]:
     """Wait for all ranks."""
     ended = []
@@ -85,7 +105,7 @@ def finish(started: list[Any], timeout: float = 60) -> list[Ended]:
     return ended
 
 
-def run(world: int, arguments: list[str], prepare: Callable[[int], None] | None = None, env: Callable[[int], dict[str, str]] | None = None) -> list[Ended]:
+def run(world: int, arguments: list[str], prepare: Prepare | None = None, env: Environment | None = None) -> list[Ended]:
     """Start and wait."""
     return finish(start(world, arguments, prepare, env))
 
@@ -138,11 +158,20 @@ def final_losses(run_dir: Path) -> list[float]:
 def torchrun(nproc: int, arguments: list[str], cwd: Path, *, max_restarts: int = 0) -> subprocess.Popen[str]:
     """Real torchrun with the trainer; output goes to cwd/out.txt."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}", "--monitor-interval=0.1",
-        "-m", "ddpjob_trainer", *arguments,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={nproc}",
+        f"--max-restarts={max_restarts}",
+        "--monitor-interval=0.1",
+        "-m",
+        "ddpjob_trainer",
+        *arguments,
     ]
     with (cwd / "out.txt").open("w") as out:
-        return subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return subprocess.Popen(
+            command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
 
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> Any:

@@ -89,7 +89,7 @@ def test_all_broken_is_an_error_and_nothing_is_overwritten(tmp_path: Path) -> No
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(path.read_bytes()[:1000])
     before = {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole .* nothing was overwritten"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole .* nothing was overwritten"):
         train.run(config.load(None, [*TINY, f"checkpoint.dir={tmp_path}"]))
     assert {path: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
 
@@ -99,7 +99,8 @@ def test_a_zombie_of_an_older_life_writes_nothing(tmp_path: Path) -> None:
     zombie.save({"step": 1}, 1)
     fresh = CheckpointFolder(CheckpointConfig(), tmp_path, Group())
     fresh.claim(Claim(1, 4, 2))
-    with pytest.raises(CheckpointError, match="was claimed on .* generation 1, round 4.*belongs to generation 0, round 0 and writes nothing more"):
+    message = r"was claimed on .*generation 1, round 4.*belongs to generation 0, round 0 and writes nothing more"
+    with pytest.raises(CheckpointError, match=message):
         zombie.save({"step": 2}, 2)
     with pytest.raises(CheckpointError, match="was claimed on"):
         folder(tmp_path, life=3)
@@ -118,9 +119,9 @@ def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path: Path
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
     good(1, arguments)
-    with pytest.raises(CheckpointError, match="it holds model.name=small_cnn"):
+    with pytest.raises(CheckpointError, match=r"it holds model.name=small_cnn"):
         train.run(config.load(None, [*arguments, "model.width=8"]))
-    with pytest.raises(CheckpointError, match="checkpoint.resume=false, and .* holds a checkpoint of step 8"):
+    with pytest.raises(CheckpointError, match=r"checkpoint.resume=false, and .* holds a checkpoint of step 8"):
         train.run(config.load(None, [*arguments, "checkpoint.resume=false"]))
 
 

@@ -44,7 +44,10 @@ def test_mistakes_are_named_with_the_remedy(argument: str, message: str) -> None
     assert any(part in str(caught.value) for part in message.split("|"))
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "is not YAML"), ("- 1", "holds a list"), ("optim: {lr: x}", "c.yaml: optim.lr: 'x'"), ("3: 4", "is not text")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "is not YAML"), ("- 1", "holds a list"), ("optim: {lr: x}", "c.yaml: optim.lr: 'x'"), ("3: 4", "is not text")],
+)
 def test_bad_files_are_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -52,7 +55,7 @@ def test_bad_files_are_named(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named() -> None:
-    with pytest.raises(ConfigError, match="configuration file nothing.yaml does not exist"):
+    with pytest.raises(ConfigError, match=r"configuration file nothing.yaml does not exist"):
         config.load("nothing.yaml", [])
     with pytest.raises(ConfigError, match="write a path or one of cifar10, digits, imagenet"):
         config.load("digit", [])

@@ -22,7 +22,12 @@ def drop_one(rank: int) -> None:
 
 def repeat_one(rank: int) -> None:
     share = sampler.share
-    sampler.share = lambda samples, rank, world: share(samples, rank, world)[:-1] + share(samples, 0, world)[:1] if rank == 1 else share(samples, rank, world)
+
+    def broken(samples: list[int], rank: int, world: int) -> list[int]:
+        mine = share(samples, rank, world)
+        return mine[:-1] + share(samples, 0, world)[:1] if rank == 1 else mine
+
+    sampler.share = broken
 
 
 def own_permutation(rank: int) -> None:
@@ -51,7 +56,7 @@ def test_a_counter_that_begins_anew_at_a_restart_is_found(tmp_path: Path) -> Non
 
     assert [end.code for end in run(2, arguments, prepare=stop_at(4))] == [75, 75]
     good(2, arguments, prepare=forget_the_count)
-    with pytest.raises(LedgerError, match="sample .* was taken twice, in step 1 and in step 5"):
+    with pytest.raises(LedgerError, match=r"sample .* was taken twice, in step 1 and in step 5"):
         verify(read([tmp_path]))
 
 
@@ -76,14 +81,14 @@ def test_kill_9_of_a_rank_under_torchrun_loses_and_repeats_nothing(tmp_path: Pat
         agent.kill()
     verdict = verify(read([tmp_path]))
     assert len(verdict.lives) == 2 and verdict.lives[1].start >= 18
-    assert verdict.epochs == {epoch: verdict.size for epoch in range(1, 7)}
+    assert verdict.epochs == dict.fromkeys(range(1, 7), verdict.size)
 
 
 def test_command_line_prints_a_table_and_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good(1, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"])
     assert main([str(tmp_path)]) == 0
     assert "epochs: 1 whole, 1438 samples each exactly once" in capsys.readouterr().out
-    with pytest.raises(LedgerError, match="train with train.ledger=true"):
+    with pytest.raises(LedgerError, match=r"train with train.ledger=true"):
         main([str(tmp_path / "elsewhere")])
 
 

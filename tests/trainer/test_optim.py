@@ -50,7 +50,7 @@ def test_optimizers_and_bad_values() -> None:
     weights = [torch.nn.Parameter(torch.zeros(1))]
     assert isinstance(build_optimizer(OptimConfig(name=OptimizerName.ADAMW), weights), torch.optim.AdamW)
     assert build_optimizer(OptimConfig(nesterov=True), weights).defaults["nesterov"]
-    with pytest.raises(ConfigError, match="optim.lr: -1"):
+    with pytest.raises(ConfigError, match=r"optim.lr: -1"):
         build_optimizer(OptimConfig(lr=-1), weights)
-    with pytest.raises(ConfigError, match="optim.nesterov: needs optim.momentum"):
+    with pytest.raises(ConfigError, match=r"optim.nesterov: needs optim.momentum"):
         build_optimizer(OptimConfig(nesterov=True, momentum=0), weights)

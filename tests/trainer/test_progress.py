@@ -88,7 +88,9 @@ def test_the_log_survives_restarts_and_a_cut_line(tmp_path: Path) -> None:
     pixels = Image.open(picture).convert("RGB")
     assert pixels.size == (1500, 1275)
     colours = {colour for _, colour in pixels.getcolors(10**6)}
-    assert {(0x25, 0x63, 0xEB), (0xEA, 0x58, 0x0C), (0x0D, 0x94, 0x88), (0xB9, 0x1C, 0x1C)} <= colours, "all lines and the restart are drawn"
+    assert {(0x25, 0x63, 0xEB), (0xEA, 0x58, 0x0C), (0x0D, 0x94, 0x88), (0xB9, 0x1C, 0x1C)} <= colours, (
+        "all lines and the restart are drawn"
+    )
 
 
 def test_plot_of_nothing_says_what_to_name(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 @settings(max_examples=200, deadline=None)
 @given(
-    size=st.integers(1, 97), batch=st.integers(1, 40), seed=st.integers(0, 2**40),
+    size=st.integers(1, 97),
+    batch=st.integers(1, 40),
+    seed=st.integers(0, 2**40),
     lives=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=12),
 )
 def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(size: int, batch: int, seed: int, lives: list[tuple[int, int]]) -> None:
@@ -40,7 +42,9 @@ def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(size: int, batch
         if epoch < max(taken):
             assert sorted(samples) == list(range(size))
             assert samples == permutation(seed, epoch, size), "the order depends on seed and epoch only"
-            assert [len(step) for step in reference[epoch][:-1]] == [batch] * (steps_per_epoch(size, batch) - 1), "the global batch is constant"
+            assert [len(step) for step in reference[epoch][:-1]] == [batch] * (steps_per_epoch(size, batch) - 1), (
+                "the global batch is constant"
+            )
 
 
 def test_epochs_and_seeds_have_different_orders() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from ddpjob_trainer import devices
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.models import ModelConfig, build_model
+from ranks import free_port
 
 PROGRAM = """
 import sys
@@ -26,19 +28,23 @@ print(torch._dynamo.config.__spec__.name)
 
 
 def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) -> None:
-    """On two ranks DistributedDataParallel is involved; here its group has one rank of two forked ones in other tests."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "data.name=digits", "model.width=4", "train.epochs=1", f"checkpoint.dir={tmp_path}"],
-        capture_output=True, text=True, check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2.0" in done.stdout and "_dynamo/__init__.py" in done.stdout and "torch._dynamo.config" in done.stdout
+    """Two ranks, so that DistributedDataParallel takes part."""
+    command = [sys.executable, "-c", PROGRAM, "data.name=digits", "model.width=4", "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+    env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    for process in ranks:
+        out, error = process.communicate(timeout=60)
+        assert process.returncode == 0, error
+        assert "2.0" in out and "_dynamo/__init__.py" in out and "torch._dynamo.config" in out
 
 
 def test_backend_and_device() -> None:
     if not torch.cuda.is_available():
         assert devices.choose("auto", 0) == devices.Placement(torch.device("cpu"), "gloo")
-        with pytest.raises(ConfigError, match="train.backend=nccl: local rank 0 needs cuda device 0, and 0 are visible"):
+        with pytest.raises(ConfigError, match=r"train.backend=nccl: local rank 0 needs cuda device 0, and 0 are visible"):
             devices.choose("nccl", 0)
     assert devices.choose("gloo", 3).device.type == "cpu"
     with pytest.raises(ConfigError, match="write auto, nccl, gloo"):
@@ -60,13 +66,13 @@ def test_torchvision_models_by_name_and_mistakes() -> None:
     assert build_model(ModelConfig(name="torchvision:squeezenet1_1"), (3, 64, 64), 5, 0)(torch.randn(2, 3, 64, 64)).shape == (2, 5)
     with pytest.raises(ConfigError, match="did you mean torchvision:resnet50"):
         build_model(ModelConfig(name="torchvision:resnt50"), (3, 64, 64), 5, 0)
-    with pytest.raises(ConfigError, match="'small_cnm' is not known.*did you mean 'small_cnn'"):
+    with pytest.raises(ConfigError, match=r"'small_cnm' is not known.*did you mean 'small_cnn'"):
         build_model(ModelConfig(name="small_cnm"), (3, 8, 8), 5, 0)
 
 
 def test_weights_depend_on_the_seed_only() -> None:
     def sums(seed: int) -> list[float]:
-        return [float(weight.sum()) for weight in build_model(ModelConfig(width=4), (1, 8, 8), 10, seed).parameters()]
+        return [weight.sum().item() for weight in build_model(ModelConfig(width=4), (1, 8, 8), 10, seed).parameters()]
 
     torch.randn(5)
     assert sums(1) == sums(1) != sums(2)

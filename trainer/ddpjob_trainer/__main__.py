@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from ddpjob_trainer import config, fields, train
+    from ddpjob_trainer import config, fields, leaving, train
 
     if "--help" in arguments or "-h" in arguments:
         print(_USAGE.format(shipped=", ".join(config.shipped())) + fields.help_text(config.Config))
@@ -51,7 +51,9 @@ def _train(arguments: list[str]) -> int:
             file = argument.removeprefix("--config=")
         else:
             values.append(argument)
-    return train.run(config.load(file, values))
+    settings = config.load(file, values)
+    leaving.leave_fast()
+    return leaving.with_code(train.run(settings))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpjob_trainer.checkpoint_file import Snapshot, check, decode, encode, write_atomically
@@ -24,9 +25,9 @@ _NOTHING, _BROKEN = -1, -2
 class CheckpointConfig:
     """When and where checkpoints are saved. One is always saved at the end of an epoch and at SIGTERM."""
 
-    dir: Path | None = from_env("DDPJOB_CHECKPOINT_DIR", None)
+    dir: Path | None = field(default=None, metadata=from_env("DDPJOB_CHECKPOINT_DIR"))
     """Folder of checkpoints; without it RUN/checkpoints."""
-    shared: bool = from_env("DDPJOB_CHECKPOINT_SHARED", True)
+    shared: bool = field(default=True, metadata=from_env("DDPJOB_CHECKPOINT_SHARED"))
     """true: every node sees the same folder, and rank 0 writes. false: each node has its own; one process of each node writes, and
     a start resumes from the newest checkpoint that any node still has."""
     every_steps: int = 0
@@ -103,7 +104,8 @@ class CheckpointFolder:
             return None
         if not self._config.resume:
             raise CheckpointError(
-                f"checkpoint.resume=false, and {self.path} holds a checkpoint of step {max(steps)}: set checkpoint.dir to another folder, or move it away"
+                f"checkpoint.resume=false, and {self.path} holds a checkpoint of step {max(steps)}:"
+                f" set checkpoint.dir to another folder, or move it away"
             )
         return decode(self._group.broadcast_bytes(content, steps.index(max(steps))))
 
@@ -142,11 +144,5 @@ def prepare_folder(path: Path, keys: str) -> None:
             probe.flush()
     except OSError as error:
         raise CheckpointError(
-            f"folder {path} cannot be written ({error.strerror}): mount it writable for uid {_uid()}, or set {keys} to another folder"
+            f"folder {path} cannot be written ({error.strerror}): mount it writable for uid {os.getuid()}, or set {keys} to another folder"
         ) from error
-
-
-def _uid() -> int:
-    import os
-
-    return os.getuid()

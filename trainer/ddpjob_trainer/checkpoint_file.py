@@ -27,7 +27,7 @@ def encode(snapshot: Snapshot, step: int) -> bytes:
     buffer = io.BytesIO()
     torch.save(snapshot, buffer)
     archive = buffer.getvalue()
-    if archive[-_END_SIZE:-_END_SIZE + 4] != _END_OF_DIRECTORY:
+    if archive[-_END_SIZE : -_END_SIZE + 4] != _END_OF_DIRECTORY:
         raise CheckpointError(f"torch.save of torch {torch.__version__} wrote no plain zip archive; install a torch from 2.6 on")
     body = archive[:-2]
     facts = {"format": FORMAT, "step": step, "sha256": hashlib.sha256(body).hexdigest()}

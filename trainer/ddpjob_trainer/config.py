@@ -27,7 +27,7 @@ class TrainConfig:
     """Passes over the training set."""
     run_dir: Path | None = None
     """Folder of metrics.jsonl and the ledger; default: CHECKPOINT_DIR/run."""
-    backend: str = from_env("DDPJOB_BACKEND", "auto")
+    backend: str = dataclasses.field(default="auto", metadata=from_env("DDPJOB_BACKEND"))
     """auto, nccl, gloo, hccl, xccl or mpi. auto takes the accelerator that is there, else the CPU with gloo."""
     timeout_seconds: float = 600.0
     """A collective that takes longer fails."""
@@ -109,5 +109,6 @@ def _find(name: str) -> Path:
     if path.exists() or "/" in name or "." in name:
         return path
     if name not in shipped():
-        raise ConfigError(f"--config {name}: no such file, and no configuration of that name ships; write a path or one of {', '.join(shipped())}")
+        names = ", ".join(shipped())
+        raise ConfigError(f"--config {name}: no such file, and no configuration of that name ships; write a path or one of {names}")
     return Path(str(resources.files("ddpjob_trainer") / "configs" / f"{name}.yaml"))

@@ -30,10 +30,9 @@ class Status:
     def line(self) -> str:
         """One plain line."""
         accuracy = "" if self.accuracy is None else f"  accuracy {self.accuracy:.2%}"
-        return (
-            f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.steps} ({self.step / self.steps:.0%})  loss {self.loss:.4f}{accuracy}"
-            f"  {self.samples_per_second:,.0f} samples/s  data wait {self.data_wait:.0%}  eta {duration(self.eta)}"
-        )
+        where = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.steps} ({self.step / self.steps:.0%})"
+        speed = f"{self.samples_per_second:,.0f} samples/s  data wait {self.data_wait:.0%}  eta {duration(self.eta)}"
+        return f"{where}  loss {self.loss:.4f}{accuracy}  {speed}"
 
 
 def duration(seconds: float) -> str:
@@ -83,7 +82,10 @@ class LiveBar:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._bar: RichProgress = Progress(
-            TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TextColumn("{task.fields[facts]}"),
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(),
+            TextColumn("{task.percentage:.0f} %"),
+            TextColumn("{task.fields[facts]}"),
         )
         self._task: TaskID | None = None
         self._bar.start()

@@ -20,10 +20,9 @@ _NAME = "torch._dynamo"
 class _StandIn(types.ModuleType):
     """Knows what the eager mode asks; becomes the real module for anything else."""
 
-    __path__: list[str] = []
-
     def __init__(self) -> None:
         super().__init__(_NAME)
+        self.__path__: list[str] = []  # a package, whose submodules _Submodules finds
         self.trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)  # init_process_group
         self.utils = types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # DistributedDataParallel
 

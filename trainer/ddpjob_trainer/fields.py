@@ -27,9 +27,9 @@ T = TypeVar("T")
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
-def from_env(variable: str, default: Any) -> Any:
-    """A dataclass field whose default is taken from the environment variable when that is set and not empty."""
-    return dataclasses.field(default=default, metadata={"env": variable})
+def from_env(variable: str) -> dict[str, str]:
+    """A field's metadata: its default is taken from the environment variable when that is set and not empty."""
+    return {"env": variable}
 
 
 def flatten(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
@@ -58,7 +58,8 @@ def read_file(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"configuration file {path} holds a {type(tree).__name__}; write sections with keys, such as `optim: {{lr: 0.1}}`")
+        found = type(tree).__name__
+        raise ConfigError(f"configuration file {path} holds a {found}; write sections with keys, such as `optim: {{lr: 0.1}}`")
     return flatten(tree, str(path))
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,10 @@ class Group:
     @classmethod
     def from_env(cls) -> Group:
         """As torchrun sets it; one process alone without torchrun."""
-        numbers = (int(os.environ.get(name, default)) for name, default in
-                   (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+        numbers = (
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+        )
         return cls(*numbers)
 
     def sum_begin(self, values: torch.Tensor) -> Reduction:
@@ -90,18 +93,20 @@ def joined(group: Group, placement: Placement, timeout_seconds: float) -> Iterat
         return
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        dist.init_process_group(placement.backend, timeout=timeout, store=_fresh_store(group, timeout), rank=group.rank, world_size=group.world)
+        store = _fresh_store(group, timeout)
+        dist.init_process_group(placement.backend, timeout=timeout, store=store, rank=group.rank, world_size=group.world)
     else:
         dist.init_process_group(placement.backend, timeout=timeout)
     yield
     dist.destroy_process_group()
 
 
-def _fresh_store(group: Group, timeout: datetime.timedelta) -> dist.Store:
+def _fresh_store(group: Group, timeout: datetime.timedelta) -> Any:
     """torchrun's own store, with keys of this attempt only.
 
     An agent that restarts its workers in place hands them the same store again (torch 2.15); the addresses of the dead processes in it
     make gloo wait for ever.
     """
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), group.world, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"/worker/attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, group.world, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"/worker/attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]

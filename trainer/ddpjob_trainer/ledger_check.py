@@ -57,8 +57,10 @@ def read(folders: list[Path]) -> list[Life]:
     lives: dict[int, Life] = {}
     for row in sorted(rows, key=lambda row: (row["time"], "start" not in row)):
         if "start" in row:
-            lives.setdefault(row["life"], Life(
-                row["life"], row["time"], row["generation"], row["round"], row["start"], row["world"], row["size"], row["epochs"]))
+            lives.setdefault(
+                row["life"],
+                Life(row["life"], row["time"], row["generation"], row["round"], row["start"], row["world"], row["size"], row["epochs"]),
+            )
     for row in rows:
         if row["life"] not in lives:
             raise LedgerError(f"a line of a life that never began: {row}")
@@ -111,7 +113,9 @@ def _check_restarts(lives: list[Life]) -> None:
     newest_checkpoint, furthest = 0, 0
     for number, life in enumerate(lives):
         if life.start < newest_checkpoint:
-            raise LedgerError(f"life {number} went on after step {life.start}, though step {newest_checkpoint} was in a checkpoint: steps repeated too early")
+            raise LedgerError(
+                f"life {number} went on after step {life.start}, though step {newest_checkpoint} was in a checkpoint: too much was repeated"
+            )
         if life.start > furthest:
             raise LedgerError(f"life {number} went on after step {life.start}, and no life before it came further than step {furthest}")
         expected = list(range(life.start + 1, life.last + 1))
@@ -127,7 +131,7 @@ def _final_history(lives: list[Life]) -> dict[int, Life]:
     final: dict[int, Life] = {}
     for life in lives:
         final = {step: owner for step, owner in final.items() if step <= life.start}
-        final.update({step: life for step in life.parts})
+        final.update(dict.fromkeys(life.parts, life))
     return final
 
 
@@ -141,7 +145,9 @@ def _by_epoch(lives: list[Life], final: dict[int, Life]) -> dict[int, list[tuple
             if step == last and life.end is None and step not in life.checkpoints:
                 continue
             missing = sorted(set(range(life.world)) - set(ranks))
-            raise LedgerError(f"step {step} counts, and rank {missing[0]} of {life.world} did not take part in it (its ledger file may be lost)")
+            raise LedgerError(
+                f"step {step} counts, and rank {missing[0]} of {life.world} did not take part in it (its ledger file may be lost)"
+            )
         numbers = {epoch for epoch, _ in ranks.values()}
         if len(numbers) > 1:
             raise LedgerError(f"step {step}: the ranks were in different epochs, {sorted(numbers)}")

@@ -60,9 +60,7 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter
         return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
     if config.nesterov and config.momentum == 0:
         raise ConfigError("optim.nesterov: needs optim.momentum above 0; set it to 0.9, or leave optim.nesterov out")
-    return torch.optim.SGD(
-        parameters, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay
-    )
+    return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay)
 
 
 def learning_rate(config: OptimConfig, step: int, steps_per_epoch: int, total_steps: int) -> float:

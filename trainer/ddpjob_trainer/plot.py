@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,9 +128,16 @@ def _accuracy(panel: Axes, history: History, unit: float) -> None:
 
 def _speed(panel: Axes, history: History, unit: float) -> None:
     for life in history.steps:
-        panel.plot([row["time"] / unit for row in life], [row["samplesPerSecond"] for row in life], color=_SPEED, linewidth=1.0)
+        times, speeds = [row["time"] / unit for row in life], [row["samplesPerSecond"] for row in life]
+        panel.plot(times, speeds, color=_SPEED, linewidth=0.8, alpha=0.3)
+        panel.plot(times, _smooth(speeds), color=_SPEED, linewidth=1.4)
     panel.set_ylabel("images/s")
     panel.set_ylim(bottom=0)
+
+
+def _smooth(values: list[float], reach: int = 4) -> list[float]:
+    """The median of each value and its neighbours."""
+    return [statistics.median(values[max(0, place - reach) : place + reach + 1]) for place in range(len(values))]
 
 
 def _mark_restarts(panels: list[Axes], history: History, unit: float) -> None:
@@ -139,8 +147,15 @@ def _mark_restarts(panels: list[Axes], history: History, unit: float) -> None:
             panel.axvline(going / unit, color=_RESTART, linewidth=1, linestyle="--")
         if number < 12:
             panels[0].annotate(
-                f"restart, {going - stopped:.1f} s", (going / unit, 1), (4, -4), xycoords=("data", "axes fraction"), textcoords="offset points",
-                va="top", color=_RESTART, fontsize=9, rotation=90,
+                f"restart, {going - stopped:.1f} s",
+                (going / unit, 1),
+                (4, -4),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                va="top",
+                color=_RESTART,
+                fontsize=9,
+                rotation=90,
             )
 
 

@@ -82,12 +82,26 @@ class Progress:
             smooth = speed
         accuracy = self._evaluation.accuracy if self._evaluation else None
         status = Status(
-            epoch=epoch, epochs=self._plan.epochs, step=step, steps=self._plan.steps, loss=loss, learning_rate=learning_rate,
-            samples_per_second=smooth, eta=samples_left / smooth, data_wait=min(1.0, self._waited / elapsed), accuracy=accuracy,
+            epoch=epoch,
+            epochs=self._plan.epochs,
+            step=step,
+            steps=self._plan.steps,
+            loss=loss,
+            learning_rate=learning_rate,
+            samples_per_second=smooth,
+            eta=samples_left / smooth,
+            data_wait=min(1.0, self._waited / elapsed),
+            accuracy=accuracy,
         )
         self._last = status
         self._write(
-            "step", epoch=epoch, step=step, loss=loss, lr=learning_rate, samplesPerSecond=round(speed, 2), eta=round(status.eta, 1),
+            "step",
+            epoch=epoch,
+            step=step,
+            loss=loss,
+            lr=learning_rate,
+            samplesPerSecond=round(speed, 2),
+            eta=round(status.eta, 1),
             dataWait=round(status.data_wait, 4),
         )
         self._display.show(status)
@@ -133,7 +147,15 @@ class Progress:
         metrics = {"learningRate": status.learning_rate, "dataWait": round(status.data_wait, 4)}
         if self._evaluation is not None:
             metrics |= {"accuracy": self._evaluation.accuracy, "testLoss": self._evaluation.loss}
-        self._link.post({
-            "epoch": status.epoch, "epochs": status.epochs, "step": status.step, "steps": status.steps, "loss": status.loss,
-            "samplesPerSecond": round(status.samples_per_second, 2), "eta": round(status.eta, 1), "metrics": metrics,
-        })
+        self._link.post(
+            {
+                "epoch": status.epoch,
+                "epochs": status.epochs,
+                "step": status.step,
+                "steps": status.steps,
+                "loss": status.loss,
+                "samplesPerSecond": round(status.samples_per_second, 2),
+                "eta": round(status.eta, 1),
+                "metrics": metrics,
+            }
+        )

@@ -125,8 +125,8 @@ class Trainer:
     def _optimize(self, step: Step, batch: Batch) -> torch.Tensor:
         """One optimizer step; returns this rank's sum of losses.
 
-        DDP averages gradients over ranks. Each rank's sum of losses is scaled by world / global count, so that the average is the gradient of
-        the global batch's mean loss, however the batch is shared out; a rank without samples takes part with weight zero.
+        DDP averages gradients over ranks. Each rank's sum of losses is scaled by world / global count, so that the average is the
+        gradient of the global batch's mean loss, however the batch is shared out; a rank without samples takes part with weight zero.
         """
         rate = learning_rate(self.config.optim, self.step, self.steps_per_epoch, self.total_steps)
         set_learning_rate(self.optimizer, rate)
@@ -135,7 +135,7 @@ class Trainer:
         if not step.mine:
             losses = losses * 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        (losses * (self.group.world / len(step.samples))).backward()
+        torch.autograd.backward(losses * (self.group.world / len(step.samples)))
         self.optimizer.step()
         return losses.detach()
 
@@ -186,9 +186,13 @@ class Trainer:
 
     def _snapshot(self) -> Snapshot:
         return {
-            "step": self.step, "sampler": self.sampler.state_dict(), "epochs_evaluated": self.epochs_evaluated,
+            "step": self.step,
+            "sampler": self.sampler.state_dict(),
+            "epochs_evaluated": self.epochs_evaluated,
             "schedule": {"steps_per_epoch": self.steps_per_epoch, "total_steps": self.total_steps},
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "config": self.config.flat(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "config": self.config.flat(),
         }
 
     def resume(self) -> None:
@@ -203,7 +207,8 @@ class Trainer:
             was = snapshot["config"]
             raise CheckpointError(
                 f"the newest checkpoint in {self.checkpoints.path} does not fit: it holds model.name={was['model.name']},"
-                f" optim.name={was['optim.name']}, data.name={was['data.name']}. Give the same, or another checkpoint.dir to train anew ({error})"
+                f" optim.name={was['optim.name']}, data.name={was['data.name']}."
+                f" Give the same, or another checkpoint.dir to train anew ({error})"
             ) from error
         self.sampler.load_state_dict(snapshot["sampler"])
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])

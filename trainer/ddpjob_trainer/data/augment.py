@@ -11,12 +11,11 @@ import torch
 from ddpjob_trainer.randomness import uniform
 
 
-def crop_and_flip(
-    images: torch.Tensor, seed: int, epoch: int, samples: npt.NDArray[np.int64], *, padding: int, flip: bool
-) -> torch.Tensor:
+def crop_and_flip(images: torch.Tensor, seed: int, epoch: int, samples: npt.NDArray[np.int64], *, padding: int, flip: bool) -> torch.Tensor:
     """Each image shifted by up to `padding` pixels (zeros come in) and, if `flip`, mirrored with probability one half.
 
-    images: (n, channels, height, width); samples: their numbers (n,). He et al., Deep residual learning, 2015, section 4.2: padding 4 for CIFAR.
+    images: (n, channels, height, width); samples: their numbers (n,).
+    He et al., Deep residual learning, 2015, section 4.2: padding 4 for CIFAR.
     """
     count, channels, height, width = images.shape
     draws = torch.from_numpy(uniform(seed, epoch, samples, 3))

@@ -41,14 +41,30 @@ class _Layout:
 
 _LAYOUTS = {
     DataName.CIFAR10: _Layout(
-        "cifar-10-batches-py", "cifar-10-batches-bin",
-        tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",),
-        tuple(f"data_batch_{i}.bin" for i in range(1, 6)), ("test_batch.bin",),
-        "labels", 1, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
+        "cifar-10-batches-py",
+        "cifar-10-batches-bin",
+        tuple(f"data_batch_{i}" for i in range(1, 6)),
+        ("test_batch",),
+        tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+        ("test_batch.bin",),
+        "labels",
+        1,
+        10,
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
     ),
     DataName.CIFAR100: _Layout(
-        "cifar-100-python", "cifar-100-binary", ("train",), ("test",), ("train.bin",), ("test.bin",),
-        "fine_labels", 2, 100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
+        "cifar-100-python",
+        "cifar-100-binary",
+        ("train",),
+        ("test",),
+        ("train.bin",),
+        ("test.bin",),
+        "fine_labels",
+        2,
+        100,
+        (0.5071, 0.4865, 0.4409),
+        (0.2673, 0.2564, 0.2762),
     ),
 }
 
@@ -76,7 +92,11 @@ def open_cifar(config: DataConfig) -> MemoryData:
     return MemoryData(
         read(folder, layout.binary_train if binary else layout.train, layout),
         read(folder, layout.binary_test if binary else layout.test, layout),
-        classes=layout.classes, scale=255.0, mean=layout.mean, std=layout.std, augment=augment if config.augment else None,
+        classes=layout.classes,
+        scale=255.0,
+        mean=layout.mean,
+        std=layout.std,
+        augment=augment if config.augment else None,
     )
 
 
@@ -134,7 +154,8 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
 def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout) -> Part:
     all_labels = np.concatenate(labels)
     if all_labels.min() < 0 or all_labels.max() >= layout.classes:
-        raise DataError(f"{folder} holds label {all_labels.max()}, outside of 0..{layout.classes - 1}: it is another data set than data.name says")
+        last = layout.classes - 1
+        raise DataError(f"{folder} holds label {all_labels.max()}, outside of 0..{last}: it is another data set than data.name says")
     return torch.from_numpy(np.concatenate(images).reshape(-1, 3, 32, 32)), torch.from_numpy(all_labels)
 
 
@@ -142,8 +163,9 @@ class _ArraysOnly(pickle.Unpickler):
     """A pickle may run any code; a CIFAR batch needs numpy's arrays and text only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        array_modules = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
-        if (module in array_modules and name in ("_reconstruct", "ndarray", "dtype", "_frombuffer")) or (module, name) == ("_codecs", "encode"):
+        modules = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
+        is_array = module in modules and name in ("_reconstruct", "ndarray", "dtype", "_frombuffer")
+        if is_array or (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR batch")
 
@@ -164,4 +186,6 @@ def _download(config: DataConfig) -> None:
             if _find(config.dir, _LAYOUTS[config.name]) is None:
                 kind(str(config.dir), download=True)
     except (OSError, RuntimeError) as error:
-        raise DataError(f"{config.name.value} cannot be downloaded into {config.dir}: {error}. Unpack the official archive there by hand") from error
+        raise DataError(
+            f"{config.name.value} cannot be downloaded into {config.dir}: {error}. Unpack the official archive there by hand"
+        ) from error

@@ -27,8 +27,13 @@ def open_digits(config: DataConfig) -> MemoryData:
         return crop_and_flip(batch, config.seed, epoch, samples, padding=1, flip=False)
 
     return MemoryData(
-        (images[~test], labels[~test]), (images[test], labels[test]),
-        classes=10, scale=16.0, mean=(0.3053,), std=(0.3761,), augment=shift if config.augment else None,
+        (images[~test], labels[~test]),
+        (images[test], labels[test]),
+        classes=10,
+        scale=16.0,
+        mean=(0.3053,),
+        std=(0.3761,),
+        augment=shift if config.augment else None,
     )
 
 

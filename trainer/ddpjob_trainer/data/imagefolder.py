@@ -49,7 +49,11 @@ class ImageFolderData:
     def _load(self, images: _Images, parts: list[list[int]]) -> Iterator[Batch]:
         workers = min(self._config.workers, len(parts))
         loader = DataLoader(
-            images, batch_sampler=_Parts(parts), num_workers=workers, collate_fn=_collate, pin_memory=torch.cuda.is_available(),
+            images,
+            batch_sampler=_Parts(parts),
+            num_workers=workers,
+            collate_fn=_collate,
+            pin_memory=torch.cuda.is_available(),
             prefetch_factor=2 if workers else None,
         )
         batches = iter(loader)

@@ -13,7 +13,7 @@ Augment = Callable[[torch.Tensor, int, "np.ndarray[tuple[int], np.dtype[np.int64
 
 
 class MemoryData:
-    """Images (n, channels, height, width) uint8 and labels (n,) int64, for training and test; normalised by `mean` and `std` per channel."""
+    """Images (n, channels, height, width) uint8 and labels (n,) int64, for training and test; `mean` and `std` are per channel."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -31,7 +31,7 @@ class DataConfig:
     name: DataName = DataName.DIGITS
     """digits: 1797 real images of 8x8 pixels that ship in scikit-learn. cifar10, cifar100: the folders that the official archives
     unpack to (python or binary version). imagefolder: train/ and val/ with one folder of images per class. synthetic: made here."""
-    dir: Path | None = from_env("DDPJOB_DATA_DIR", None)
+    dir: Path | None = field(default=None, metadata=from_env("DDPJOB_DATA_DIR"))
     """Folder of the data set (not needed for digits and synthetic)."""
     batch: int = 128
     """Global batch: samples per optimizer step over all ranks together, whatever their number."""

@@ -1,0 +1,33 @@
+"""Ends a rank without taking torch's modules down one by one, which costs half a second, and several on a busy machine.
+
+Peers and agents wait for a rank's end before they form the group anew. Everything that must be kept is flushed where it is written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+
+_code = 1
+
+
+def leave_fast() -> None:
+    """From now on the process ends right after its last exit handler, with 1 unless `with_code` says otherwise."""
+    atexit.register(_end)
+
+
+def with_code(code: int) -> int:
+    """The exit code of an orderly end; returns it."""
+    global _code
+    _code = code
+    return code
+
+
+def _end() -> None:
+    for child in multiprocessing.active_children():
+        child.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_code)
