@@ -208,6 +208,7 @@ def help_text(kind: type[Any], width: int = 140) -> str:
             section = head
             lines.append(f"\n{section}:")
         default = field.default.value if isinstance(field.default, enum.Enum) else field.default
+        default = list(default) if isinstance(default, tuple) else str(default).lower() if isinstance(default, bool) else default
         env = f"; from {field.env}" if field.env else ""
         lines.append(f"  {field.key}={'' if default is None else default}   ({describe_type(field.type)}{env})")
         lines.extend(textwrap.wrap(field.doc, width - 8, initial_indent="        ", subsequent_indent="        "))
