@@ -46,7 +46,7 @@ def test_events_and_recoveries_are_told_once(capsys: pytest.CaptureFixture[str])
         display.show(shown(second, (failed,), restarts=Restarts(counted=1, recent=(over,))))
     lines = capsys.readouterr().out.splitlines()
     assert lines.count("WorkerFailed: rank 1 ended: ValueError (counts against recovery.maxRestarts)") == 1
-    assert lines.count("Recovered: WorkerFailed: rank 1 ended: ValueError: trained again after 4.2 s") == 1
+    assert lines.count("Recovered: WorkerFailed: rank 1 ended: ValueError: the group ran again after 4.2 s") == 1
 
 
 def test_the_panel_names_state_progress_and_pods() -> None:

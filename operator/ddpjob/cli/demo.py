@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from ddpjob.api.types import JobStatus, Json
-from ddpjob.cli.display import recoveries, told_accuracy
+from ddpjob.cli.display import recoveries, stall_line, told_accuracy
 from ddpjob.cli.run import BadInput, read_job
 from ddpjob.local.paths import JobFolder, job_folder
 from ddpjob.local.record import ask, read_record, runner
@@ -87,7 +87,7 @@ def _judge(folder: JobFolder, killed: str | None, wanted: float) -> int:
     plot = _plot(folder)
     if plot is None:
         return _fail("the plot was not drawn")
-    print(f"\nPod {killed} was killed on purpose.", *recoveries(status), sep="\n  ")
+    print(f"\nPod {killed} was killed on purpose.", *recoveries(status), *map(stall_line, record["local"]["stallSeconds"]), sep="\n  ")
     print(f"Complete with {accuracy:.2%} test accuracy (at least {wanted:.0%} wanted).\nPlot:        {plot}")
     return 0
 

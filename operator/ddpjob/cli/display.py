@@ -63,17 +63,22 @@ def event_line(happening: Happening) -> str:
 def recoveries(status: JobStatus) -> list[str]:
     """Lines on the restarts that are over: what broke, and how long training stood still."""
     return [
-        f"{r.reason}: {r.message.splitlines()[0]}: trained again after {r.seconds:.1f} s"
+        f"{r.reason}: {r.message.splitlines()[0]}: the group ran again after {r.seconds:.1f} s"
         for r in status.restarts.recent
         if r.seconds is not None
     ]
+
+
+def stall_line(seconds: float) -> str:
+    """How long nobody trained."""
+    return f"Training: from the break to the next step {seconds:.1f} s"
 
 
 class News:
     """What was not shown before: events and recoveries, each once."""
 
     def __init__(self) -> None:
-        self._events = self._recovered = 0
+        self._events = self._recovered = self._stalls = 0
 
     def lines(self, shown: Shown) -> Iterator[tuple[bool, str]]:
         """(warning, line)"""
@@ -84,6 +89,9 @@ class News:
         for line in over[self._recovered :]:
             yield False, "Recovered: " + line
         self._recovered = max(self._recovered, len(over))
+        for seconds in shown.stalls[self._stalls :]:
+            yield False, stall_line(seconds)
+        self._stalls = len(shown.stalls)
 
 
 class PlainLines:

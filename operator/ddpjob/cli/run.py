@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddpjob.api.reader import ManifestError, read_manifest
 from ddpjob.api.types import ConditionType, DDPJob, Json
-from ddpjob.cli.display import open_display, recoveries, shortest, told_accuracy
+from ddpjob.cli.display import open_display, recoveries, shortest, stall_line, told_accuracy
 from ddpjob.core.progress import duration
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.fitting import Fit, Options, fit
@@ -130,7 +130,7 @@ def _tell_end(job: Ready, run: RunFolder, outcome: Outcome) -> None:
     lines += [("Accuracy", f"{accuracy:.2%}")] if accuracy is not None else []
     counts = status.restarts
     lines.append(("Restarts", f"{counts.counted} counted of {status.max_restarts} allowed, {counts.uncounted} not counted"))
-    lines += [("", line) for line in recoveries(status)]
+    lines += [("", line) for line in (*recoveries(status), *map(stall_line, outcome.shown.stalls))]
     lines.append(("Logs", shortest(run.pods)))
     if any(job.folder.checkpoints.iterdir()):
         lines.append(("Checkpoints", shortest(job.folder.checkpoints)))

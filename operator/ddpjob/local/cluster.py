@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ddpjob.api.types import DDPJob, Json, format_time
 from ddpjob.core.decision import Event
-from ddpjob.core.world import Role, World
+from ddpjob.core.world import Report, Role, World
 from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local import coordinator, processes
@@ -53,6 +53,8 @@ class ProcessCluster:
         )
         self.pods: dict[str, Pod] = {}
         self.happenings: list[Happening] = []
+        self.stalls: list[float] = []
+        """Seconds from each break to the first step after it, as the coordinators told."""
         self.changed = asyncio.Event()
         self._objects: set[tuple[str, str]] = set()
         self._ports: dict[int, int] = {}
@@ -80,6 +82,7 @@ class ProcessCluster:
         report = None
         if job.status.rendezvous.endpoint:
             report = await coordinator.fetch_report(ADDRESS, job.spec.rendezvous.endpoint_port)
+            self._note_stall(report)
         self.collect()
         files = pod_files_name(job)
         world = World(
@@ -90,6 +93,11 @@ class ProcessCluster:
             report=report,
         )
         return Observation(job, world)
+
+    def _note_stall(self, report: Report | None) -> None:
+        seconds = report.recovery_seconds if report is not None else None
+        if seconds is not None and seconds not in self.stalls:
+            self.stalls.append(seconds)
 
     def collect(self) -> None:
         """Looks at every process: main processes that have ended, orphans, deleted pods that are gone."""

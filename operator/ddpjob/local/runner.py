@@ -51,6 +51,8 @@ class Shown:
     pods: tuple[PodLine, ...]
     happenings: tuple[Happening, ...]
     now: datetime
+    stalls: tuple[float, ...] = ()
+    """Seconds from each break to the first step after it."""
 
 
 class Display(Protocol):
@@ -195,14 +197,14 @@ class Runner:
     def _shown(self) -> Shown:
         job = self.cluster.job
         pods = tuple(PodLine(p.name, _state(p), p.logs()[0]) for p in self.cluster.pods.values())
-        return Shown(job, job.status, pods, tuple(self.cluster.happenings), utc_now())
+        return Shown(job, job.status, pods, tuple(self.cluster.happenings), utc_now(), tuple(self.cluster.stalls))
 
     def _record(self) -> None:
         pods = [
             {"name": pod.name, "role": str(pod.role), "state": _state(pod), "logs": [str(log) for log in pod.logs()]}
             for pod in self.cluster.pods.values()
         ]
-        local = {"run": self.run_folder.name, "folder": str(self.run_folder.path), "pods": pods}
+        local = {"run": self.run_folder.name, "folder": str(self.run_folder.path), "pods": pods, "stallSeconds": self.cluster.stalls}
         record = {**self.cluster.body, "local": local}
         if record != self._recorded:
             write_record(self.folder, record)
