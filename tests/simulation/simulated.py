@@ -115,6 +115,7 @@ class Simulation:
             has_service=("Service", job.name) in self.others,
             pod_files=wanted if ("ConfigMap", wanted) in self.others else "",
             pod_files_offered=pod_files_name(job),
+            key_mark=self.site.key_mark,
             report=self._report(generation),
             problems=problems(job.spec.pod_template) if not job.status.slots else (),
         )

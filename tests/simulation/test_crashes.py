@@ -12,6 +12,7 @@ from ddpjob.core.decision import Decision
 from ddpjob.engine.apply import Applied
 from ddpjob.engine.apply import apply as right_apply
 from ddpjob.engine.ports import Cluster
+from ddpjob.objects.site import Site
 from simulated import Simulation
 
 Scenario = Callable[[Simulation], Awaitable[None]]
@@ -59,6 +60,12 @@ async def scaled(s: Simulation) -> None:
     await s.until_phase("Complete")
 
 
+async def key_changed(s: Simulation) -> None:
+    await s.until_phase("Running")
+    s.site = Site(operator_key=b"another key")
+    await s.until_phase("Complete")
+
+
 async def budget_spent(s: Simulation) -> None:
     s.change_spec({"recovery": {"maxRestarts": 0}})
     await s.until_phase("Running")
@@ -73,7 +80,8 @@ async def time_to_live(s: Simulation) -> None:
 
 
 SCENARIOS: list[Scenario] = [
-    start_and_complete, pod_deleted, worker_fails, pod_fails, coordinator_deleted, suspended_and_resumed, scaled, budget_spent, time_to_live,
+    start_and_complete, pod_deleted, worker_fails, pod_fails, coordinator_deleted, suspended_and_resumed, scaled, key_changed,
+    budget_spent, time_to_live,
 ]  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def test_what_is_missing_is_named_with_where_it_was_looked_for(check: object, na
 def test_the_termination_log_keeps_the_end_of_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "end"
     monkeypatch.setenv("DDPJOB_TERMINATION_LOG", str(log))
-    departure.write_termination_log("Error", "message", "first line\n" + "\u00e4 \"quoted\"\n" * 3000 + "ValueError: the end")
+    departure.write_termination_log("Error", "message", "first line\n" + '\u00e4 "quoted"\n' * 3000 + "ValueError: the end")
     assert len(log.read_bytes()) <= 4096
     content = json.loads(log.read_text())
     assert content["kind"] == "Error" and content["message"] == "message" and content["traceback"].endswith("ValueError: the end")

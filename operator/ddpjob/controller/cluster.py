@@ -99,6 +99,7 @@ class KubernetesCluster:
             has_service=job.name in belongings.services,
             pod_files=wanted if wanted in belongings.config_maps else "",
             pod_files_offered=pod_files_name(job),
+            key_mark=self.site.key_mark,
             report=report,
             claims=() if job.status.terminal else await self._claims(job),
             problems=problems(job.spec.pod_template) if not job.status.slots else (),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,11 +46,11 @@ class Settings:
             return int(value)
 
         key = text("KEY", "").encode()
-        if not key and not text("LEASE_NAMESPACE", ""):
-            # One replica outside a cluster: running jobs keep working, only `/v1/` calls to their coordinators need the old key.
-            key = secrets.token_bytes(32)
         if len(key) < 16:
-            raise SettingsError(f"{PREFIX}KEY must be a secret of at least 16 characters; the chart makes one")
+            raise SettingsError(
+                f"{PREFIX}KEY must be a secret of at least 16 characters, the same at every start: with another one, "
+                "running jobs restart from their checkpoints. The chart makes one and keeps it"
+            )
         return cls(
             key=key,
             namespaces=tuple(n.strip() for n in text("NAMESPACES", "").split(",") if n.strip()),

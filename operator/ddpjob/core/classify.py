@@ -28,6 +28,8 @@ class Cause(StrEnum):
     RENDEZVOUS_LOST = "RendezvousLost"
     COORDINATOR_LOST = "CoordinatorLost"
     SCALED = "Scaled"
+    SPEC_CHANGED = "SpecChanged"
+    KEY_CHANGED = "KeyChanged"
 
 
 COUNTED = frozenset({Cause.WORKER_FAILED, Cause.EXIT_CODE, Cause.OOM_KILLED})

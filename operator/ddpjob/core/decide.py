@@ -20,7 +20,7 @@ from ddpjob.core.decision import (
     Tell,
 )
 from ddpjob.core.finish import wind_down
-from ddpjob.core.group import Failure, coordinator_pod, follow, new_generation, node_pods
+from ddpjob.core.group import Failure, coordinator_pod, follow, new_generation, node_pods, record, template_mark
 from ddpjob.core.leftovers import end_leftovers, has_leftovers
 from ddpjob.core.progress import shown_progress
 from ddpjob.core.volumes import unusable_claim
@@ -86,15 +86,11 @@ def _begin(job: DDPJob, status: JobStatus, world: World, now: datetime) -> tuple
     events: list[Event] = []
     if not status.slots:
         status = new_generation(job, status, world)
-    elif status.template_hash != job.spec.template_hash or status.rendezvous.nodes != job.spec.nodes:
-        scaled = status.rendezvous.nodes not in (0, job.spec.nodes) and not status.holds(ConditionType.SUSPENDED)
-        if scaled:
-            message = f"spec.nodes changed from {status.rendezvous.nodes} to {job.spec.nodes}"
-            pod = next((p for p in node_pods(job, status, world) if p is not None), None)
-            scaling = Restart(time=now, pod=pod.name if pod else job.name, reason=Cause.SCALED, message=message, counted=False)
-            counts = replace(status.restarts, uncounted=status.restarts.uncounted + 1, recent=(*status.restarts.recent, scaling)[-10:])
-            status = replace(status, restarts=counts, round=status.round + 1)
-            events.append(Event(False, "Scaled", message))
+    elif status.template_hash != template_mark(job, world) or status.rendezvous.nodes != job.spec.nodes:
+        if not status.holds(ConditionType.SUSPENDED):
+            cause, message = _change(job, status)
+            status = record(status, [Restart(time=now, pod=job.name, reason=cause, message=message, counted=False)])
+            events.append(Event(False, cause, message))
         status = new_generation(job, status, world)
     if status.holds(ConditionType.SUSPENDED):
         status = with_condition(status, ConditionType.SUSPENDED, False, "Resumed", "runPolicy.suspend is false", now)
@@ -104,6 +100,15 @@ def _begin(job: DDPJob, status: JobStatus, world: World, now: datetime) -> tuple
     if status.start_time is None:
         status = replace(status, start_time=now.replace(microsecond=0))
     return status, events
+
+
+def _change(job: DDPJob, status: JobStatus) -> tuple[Cause, str]:
+    """Why a job that is not suspended needs pods of another make."""
+    if status.rendezvous.nodes != job.spec.nodes:
+        return Cause.SCALED, f"spec.nodes changed from {status.rendezvous.nodes} to {job.spec.nodes}"
+    if status.template_hash.split("-")[0] != job.spec.template_hash:
+        return Cause.SPEC_CHANGED, "the spec changed in what the pods are made from"
+    return Cause.KEY_CHANGED, "the operator's key changed, and with it the tokens by which the job's pods know each other"
 
 
 def _deadline(job: DDPJob, status: JobStatus) -> datetime | None:
@@ -242,7 +247,7 @@ def _describe(job: DDPJob, status: JobStatus, world: World, now: datetime, resta
     status = _scheduled(job, status, world, pods, now)
     running, reason, message = _running(job, status, world)
     status = with_condition(status, ConditionType.RUNNING, running, reason, message, now)
-    status = _restarting(job, status, world, running, restarts, now)
+    status = _restarting(job, status, running, restarts, now)
     told = world.report.progress if world.report else {}
     due = status.phase is not with_phase(status).phase
     return with_phase(replace(status, progress=shown_progress(status.progress, told, now, at_once=due)))
@@ -298,20 +303,21 @@ def _running(job: DDPJob, status: JobStatus, world: World) -> tuple[bool, str, s
     return False, "GroupForming", f"{status.ready} of {wanted} nodes run and are joining the rendezvous"
 
 
-def _restarting(job: DDPJob, status: JobStatus, world: World, running: bool, restarts: tuple[Restart, ...], now: datetime) -> JobStatus:
+def _restarting(job: DDPJob, status: JobStatus, running: bool, restarts: tuple[Restart, ...], now: datetime) -> JobStatus:
     if restarts:
         last = restarts[-1]
         return with_condition(status, ConditionType.RESTARTING, True, last.reason, last.message.splitlines()[0], now)
-    scaled = status.round != job.status.round
-    if scaled:
-        return with_condition(status, ConditionType.RESTARTING, True, Cause.SCALED, status.restarts.recent[-1].message, now)
+    changed = status.round != job.status.round
+    if changed:
+        last = status.restarts.recent[-1]
+        return with_condition(status, ConditionType.RESTARTING, True, last.reason, last.message, now)
     if running and status.holds(ConditionType.RESTARTING):
-        status = replace(status, restarts=replace(status.restarts, recent=_timed(status, world, now)))
+        status = replace(status, restarts=replace(status.restarts, recent=_timed(status, now)))
         return with_condition(status, ConditionType.RESTARTING, False, "Recovered", f"round {status.round} runs", now)
     return status
 
 
-def _timed(status: JobStatus, world: World, now: datetime) -> tuple[Restart, ...]:
+def _timed(status: JobStatus, now: datetime) -> tuple[Restart, ...]:
     """Recent restarts with the seconds they took, for those that are over now."""
     return tuple(
         r if r.seconds is not None else replace(r, seconds=round((now - r.time).total_seconds(), 1)) for r in status.restarts.recent

@@ -70,7 +70,12 @@ def new_generation(job: DDPJob, status: JobStatus, world: World) -> JobStatus:
         endpoint="",
         nodes=job.spec.nodes,
     )
-    return replace(status, slots=tuple(slots), rendezvous=rendezvous, template_hash=job.spec.template_hash)
+    return replace(status, slots=tuple(slots), rendezvous=rendezvous, template_hash=template_mark(job, world))
+
+
+def template_mark(job: DDPJob, world: World) -> str:
+    """What all pods of a generation have in common: the spec they were made from and the key of their token."""
+    return f"{job.spec.template_hash}-{world.key_mark}"
 
 
 def follow(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Followed:
@@ -92,7 +97,7 @@ def follow(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Follo
     restarts += told
     if coordinator_end is not None:
         restarts.append(_restart_of_coordinator(job, status, coordinator_end, now))
-    status = _record(status, restarts)
+    status = record(status, restarts)
     if failure is None and status.restarts.counted > job.spec.max_restarts:
         failure = _budget_spent(job, status, restarts)
     if failure is None:
@@ -227,7 +232,8 @@ def _restart_of_coordinator(job: DDPJob, status: JobStatus, end: End, now: datet
     )
 
 
-def _record(status: JobStatus, restarts: list[Restart]) -> JobStatus:
+def record(status: JobStatus, restarts: list[Restart]) -> JobStatus:
+    """The status with restarts counted; all those of one look are one round."""
     if not restarts:
         return status
     counted = sum(r.counted for r in restarts)

@@ -185,6 +185,8 @@ class World:
     """Name of the job's ConfigMap of pod files, if it exists; or empty."""
     pod_files_offered: str = ""
     """Name of the one this version of the operator would make."""
+    key_mark: str = ""
+    """Of the key that the jobs' tokens are made from; pods of another key's tokens cannot speak with each other."""
     report: Report | None = None
     claims: tuple[ClaimView, ...] = ()
     problems: tuple[str, ...] = ()
