@@ -1,0 +1,76 @@
+"""Why a pod ended, and what counts."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from ddpjob.core.classify import Cause, stuck, why_ended
+from ddpjob.core.world import ContainerView, PodView, Role
+
+TOLD = json.dumps({"kind": "Error", "message": "ValueError: lunch", "traceback": "Traceback\nValueError: lunch"})
+
+
+def pod(main: ContainerView | None = None, **fields: Any) -> PodView:
+    return PodView(name="job-0-0", uid="uid", role=Role.NODE, containers={"trainer": main} if main else {}, **fields)
+
+
+def ended(exit_code: int, reason: str = "Error", message: str = "") -> ContainerView:
+    return ContainerView(exit_code=exit_code, reason=reason, message=message)
+
+
+@pytest.mark.parametrize(
+    ("view", "cause", "counted"),
+    [
+        (pod(ended(1, message=TOLD)), Cause.EXIT_CODE, True),
+        (pod(ended(137, "OOMKilled")), Cause.OOM_KILLED, True),
+        (pod(ended(78, message=TOLD)), Cause.INIT_FAILURE, False),
+        (pod(ended(128, "StartError", "no python3")), Cause.INIT_FAILURE, False),
+        (pod(ended(76)), Cause.RENDEZVOUS_LOST, False),
+        (pod(ended(143), deleted_at=datetime(2026, 1, 1, tzinfo=UTC)), Cause.DELETED, False),
+        (pod(ended(1), deleted_at=datetime(2026, 1, 1, tzinfo=UTC)), Cause.DELETED, False),
+        (pod(ended(137), disruption="PreemptionByScheduler"), Cause.PREEMPTED, False),
+        (pod(ended(1), disruption="EvictionByEvictionAPI"), Cause.EVICTED, False),
+        (pod(disruption="DeletionByTaintManager"), Cause.DISRUPTION, False),
+        (pod(phase="Failed", status_reason="Evicted", status_message="low on memory"), Cause.EVICTED, False),
+        (pod(phase="Failed", status_reason="UnexpectedAdmissionError"), Cause.EXIT_CODE, True),
+    ],
+)
+def test_causes(view: PodView, cause: Cause, counted: bool) -> None:
+    end = why_ended(view)
+    assert (end.cause, end.counted) == (cause, counted)
+    assert end.message
+
+
+def test_the_launchers_words_are_read() -> None:
+    end = why_ended(pod(ended(1, message=TOLD)))
+    assert end.message == "pod job-0-0 ended with exit code 1: ValueError: lunch"
+    assert end.traceback == "Traceback\nValueError: lunch"
+    assert "last words" in why_ended(pod(ended(3, message="first\nlast words"))).message, "any program's last line"
+
+
+def waiting(reason: str, message: str = "") -> PodView:
+    return pod(ContainerView(waiting_reason=reason, waiting_message=message))
+
+
+@pytest.mark.parametrize(
+    ("view", "has_run", "final"),
+    [
+        (waiting("ErrImagePull", "rpc error: not found"), False, True),
+        (waiting("ErrImagePull", "i/o timeout"), False, False),
+        (waiting("ImagePullBackOff", "i/o timeout"), False, True),
+        (waiting("ImagePullBackOff", "not found"), True, False),
+        (waiting("InvalidImageName"), False, True),
+        (waiting("CreateContainerConfigError", 'secret "x" not found'), False, False),
+    ],
+)
+def test_what_will_never_start(view: PodView, has_run: bool, final: bool) -> None:
+    found = stuck(view, has_run=has_run)
+    assert found is not None and found.final is final
+    assert "container trainer of pod job-0-0" in found.message
+
+
+def test_starting_is_not_stuck() -> None:
+    assert stuck(waiting("ContainerCreating"), has_run=False) is None
