@@ -175,18 +175,6 @@ def operator_image(cluster: Cluster, image_tools: Settings) -> builder.Image:
 
 
 @pytest.fixture(scope="session")
-def build_trainer_image(cluster: Cluster, image_tools: Settings) -> Callable[..., builder.Image]:
-    """`build_trainer_image("n1", ...)`: the Dockerfile's `trainer` in some nodes: gigabytes each, name as few as will do."""
-
-    def build(*nodes: str) -> builder.Image:
-        image = builder.build_image(image_tools, "trainer", "ddpjob.test/trainer:checkout")
-        cluster.load_image(image, nodes)
-        return image
-
-    return build
-
-
-@pytest.fixture(scope="session")
 def python_overlay() -> Callable[..., dict[str, Any]]:
     """`python_overlay(container="trainer")`: the pod template's part that brings this machine's Python into `python_host.IMAGE`."""
     return python_host.overlay

@@ -39,11 +39,20 @@ def run(cluster: Cluster, namespace: str, image: builder.Image, command: list[st
     return ended["exitCode"], cluster.kubectl("logs", "pod", "--namespace", namespace)
 
 
-@pytest.mark.parametrize("user", [10001, 1000680000])
-def test_trainer_compiles(cluster: Cluster, trainer_image: builder.Image, namespace: str, user: int) -> None:
-    """As the image's own user, and as one that a platform has chosen (group 0)."""
-    code, log = run(cluster, namespace, trainer_image, ["python3", "-c", COMPILE], "n1", runAsUser=user, runAsGroup=0)
-    assert (code, log.splitlines()[-2:]) == (0, [f"{user} True True", "compiled"]), log
+def test_trainer_compiles(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
+    """As a user that a platform has chosen (group 0)."""
+    code, log = run(cluster, namespace, trainer_image, ["python3", "-c", COMPILE], "n1", runAsUser=1000680000, runAsGroup=0)
+    assert (code, log.splitlines()[-2:]) == (0, ["1000680000 True True", "compiled"]), log
+
+
+def test_trainer_runs_as_its_own_user_without_the_operators_packages(
+    cluster: Cluster, trainer_image: builder.Image, namespace: str
+) -> None:
+    program = (
+        "import importlib.util as u, os; "
+        "print(os.getuid(), os.access(os.getcwd(), os.W_OK), os.access(os.environ['HOME'], os.W_OK), u.find_spec('kopf'))"
+    )
+    assert run(cluster, namespace, trainer_image, ["python3", "-c", program], "n2") == (0, "10001 True True None\n")
 
 
 def test_trainer_has_what_triton_builds_with(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
@@ -76,4 +85,5 @@ def test_operator_says_what_it_lacks(cluster: Cluster, operator_image: builder.I
     command = ["env", "DDPJOB_OPERATOR_LEASE_NAMESPACE=x", "python3", "-m", "ddpjob.controller"]
     code, log = run(cluster, namespace, operator_image, command, "n2", runAsUser=1000680000, readOnlyRootFilesystem=True)
     assert code == 2
-    assert "DDPJOB_OPERATOR_KEY must be a secret of at least 16 characters; the chart makes one" in log
+    assert "DDPJOB_OPERATOR_KEY must be a secret of at least 16 characters" in log
+    assert "The chart makes one" in log

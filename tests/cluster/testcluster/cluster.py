@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from testcluster import binaries, builder, cgroups, controlplane, images, network, node, pki, processes
+from testcluster import binaries, builder, cgroups, controlplane, images, loading, network, node, pki, processes
 from testcluster.settings import CHECKOUT, MAX_NODES, ClusterError, Settings
 
 LEGACY_LOG_LINKS = Path("/var/log/containers")
@@ -250,7 +250,7 @@ class Cluster:
     def load_image(self, image: builder.Image, nodes: tuple[str, ...] | None = None) -> None:
         """Load a built image into some nodes, or all; the nodes have no registry. Layers that a node has are not sent again."""
         for name in nodes or self.nodes:
-            builder.load(self.settings, image, name, self.programs)
+            loading.load(self.settings, image, name, self.programs)
 
 
 def _is_ready(item: dict[str, Any]) -> bool:
