@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import IMAGES, RANDOM, write_cifar_binary, write_cifar_python, write_image_folder
 from ddpjob_trainer import config, train
 from ddpjob_trainer.data import DataSet, open_data
 from ddpjob_trainer.data.augment import crop_and_flip, resized_crop_box
@@ -16,42 +17,9 @@ from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.ledger_check import read, verify
 from ranks import final_losses, good, metrics
 
-RANDOM = np.random.default_rng(0)
-IMAGES = RANDOM.integers(0, 256, (60, 3072), dtype=np.uint8)
-LABELS = RANDOM.integers(0, 10, 60)
-
 
 def opened(*arguments: str) -> DataSet:
     return open_data(config.load(None, list(arguments)).data)
-
-
-def write_python(root: Path) -> None:
-    folder = root / "cifar-10-batches-py"
-    folder.mkdir()
-    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
-    for number, name in enumerate(names):
-        part = slice(10 * number, 10 * number + 10)
-        batch = {"batch_label": name, "labels": LABELS[part].tolist(), "data": IMAGES[part], "filenames": [f"{i}.png" for i in range(10)]}
-        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
-
-
-def write_binary(root: Path) -> None:
-    folder = root / "cifar-10-batches-bin"
-    folder.mkdir()
-    for number, name in enumerate([f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]):
-        part = slice(10 * number, 10 * number + 10)
-        (folder / name).write_bytes(np.hstack([LABELS[part, None].astype(np.uint8), IMAGES[part]]).tobytes())
-
-
-def write_folder(root: Path, count: int = 6) -> None:
-    from PIL import Image
-
-    for split in ("train", "val"):
-        for label, name in enumerate(("n01440764", "n01443537")):
-            (root / split / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = RANDOM.integers(0, 128, (40 + 3 * number, 50, 3), dtype=np.uint8) + np.uint8(100 * label)
-                Image.fromarray(pixels).save(root / split / name / f"{name}_{number}.JPEG")
 
 
 def test_cifar10_python_and_binary_versions_give_the_same_as_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +27,8 @@ def test_cifar10_python_and_binary_versions_give_the_same_as_torchvision(tmp_pat
 
     (tmp_path / "py").mkdir()
     (tmp_path / "bin").mkdir()
-    write_python(tmp_path / "py")
-    write_binary(tmp_path / "bin")
+    write_cifar_python(tmp_path / "py")
+    write_cifar_binary(tmp_path / "bin")
     batches = [
         next(iter(opened("data.name=cifar10", "data.augment=false", f"data.dir={tmp_path / kind}").train_batches([list(range(50))], 0)))
         for kind in ("py", "bin")
@@ -94,7 +62,7 @@ def test_cifar100_binary_takes_the_fine_label(tmp_path: Path) -> None:
     assert next(iter(data.test_batches([list(range(60))]))).labels.tolist() == fine.tolist()
 
 
-@pytest.mark.parametrize("write", [write_python, write_binary])
+@pytest.mark.parametrize("write", [write_cifar_python, write_cifar_binary])
 def test_cifar_trains_on_two_ranks_like_on_one(write: Any, tmp_path: Path) -> None:
     write(tmp_path)
     arguments = ["data.name=cifar10", f"data.dir={tmp_path}", "data.batch=16", "model.width=4", "train.epochs=2", "train.log_every=1"]
@@ -106,7 +74,7 @@ def test_cifar_trains_on_two_ranks_like_on_one(write: Any, tmp_path: Path) -> No
 
 
 def test_resnet18_trains_on_cifar_on_two_ranks(tmp_path: Path) -> None:
-    write_python(tmp_path)
+    write_cifar_python(tmp_path)
     arguments = ["data.name=cifar10", f"data.dir={tmp_path}", "data.batch=25", "model.name=resnet18_cifar", "train.epochs=1"]
     good(2, [*arguments, f"checkpoint.dir={tmp_path}/c"])
     assert len(metrics(tmp_path / "c" / "run", "eval")) == 1
@@ -114,7 +82,7 @@ def test_resnet18_trains_on_cifar_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_jpeg_folder_trains_on_two_ranks_like_on_one(workers: int, tmp_path: Path) -> None:
-    write_folder(tmp_path)
+    write_image_folder(tmp_path)
     arguments = [
         "data.name=imagefolder",
         f"data.dir={tmp_path}",
@@ -136,7 +104,7 @@ def test_middle_crop_is_torchvisions(tmp_path: Path) -> None:
     import torchvision.transforms.v2 as v2
     from PIL import Image
 
-    write_folder(tmp_path, 1)
+    write_image_folder(tmp_path, 1)
     image = Image.open(tmp_path / "val" / "n01440764" / "n01440764_0.JPEG")
     reference = v2.Compose([v2.Resize(37), v2.CenterCrop(32), v2.PILToTensor()])(image).float() / 255
     data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=32", "data.workers=0")
@@ -205,7 +173,7 @@ def test_bad_folders_are_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
-    write_binary(tmp_path)
+    write_cifar_binary(tmp_path)
     path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
@@ -220,7 +188,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    write_python(tmp_path)
+    write_cifar_python(tmp_path)
 
     class Evil:
         def __reduce__(self) -> Any:
@@ -233,7 +201,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_image_that_cannot_be_decoded_is_named(workers: int, tmp_path: Path) -> None:
-    write_folder(tmp_path, 2)
+    write_image_folder(tmp_path, 2)
     path = tmp_path / "train" / "n01440764" / "n01440764_1.JPEG"
     path.write_bytes(path.read_bytes()[:200])
     data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16", f"data.workers={workers}")
@@ -242,7 +210,7 @@ def test_an_image_that_cannot_be_decoded_is_named(workers: int, tmp_path: Path) 
 
 
 def test_classes_of_train_and_val_must_agree(tmp_path: Path) -> None:
-    write_folder(tmp_path, 1)
+    write_image_folder(tmp_path, 1)
     (tmp_path / "val" / "n01443537").rename(tmp_path / "val" / "other")
     with pytest.raises(DataError, match=r"different class folders .*n01443537, other"):
         opened("data.name=imagefolder", f"data.dir={tmp_path}")
