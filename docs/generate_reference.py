@@ -1,0 +1,156 @@
+"""Writes docs/reference.md from the CRD: `python docs/generate_reference.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DOCS = Path(__file__).resolve().parent
+CRD = DOCS.parent / "charts" / "ddpjob-operator" / "crds" / "ddpjobs.ddpjob.io.yaml"
+PAGE = DOCS / "reference.md"
+
+Schema = dict[str, Any]
+
+_HEAD = """\
+# API reference: `{api}`, kind `{kind}`
+
+Made from `{crd}` by `python docs/generate_reference.py`. Do not edit this page.
+The same texts are shown by `kubectl explain {singular}.spec`. An example of each kind of job is in `examples/`.
+
+"**No**" in the column "while it runs": the API server refuses the change; set `spec.runPolicy.suspend` to true, change the field,
+set it back to false.
+"""
+
+
+def main() -> None:
+    """Overwrite docs/reference.md."""
+    PAGE.write_text(render(yaml.safe_load(CRD.read_text())))
+
+
+def render(crd: Schema) -> str:
+    """The page for a CustomResourceDefinition with one version."""
+    [version] = crd["spec"]["versions"]
+    names = crd["spec"]["names"]
+    root = version["schema"]["openAPIV3Schema"]
+    spec, status = root["properties"]["spec"], root["properties"]["status"]
+    head = _HEAD.format(
+        api=f"{crd['spec']['group']}/{version['name']}",
+        kind=names["kind"],
+        crd=CRD.relative_to(DOCS.parent),
+        singular=names["singular"],
+    )
+    parts = [
+        head,
+        root["description"].replace("\n", " ") + "\n",
+        _columns(version["additionalPrinterColumns"], names["shortNames"][0]),
+        "## metadata.name\n\n" + "".join(f"- {_line(rule['message'])}\n" for rule in root["x-kubernetes-validations"]),
+        f"## spec\n\n{_text(spec)}\n",
+        *_sections("spec", spec, 3, _fixed_while_running(spec)),
+        f"## status\n\n{_text(status)}\n",
+        *_sections("status", status, 3, None),
+    ]
+    return "\n".join(parts)
+
+
+def _columns(columns: list[Schema], short: str) -> str:
+    rows = ["| column | shows | only with `-o wide` |", "| --- | --- | --- |"]
+    for column in columns:
+        shown = column.get("description") or f"`{column['jsonPath']}`"
+        rows.append(f"| {column['name']} | {_line(shown)} | {'yes' if column.get('priority') else ''} |")
+    return f"## `kubectl get {short}`\n\n" + "\n".join(rows) + "\n"
+
+
+def _fixed_while_running(spec: Schema) -> frozenset[str]:
+    """Fields whose change a transition rule refuses unless the job is suspended."""
+    rules = (rule for rule in spec["x-kubernetes-validations"] if "oldSelf." in rule["rule"])
+    return frozenset(rule["fieldPath"].removeprefix(".") for rule in rules)
+
+
+def _sections(path: str, schema: Schema, level: int, fixed: frozenset[str] | None) -> Iterator[str]:
+    """A table of an object's fields, then a section for each field that has fields of its own."""
+    table = _table(schema, fixed)
+    yield table + "".join(f"\n- {_line(rule['message'])}" for rule in _own_rules(schema)) + "\n"
+    for name, field in schema["properties"].items():
+        inner, suffix = _inner(field)
+        if inner is None:
+            continue
+        yield f"{'#' * min(level, 6)} {path}.{name}{suffix}\n\n{_text(field)}\n"
+        yield from _sections(f"{path}.{name}{suffix}", inner, level + 1, None)
+
+
+def _table(schema: Schema, fixed: frozenset[str] | None) -> str:
+    columns = ["field", "type", "default", "meaning"] + (["while it runs"] if fixed is not None else [])
+    rows = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    for name, field in schema["properties"].items():
+        required = " **required**" if name in schema.get("required", ()) else ""
+        cells = [f"`{name}`{required}", _type(field), _default(field), _cell(_meaning(field))]
+        if fixed is not None:
+            cells.append("**No**" if name in fixed else "yes")
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _meaning(field: Schema) -> str:
+    """Description, range and rules of a field; objects with a section of their own tell their rules there."""
+    words = [_text(field)]
+    if "minimum" in field or "maximum" in field:
+        words.append(f"From {field.get('minimum', '…')} to {field.get('maximum', '…')}.")
+    inner, _ = _inner(field)
+    if inner is None:
+        rules = [*_own_rules(field), *_own_rules(field.get("items", {}))]
+        words += [f"Rule: {_line(rule['message'])}." for rule in rules]
+    return " ".join(word for word in words if word)
+
+
+def _own_rules(schema: Schema) -> list[Schema]:
+    return [rule for rule in schema.get("x-kubernetes-validations", ()) if "oldSelf." not in rule["rule"]]
+
+
+def _inner(field: Schema) -> tuple[Schema | None, str]:
+    """The schema whose fields are described below, and what its path ends with."""
+    if field.get("properties"):
+        return field, ""
+    items = field.get("items") or {}
+    return (items, "[]") if items.get("properties") else (None, "")
+
+
+def _type(field: Schema) -> str:
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if field.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    if field.get("x-kubernetes-preserve-unknown-fields"):
+        return "object"
+    if field["type"] == "array":
+        return f"list of {_type(field['items'])}"
+    if field["type"] == "object" and "additionalProperties" in field:
+        return f"map to {_type(field['additionalProperties'])}"
+    return str(field.get("format") if field.get("format") == "date-time" else field["type"])
+
+
+def _default(field: Schema) -> str:
+    default = field.get("default")
+    return "" if default in (None, {}) else f"`{default if isinstance(default, str) else json.dumps(default)}`"
+
+
+def _text(schema: Schema) -> str:
+    """The description without its last "Default ..." sentence: defaults have a column."""
+    text = _line(schema.get("description", ""))
+    return re.sub(r" Default [^.:]*\.$", "", text) if "default" in schema else text
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split()).replace("*", r"\*")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    main()
