@@ -1,4 +1,4 @@
-"""The documentation says what is so: the reference page is the CRD's, every reason the operator writes is explained, links lead somewhere."""
+"""The documentation says what is so: the reference is the CRD, every reason that the operator writes is explained, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_the_reference_page_has_a_row_for_every_field_and_default() -> None:
     [version] = yaml.safe_load(REFERENCE["CRD"].read_text())["spec"]["versions"]
     properties = version["schema"]["openAPIV3Schema"]["properties"]
     wanted = [*fields(properties["spec"]), *fields(properties["status"])]
-    rows = re.findall(r"^\| `(\w+)`(?: \*\*required\*\*)? \| ([^|]*) \| ([^|]*) \| (.*)$", REFERENCE["PAGE"].read_text(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)`(?: \*\*required\*\*)? \| ([^|]*) \| ([^|]*) \| (.*)$", REFERENCE["PAGE"].read_text(), flags=re.MULTILINE
+    )
     assert sorted(row[0] for row in rows) == sorted(name for name, _ in wanted)
     defaults = sum(field.get("default") not in (None, {}) for _, field in wanted)
     assert sum(bool(row[2].strip()) for row in rows) == defaults > 10
