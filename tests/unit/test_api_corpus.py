@@ -1,4 +1,4 @@
-"""The corpus through ddpjob's own reader. tests/cluster/test_api_corpus.py puts it through the API server."""
+"""The corpus through ddpjob's own reader. tests/cluster/test_corpus_on_server.py puts it through the API server."""
 
 from __future__ import annotations
 

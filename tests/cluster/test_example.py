@@ -1,0 +1,173 @@
+"""The example of the README, as a user runs it: operator by Helm, the real trainer image, a pod lost in the middle."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import pytest
+from ddpjob_trainer.errors import LedgerError
+from ddpjob_trainer.ledger_check import read, verify
+from install_fixtures import Release
+from jobs import Jobs
+from testcluster import builder, node
+from testcluster.cluster import Cluster
+from testcluster.settings import CHECKOUT
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = CHECKOUT / "examples" / "digits.yaml"
+COLUMNS = ["NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE"]
+
+
+class RunFiles:
+    """What the pods write beside their checkpoints, read on the nodes' disks.
+
+    Files are held open from the moment they are found: what a pod writes until it is killed can be read when its volume is gone.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.open: dict[Path, IO[str]] = {}
+        self.stack = ExitStack()
+
+    def find(self, jobs: Jobs) -> None:
+        """Open the files of the pods that there are now."""
+        for pod in jobs.pods().values():
+            kubelet = node.folder(self.cluster.settings, pod["spec"]["nodeName"]) / "kubelet"
+            volume = kubelet / "pods" / pod["metadata"]["uid"] / "volumes" / "kubernetes.io~empty-dir" / "ddpjob-checkpoints"
+            for path in volume.glob("run/**/*.jsonl"):
+                if path not in self.open:
+                    self.open[path] = self.stack.enter_context(path.open())
+
+    def copy(self, folder: Path) -> None:
+        """Write all of them below a folder."""
+        for number, (path, file) in enumerate(self.open.items()):
+            target = folder / str(number) / path.parent.name / path.name
+            target.parent.mkdir(parents=True)
+            file.seek(0)
+            target.write_text(file.read())
+
+    def reports(self) -> list[dict[str, float]]:
+        """What the trainer measured at its steps, from the logs of all pods."""
+        found = []
+        for path, file in self.open.items():
+            if path.name == "metrics.jsonl":
+                file.seek(0)
+                found += [json.loads(line) for line in file.read().splitlines()]
+        return [row for row in found if row["event"] == "step"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job as `kubectl get ddp` shows it."""
+
+    state: str
+    nodes: str
+    epoch: int
+    percent: int
+    loss: str
+    speed: float
+    restarts: str
+
+
+@dataclass
+class Watch:
+    """`kubectl get ddp`, again and again."""
+
+    jobs: Jobs
+    files: RunFiles
+    rows: list[Row] = field(default_factory=list)
+
+    def look(self) -> str:
+        """The state shown. A row is kept when it tells of a training that runs."""
+        self.files.find(self.jobs)
+        header, line = self.jobs.kubectl("get", "ddp").splitlines()
+        assert header.split() == COLUMNS
+        cells = {name: line[header.index(name) :].split("   ")[0].strip() for name in COLUMNS}
+        if cells["STATE"] == "Running" and cells["PROGRESS"]:
+            epoch, percent = cells["PROGRESS"].removeprefix("epoch ").removesuffix(" %").split(" ")
+            speed = float(cells["SPEED"].removesuffix("/s").replace(",", ""))
+            self.rows.append(
+                Row(cells["STATE"], cells["NODES"], int(epoch.split("/")[0]), int(percent), cells["LOSS"], speed, cells["RESTARTS"])
+            )
+        return cells["STATE"]
+
+    def until_percent(self, percent: int, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while not self.rows or self.rows[-1].percent < percent:
+            assert self.look() not in ("Complete", "Failed")
+            assert time.monotonic() < end, self.jobs.kubectl("get", "ddp,pods", "--output=wide")
+            time.sleep(0.5)
+
+
+@pytest.fixture
+def example(installed_operator: Release, trainer_image: builder.Image, cluster: Cluster, namespace: str) -> Iterator[tuple[Jobs, RunFiles]]:
+    """The example, applied."""
+    jobs, files = Jobs(cluster, namespace), RunFiles(cluster)
+    assert trainer_image.tag in EXAMPLE.read_text()
+    jobs.kubectl("apply", "--filename", str(EXAMPLE))
+    with files.stack:
+        yield jobs, files
+
+
+def test_digits_train_on_two_nodes_through_the_loss_of_a_pod(example: tuple[Jobs, RunFiles], tmp_path: Path) -> None:
+    jobs, files = example
+    watch = Watch(jobs, files)
+    watch.until_percent(30, timeout=240)
+    before, pods = len(watch.rows), jobs.pods()
+    assert sorted(pods) == ["digits-0-0", "digits-1-0"]
+    assert {pod["spec"]["nodeName"] for pod in pods.values()} == {"n1", "n2"}
+
+    jobs.kill("digits-0-0")
+    watch.until_percent(70, timeout=240)
+    assert sorted(jobs.pods()) == ["digits-0-1", "digits-1-0"]
+    jobs.kubectl("wait", "--for=condition=Complete", "ddp/digits", "--timeout=240s")
+    files.find(jobs)
+
+    check_rows(watch.rows[:before], watch.rows[before:], files.reports())
+    check_end(jobs)
+    check_ledger(files, tmp_path)
+    print(jobs.kubectl("describe", "ddp", "digits"))
+
+
+def check_rows(before: list[Row], after: list[Row], reports: list[dict[str, float]]) -> None:
+    """What was shown before and after the loss of the pod is what the trainer measured."""
+    assert len({row.percent for row in before}) > 3, "progress is seen to grow"
+    for part in (before, after):
+        assert [row.percent for row in part] == sorted(row.percent for row in part)
+    for row in before + after:
+        assert (row.nodes, row.restarts) == ("2/2", "0/10")
+    losses = {f"{report['loss']:.4g}" for report in reports}
+    assert {row.loss for row in before + after} <= losses
+    # Shown is a running mean of these.
+    speeds = [report["samplesPerSecond"] for report in reports]
+    assert all(min(speeds) - 1 <= row.speed <= max(speeds) + 1 for row in before + after)
+    epochs = {f"{report['loss']:.4g}": report["epoch"] for report in reports}
+    assert all(row.epoch == epochs[row.loss] for row in before + after)
+
+
+def check_end(jobs: Jobs) -> None:
+    status = jobs.status("digits")
+    assert status["phase"] == "Complete"
+    assert status["progress"]["percent"] == 100
+    assert status["progress"]["metrics"]["accuracy"] >= 0.97
+    assert (status["restarts"]["counted"], status["restarts"]["uncounted"]) == (0, 1)
+    assert {name: pod["status"]["phase"] for name, pod in jobs.pods().items()} == {"digits-0-1": "Succeeded", "digits-1-0": "Succeeded"}
+
+
+def check_ledger(files: RunFiles, folder: Path) -> None:
+    """Every sample of every epoch was taken once, by what both lives wrote; without one rank's file the check fails."""
+    files.copy(folder)
+    verdict = verify(read([folder]))
+    assert len(verdict.lives) == 2
+    assert verdict.lives[1].start > 0, "the second life went on from a checkpoint of the pod that was left"
+    assert set(verdict.epochs.values()) == {verdict.size}
+    next(folder.rglob("rank-1-*.jsonl")).unlink()
+    with pytest.raises(LedgerError):
+        verify(read([folder]))
