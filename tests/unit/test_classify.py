@@ -36,6 +36,8 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> Container
         (pod(disruption="DeletionByTaintManager"), Cause.DISRUPTION, False),
         (pod(phase="Failed", status_reason="Evicted", status_message="low on memory"), Cause.EVICTED, False),
         (pod(phase="Failed", status_reason="UnexpectedAdmissionError"), Cause.EXIT_CODE, True),
+        (pod(phase="Failed", init_containers={"prep": ended(3)}), Cause.EXIT_CODE, True),
+        (pod(phase="Failed", init_containers={"prep": ended(128, "StartError", "no /bin/prep")}), Cause.INIT_FAILURE, False),
     ],
 )
 def test_causes(view: PodView, cause: Cause, counted: bool) -> None:
@@ -74,3 +76,23 @@ def test_what_will_never_start(view: PodView, has_run: bool, final: bool) -> Non
 
 def test_starting_is_not_stuck() -> None:
     assert stuck(waiting("ContainerCreating"), has_run=False) is None
+
+
+def test_a_failed_init_container_is_named_with_its_last_words() -> None:
+    end = why_ended(pod(phase="Failed", init_containers={"fine": ended(0), "prep": ended(3, message="one\nno such bucket")}))
+    assert end.message == "init container prep of pod job-0-0 ended with exit code 3: no such bucket"
+
+
+def test_an_init_container_that_waits_holds_the_pod_up_until_the_trainer_runs() -> None:
+    pulling = {"prep": ContainerView(waiting_reason="ErrImagePull", waiting_message="not found")}
+    held = stuck(pod(ContainerView(waiting_reason="PodInitializing"), init_containers=pulling), has_run=False)
+    assert held is not None
+    assert held.message.startswith("container prep of pod job-0-0: ErrImagePull")
+    started = ContainerView(started=datetime(2026, 1, 1, tzinfo=UTC))
+    assert stuck(pod(started, init_containers={"side": ContainerView(waiting_reason="CrashLoopBackOff")}), has_run=True) is None
+
+
+def test_a_program_that_its_node_told_to_end_has_not_succeeded() -> None:
+    assert pod(ended(0), phase="Succeeded").succeeded
+    assert not pod(ended(0), phase="Failed", status_reason="Evicted").succeeded
+    assert not pod(ended(0), disruption="EvictionByEvictionAPI").succeeded

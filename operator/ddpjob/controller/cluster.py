@@ -8,6 +8,7 @@ import socket
 import time
 import uuid
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from ddpjob.api.types import API_VERSION, GROUP, KIND, PLURAL, VERSION, DDPJob, Json
 from ddpjob.controller.coordinator import CoordinatorClient
@@ -102,7 +103,7 @@ class KubernetesCluster:
             key_mark=self.site.key_mark,
             report=report,
             claims=() if job.status.terminal else await self._claims(job),
-            problems=problems(job.spec.pod_template) if not job.status.slots else (),
+            problems=problems(job.spec.pod_template) if job.status.template_hash.split("-")[0] != job.spec.template_hash else (),
         )
 
     async def _claims(self, job: DDPJob) -> tuple[ClaimView, ...]:
@@ -140,11 +141,19 @@ class KubernetesCluster:
         collection = f"/api/v1/namespaces/{job.namespace}/{_COLLECTIONS[manifest['kind']]}"
         try:
             await self.rest.request("POST", collection, body=manifest, query={"fieldValidation": "Strict"})
+        except Unavailable as error:
+            if error.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+                # An admission webhook of the cluster that cannot be called, and the like: the user must see it.
+                raise Refused(error.status, str(error)) from error
+            raise
         except ApiError as error:
             if error.status == 409 and error.reason == "AlreadyExists":
                 await self._own_or_taken(job, f"{collection}/{manifest['metadata']['name']}")
             elif error.status == 403 and "being terminated" in error.message:
                 raise Unavailable(f"namespace {job.namespace} is being deleted", NAMESPACE_RETRY) from error
+            elif error.status == 409:
+                # Two requests met at a ResourceQuota.
+                raise Unavailable(str(error)) from error
             elif error.status == 404:
                 # The namespace is gone: so is the job, or it will be.
                 raise Conflict from error
@@ -157,11 +166,16 @@ class KubernetesCluster:
             found = await self.rest.request("GET", path)
         except ApiError as error:
             if error.status == 404:
-                raise NameTaken from error
+                raise NameTaken("an object of this name was there a moment ago") from error
             raise
         owners = found["metadata"].get("ownerReferences", ())
-        if not any(owner["uid"] == job.uid for owner in owners) or "deletionTimestamp" in found["metadata"]:
-            raise NameTaken
+        if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
+            if not any(o["uid"] == job.uid for o in owners):
+                raise NameTaken("it belongs to an earlier job of this name and is still being removed")
+            if "deletionTimestamp" in found["metadata"]:
+                raise NameTaken("an object of this name is still being removed")
+            return
+        raise NameTaken("an object of this name is there and does not belong to this job: remove it, or give the job another name")
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}

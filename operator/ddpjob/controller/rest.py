@@ -64,7 +64,7 @@ class Rest:
         message = str(answer.get("message") or text[:300])
         if response.status == 429 or response.status >= 500:
             after = response.headers.get("Retry-After", "")
-            raise Unavailable(f"{method} {path}: {response.status}: {message}", float(after) if after.isdigit() else None)
+            raise Unavailable(f"{method} {path}: {response.status}: {message}", float(after) if after.isdigit() else None, response.status)
         raise ApiError(response.status, str(answer.get("reason") or ""), message)
 
 

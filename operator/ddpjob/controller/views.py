@@ -44,6 +44,7 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
         disruption=disrupted.get("reason", "") if hit else "",
         disruption_message=disrupted.get("message", "") if hit else "",
         containers={c["name"]: read_container(c) for c in status.get("containerStatuses", ())},
+        init_containers={c["name"]: read_container(c) for c in status.get("initContainerStatuses", ())},
         grace_seconds=spec.get("terminationGracePeriodSeconds", 30),
     )
 

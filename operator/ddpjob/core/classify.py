@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ddpjob.core.world import ContainerView, PodView
+from ddpjob.core.world import ContainerView, PodView, Role
 
 EXIT_INIT_FAILURE = 78
 EXIT_RENDEZVOUS_LOST = 76
@@ -74,9 +74,8 @@ def why_ended(pod: PodView) -> End:
         return End(Cause.EVICTED, pod.status_message or f"pod {pod.name} was ended by its node: {pod.status_reason}")
     main = pod.main
     if main.reason == "OOMKilled":
-        return End(
-            Cause.OOM_KILLED, f"pod {pod.name} used more memory than spec.resources.limits.memory allows (exit code {main.exit_code})"
-        )
+        limit = "spec.resources.limits.memory" if pod.role is Role.NODE else "spec.rendezvous.resources.limits.memory"
+        return End(Cause.OOM_KILLED, f"pod {pod.name} used more memory than {limit} allows (exit code {main.exit_code})")
     if main.ended and main.reason in _CANNOT_START:
         return End(Cause.INIT_FAILURE, f"the container of pod {pod.name} cannot start: {main.message or main.reason}")
     if main.ended and main.exit_code == EXIT_INIT_FAILURE:
@@ -93,6 +92,16 @@ def why_ended(pod: PodView) -> End:
             f"pod {pod.name} ended with exit code {main.exit_code}: {told.message or main.reason}".rstrip(": "),
             told.traceback,
         )
+    return _never_began(pod)
+
+
+def _never_began(pod: PodView) -> End:
+    """A pod that failed without its deciding container: an init container did, or the node did not take it."""
+    for name, container in pod.init_containers.items():
+        if container.ended and container.exit_code != 0:
+            told = told_by(container)
+            why = f"init container {name} of pod {pod.name} ended with exit code {container.exit_code}: {told.message or container.reason}"
+            return End(Cause.INIT_FAILURE if container.reason in _CANNOT_START else Cause.EXIT_CODE, why.rstrip(": "), told.traceback)
     return End(Cause.EXIT_CODE, pod.status_message or f"pod {pod.name} failed: {pod.status_reason or 'no reason given'}")
 
 
@@ -145,7 +154,8 @@ def stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
     A registry may be away for a while: a job that has run before waits for it, a job that never ran and is
     backing off already (`ImagePullBackOff`) has a wrong image or no way to it and fails.
     """
-    for name, container in pod.containers.items():
+    preparing = {} if pod.main.running or pod.main.ended else pod.init_containers
+    for name, container in [*preparing.items(), *pod.containers.items()]:
         reason = container.waiting_reason
         if reason in ("", "ContainerCreating", "PodInitializing"):
             continue

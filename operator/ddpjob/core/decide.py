@@ -31,6 +31,8 @@ POLL = 1.0
 BLOCKED_POLL = 10.0
 """Seconds between two tries where something outside is missing (a claim, a quota)."""
 _ENDING_MARGIN = timedelta(seconds=5)
+CREATION_REFUSED = "CreationRefused"
+NAME_IS_TAKEN = "NameTaken"
 
 
 def decide(job: DDPJob, world: World, now: datetime) -> Decision:
@@ -46,7 +48,7 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     )
     if status.terminal:
         return wind_down(job, replace(job.status, observed_generation=job.generation), world, now)
-    if world.problems:
+    if world.problems and not (job.spec.run_policy.suspend and status.slots):
         return _fail(job, status, world, now, Failure("InvalidPodTemplate", "; ".join(world.problems)))
     if job.spec.run_policy.suspend:
         return _suspend(job, status, world, now)
@@ -57,7 +59,8 @@ def _drive(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Decis
     """A job that is to run."""
     status, events = _begin(job, status, world, now)
     deadline = _deadline(job, status)
-    if deadline is not None and now >= deadline:
+    followed = follow(job, status, world, now)
+    if deadline is not None and now >= deadline and not followed.complete:
         seconds = job.spec.run_policy.active_deadline_seconds
         return _fail(
             job, status, world, now, Failure("DeadlineExceeded", f"not finished within runPolicy.activeDeadlineSeconds = {seconds}")
@@ -66,15 +69,15 @@ def _drive(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Decis
     if refused is not None:
         message = f"the API server refuses {refused.object}: {refused.message}"
         return _fail(job, status, world, now, Failure("InvalidPod", message))
-    followed = follow(job, status, world, now)
     events += [_restart_event(r) for r in followed.restarts]
     if followed.failure is not None:
         return _fail(job, followed.status, world, now, followed.failure, events)
     if followed.complete:
         return _complete(job, followed.status, world, now, events)
-    status = _describe(job, followed.status, world, now, followed.restarts)
+    actions, held = _ensure(job, followed.status, world, now)
+    creating = any(isinstance(a, CreateService | CreatePodFiles | CreateCoordinator | CreateNode) for a in actions)
+    status = _describe(job, followed.status, world, now, followed.restarts, creating=creating)
     events += _news(job.status, status)
-    actions, held = _ensure(job, status, world, now)
     actions += _tell_of_vanished(job.status.rendezvous.endpoint, world, followed.restarts)
     wake = [BLOCKED_POLL if _blocked(job, world) else POLL]
     wake += [max(0.0, (moment - now).total_seconds()) for moment in (deadline, held) if moment is not None]
@@ -131,8 +134,8 @@ def _complete(job: DDPJob, status: JobStatus, world: World, now: datetime, event
 
 
 def _end(job: DDPJob, status: JobStatus, world: World, now: datetime, events: list[Event], reason: str) -> Decision:
-    for kind in (ConditionType.RUNNING, ConditionType.RESTARTING):
-        if status.condition(kind) is not None:
+    for kind in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED):
+        if status.holds(kind) or (kind is not ConditionType.SUSPENDED and status.condition(kind) is not None):
             status = with_condition(status, kind, False, reason, f"the job is {reason.lower()}", now)
     told = world.report.progress if world.report else {}
     status = replace(
@@ -240,11 +243,11 @@ def _removals(job: DDPJob, status: JobStatus, world: World, now: datetime) -> li
 # --- what is so -------------------------------------------------------------------------------------------------
 
 
-def _describe(job: DDPJob, status: JobStatus, world: World, now: datetime, restarts: tuple[Restart, ...]) -> JobStatus:
-    """Conditions, counts and progress as they are now."""
+def _describe(job: DDPJob, status: JobStatus, world: World, now: datetime, restarts: tuple[Restart, ...], *, creating: bool) -> JobStatus:
+    """Conditions, counts and progress as they are now. `creating`: something is missing and is going to be tried."""
     pods = [p for p in node_pods(job, status, world) if p is not None and not p.ended and p.deleted_at is None]
     status = replace(status, active=len(pods), ready=sum(p.main.running for p in pods))
-    status = _scheduled(job, status, world, pods, now)
+    status = _scheduled(job, status, world, pods, now, creating=creating)
     running, reason, message = _running(job, status, world)
     status = with_condition(status, ConditionType.RUNNING, running, reason, message, now)
     status = _restarting(job, status, running, restarts, now)
@@ -253,7 +256,7 @@ def _describe(job: DDPJob, status: JobStatus, world: World, now: datetime, resta
     return with_phase(replace(status, progress=shown_progress(status.progress, told, now, at_once=due)))
 
 
-def _scheduled(job: DDPJob, status: JobStatus, world: World, pods: list[PodView], now: datetime) -> JobStatus:
+def _scheduled(job: DDPJob, status: JobStatus, world: World, pods: list[PodView], now: datetime, *, creating: bool) -> JobStatus:
     def say(holds: bool, reason: str, message: str) -> JobStatus:
         return with_condition(status, ConditionType.SCHEDULED, holds, reason, message, now)
 
@@ -262,12 +265,18 @@ def _scheduled(job: DDPJob, status: JobStatus, world: World, pods: list[PodView]
         return say(False, claim.reason, claim.message)
     if world.rejections:
         refused = world.rejections[0]
-        return say(False, "CreationRefused", f"{refused.object}: {refused.message}; it is tried again every {BLOCKED_POLL:.0f} s")
+        if refused.name_taken:
+            return say(False, NAME_IS_TAKEN, f"{refused.object}: {refused.message}; it is tried again every second")
+        return say(False, CREATION_REFUSED, f"{refused.object}: {refused.message}; it is tried again every {BLOCKED_POLL:.0f} s")
+    before = status.condition(ConditionType.SCHEDULED)
+    if creating and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
+        # What the next try says is not known yet. To say something else in the meantime would write, and so wake, for ever.
+        return status
     everyone = [*pods, *(p for p in [coordinator_pod(job, status, world)] if p is not None and p.role is Role.COORDINATOR)]
     waiting = next((p for p in everyone if p.unschedulable and not p.node), None)
     if waiting is not None:
         return say(False, "Unschedulable", f"pod {waiting.name}: {waiting.unschedulable}{_spread_hint(job, waiting)}")
-    placed = sum(bool(p.node) for p in pods)
+    placed = sum(bool(p.node) for p in pods) + sum(s.state is SlotState.SUCCEEDED for s in status.slots)
     if placed == job.spec.nodes:
         return say(True, "AllPlaced", f"{placed} of {job.spec.nodes} pods have a node")
     return say(False, "Placing", f"{placed} of {job.spec.nodes} pods have a node")

@@ -99,7 +99,7 @@ def follow(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Follo
         restarts.append(_restart_of_coordinator(job, status, coordinator_end, now))
     status = record(status, restarts)
     if failure is None and status.restarts.counted > job.spec.max_restarts:
-        failure = _budget_spent(job, status, restarts)
+        failure = _budget_spent(job, status)
     if failure is None:
         status = _replace(job, status, world, ends, coordinator_end)
     return Followed(status, tuple(restarts), failure)
@@ -287,10 +287,11 @@ def _give_up_lost(status: JobStatus, ends: Ends) -> JobStatus:
     return replace(status, slots=tuple(slots))
 
 
-def _budget_spent(job: DDPJob, status: JobStatus, restarts: list[Restart]) -> Failure:
-    last = next(r for r in reversed(restarts) if r.counted)
-    spent = f"{status.restarts.counted} failures, recovery.maxRestarts is {job.spec.max_restarts}; the last one: {last.reason}: "
-    return Failure("RestartBudgetSpent", spent + last.message)
+def _budget_spent(job: DDPJob, status: JobStatus) -> Failure:
+    """Also when nothing new has happened: recovery.maxRestarts may have been lowered."""
+    spent = f"{status.restarts.counted} failures, recovery.maxRestarts is {job.spec.max_restarts}"
+    last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
+    return Failure("RestartBudgetSpent", f"{spent}; the last one: {last.reason}: {last.message}" if last else spent)
 
 
 def _replace(job: DDPJob, status: JobStatus, world: World, ends: Ends, coordinator_end: End | None) -> JobStatus:

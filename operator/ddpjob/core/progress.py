@@ -11,6 +11,9 @@ REFRESH = timedelta(seconds=2)
 """Progress alone is no reason to write the status more often than this."""
 
 _INTEGERS = ("epoch", "epochs", "step", "steps")
+_LARGEST = 2**53
+_METRICS = 100
+"""A script that names a new metric at every step must not fill the status."""
 
 
 def shown_progress(shown: Json, told: Json, now: datetime, *, at_once: bool) -> Json:
@@ -20,7 +23,7 @@ def shown_progress(shown: Json, told: Json, now: datetime, *, at_once: bool) -> 
     last = parse_time(shown.get("updatedAt"))
     if last is not None and not at_once and now - last < REFRESH:
         return shown
-    fresh: Json = {name: int(told[name]) for name in _INTEGERS if _is_number(told.get(name))}
+    fresh: Json = {name: int(told[name]) for name in _INTEGERS if _is_number(told.get(name)) and abs(told[name]) <= _LARGEST}
     loss, speed, eta = told.get("loss"), told.get("samplesPerSecond"), told.get("eta")
     if _is_number(loss):
         fresh |= {"loss": loss, "lossDisplay": f"{loss:.4g}"}
@@ -31,7 +34,7 @@ def shown_progress(shown: Json, told: Json, now: datetime, *, at_once: bool) -> 
     if eta is not None:
         fresh["eta"] = duration(eta) if _is_number(eta) else str(eta)
     if isinstance(told.get("metrics"), dict):
-        fresh["metrics"] = {str(k): v for k, v in told["metrics"].items() if _is_number(v)}
+        fresh["metrics"] = dict([(str(k), v) for k, v in told["metrics"].items() if _is_number(v)][:_METRICS])
     fresh |= _how_far(fresh)
     if fresh == {key: value for key, value in shown.items() if key != "updatedAt"}:
         return shown

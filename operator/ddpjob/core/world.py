@@ -13,6 +13,9 @@ from ddpjob.api.types import DDPJob, Json, parse_time
 TRAINER_CONTAINER = "trainer"
 COORDINATOR_CONTAINER = "coordinator"
 
+NAME_TAKEN = 409
+"""HTTP's Conflict: `Rejection.status` where an object of another owner has the name."""
+
 LABEL_MANAGED = "app.kubernetes.io/managed-by"
 MANAGED_BY = "ddpjob"
 LABEL_JOB = "ddpjob.io/job"
@@ -74,6 +77,7 @@ class PodView:
     """Reason of the DisruptionTarget condition: PreemptionByScheduler, EvictionByEvictionAPI, TerminationByKubelet, ..."""
     disruption_message: str = ""
     containers: Mapping[str, ContainerView] = field(default_factory=dict)
+    init_containers: Mapping[str, ContainerView] = field(default_factory=dict)
     grace_seconds: int = 30
 
     @property
@@ -89,6 +93,9 @@ class PodView:
 
     @property
     def succeeded(self) -> bool:
+        """A program that its node or an eviction told to end may end with 0 and has not finished its work."""
+        if self.disruption or self.status_reason:
+            return False
         return self.main.exit_code == 0 if self.main.ended else self.phase == "Succeeded"
 
 
@@ -147,9 +154,14 @@ def _read_incident(body: Mapping[str, Any]) -> Incident:
         local_rank=body.get("localRank"),
         exit_code=body.get("exitCode"),
         signal=body.get("signal"),
-        message=str(body.get("message") or ""),
-        traceback=str(body.get("traceback") or ""),
+        message=_text(body.get("message")),
+        traceback=_text(body.get("traceback")),
     )
+
+
+def _text(value: Any) -> str:
+    """What an exception says may hold halves of surrogate pairs (file names that are not UTF-8): no API takes them."""
+    return str(value or "").encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +185,10 @@ class Rejection:
     def final(self) -> bool:
         """Whether the same object will always be refused: its content is invalid."""
         return self.status in (400, 422)
+
+    @property
+    def name_taken(self) -> bool:
+        return self.status == NAME_TAKEN
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,8 @@ counts, causes), so that a crash after any call leaves a state from which the ne
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ddpjob.api.types import DDPJob, JobStatus, Json
 from ddpjob.core.decision import (
@@ -23,12 +22,11 @@ from ddpjob.core.decision import (
     DeletePod,
     Tell,
 )
-from ddpjob.core.world import Rejection
+from ddpjob.core.world import NAME_TAKEN, Rejection
 from ddpjob.engine.ports import Cluster, NameTaken, Refused
 from ddpjob.objects.pods import build_coordinator, build_node
 from ddpjob.objects.service import build_pod_files, build_service
 
-log = logging.getLogger("ddpjob.apply")
 CONCURRENT_CREATIONS = 32
 
 
@@ -38,15 +36,13 @@ class Applied:
 
     job: DDPJob
     rejections: tuple[Rejection, ...] = ()
-    taken: tuple[str, ...] = field(default=())
-    """Names that belong to another object still."""
 
 
 async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
     """Performs a decision. Raises Conflict before anything was done, Unavailable at any point."""
     job = await _write_status(cluster, job, decision.status)
     creations = [a for a in decision.actions if isinstance(a, CreateService | CreatePodFiles | CreateCoordinator | CreateNode)]
-    rejections, taken = await _create(cluster, job, decision.status, creations)
+    rejections = await _create(cluster, job, decision.status, creations)
     for action in decision.actions:
         if isinstance(action, DeletePod):
             await cluster.delete_pod(job, action.name, action.uid, action.grace)
@@ -56,7 +52,7 @@ async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
             await cluster.delete_job(job)
     for event in decision.events:
         await cluster.record(job, event)
-    return Applied(job, rejections, taken)
+    return Applied(job, rejections)
 
 
 async def _write_status(cluster: Cluster, job: DDPJob, status: JobStatus) -> DDPJob:
@@ -66,12 +62,9 @@ async def _write_status(cluster: Cluster, job: DDPJob, status: JobStatus) -> DDP
     return await cluster.write_status(job, written)
 
 
-async def _create(
-    cluster: Cluster, job: DDPJob, status: JobStatus, creations: Sequence[Action]
-) -> tuple[tuple[Rejection, ...], tuple[str, ...]]:
-    """What pods need comes before them; the rest at once, within bounds."""
+async def _create(cluster: Cluster, job: DDPJob, status: JobStatus, creations: Sequence[Action]) -> tuple[Rejection, ...]:
+    """What pods need comes before them; the rest at once, within bounds. What was refused, in an order that does not change."""
     rejections: list[Rejection] = []
-    taken: list[str] = []
     gate = asyncio.Semaphore(CONCURRENT_CREATIONS)
 
     async def one(action: Action) -> None:
@@ -80,19 +73,18 @@ async def _create(
         async with gate:
             try:
                 await cluster.create(job, manifest)
-            except NameTaken:
-                log.info("%s/%s: %s still belongs to another object", job.namespace, job.name, name)
-                taken.append(name)
+            except NameTaken as owner:
+                rejections.append(Rejection(object=name, status=NAME_TAKEN, message=str(owner)))
             except Refused as refused:
                 rejections.append(Rejection(object=name, status=refused.status, message=refused.message))
 
     needed = (CreateService, CreatePodFiles)
     for batch in ([a for a in creations if isinstance(a, needed)], [a for a in creations if not isinstance(a, needed)]):
-        if not rejections and not taken:
+        if not rejections:
             outcomes = await asyncio.gather(*(one(action) for action in batch), return_exceptions=True)
             for error in (o for o in outcomes if isinstance(o, BaseException)):
                 raise error
-    return tuple(rejections), tuple(taken)
+    return tuple(sorted(rejections, key=lambda r: r.object))
 
 
 def _manifest(cluster: Cluster, job: DDPJob, status: JobStatus, action: Action) -> Json:

@@ -36,15 +36,16 @@ class Refused(Exception):
 
 
 class NameTaken(Exception):
-    """An object of this name exists and belongs to somebody else, for instance to a deleted job of the same name."""
+    """An object of this name exists and is not this job's, for instance an earlier job's of the same name. Its text says whose."""
 
 
 class Unavailable(Exception):
-    """The API server is away, throttles, or timed out: tried again later. `retry_after` in seconds, where it said so."""
+    """The API server is away, throttles, or timed out: tried again later. `retry_after` in seconds, `status` of HTTP, where it said so."""
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
+    def __init__(self, message: str, retry_after: float | None = None, status: int | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.status = status
 
 
 class Cluster(Protocol):

@@ -47,5 +47,6 @@ async def _pass(cluster: Cluster, key: JobKey, clock: Callable[[], datetime]) ->
         world = replace(seen.world, rejections=applied.rejections)
         told = decide(applied.job, world, clock())
         await apply(cluster, applied.job, replace(told, actions=()))
-        return told.wake if told.wake is not None else BLOCKED_POLL
-    return NAME_RETRY if applied.taken else decision.wake
+        retry = NAME_RETRY if any(r.name_taken for r in applied.rejections) else BLOCKED_POLL
+        return min(retry, told.wake) if told.wake is not None else retry
+    return decision.wake
