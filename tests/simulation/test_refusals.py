@@ -84,3 +84,12 @@ async def test_a_job_that_finished_before_its_deadline_is_complete_although_nobo
         s.advance(1)
     assert (EPOCH.timestamp() + s.now) > EPOCH.timestamp() + 60
     await s.until_phase("Complete")
+
+
+async def test_a_job_whose_time_is_over_before_it_began_says_what_was_missing() -> None:
+    s = Refusing({"runPolicy": {"activeDeadlineSeconds": 5}}, pods_allowed=0)
+    await s.until_phase("Failed")
+    failed = conditions(s)["Failed"]
+    assert failed["reason"] == "DeadlineExceeded"
+    assert "when it was over: CreationRefused" in failed["message"]
+    assert "exceeded quota: one" in failed["message"]

@@ -43,7 +43,7 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> Container
 def test_causes(view: PodView, cause: Cause, counted: bool) -> None:
     end = why_ended(view)
     assert (end.cause, end.counted) == (cause, counted)
-    assert end.message
+    assert "job-0-0" in end.message, "it tells which pod"
 
 
 def test_the_launchers_words_are_read() -> None:

@@ -154,3 +154,9 @@ def test_merge_replaces_by_key_and_removes_by_null() -> None:
     merged = merge(base, {"volumes": [{"name": "a", "emptyDir": {"medium": "Memory"}}, {"name": "b"}], "x": {"y": None}, "plain": [2]})
     assert merged == {"volumes": [{"name": "a", "emptyDir": {"medium": "Memory"}}, {"name": "b"}], "x": {"z": 2}, "plain": [2]}
     assert base["x"] == {"y": 1, "z": 2}
+
+
+def test_on_the_hosts_network_pods_still_find_each_other_by_name() -> None:
+    assert node(podTemplate={"spec": {"hostNetwork": True}})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert node(podTemplate={"spec": {"hostNetwork": True, "dnsPolicy": "Default"}})["spec"]["dnsPolicy"] == "Default"
+    assert "dnsPolicy" not in node()["spec"]

@@ -69,9 +69,9 @@ def why_ended(pod: PodView) -> End:
     """
     if pod.disruption:
         cause = _DISRUPTIONS.get(pod.disruption, Cause.DISRUPTION)
-        return End(cause, pod.disruption_message or f"pod {pod.name} was disrupted: {pod.disruption}")
+        return End(cause, f"pod {pod.name} was disrupted: {pod.disruption_message or pod.disruption}")
     if pod.status_reason in ("Evicted", "NodeShutdown", "Shutdown", "Terminated", "NodeLost", "NodeAffinity", "Preempting"):
-        return End(Cause.EVICTED, pod.status_message or f"pod {pod.name} was ended by its node: {pod.status_reason}")
+        return End(Cause.EVICTED, f"pod {pod.name} was ended by its node: {pod.status_message or pod.status_reason}")
     main = pod.main
     if main.reason == "OOMKilled":
         limit = "spec.resources.limits.memory" if pod.role is Role.NODE else "spec.rendezvous.resources.limits.memory"
@@ -80,7 +80,7 @@ def why_ended(pod: PodView) -> End:
         return End(Cause.INIT_FAILURE, f"the container of pod {pod.name} cannot start: {main.message or main.reason}")
     if main.ended and main.exit_code == EXIT_INIT_FAILURE:
         told = told_by(main)
-        return End(Cause.INIT_FAILURE, told.message or f"the entry point of pod {pod.name} cannot start", told.traceback)
+        return End(Cause.INIT_FAILURE, f"the entry point of pod {pod.name} cannot start: {told.message}".rstrip(": "), told.traceback)
     if main.ended and main.exit_code == EXIT_RENDEZVOUS_LOST:
         return End(Cause.RENDEZVOUS_LOST, told_by(main).message or f"pod {pod.name} lost the rendezvous")
     if pod.deleted_at is not None or main.exit_code == EXIT_STOPPED:
@@ -102,7 +102,8 @@ def _never_began(pod: PodView) -> End:
             told = told_by(container)
             why = f"init container {name} of pod {pod.name} ended with exit code {container.exit_code}: {told.message or container.reason}"
             return End(Cause.INIT_FAILURE if container.reason in _CANNOT_START else Cause.EXIT_CODE, why.rstrip(": "), told.traceback)
-    return End(Cause.EXIT_CODE, pod.status_message or f"pod {pod.name} failed: {pod.status_reason or 'no reason given'}")
+    reason = pod.status_message or pod.status_reason or "no reason given"
+    return End(Cause.EXIT_CODE, f"pod {pod.name} failed: {reason}")
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,7 @@ def _drive(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Decis
     deadline = _deadline(job, status)
     followed = follow(job, status, world, now)
     if deadline is not None and now >= deadline and not followed.complete:
-        seconds = job.spec.run_policy.active_deadline_seconds
-        return _fail(
-            job, status, world, now, Failure("DeadlineExceeded", f"not finished within runPolicy.activeDeadlineSeconds = {seconds}")
-        )
+        return _fail(job, status, world, now, _too_late(job))
     refused = next((r for r in world.rejections if r.final), None)
     if refused is not None:
         message = f"the API server refuses {refused.object}: {refused.message}"
@@ -117,6 +114,14 @@ def _change(job: DDPJob, status: JobStatus) -> tuple[Cause, str]:
 def _deadline(job: DDPJob, status: JobStatus) -> datetime | None:
     seconds = job.spec.run_policy.active_deadline_seconds
     return status.start_time + timedelta(seconds=seconds) if seconds is not None and status.start_time else None
+
+
+def _too_late(job: DDPJob) -> Failure:
+    """With what was last known to be missing: a job that never began should say why."""
+    message = f"not finished within runPolicy.activeDeadlineSeconds = {job.spec.run_policy.active_deadline_seconds}"
+    known = (job.status.condition(kind) for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING))
+    missing = next((c for c in known if c is not None and not c.status), None)
+    return Failure("DeadlineExceeded", message + (f"; when it was over: {missing.reason}: {missing.message}" if missing else ""))
 
 
 # --- ends -------------------------------------------------------------------------------------------------------
@@ -275,14 +280,17 @@ def _scheduled(job: DDPJob, status: JobStatus, world: World, pods: list[PodView]
     everyone = [*pods, *(p for p in [coordinator_pod(job, status, world)] if p is not None and p.role is Role.COORDINATOR)]
     waiting = next((p for p in everyone if p.unschedulable and not p.node), None)
     if waiting is not None:
-        return say(False, "Unschedulable", f"pod {waiting.name}: {waiting.unschedulable}{_spread_hint(job, waiting)}")
+        return say(False, "Unschedulable", f"pod {waiting.name}: {waiting.unschedulable}{_spread_hint(job, waiting, world)}")
     placed = sum(bool(p.node) for p in pods) + sum(s.state is SlotState.SUCCEEDED for s in status.slots)
     if placed == job.spec.nodes:
         return say(True, "AllPlaced", f"{placed} of {job.spec.nodes} pods have a node")
     return say(False, "Placing", f"{placed} of {job.spec.nodes} pods have a node")
 
 
-def _spread_hint(job: DDPJob, pod: PodView) -> str:
+def _spread_hint(job: DDPJob, pod: PodView, world: World) -> str:
+    leaving = next((p for p in world.nodes() if p.deleted_at is not None and not p.ended), None)
+    if leaving is not None and leaving.deleted_at is not None:
+        return f" (pod {leaving.name} is still ending and holds its place until {leaving.deleted_at:%H:%M:%S} UTC at the latest)"
     if job.spec.scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
         return (
             f" (one pod per {job.spec.scheduling.topology_key}: fewer nodes than spec.nodes fit; "
@@ -301,7 +309,7 @@ def _running(job: DDPJob, status: JobStatus, world: World) -> tuple[bool, str, s
     if status.ready + finished < wanted:
         return False, "NodesMissing", f"{status.ready} of {wanted} nodes run"
     if not job.spec.under_torchrun:
-        return True, "NodesRun", f"{status.ready} of {wanted} nodes run"
+        return True, "NodesRun", f"{status.ready} of {wanted} nodes run" + (f", {finished} have finished" if finished else "")
     report = world.report
     if report is None or report.generation != status.rendezvous.generation:
         was = status.holds(ConditionType.RUNNING)

@@ -165,6 +165,9 @@ def _unknown_in_model(value: Any, type_name: str, path: str) -> Iterator[str]:
 def node_overlay(pod: Json, template: Mapping[str, Any]) -> Json:
     """A node pod with the whole overlay; in placement Master its second container gets the coordinator's part too."""
     spec = dict(template.get("spec") or {})
+    if spec.get("hostNetwork"):
+        # The default, ClusterFirst, means the node's own name server there, which knows no pod of the job.
+        spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
     if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
         spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
     return _lay_over(pod, template, spec)
