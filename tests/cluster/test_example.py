@@ -41,6 +41,8 @@ class RunFiles:
     def find(self, jobs: Jobs) -> None:
         """Open the files of the pods that there are now."""
         for pod in jobs.pods().values():
+            if "nodeName" not in pod["spec"]:
+                continue  # Not scheduled yet.
             kubelet = node.folder(self.cluster.settings, pod["spec"]["nodeName"]) / "kubelet"
             volume = kubelet / "pods" / pod["metadata"]["uid"] / "volumes" / "kubernetes.io~empty-dir" / "ddpjob-checkpoints"
             for path in volume.glob("run/**/*.jsonl"):
