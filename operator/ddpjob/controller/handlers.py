@@ -5,7 +5,8 @@ Only `kopf.on.event` is used: timers, daemons and change handlers would put fina
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import kopf
@@ -22,6 +23,17 @@ _OWNED = ("pods", "services", "configmaps")
 SERVER_TIMEOUT = 300
 CLIENT_TIMEOUT = 330
 CONNECT_TIMEOUT = 10.0
+
+
+class Patience:
+    """Seconds between kopf's tries of a request, without an end: each iteration begins anew.
+
+    With its own, finite ones, kopf ends the process when the API server answers with 5xx for a minute, as a control plane
+    that is being upgraded does.
+    """
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((1, 1, 2, 3), itertools.repeat(5))
 
 
 def build_registry(wake: Wake) -> kopf.OperatorRegistry:
@@ -50,6 +62,7 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.scanning.disabled = bool(settings.namespaces)
     watching = chosen.watching
     watching.server_timeout, watching.client_timeout = SERVER_TIMEOUT, CLIENT_TIMEOUT
+    chosen.networking.error_backoffs = Patience()
     watching.connect_timeout, watching.inactivity_timeout = CONNECT_TIMEOUT, 70.0
     for kind in _OWNED:
         watching.label_selectors["", "v1", kind] = f"{LABEL_MANAGED}={MANAGED_BY}"
