@@ -18,10 +18,12 @@ snapshot = Path(os.environ.get("DDPJOB_CHECKPOINT_DIR", ".")) / "line.pt"
 
 model = torch.nn.Linear(1, 1)
 first = 0
-if snapshot.exists():
-    saved = torch.load(snapshot, weights_only=True)
-    model.load_state_dict(saved["model"])
-    first = saved["epoch"]
+# Rank 0's state is everybody's: where nodes share no folder, another rank's may be older or missing.
+saved = [torch.load(snapshot, weights_only=True) if rank == 0 and snapshot.exists() else None]
+dist.broadcast_object_list(saved, src=0)
+if saved[0] is not None:
+    model.load_state_dict(saved[0]["model"])
+    first = saved[0]["epoch"]
 model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

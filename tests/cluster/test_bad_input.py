@@ -1,4 +1,4 @@
-"""Bad input on the real cluster: each has its clear message, and nothing is created or lost. (The schema's refusals: test_corpus_on_server.)"""
+"""Bad input on the real cluster: each has its clear message, and nothing is created or lost."""
 
 from __future__ import annotations
 
