@@ -76,3 +76,4 @@ ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
     PYTHONUNBUFFERED=1 HOME=/home/trainer USER=trainer
 USER 10001:0
 WORKDIR /workspace
+COPY examples/train.py examples/train.py
