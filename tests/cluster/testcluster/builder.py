@@ -136,6 +136,7 @@ def _build(settings: Settings, target: str, tag: str, dockerfile: Path, argument
         *_buildah(settings),
         "build",
         "--layers",
+        "--force-rm",
         "--format=oci",
         "--network=host",
         "--file",
