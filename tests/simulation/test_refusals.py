@@ -93,3 +93,17 @@ async def test_a_job_whose_time_is_over_before_it_began_says_what_was_missing() 
     assert failed["reason"] == "DeadlineExceeded"
     assert "when it was over: CreationRefused" in failed["message"]
     assert "exceeded quota: one" in failed["message"]
+
+
+async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
+    s = Simulation({}, steps=1000)
+    await s.until_phase("Running")
+    s.force_delete(next(p.name for p in s._nodes() if p.running))
+    await s.until_phase("Restarting")
+    await s.until_phase("Running")
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    assert {c["reason"] for c in conditions(s).values()} == {"Suspended"}
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await s.until_phase("Running")
+    assert not [c for c in conditions(s).values() if "suspended" in c["message"] or c["reason"] == "Suspended"]

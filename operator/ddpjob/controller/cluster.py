@@ -15,7 +15,7 @@ from ddpjob.controller.coordinator import CoordinatorClient
 from ddpjob.controller.rest import ApiError, Rest
 from ddpjob.controller.views import read_claim, read_pod
 from ddpjob.core.decision import Event
-from ddpjob.core.world import LABEL_UID, ClaimView, PodView, World
+from ddpjob.core.world import LABEL_ROLE, LABEL_UID, ClaimView, PodView, Role, World
 from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused, Unavailable
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.objects.overlay import problems
@@ -75,10 +75,12 @@ class KubernetesCluster:
         if known is not None and known.uid == job.uid and time.monotonic() - known.listed < LISTED_FOR:
             return known
         mark = self._marks.get(key, 0)
-        query = {"labelSelector": f"{LABEL_UID}={job.uid}"}
+        ours = f"{LABEL_UID}={job.uid}"
+        # As with a ReplicaSet, a pod that somebody takes the labels off is let go.
+        selectors = {"pods": f"{ours},{LABEL_ROLE} in ({Role.NODE},{Role.COORDINATOR})", "services": ours, "configmaps": ours}
         base = f"/api/v1/namespaces/{key.namespace}"
         pods, services, config_maps = await asyncio.gather(
-            *(self.rest.request("GET", f"{base}/{kind}", query=query) for kind in _COLLECTIONS.values())
+            *(self.rest.request("GET", f"{base}/{kind}", query={"labelSelector": selector}) for kind, selector in selectors.items())
         )
         found = Belongings(
             uid=job.uid,

@@ -93,7 +93,9 @@ def _begin(job: DDPJob, status: JobStatus, world: World, now: datetime) -> tuple
             events.append(Event(False, cause, message))
         status = new_generation(job, status, world)
     if status.holds(ConditionType.SUSPENDED):
-        status = with_condition(status, ConditionType.SUSPENDED, False, "Resumed", "runPolicy.suspend is false", now)
+        for kind in (ConditionType.SUSPENDED, ConditionType.RESTARTING):
+            if status.condition(kind) is not None:
+                status = with_condition(status, kind, False, "Resumed", "runPolicy.suspend is false", now)
         events.append(Event(False, "Resumed", "training goes on from the newest checkpoint"))
     if world.pod_files != status.pod_files or not status.pod_files:
         status = replace(status, pod_files=world.pod_files_offered)
