@@ -91,7 +91,9 @@ def test_every_way_to_end_is_the_same(tmp_path: Path, text: str) -> None:
 
 
 def test_ctrl_c_ends_by_the_signal(tmp_path: Path) -> None:
-    script = write(tmp_path, "ctrlc.py", "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time; time.sleep(5)\n")
+    # A shell's background job ignores SIGINT, and so would the script: it takes the handler of a foreground one.
+    lines = ("import os, signal, time", "signal.signal(signal.SIGINT, signal.default_int_handler)", "os.kill(os.getpid(), signal.SIGINT)")
+    script = write(tmp_path, "ctrlc.py", "\n".join([*lines, "time.sleep(5)"]))
     direct, through = both(tmp_path, "--script", script)
     assert through.returncode == direct.returncode == -2
 
