@@ -414,7 +414,7 @@ class JobStatus:
                 "wanted": self.nodes_wanted,
                 "active": self.active,
                 "ready": self.ready,
-                "display": f"{self.ready}/{self.nodes_wanted}",
+                "display": f"{self.ready + sum(s.state is SlotState.SUCCEEDED for s in self.slots)}/{self.nodes_wanted}",
             },
             "slots": [s.write() for s in self.slots],
             "restarts": {

@@ -20,11 +20,11 @@ from ddpjob.core.decision import (
     Tell,
 )
 from ddpjob.core.finish import wind_down
-from ddpjob.core.group import Failure, coordinator_pod, follow, new_generation, node_pods, record, template_mark
+from ddpjob.core.group import Failure, Followed, coordinator_pod, follow, new_generation, node_pods, record, template_mark
 from ddpjob.core.leftovers import end_leftovers, has_leftovers
 from ddpjob.core.progress import shown_progress
 from ddpjob.core.volumes import unusable_claim
-from ddpjob.core.world import LABEL_ROLE, LABEL_UID, PodView, Role, World
+from ddpjob.core.world import LABEL_ROLE, LABEL_UID, PodView, Role, World, node_pod_name
 
 POLL = 1.0
 """Seconds between two looks at the coordinator of a job that is under way."""
@@ -66,7 +66,7 @@ def _drive(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Decis
     if refused is not None:
         message = f"the API server refuses {refused.object}: {refused.message}"
         return _fail(job, status, world, now, Failure("InvalidPod", message))
-    events += [_restart_event(r) for r in followed.restarts]
+    events += [_restart_event(job, followed, r) for r in followed.restarts]
     if followed.failure is not None:
         return _fail(job, followed.status, world, now, followed.failure, events)
     if followed.complete:
@@ -145,8 +145,10 @@ def _end(job: DDPJob, status: JobStatus, world: World, now: datetime, events: li
         if status.holds(kind) or (kind is not ConditionType.SUSPENDED and status.condition(kind) is not None):
             status = with_condition(status, kind, False, reason, f"the job is {reason.lower()}", now)
     told = world.report.progress if world.report else {}
+    ended = SlotState.SUCCEEDED if reason == "Complete" else SlotState.FAILED
     status = replace(
         status,
+        rendezvous=replace(status.rendezvous, state=ended),
         completion_time=now.replace(microsecond=0),
         active=0,
         ready=0,
@@ -346,16 +348,29 @@ def _timed(status: JobStatus, now: datetime) -> tuple[Restart, ...]:
 # --- events -----------------------------------------------------------------------------------------------------
 
 
-def _restart_event(restart: Restart) -> Event:
+def _restart_event(job: DDPJob, followed: Followed, restart: Restart) -> Event:
+    """What happened, whether it counts, and what follows. A traceback comes last: events are cut at their end."""
+    first, _, traceback = restart.message.partition("\n")
     counted = "counts" if restart.counted else "does not count"
-    return Event(True, restart.reason, f"{restart.message} ({counted} against recovery.maxRestarts)")
+    facts = f"{counted} against recovery.maxRestarts{_what_follows(job, followed, restart)}"
+    return Event(True, restart.reason, f"{first} ({facts})" + (f"\n{traceback}" if traceback else ""))
+
+
+def _what_follows(job: DDPJob, followed: Followed, restart: Restart) -> str:
+    slots = followed.status.slots
+    if followed.failure is not None or restart.index is None or restart.index >= len(slots):
+        return ""
+    successor = node_pod_name(job, restart.index, slots[restart.index].attempt)
+    return f"; {successor} takes its place" if successor != restart.pod else "; it restarts in its pod"
 
 
 def _news(old: JobStatus, new: JobStatus) -> list[Event]:
     """Events for what became so in this pass."""
     events = []
     if new.holds(ConditionType.RUNNING) and not old.holds(ConditionType.RUNNING):
-        events.append(Event(False, "Running", f"round {new.round} trains on {new.nodes_wanted} nodes"))
+        recovered = old.holds(ConditionType.RESTARTING) and not new.holds(ConditionType.RESTARTING) and new.restarts.recent
+        after = f", {new.restarts.recent[-1].seconds} s after {new.restarts.recent[-1].pod} broke the group" if recovered else ""
+        events.append(Event(False, "Running", f"round {new.round} trains on {new.nodes_wanted} nodes{after}"))
     for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING):
         condition, before = new.condition(kind), old.condition(kind)
         quiet = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable")

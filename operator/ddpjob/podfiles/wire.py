@@ -47,9 +47,12 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def clip(text: object, limit: int = MAX_TEXT) -> str:
-    """The text's end within `limit` characters: the last lines of a traceback name the error."""
+    """The text within `limit` characters: a message begins with the error's kind, the last lines of a traceback name the error."""
     full = "" if text is None else str(text)
-    return full if len(full) <= limit else "..." + full[-(limit - 3) :]
+    if len(full) <= limit:
+        return full
+    head = min(200, limit // 4)
+    return full[:head] + "..." + full[-(limit - head - 3) :]
 
 
 def iso(seconds: float | None) -> str | None:
