@@ -16,7 +16,7 @@ from ddpjob.controller.rest import ApiError, Rest
 from ddpjob.controller.views import read_claim, read_pod
 from ddpjob.core.decision import Event
 from ddpjob.core.world import LABEL_ROLE, LABEL_UID, ClaimView, PodView, Role, World
-from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused, Unavailable
+from ddpjob.engine.ports import Conflict, JobKey, NamespaceEnding, NameTaken, Observation, Refused, Unavailable
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.objects.overlay import problems
 from ddpjob.objects.service import pod_files_name
@@ -152,7 +152,7 @@ class KubernetesCluster:
             if error.status == 409 and error.reason == "AlreadyExists":
                 await self._own_or_taken(job, f"{collection}/{manifest['metadata']['name']}")
             elif error.status == 403 and "being terminated" in error.message:
-                raise Unavailable(f"namespace {job.namespace} is being deleted", NAMESPACE_RETRY) from error
+                raise NamespaceEnding(f"namespace {job.namespace} is being deleted", NAMESPACE_RETRY) from error
             elif error.status == 409:
                 # Two requests met at a ResourceQuota.
                 raise Unavailable(str(error)) from error

@@ -48,6 +48,10 @@ class Unavailable(Exception):
         self.status = status
 
 
+class NamespaceEnding(Unavailable):
+    """The namespace is being deleted, and the job with it: nothing is left to do."""
+
+
 class Cluster(Protocol):
     """Reads for the pass, writes for `apply` alone. Every write may be repeated with no harm."""
 

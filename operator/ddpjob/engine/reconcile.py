@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from ddpjob.core.decide import BLOCKED_POLL, decide
 from ddpjob.engine.apply import apply
-from ddpjob.engine.ports import Cluster, Conflict, JobKey, Unavailable
+from ddpjob.engine.ports import Cluster, Conflict, JobKey, NamespaceEnding, Unavailable
 
 log = logging.getLogger("ddpjob.reconcile")
 
@@ -31,6 +31,9 @@ async def reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime]
         return await _pass(cluster, key, clock)
     except Conflict:
         return CONFLICT_RETRY
+    except NamespaceEnding as ending:
+        log.debug("%s/%s: %s", key.namespace, key.name, ending)
+        return ending.retry_after
     except Unavailable as away:
         log.warning("%s/%s: the API server is not available: %s", key.namespace, key.name, away)
         return away.retry_after or UNAVAILABLE_RETRY
