@@ -20,9 +20,10 @@ PACKAGES = ("ca-certificates", "python3", "python3-pip", "python3-venv")
 DROPPED = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
 
 
-def mirror() -> str:
-    """Debian's own, or the one named by DDPJOB_CLUSTER_DEBIAN_MIRROR."""
-    return os.environ.get("DDPJOB_CLUSTER_DEBIAN_MIRROR", "http://deb.debian.org/debian")
+def mirror() -> list[str]:
+    """debootstrap's argument: the mirror named by DDPJOB_CLUSTER_DEBIAN_MIRROR; nothing for its own default."""
+    named = os.environ.get("DDPJOB_CLUSTER_DEBIAN_MIRROR")
+    return [named] if named else []
 
 
 def key() -> str:
@@ -47,7 +48,7 @@ def _make(temporary: Path, path: Path) -> None:
     print(f"making a Debian {SUITE} as base image (once; into {path}) ...", file=sys.stderr, flush=True)
     start = time.monotonic()
     root, unfinished = temporary / "root", temporary / "base.tar"
-    command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(root), mirror()]
+    command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(root), *mirror()]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
         raise ClusterError(f"{' '.join(command)} failed; DDPJOB_CLUSTER_DEBIAN_MIRROR names another mirror:\n{done.stdout[-2000:]}")
