@@ -22,7 +22,7 @@ OTHER_WORDS = {
     *("PreemptionByScheduler", "TerminationByKubelet", "DeletionByTaintManager"),
     *("NodeShutdown", "Shutdown", "Terminated", "NodeLost", "NodeAffinity", "Preempting"),
     *("ContainerCreating", "PodInitializing", "Pending", "Running", "Succeeded"),
-    *("ReadWriteOnce", "ReadWriteOncePod", "Dedicated"),
+    *("ReadWriteOnce", "ReadWriteOncePod"),
 }
 
 

@@ -11,7 +11,6 @@ from ddpjob.core.world import ContainerView, PodView, Role
 EXIT_INIT_FAILURE = 78
 EXIT_RENDEZVOUS_LOST = 76
 EXIT_STOPPED = 77
-EXIT_SIGTERM = 143
 
 
 class Cause(StrEnum):

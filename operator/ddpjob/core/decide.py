@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Restart, SlotState
+from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Placement, Restart, SlotState
 from ddpjob.core.classify import Cause, stuck
 from ddpjob.core.conditions import with_condition, with_phase
 from ddpjob.core.decision import (
@@ -201,7 +201,7 @@ def _ensure(job: DDPJob, status: JobStatus, world: World, now: datetime) -> tupl
     if world.pod_files != status.pod_files:
         actions.append(CreatePodFiles())
     generation = status.rendezvous.generation
-    dedicated = job.spec.rendezvous.placement.value == "Dedicated"
+    dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
     if dedicated and status.rendezvous.state is SlotState.PLANNED and coordinator_pod(job, status, world) is None:
         actions.append(CreateCoordinator(generation))
     held = _held_until(world, generation, now)

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from ddpjob.api.types import DDPJob, JobStatus, Placement, Restart, Slot, SlotState
 from ddpjob.core.classify import COUNTED, Cause, End, stuck, vanished, why_ended
-from ddpjob.core.world import COORDINATOR_CONTAINER, Incident, PodView, Role, World, coordinator_pod_name, node_pod_name
+from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER, Incident, PodView, Role, World, coordinator_pod_name, node_pod_name
 
 RECENT = 10
 """Entries kept in `status.restarts.recent`."""
@@ -144,7 +144,7 @@ def _follow_coordinator(job: DDPJob, status: JobStatus, world: World) -> tuple[J
         if dedicated:
             return status, why_ended(pod)
         assert container is not None
-        return status, why_ended(replace(pod, containers={"trainer": container}))
+        return status, why_ended(replace(pod, containers={TRAINER_CONTAINER: container}))
     running = container is not None and container.running
     port = job.spec.rendezvous.endpoint_port
     endpoint = f"{pod.address}:{port}" if pod.address else ""
