@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,15 @@ class Run:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """No process of the job runs meanwhile: it cannot end before what the test does to it."""
+        stopped = self.processes()
+        for process in stopped:
+            os.kill(process, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in set(stopped) & set(self.processes()):
+                os.kill(process, signal.SIGCONT)

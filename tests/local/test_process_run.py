@@ -37,11 +37,12 @@ def test_a_job_completes(machine: Machine) -> None:
 
 
 def test_digits_with_a_node_killed(machine: Machine) -> None:
-    small = ["train.epochs=8", "data.batch=128", "model.width=8", "checkpoint.every_seconds=0.3"]
+    small = ["train.epochs=20", "data.batch=128", "model.width=8", "checkpoint.every_seconds=0.3"]
     arguments = ["--config", "digits", "train.ledger=true", *small]
     run = machine.start(manifest("digits", module="ddpjob_trainer", args=arguments))
     run.until(lambda r: r.status.get("progress", {}).get("percent", 0) >= 25, seconds=120)
-    assert machine.command("kill", "digits-0-0").returncode == 0
+    with run.frozen():
+        assert machine.command("kill", "digits-0-0").returncode == 0
     assert run.wait() == 0, run.everything()
     restarts = run.status["restarts"]
     assert (restarts["counted"], restarts["uncounted"]) == (0, 1)
