@@ -15,11 +15,14 @@ EXIT_STEPPED_ASIDE = 75  # of a worker: saved a checkpoint because it was asked 
 EXIT_RENDEZVOUS_LOST = 76
 EXIT_STOPPED = 77
 EXIT_INIT_FAILURE = 78
+EXIT_FENCED = 79  # the round went on without this node
 
-HEARTBEAT_SECONDS = 2.0
-SILENCE_SECONDS = 10.0  # a connection that said nothing for so long is dead
-RECONNECT_SECONDS = 3.0
-SETTLE_SECONDS = 1.0  # consequences of a break arrive within this time of its cause
+STANDARD, FAST = "Standard", "Fast"
+
+HEARTBEAT_SECONDS = 1.0
+SILENCE_SECONDS = 6.0  # a connection that said nothing for so long is dead
+RECONNECT_SECONDS = {STANDARD: 3.0, FAST: 120.0}  # how long a member goes on without its coordinator
+SETTLE_SECONDS = 0.5  # consequences of a break arrive within this time of its cause
 
 MAX_LINE = 256 * 1024
 MAX_TEXT = 4096
