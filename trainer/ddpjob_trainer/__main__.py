@@ -6,7 +6,7 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddpjob_trainer.errors import ConfigError, install_hook
+from ddpjob_trainer.errors import ConfigError, FencedError, install_hook
 
 _USAGE = """\
 usage: torchrun [...] -m ddpjob_trainer [--config FILE] [key=value ...]     train, on all ranks of torchrun
@@ -35,6 +35,7 @@ def main() -> int:
 
 def _train(arguments: list[str]) -> int:
     from ddpjob_trainer import config, fields, leaving, train
+    from ddpjob_trainer.fence import EXIT_FENCED
 
     if "--help" in arguments or "-h" in arguments:
         print(_USAGE.format(shipped=", ".join(config.shipped())) + fields.help_text(config.Config))
@@ -53,7 +54,11 @@ def _train(arguments: list[str]) -> int:
             values.append(argument)
     settings = config.load(file, values)
     leaving.leave_fast()
-    return leaving.with_code(train.run(settings))
+    try:
+        return leaving.with_code(train.run(settings))
+    except FencedError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return leaving.with_code(EXIT_FENCED)
 
 
 if __name__ == "__main__":

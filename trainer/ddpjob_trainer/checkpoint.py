@@ -59,7 +59,7 @@ class CheckpointFolder:
         return self._group.rank == 0 and (by_steps or by_time)
 
     def claim(self, claim: Claim) -> None:
-        """Make this life of the job the only one that may write. Raises CheckpointError when a newer one has the folder."""
+        """Make this life of the job the only one that may write. Raises FencedError when a newer one has the folder."""
         self._claim = claim
         if self.writes and self._config.shared:
             claim.take(self.path)
@@ -68,7 +68,7 @@ class CheckpointFolder:
                 leftover.unlink(missing_ok=True)
 
     def save(self, snapshot: Snapshot, step: int) -> None:
-        """Write a checkpoint and drop old ones. Raises CheckpointError when the folder cannot be written or is no longer ours."""
+        """Write a checkpoint, drop old ones. Raises CheckpointError when the folder cannot be written, FencedError when it is not ours."""
         self._last_save = time.monotonic()
         if not self.writes:
             return

@@ -22,6 +22,10 @@ class CheckpointError(TrainerError):
     """A checkpoint folder or file cannot be used."""
 
 
+class FencedError(CheckpointError):
+    """A newer life of the job has the checkpoint folder: this process must end, and a restart of it would be the newer one's business."""
+
+
 class TrainingError(TrainerError):
     """Training cannot go on, for example because the loss is not finite."""
 

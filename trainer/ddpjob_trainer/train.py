@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import time
 
@@ -18,7 +17,7 @@ from ddpjob_trainer.config import Config
 from ddpjob_trainer.data import Batch, DataSet, open_data
 from ddpjob_trainer.errors import CheckpointError, TrainingError
 from ddpjob_trainer.evaluate import evaluate
-from ddpjob_trainer.fence import Claim
+from ddpjob_trainer.fence import Claim, place_from_env
 from ddpjob_trainer.group import Group, joined
 from ddpjob_trainer.ledger import Ledger
 from ddpjob_trainer.models import build_model
@@ -49,8 +48,9 @@ def run(config: Config) -> int:
 
 def agree_on_life(group: Group) -> Claim:
     """One identity for this life of the job: the highest generation and round among its ranks, and a random number by rank 0."""
-    generation, round_ = (max(group.gather(int(os.environ.get(name) or 0))) for name in ("DDPJOB_GENERATION", "DDPJOB_ROUND"))
-    return Claim(generation, round_, group.gather(random.SystemRandom().getrandbits(62))[0])
+    generation, round_ = place_from_env()
+    generations, rounds = group.gather(generation), group.gather(round_)
+    return Claim(*max(zip(generations, rounds, strict=True)), group.gather(random.SystemRandom().getrandbits(62))[0])
 
 
 class Trainer:
