@@ -182,6 +182,7 @@ def test_runs_jobs_of_its_namespaces_alone(uninstalled: Release, jobs: Jobs) -> 
     assert can(release, "create", "pods", jobs.namespace)
     assert not can(release, "create", "pods", "default")
     assert not can(release, "list", "customresourcedefinitions.apiextensions.k8s.io")
+    assert release.log().count("nodes are not watched") == 1, "told once"
     assert "Traceback" not in release.log()
 
 
@@ -191,14 +192,16 @@ def test_runs_jobs_of_its_namespaces_alone(uninstalled: Release, jobs: Jobs) -> 
 ALLOWED = {
     "ddpjobs.ddpjob.io": {"get", "list", "watch", "delete"},
     "ddpjobs.ddpjob.io/status": {"update"},
-    "pods": {"get", "list", "watch", "create", "delete"},
+    "pods": {"get", "list", "watch", "create", "delete", "patch"},
     "services": {"get", "list", "watch", "create"},
     "configmaps": {"get", "list", "watch", "create"},
+    "poddisruptionbudgets.policy": {"get", "list", "watch", "create"},
+    "nodes": {"list", "watch"},
     "persistentvolumeclaims": {"get"},
     "events.events.k8s.io": {"create"},
     "customresourcedefinitions.apiextensions.k8s.io": {"list", "watch"},
 }
-FORBIDDEN = ("secrets", "deployments.apps", "nodes", "namespaces", "serviceaccounts", "leases.coordination.k8s.io")
+FORBIDDEN = ("secrets", "deployments.apps", "namespaces", "serviceaccounts", "leases.coordination.k8s.io")
 
 
 def test_rights_are_what_the_operator_calls_and_nothing_more(installed_operator: Release) -> None:

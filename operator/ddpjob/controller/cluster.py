@@ -12,7 +12,8 @@ from http import HTTPStatus
 
 from ddpjob.api.types import API_VERSION, GROUP, KIND, PLURAL, VERSION, DDPJob, Json
 from ddpjob.controller.coordinator import CoordinatorClient
-from ddpjob.controller.rest import ApiError, Rest
+from ddpjob.controller.hosts import Hosts
+from ddpjob.controller.rest import MERGE_PATCH, ApiError, Rest
 from ddpjob.controller.views import read_claim, read_pod
 from ddpjob.core.decision import Event
 from ddpjob.core.world import LABEL_ROLE, LABEL_UID, ClaimView, PodView, Role, World
@@ -27,7 +28,12 @@ LISTED_FOR = 30.0
 """Seconds after which a list is made anew although no watch told of a change: a watch that reconnects may miss a deletion."""
 NAMESPACE_RETRY = 5.0
 _JOBS = f"/apis/{GROUP}/{VERSION}/namespaces/{{namespace}}/{PLURAL}"
-_COLLECTIONS = {"Pod": "pods", "Service": "services", "ConfigMap": "configmaps"}
+_COLLECTIONS = {
+    "Pod": "/api/v1/namespaces/{namespace}/pods",
+    "Service": "/api/v1/namespaces/{namespace}/services",
+    "ConfigMap": "/api/v1/namespaces/{namespace}/configmaps",
+    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class KubernetesCluster:
     def __init__(self, rest: Rest, coordinators: CoordinatorClient, site: Site, instance: str | None = None) -> None:
         self.rest, self.coordinators, self.site = rest, coordinators, site
         self.instance = instance or socket.gethostname()
+        self.hosts: Hosts | None = None
+        """The Kubernetes nodes; None while they are not known."""
         self._belongings: dict[JobKey, Belongings] = {}
         self._marks: dict[JobKey, int] = {}
 
@@ -54,6 +62,10 @@ class KubernetesCluster:
         """A watch tells that something of the job changed: the next pass lists anew."""
         self._marks[key] = self._marks.get(key, 0) + 1
         self._belongings.pop(key, None)
+
+    def jobs_on(self, hosts: frozenset[str]) -> list[JobKey]:
+        """Jobs that have a pod on one of these nodes, of those whose pods are listed; the others are about to be looked at."""
+        return [key for key, found in self._belongings.items() if any(pod.node in hosts for pod in found.pods)]
 
     # --- reading
 
@@ -140,7 +152,7 @@ class KubernetesCluster:
             raise
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
-        collection = f"/api/v1/namespaces/{job.namespace}/{_COLLECTIONS[manifest['kind']]}"
+        collection = _COLLECTIONS[manifest["kind"]].format(namespace=job.namespace)
         try:
             await self.rest.request("POST", collection, body=manifest, query={"fieldValidation": "Strict"})
         except Unavailable as error:
@@ -184,6 +196,16 @@ class KubernetesCluster:
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         await self._delete(f"/api/v1/namespaces/{job.namespace}/pods/{name}", body)
+        self.changed(JobKey(job.namespace, job.name))
+
+    async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
+        """The uid in the patch makes the API server refuse a namesake."""
+        body = {"metadata": {"uid": uid, "labels": {LABEL_ROLE: role}}}
+        try:
+            await self.rest.request("PATCH", f"/api/v1/namespaces/{job.namespace}/pods/{name}", body=body, content_type=MERGE_PATCH)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
         self.changed(JobKey(job.namespace, job.name))
 
     async def delete_job(self, job: DDPJob) -> None:

@@ -17,6 +17,7 @@ from ddpjob.controller.cluster import KubernetesCluster
 from ddpjob.controller.coordinator import CoordinatorClient
 from ddpjob.controller.election import LeadershipLost, Lease, act_while_elected
 from ddpjob.controller.handlers import build_registry, kopf_settings
+from ddpjob.controller.hosts import Hosts, HostWatch
 from ddpjob.controller.rest import Rest
 from ddpjob.controller.settings import Settings, SettingsError
 from ddpjob.engine.ports import JobKey
@@ -37,6 +38,12 @@ class Operator:
     def wake(self, key: JobKey) -> None:
         self.cluster.changed(key)
         self.queue.add(key)
+
+    def hosts_changed(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
+        """The jobs that have pods on nodes which have changed are looked at, at once."""
+        self.cluster.hosts = hosts
+        for key in self.cluster.jobs_on(changed):
+            self.queue.add(key)
 
     async def one_pass(self, key: JobKey) -> float | None:
         began = time.perf_counter()
@@ -95,7 +102,7 @@ async def run(settings: Settings) -> None:
         start_http_server(settings.metrics_port)
     operator = Operator(settings, KubernetesCluster(rest, coordinators, Site(operator_key=settings.key), settings.identity))
     try:
-        await _first_to_end(operator.watch(), operator.act_when_elected())
+        await _first_to_end(operator.watch(), HostWatch(rest, operator.hosts_changed).run(), operator.act_when_elected())
     finally:
         await coordinators.close()
         await rest.close()
