@@ -1,71 +1,78 @@
 """torchrun's agent with the coordinator's word in it: reports failures, obeys `restart`, ends when every node has finished.
 
 The seams into torch.distributed.elastic (2.6 and later): LocalElasticAgent's `_rendezvous`, `_start_workers`, `_stop_workers`,
-`_monitor_workers`, `_exit_barrier`; the worker context's `close`, `pids` and `error_files`; the rendezvous handler's state.
+`_monitor_workers`, `_exit_barrier`; the worker context's `close`, `pids` and `error_files`.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import signal
+import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import memory
+import stacks
 import torch.distributed as dist
 import wire
 from departure import Departure, say
 from link import Link
+from rounds import FastRounds, StandardRounds
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-RESTART_GRACE = 2.0  # between SIGTERM and SIGKILL when the group is broken: a step can no longer be completed
-STORE_SECONDS = 15.0  # a key of a rendezvous that is complete: its writer is there or dead
+# Between SIGTERM and SIGKILL when the group is broken: a step can no longer be completed.
+RESTART_GRACE = {wire.STANDARD: 2.0, wire.FAST: 0.3}
 
 
-def agent_class(link: Link, departure: Departure) -> type[Any]:
-    """LocalElasticAgent for one launcher."""
+def agent_class(link: Link, departure: Departure, mode: str, parameters: Any) -> type[Any]:
+    """LocalElasticAgent for one launcher. `parameters()`: those of torchrun's own rendezvous (Standard)."""
 
     class Agent(LocalElasticAgent):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._round: int | None = None
             self._remaining_restarts: int
-            self._grace = RESTART_GRACE
+            self._grace = RESTART_GRACE[mode]
             self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that ended before any signal of ours
+            self._oom_kills = 0
             departure.stop_workers = self._stop_for_good
-            handler = self._worker_group.spec.rdzv_handler
-            handler.shutdown = lambda: True  # closing the rendezvous would end it for the other nodes too
-            if hasattr(handler, "_store"):
-                handler._store.set_timeout(datetime.timedelta(seconds=STORE_SECONDS))
+            link.on_dump = self._dump
+            spec = self._worker_group.spec
+            if not isinstance(spec.rdzv_handler, FastRounds):
+                spec.rdzv_handler = StandardRounds(link, departure, str(spec.local_addr or ""), parameters())
 
         # ---- rendezvous
 
         def _rendezvous(self, worker_group: Any) -> None:
             self._round = None
-            link.joining()
             while True:
-                departure.park_if_leaving()
                 try:
                     super()._rendezvous(worker_group)
                     break
-                except dist.DistStoreError as error:  # a node died between the rendezvous' end and its first word: form anew
-                    say(f"the rendezvous came apart ({str(error)[:200]}); joins again")
-            self._round = worker_group.spec.rdzv_handler._state_holder.state.round
-            link.joined(self._round, worker_group.group_rank, worker_group.group_world_size)
+                except dist.DistStoreError as error:  # a node died between the round's rendezvous and its first word
+                    say(f"the round came apart ({str(error)[:200]}); waits for another")
+            self._round = worker_group.spec.rdzv_handler.number
 
         # ---- workers
 
         def _start_workers(self, worker_group: Any) -> Any:
             departure.park_if_leaving()
+            os.environ["DDPJOB_FENCE"] = "{}.{}".format(os.environ.get("DDPJOB_GENERATION", "0"), self._round)
+            self._oom_kills = memory.oom_kills()
             with departure.starting:
                 departure.park_if_leaving()
+                self._ended, self._grace = {}, RESTART_GRACE[mode]
                 pids = super()._start_workers(worker_group)
-                self._ended = {}
                 self._wrap_close(self._pcontext)
-                return pids
+            assert self._round is not None
+            link.joined(self._round)
+            return pids
 
         def _wrap_close(self, context: Any) -> None:
             """torchrun's own code closes with a grace of 30 s in several places; this node's state decides instead."""
@@ -104,6 +111,8 @@ def agent_class(link: Link, departure: Departure) -> type[Any]:
 
         def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
             departure.park_if_leaving()
+            if link.is_planned(self._round):
+                self._grace = departure.grace_seconds
             super()._stop_workers(worker_group, *args, **kwargs)
 
         def _stop_for_good(self, grace: float) -> None:
@@ -125,7 +134,6 @@ def agent_class(link: Link, departure: Departure) -> type[Any]:
             elif result.state == WorkerState.SUCCEEDED:
                 assert self._round is not None
                 say("all workers of this node have finished; waits for the other nodes")
-                link.send("finished", round=self._round)
                 if not link.wait_verdict(self._round):
                     return self._restart_for_peer(worker_group)
             return result
@@ -138,7 +146,7 @@ def agent_class(link: Link, departure: Departure) -> type[Any]:
                 code = self._ended.get(local_rank)
                 if code or (code is None and Path(path).is_file()):
                     code = context.subprocess_handlers[local_rank].proc.returncode if code is None else code
-                    send_failure(link, number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
+                    self._tell(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
             self._remaining_restarts -= 1
             self._initialize_workers(worker_group)
             return RunResult(state=WorkerState.HEALTHY)
@@ -147,7 +155,26 @@ def agent_class(link: Link, departure: Departure) -> type[Any]:
             for rank, failure in failures.items():
                 if self._ended and failure.local_rank not in self._ended:
                     continue  # ended by us because of the others
-                send_failure(link, self._round, rank, failure.local_rank, failure.pid, failure.exitcode, failure.error_file)
+                self._tell(self._round, rank, failure.local_rank, failure.pid, failure.exitcode, failure.error_file)
+
+        def _tell(self, number: Any, rank: int, local_rank: int, pid: int, code: int, error_file: str) -> None:
+            out_of_memory = code == -signal.SIGKILL and memory.oom_kills() > self._oom_kills
+            send_failure(link, number, rank, local_rank, pid, code, error_file, out_of_memory)
+
+        # ---- hangs
+
+        def _dump(self, number: int) -> None:
+            if number == self._round:
+                threading.Thread(target=self._send_stacks, args=(number,), name="ddpjob-stacks", daemon=True).start()
+
+        def _send_stacks(self, number: int) -> None:
+            context, workers = self._pcontext, self._worker_group.workers
+            if context is None:
+                return
+            pids = context.pids()
+            local = {worker.global_rank: worker.local_rank for worker in workers}
+            for rank, text in stacks.collect({rank: pids[i] for rank, i in local.items()}).items():
+                link.send("stacks", round=number, rank=rank, localRank=local[rank], text=wire.clip(text, wire.MAX_TRACEBACK))
 
         def _exit_barrier(self) -> None:
             """Replaced by the wait in `_monitor_workers`: a barrier in the store would not see a lost peer."""
@@ -155,16 +182,28 @@ def agent_class(link: Link, departure: Departure) -> type[Any]:
     return Agent
 
 
-def send_failure(link: Link, number: int | None, rank: int, local_rank: int, pid: int, code: int, error_file: str) -> None:
+def rendezvous_parameters(config: Any) -> Any:
+    """As torchrun would make them of its arguments."""
+    return RendezvousParameters(
+        config.rdzv_backend, config.rdzv_endpoint, config.run_id, 1, 1, local_addr=config.local_addr, **config.rdzv_configs
+    )
+
+
+def send_failure(
+    link: Link, number: int | None, rank: int, local_rank: int, pid: int, code: int, error_file: str, out_of_memory: bool
+) -> None:
     """Tell the coordinator of a worker that ended by itself, with what its error file says."""
-    message, traceback, when = read_error_file(error_file)
-    name = signal_name(code)
-    if not message:
+    error = read_error_file(error_file)
+    name, message = signal_name(code), error.message
+    if out_of_memory:
+        message = "killed by the kernel: the container's memory limit ({}) is used up".format(memory.limit() or "unknown")
+    elif not message:
         message = f"killed by signal {name}" if name else f"ended with exit code {code}"
     now = time.time()
     link.send(
         "failure", round=number, rank=rank, localRank=local_rank, pid=pid, exitCode=code, signal=name,
-        message=wire.clip(message), traceback=wire.clip(traceback, wire.MAX_TRACEBACK), time=when or now, sent=now,
+        message=wire.clip(message), traceback=wire.clip(error.traceback, wire.MAX_TRACEBACK), time=error.time or now, sent=now,
+        oom=out_of_memory, init=error.init,
     )  # fmt: skip
 
 
@@ -178,16 +217,27 @@ def signal_name(code: int) -> str | None:
         return f"signal {-code}"
 
 
-def read_error_file(path: str) -> tuple[str, str, float | None]:
-    """(message, traceback, time) of an error file; its own time has whole seconds only, the file system knows better."""
+@dataclass(frozen=True)
+class ErrorFile:
+    """What a worker wrote of its end. `init`: it had not begun to train, and trying again would not help."""
+
+    message: str = ""
+    traceback: str = ""
+    time: float | None = None
+    init: bool = False
+
+
+def read_error_file(path: str) -> ErrorFile:
+    """Of torchrun's format; its own time has whole seconds only, the file system knows better."""
     file = Path(path)
     if not file.is_file():
-        return "", "", None
+        return ErrorFile()
     when = file.stat().st_mtime
     try:
         content = json.loads(file.read_text())["message"]
     except (ValueError, KeyError, TypeError) as error:
-        return f"its error file {path} is not readable: {error}", "", when
+        return ErrorFile(f"its error file {path} is not readable: {error}", time=when)
     if not isinstance(content, dict):
-        return str(content), "", when
-    return str(content.get("message", "")), str(content.get("extraInfo", {}).get("py_callstack", "")), when
+        return ErrorFile(str(content), time=when)
+    extra = content.get("extraInfo", {})
+    return ErrorFile(str(content.get("message", "")), str(extra.get("py_callstack", "")), when, bool(extra.get("ddpjob_init")))

@@ -21,13 +21,19 @@ POST_SECONDS = 0.5
 
 def main() -> None:
     """Take this file's own arguments away and become the program."""
-    mode, target = sys.argv[1], sys.argv[2]
-    die_with_launcher()
-    if mode == "--exec":
-        replace_process(sys.argv[2:])
-    sys.argv[:] = sys.argv[2:]
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the folder of this file
+    run(sys.argv[1:])
+
+
+def run(words: list[str]) -> None:
+    """Become the program that `words` (this file's arguments) name."""
+    mode, target = words[0], words[1]
+    die_with_launcher()
+    if mode == "--exec":
+        replace_process(words[1:])
+    sys.argv[:] = words[1:]
+    show_stacks_on_signal()
     count_steps()
     run_recorded(mode, target)
 
@@ -42,6 +48,20 @@ def die_with_launcher() -> None:
     launcher = os.environ.pop("DDPJOB_LAUNCHER_PID", "")
     if launcher and os.getppid() != int(launcher):
         os._exit(1)  # it died before the kernel was asked
+
+
+def show_stacks_on_signal() -> None:
+    """At a signal that nobody else uses, the stacks of all threads go to a file, even while the process is blocked in C++."""
+    import os
+
+    folder = os.environ.get("DDPJOB_STACKS_DIR")
+    if not folder:
+        return
+    import faulthandler
+    import signal
+
+    file = open(os.path.join(folder, os.environ.get("RANK", "0") + ".txt"), "w")  # noqa: PTH118, PTH123, SIM115
+    faulthandler.register(signal.SIGRTMIN + 7, file=file, all_threads=True)
 
 
 def replace_process(command: list[str]) -> None:
@@ -161,12 +181,20 @@ def record(error: BaseException, trace: TracebackType | None) -> None:
     if not path:
         return
     text = "".join(traceback.format_exception(type(error), error, trace))
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    extra: dict[str, Any] = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    if isinstance(error, (ImportError, SyntaxError)) and not group_exists():
+        extra["ddpjob_init"] = True
     try:
         with open(path, "w") as file:  # noqa: PTH123
             json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
     except OSError as problem:
         sys.stderr.write(f"ddpjob: cannot write the error file {path}: {problem}\n")
+
+
+def group_exists() -> bool:
+    """Whether the program has come so far as to form a process group."""
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed is not None and distributed.is_available() and distributed.is_initialized())
 
 
 # ---- progress
@@ -176,7 +204,12 @@ def count_steps() -> None:
     """On rank 0: when the program imports torch's optimizers, count their steps and tell the coordinator."""
     import os
 
-    if os.environ.get("RANK") == "0" and os.environ.get("DDPJOB_COORDINATOR") and os.environ.get("DDPJOB_TOKEN"):
+    if os.environ.get("RANK") != "0" or not os.environ.get("DDPJOB_COORDINATOR") or not os.environ.get("DDPJOB_TOKEN"):
+        return
+    loaded = sys.modules.get(OptimizerImport.name)
+    if loaded is not None:
+        StepCounter(loaded)
+    else:
         sys.meta_path.insert(0, OptimizerImport())
 
 

@@ -3,7 +3,9 @@
     python3 launcher.py TORCHRUN_ARGUMENTS
 
 Exit codes: 0 every node has finished; 76 rendezvous lost; 77 stopped by the coordinator; 78 the entry point cannot start; 128+N ended by
-signal N (143: SIGTERM); anything else is a failure of this node.
+signal N (143: SIGTERM); 79 fenced, the group went on without this node; anything else is a failure of this node.
+
+DDPJOB_RECOVERY=Fast: rounds without c10d, and workers forked from a process that has imported torch (DDPJOB_PRELOAD names more modules).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, NoReturn
 HERE = Path(__file__).resolve().parent
 
 import reaper  # noqa: E402
+import stacks  # noqa: E402
 import wire  # noqa: E402
 from departure import Departure, die_with_parent, ignore_signal, say, watch_signals  # noqa: E402
 from entrypoint import InitFailure, check_command, check_module, check_script  # noqa: E402
@@ -26,6 +29,7 @@ from link import Link  # noqa: E402
 
 LOST_GRACE = 3.0  # for workers when the coordinator is gone: time to save if they know how
 REPORT_SECONDS = 15.0  # how long a node that cannot start waits to tell the coordinator so
+COLD_WORKERS = "ColdWorkers"  # of a note: why workers of this node are not pre-warmed
 REQUIRED = ("DDPJOB_COORDINATOR", "DDPJOB_TOKEN", "DDPJOB_POD", "DDPJOB_INDEX", "DDPJOB_ATTEMPT")
 
 
@@ -35,18 +39,21 @@ def main() -> NoReturn:
         reaper.become_init()
         die_with_parent()
     departure = Departure(grace_seconds())
+    mode = os.environ.get("DDPJOB_RECOVERY", wire.STANDARD)
     try:
-        link = connect(departure)
+        link = connect(departure, mode)
     except InitFailure as error:
         departure.leave(wire.EXIT_INIT_FAILURE, "InitFailure", str(error))
         raise
+    stacks.prepare()
+    nursery, cold = warm_up() if mode == wire.FAST else (None, "")  # before any thread is started
     watch_signals(lambda number: on_signal(number, link, departure))
     departure.close_link = link.close
     link.start()
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a replaced node never learns of rank 0's store
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
     try:
-        torchrun(sys.argv[1:], link, departure)
+        torchrun(sys.argv[1:], link, departure, nursery, cold)
         departure.leave(wire.EXIT_DONE, "Done", "")
     except InitFailure as error:
         if link.wait_welcome(REPORT_SECONDS):
@@ -69,12 +76,15 @@ def grace_seconds() -> float:
         return 28.0
 
 
-def connect(departure: Departure) -> Link:
+def connect(departure: Departure, mode: str) -> Link:
     """The link to the coordinator, not started yet."""
+    if mode not in wire.RECONNECT_SECONDS:
+        raise InitFailure("DDPJOB_RECOVERY must be {}, not {!r}".format(" or ".join(wire.RECONNECT_SECONDS), mode))
     missing = [name for name in REQUIRED if not os.environ.get(name)]
     if missing:
         raise InitFailure("environment variables missing: {}; the launcher is started by the operator".format(", ".join(missing)))
     identity: dict[str, Any] = {"token": os.environ["DDPJOB_TOKEN"], "pod": os.environ["DDPJOB_POD"], "pid": os.getpid()}
+    identity["grace"] = departure.grace_seconds
     for name in ("INDEX", "ATTEMPT", "GENERATION"):
         text = os.environ.get("DDPJOB_" + name, "0")
         if not text.isdigit():
@@ -87,7 +97,7 @@ def connect(departure: Departure) -> Link:
 
     timeout = re.search(r"\bjoin_timeout=(\d+)", " ".join(sys.argv[1:]))
     try:
-        return Link(os.environ["DDPJOB_COORDINATOR"], identity, float(timeout.group(1)) if timeout else 600.0, on_end)
+        return Link(os.environ["DDPJOB_COORDINATOR"], identity, mode, float(timeout.group(1)) if timeout else 600.0, on_end)
     except ValueError as error:
         raise InitFailure(str(error)) from None
 
@@ -98,7 +108,7 @@ def on_signal(number: signal.Signals, link: Link, departure: Departure) -> None:
     departure.leave(128 + number, "Signal", why, grace=departure.grace_seconds, announce=lambda: link.send("leaving", why=why))
 
 
-def torchrun(arguments: list[str], link: Link, departure: Departure) -> None:
+def torchrun(arguments: list[str], link: Link, departure: Departure, nursery: Any, cold: str) -> None:
     """torch.distributed.run's `main` with this launcher's agent and entry point; returns when every node has finished."""
     sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != HERE]
     run = import_torchrun()
@@ -111,7 +121,60 @@ def torchrun(arguments: list[str], link: Link, departure: Departure) -> None:
     if link.done:
         return
     patch_torch(run, link, departure)
+    if os.environ.get("DDPJOB_RECOVERY") == wire.FAST:
+        cold = cold or why_cold(parsed) or warm_workers(nursery)
+        if cold:
+            say(f"workers of this node are not pre-warmed: {cold}")
+            link.send("note", kind=COLD_WORKERS, why=cold)
     run.run(parsed)
+
+
+def warm_up() -> tuple[Any, str]:
+    """(the process that forks workers, why there is none). An image without torch is told of where torchrun is imported."""
+    if "OMP_NUM_THREADS" not in os.environ and processes_per_node() > 1:
+        os.environ["OMP_NUM_THREADS"] = "1"  # torchrun's own rule; read when torch is imported, which is now
+    if not hasattr(os, "fork"):
+        return None, "this system cannot fork"
+    import warm
+
+    try:
+        warm.preload(os.environ.get("DDPJOB_PRELOAD", ""))
+    except ImportError as error:
+        return None, str(error)
+    return warm.Nursery(), ""
+
+
+def processes_per_node() -> int:
+    """As torchrun's arguments say; 1 where they name a kind of device."""
+    found = re.findall(r"--nproc[-_]per[-_]node[= ](\d+)", " ".join(sys.argv[1:]))
+    return int(found[-1]) if found else 1
+
+
+def why_cold(parsed: Any) -> str:
+    """Why the arguments do not allow workers to be forked; empty when they do."""
+    if parsed.no_python:
+        return "with --no-python the program is started anew for every worker; name a Python script or module instead"
+    if parsed.run_path:
+        return "with --run-path torchrun starts the workers itself; remove it"
+    return ""
+
+
+def warm_workers(nursery: Any) -> str:
+    """Have torchrun take its workers from the nursery; returns why that cannot be, for a torch that does not have the seam."""
+    import torch
+    import torch.distributed.elastic.multiprocessing.api as processes
+    from torch.distributed.elastic.multiprocessing import subprocess_handler
+
+    base = getattr(subprocess_handler, "SubprocessHandler", None)
+    if not hasattr(processes, "get_subprocess_handler") or not hasattr(base, "_popen"):
+        return f"torch {torch.__version__} starts its workers in a way that is not known here; use another version from 2.6 on"
+    sys.path.insert(0, str(HERE))
+    import warm
+
+    sys.path.remove(str(HERE))
+    warm_handler = warm.handler_class(base, nursery, str(HERE / "entry.py"))
+    processes.get_subprocess_handler = lambda *args, **kwargs: warm_handler(*args, **kwargs)
+    return ""
 
 
 def import_torchrun() -> Any:
@@ -152,12 +215,17 @@ def patch_torch(run: Any, link: Link, departure: Departure) -> None:
     """Put the agent, the entry point and the signal handling of this launcher in place of torchrun's."""
     sys.path.insert(0, str(HERE))
     import agent
+    import rounds
 
     sys.path.remove(str(HERE))
     import torch.distributed.elastic.multiprocessing.api as processes
     import torch.distributed.launcher.api as launcher_api
 
-    launcher_api.LocalElasticAgent = agent.agent_class(link, departure)
+    mode = os.environ.get("DDPJOB_RECOVERY", wire.STANDARD)
+    configs: list[Any] = []
+    launcher_api.LocalElasticAgent = agent.agent_class(link, departure, mode, lambda: agent.rendezvous_parameters(configs[-1]))
+    if mode == wire.FAST:
+        rounds.register_fast(link, departure)
     processes._terminate_process_handler = ignore_signal  # set by torchrun for the signals that watch_signals has seen already
     configure = run.config_from_args
 
@@ -167,7 +235,9 @@ def patch_torch(run: Any, link: Link, departure: Departure) -> None:
             parsed.training_script_args = [mode, parsed.training_script, *parsed.training_script_args]
             parsed.training_script, parsed.module, parsed.no_python = str(HERE / "entry.py"), False, False
         try:
-            return configure(parsed)
+            made = configure(parsed)
+            configs.append(made[0])
+            return made
         except (ValueError, AssertionError, RuntimeError, OSError) as error:
             raise InitFailure(f"torchrun refuses its arguments: {error}") from error
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import wire
+from departure import say
 
 CONNECT_SECONDS = 2.0
 MAX_UNSENT = 100
@@ -21,23 +22,30 @@ class Link:
     `on_end(exit_code, kind, message)` is called on the link's thread when this process has to end: refused, stopped, no coordinator.
     """
 
-    def __init__(self, address: str, identity: dict[str, Any], join_seconds: float, on_end: Callable[[int, str, str], None]) -> None:
+    def __init__(
+        self, address: str, identity: dict[str, Any], mode: str, join_seconds: float, on_end: Callable[[int, str, str], None]
+    ) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"DDPJOB_COORDINATOR must be host:port, not {address!r}")
         self._address, self._identity, self._on_end = (host.strip("[]"), int(port)), identity, on_end
-        self._join_seconds = join_seconds
+        self._join_seconds, self._reconnect_seconds = join_seconds, wire.RECONNECT_SECONDS[mode]
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[bytes] = []
         self._thread = threading.Thread(target=self._keep, name="ddpjob-link", daemon=True)
         self._closing = False
-        self._round: dict[str, Any] | None = None  # this node's place in the rendezvous, while it has one
+        self._place: dict[str, Any] = {}  # round, rank, world and state, from the first round on
+        self._ready: dict[str, Any] | None = None  # what was last said, while no round has come of it
+        self._go: dict[str, Any] | None = None
         self.news = threading.Condition()
         self.welcomed = False
+        self._reached = False  # welcomed at least once
         self.done = False
-        self._restart_round = -1
+        self._restart_round, self._planned = -1, False
         self.why = ""
+        self.on_restart: Callable[[int], None] = lambda number: None
+        self.on_dump: Callable[[int], None] = lambda number: None
 
     def start(self) -> None:
         """Begin to connect; returns at once."""
@@ -52,24 +60,46 @@ class Link:
             return self.news.wait_for(lambda: self.welcomed or self.done, seconds)
 
     def must_restart(self, number: int | None) -> bool:
-        """Whether a peer of rendezvous round `number` is gone."""
+        """Whether round `number` is over."""
         return number is not None and self._restart_round >= number
+
+    def is_planned(self, number: int | None) -> bool:
+        """Whether round `number` ends because of a change, not of a loss: workers can still agree and save."""
+        return self.must_restart(number) and self._planned
 
     def wait_verdict(self, number: int) -> bool:
         """After `finished`: True when every node has finished, False when the round must be run again."""
         with self.news:
+            self._place["state"] = "Finished"
+        self.send("finished", round=number)
+        with self.news:
             self.news.wait_for(lambda: self.done or self.must_restart(number))
             return self.done
 
-    def joining(self) -> None:
-        """This node has left its round and goes to the rendezvous."""
-        self._round = None
-        self.send("joining")
+    def wait_go(self, host: str, port: int) -> dict[str, Any] | None:
+        """This node has no workers and can begin a round; returns the coordinator's `go`, None when there is nothing left to do.
 
-    def joined(self, number: int, rank: int, world: int) -> None:
-        """The rendezvous is complete: its round, this node's rank, number of nodes."""
-        self._round = {"round": number, "rank": rank, "world": world}
-        self.send("joined", **self._round)
+        `port`: of the store that this node would host as rank 0; 0 where it would not.
+        """
+        with self.news:
+            self._go = None
+            self._ready = {"after": self._place.get("round", 0), "host": host, "port": port}
+            if self._place:
+                self._place["state"] = "Ready"
+        self.send_now("ready", **self._ready)
+        with self.news:
+            self.news.wait_for(lambda: self.done or self._go is not None)
+            return self._go
+
+    def joined(self, number: int) -> None:
+        """The workers of round `number` are started."""
+        self.send("joined", round=number)
+
+    def send_now(self, verb: str, **fields: Any) -> None:
+        """Send if there is a connection; what a welcome says again need not be kept."""
+        with self._lock:
+            if self._socket is not None and self.welcomed:
+                self._write(wire.encode(verb, **fields))
 
     def send(self, verb: str, **fields: Any) -> None:
         """Send now, or after the next welcome when there is no connection."""
@@ -104,7 +134,7 @@ class Link:
     # ---- threads
 
     def _keep(self) -> None:
-        deadline, reached = time.monotonic() + self._join_seconds, False
+        deadline = time.monotonic() + self._join_seconds
         pause, why = 0.05, "no attempt yet"
         while time.monotonic() < deadline:
             try:
@@ -117,10 +147,8 @@ class Link:
             over, why = self._read(stream)
             if over or self._closing:
                 return
-            if self.welcomed and not reached:
-                reached = True
-            if reached:
-                deadline, pause = time.monotonic() + wire.RECONNECT_SECONDS, 0.05
+            if self._reached:
+                deadline, pause = time.monotonic() + self._reconnect_seconds, 0.05
             time.sleep(pause)
         self._on_end(wire.EXIT_RENDEZVOUS_LOST, "RendezvousLost", "no coordinator at {}:{}: {}".format(*self._address, why))
 
@@ -131,8 +159,9 @@ class Link:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(wire.SILENCE_SECONDS * 1000))
         stream.settimeout(wire.SILENCE_SECONDS)
         hello = dict(self._identity)
-        if self._round is not None:
-            hello["resume"] = self._round
+        with self.news:
+            if self._place:
+                hello["resume"] = dict(self._place)
         stream.sendall(wire.encode("hello", **hello))
         with self._lock:
             self._socket = stream
@@ -149,7 +178,7 @@ class Link:
         except (OSError, ValueError) as error:
             why = str(error)
         with self._lock:
-            self._socket = None
+            self._socket, self.welcomed = None, False
         stream.close()
         return False, why
 
@@ -157,17 +186,42 @@ class Link:
         verb = message["t"]
         if verb == "welcome":
             return self._on_welcome(message)
-        with self.news:
-            if verb == "restart" and isinstance(message.get("round"), int):
-                self._restart_round, self.why = max(self._restart_round, message["round"]), str(message.get("why", ""))
-            elif verb == "done":
+        if verb == "go":
+            self._on_go(message)
+        elif verb == "restart":
+            self._on_told_to_restart(message)
+        elif verb == "dump":
+            self.on_dump(int(message["round"]))
+        elif verb == "done":
+            with self.news:
                 self.done = True
-            self.news.notify_all()
+                self.news.notify_all()
         if verb == "refused":
             self._on_end(wire.EXIT_INIT_FAILURE, "InitFailure", "the coordinator refused this node: {}".format(message.get("why")))
         elif verb == "stop":
-            self._on_end(wire.EXIT_STOPPED, "Stopped", str(message.get("why", "")))
+            code, kind = (wire.EXIT_FENCED, "Fenced") if message.get("fenced") else (wire.EXIT_STOPPED, "Stopped")
+            self._on_end(code, kind, str(message.get("why", "")))
+        elif verb == "error":
+            say("the coordinator does not understand this node: {}".format(message.get("why")))
         return verb in ("refused", "stop", "done")
+
+    def _on_go(self, message: dict[str, Any]) -> None:
+        with self.news:
+            if self._ready is None or message["round"] <= self._ready["after"]:
+                return  # it has crossed a later word of this node
+            self._ready, self._go = None, message
+            self._place = {"round": message["round"], "rank": message["rank"], "world": message["world"], "state": "Running"}
+            self.news.notify_all()
+
+    def _on_told_to_restart(self, message: dict[str, Any]) -> None:
+        number = int(message["round"])
+        with self.news:
+            if number <= self._restart_round:
+                return
+            self._restart_round, self._planned = number, bool(message.get("planned"))
+            self.why = str(message.get("why", ""))
+            self.news.notify_all()
+        self.on_restart(number)
 
     def _on_welcome(self, message: dict[str, Any]) -> bool:
         expected = self._identity.get("generation")
@@ -175,11 +229,15 @@ class Link:
             text = "this pod belongs to generation {}, the coordinator to {}".format(expected, message.get("generation"))
             self._on_end(wire.EXIT_RENDEZVOUS_LOST, "RendezvousLost", text)
             return True
+        with self.news:
+            ready = self._ready
         with self._lock:
-            self.welcomed = True
+            self.welcomed = self._reached = True
             unsent, self._unsent = self._unsent, []
             for data in unsent:
                 self._write(data)
+            if ready is not None:
+                self._write(wire.encode("ready", **ready))
         with self.news:
             self.news.notify_all()
         return False
