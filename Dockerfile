@@ -73,7 +73,7 @@ RUN useradd --uid 10001 --gid 0 --no-log-init --home-dir /home/trainer trainer \
 COPY --from=code /wheels /wheels
 RUN /opt/venv/bin/pip install --no-deps --no-index /wheels/*.whl
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    PYTHONUNBUFFERED=1 HOME=/home/trainer USER=trainer
+    PYTHONUNBUFFERED=1 HOME=/home/trainer USER=trainer DDPJOB_PRELOAD=ddpjob_trainer.preload
 USER 10001:0
 WORKDIR /workspace
 COPY examples/train.py examples/train.py

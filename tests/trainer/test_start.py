@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -39,6 +40,30 @@ def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) 
         out, error = process.communicate(timeout=60)
         assert process.returncode == 0, error
         assert "2.0" in out and "_dynamo/__init__.py" in out and "torch._dynamo.config" in out
+
+
+PRELOADED = """
+import json, os, sys
+import ddpjob_trainer.preload
+threads, known = len(os.listdir("/proc/self/task")), set(sys.modules)
+child = os.fork()
+if child == 0:
+    from ddpjob_trainer import config, train
+    code = train.run(config.load(None, sys.argv[1:]))
+    print(json.dumps([threads, code, sorted(name for name in set(sys.modules) - known if "torch" not in name)]), flush=True)
+    os._exit(code)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_rank_forked_after_preload_trains_and_imports_nothing_of_ours(tmp_path: Path) -> None:
+    """With the compiler's stand-in, and no thread that a fork would lose."""
+    command = [sys.executable, "-c", PRELOADED, "data.name=digits", "model.width=4", "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0, done.stderr
+    threads, code, imported = json.loads(done.stdout.splitlines()[-1])
+    assert (threads, code) == (1, 0)
+    assert imported == []
 
 
 def test_backend_and_device() -> None:
