@@ -32,8 +32,11 @@ def free_port() -> int:
 class Job:
     """One generation of a job."""
 
-    def __init__(self, folder: Path, nodes: int = 2, procs: int = 1, store: bool = True) -> None:
-        self.folder, self.nodes, self.procs, self.store = folder, nodes, procs, store
+    def __init__(
+        self, folder: Path, nodes: int = 2, procs: int = 1, store: bool = True, mode: str = "Standard", min_nodes: int | None = None
+    ) -> None:
+        self.folder, self.nodes, self.procs, self.store, self.mode = folder, nodes, procs, store and mode == "Standard", mode
+        self.min_nodes = nodes if min_nodes is None else min_nodes
         self.port, self.store_port = free_port(), free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -41,14 +44,24 @@ class Job:
         """What the operator gives every pod."""
         fixed = {
             "DDPJOB_TOKEN": TOKEN, "DDPJOB_GENERATION": "0", "DDPJOB_NAME": "job", "DDPJOB_NAMESPACE": "default",
-            "DDPJOB_COORDINATOR": f"127.0.0.1:{self.port}", "OMP_NUM_THREADS": "1", "OUT": str(self.folder),
+            "DDPJOB_COORDINATOR": f"127.0.0.1:{self.port}", "DDPJOB_RECOVERY": self.mode, "OMP_NUM_THREADS": "1", "OUT": str(self.folder),
         }  # fmt: skip
         return {**os.environ, **fixed, **more}
 
-    def start_coordinator(self) -> subprocess.Popen[bytes]:
-        """The coordinator, with a store unless told otherwise."""
+    def start_coordinator(self, *more: str, attempt: int = 0) -> subprocess.Popen[bytes]:
+        """The coordinator, in Standard with a store unless told otherwise."""
         command = [sys.executable, str(PODFILES / "coordinator.py"), "--port", str(self.port), "--nodes", str(self.nodes)]
-        command += ["--host", "127.0.0.1"]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--mode",
+            self.mode.lower(),
+            "--min-nodes",
+            str(self.min_nodes),
+            "--attempt",
+            str(attempt),
+            *more,
+        ]
         if self.store:
             command += ["--store-port", str(self.store_port)]
         return self._start("coordinator", command, {})
@@ -60,14 +73,18 @@ class Job:
         pod = f"job-{index}-{attempt}"
         command = [
             *prefix, sys.executable, str(PODFILES / "launcher.py"), f"--nnodes={self.nodes}:{self.nodes}", f"--nproc-per-node={self.procs}",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store_port}", "--rdzv-id=uid-0", "--max-restarts=1000000",
-            "--monitor-interval=0.1", "--local-addr=127.0.0.1",
-            "--rdzv-conf=is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,join_timeout=600,read_timeout=60",
-            *torchrun, *what,
+            "--rdzv-id=uid-0", "--max-restarts=1000000", "--local-addr=127.0.0.1", *self.rendezvous(), *torchrun, *what,
         ]  # fmt: skip
         place = {"DDPJOB_POD": pod, "DDPJOB_INDEX": str(index), "DDPJOB_ATTEMPT": str(attempt)}
         place["DDPJOB_TERMINATION_LOG"] = str(self.folder / f"{pod}.end")
         return self._start(pod, command, {**place, **env})
+
+    def rendezvous(self) -> list[str]:
+        """torchrun's arguments of the mode."""
+        if self.mode == "Fast":
+            return ["--rdzv-backend=ddpjob", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--monitor-interval=0.02"]
+        conf = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,join_timeout=600,read_timeout=60"
+        return ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store_port}", "--monitor-interval=0.1", f"--rdzv-conf={conf}"]
 
     def _start(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         with self.log(name).open("wb") as log:

@@ -62,7 +62,7 @@ class Proxy:
                 self.open.pop().shutdown(socket.SHUT_RDWR)
 
 
-def running(report: Report, rounds: int = 0) -> bool:
+def running(report: Report, rounds: int = 1) -> bool:
     return report["state"] == "Running" and all(m["round"] == rounds for m in report["members"])
 
 
@@ -86,7 +86,7 @@ def test_a_killed_node_is_replaced_and_the_job_goes_on(job: Job) -> None:
     job.start_node(1, *script)
     report = job.wait_until(lambda r: (r["progress"].get("step") or 0) >= 3)
     assert report["state"] == "Running" and report["progress"]["metrics"]["stepsPerSecond"] > 0
-    assert sorted((m["pod"], m["state"], m["round"]) for m in report["members"]) == [("job-0-0", "Running", 0), ("job-1-0", "Running", 0)]
+    assert sorted((m["pod"], m["state"], m["round"]) for m in report["members"]) == [("job-0-0", "Running", 1), ("job-1-0", "Running", 1)]
 
     before = set(job.workers())
     killed = time.time()
@@ -95,7 +95,7 @@ def test_a_killed_node_is_replaced_and_the_job_goes_on(job: Job) -> None:
     report = job.wait_until(lambda r: r["state"] == "Restarting", 2)
     assert report["recovery"]["downSince"] is not None
     job.wait_until(lambda r: not before & set(job.workers()), 5)  # the kernel ends workers whose launcher was killed
-    report = job.wait_until(lambda r: running(r, 1) and r["recovery"]["downSince"] is None)
+    report = job.wait_until(lambda r: running(r, 2) and r["recovery"]["downSince"] is None)
     print(f"recovered {time.time() - killed:.2f} s after kill -9 (coordinator: {report['recovery']['lastSeconds']:.2f} s)")
 
     report = finish(job, "job-0-0", "job-1-1")

@@ -17,6 +17,8 @@ parser.add_argument("--rank", type=int, default=1, help="whom the faults below h
 parser.add_argument("--ddp", action="store_true", help="train a model; else only sum")
 parser.add_argument("--raise-at", type=int, default=-1)
 parser.add_argument("--exit-at", type=int, default=-1)
+parser.add_argument("--always", action="store_true", help="the fault of --raise-at happens in every life")
+parser.add_argument("--hang-at", type=int, default=-1, help="this rank stops there while the others wait for it")
 parser.add_argument("--late", type=float, default=0.0, help="this rank works so many seconds longer than the others")
 parser.add_argument("--fail-last", action="store_true", help="this rank fails at the very end")
 parser.add_argument("--trap", action="store_true", help="on SIGTERM all ranks agree, save and leave with 75")
@@ -61,10 +63,18 @@ def on_sigterm(number: int, frame: object) -> None:
 
 def faults(args: argparse.Namespace, step: int) -> None:
     """What was ordered for this step."""
-    if step == args.raise_at and once("raised"):
+    if step == args.raise_at and (args.always or once("raised")):
         raise ValueError(f"told to fail at step {step}")
     if step == args.exit_at and once("exited"):
         os._exit(7)
+    if step == args.hang_at and once("hung"):
+        wait_for_ever()
+
+
+def wait_for_ever() -> None:
+    """What a deadlock looks like."""
+    while True:
+        time.sleep(1)
 
 
 def main() -> None:
