@@ -89,7 +89,7 @@ class KubernetesCluster:
         mark = self._marks.get(key, 0)
         ours = f"{LABEL_UID}={job.uid}"
         # As with a ReplicaSet, a pod that somebody takes the labels off is let go.
-        selectors = {"pods": f"{ours},{LABEL_ROLE} in ({Role.NODE},{Role.COORDINATOR})", "services": ours, "configmaps": ours}
+        selectors = {"pods": f"{ours},{LABEL_ROLE} in ({','.join(Role)})", "services": ours, "configmaps": ours}
         base = f"/api/v1/namespaces/{key.namespace}"
         pods, services, config_maps = await asyncio.gather(
             *(self.rest.request("GET", f"{base}/{kind}", query={"labelSelector": selector}) for kind, selector in selectors.items())

@@ -233,6 +233,7 @@ def _renew_libraries() -> None:
     """What a fork would share with its siblings, or has read from the environment too early. Python's random renews itself."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
+    sys.modules["torch"].random.default_generator.seed()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit():
         sys.modules["torch"].set_num_threads(int(threads))
