@@ -1,0 +1,236 @@
+"""Two nodes on 127.0.0.1: under stock torchrun, and under this project's coordinator and launchers in either mode."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ddpjob.podfiles
+from step_log import Life, StepLog
+from tree import kill_all
+
+PODFILES = Path(ddpjob.podfiles.__file__).parent
+SCRIPT = Path(__file__).with_name("steps.py")
+START_SECONDS = 120.0
+SETTLE_STEPS = 30
+
+
+class NotRecovered(Exception):
+    """The group made no step any more; the message says how that was seen."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of a group; `minimum` less than `nodes`: elastic."""
+
+    nodes: int = 2
+    minimum: int = 2
+    spares: int = 0
+    procs: int = 1
+
+
+class Group:
+    """Nodes as processes, each with the processes below it. `folder` holds logs, steps and the checkpoint."""
+
+    def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
+        self.folder, self.shape, self.options = folder, shape, options
+        self.log = StepLog(folder)
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._made = 0
+
+    def start(self) -> None:
+        """All nodes and spares."""
+        for _ in range(self.shape.nodes + self.shape.spares):
+            self.add()
+
+    def add(self) -> None:
+        """One more node."""
+        name = f"node-{self._made}"
+        self._made += 1
+        self.nodes[name] = self._launch(name, self._command(self._made - 1), {"DDPJOB_POD": name})
+
+    def _command(self, number: int) -> list[str]:
+        raise NotImplementedError
+
+    def _launch(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env}
+        with (self.folder / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.folder, start_new_session=True)
+
+    def spares_ready(self) -> int:
+        """Nodes that wait to take over."""
+        return 0
+
+    def settle(self) -> Life:
+        """Wait until the full group has made some steps and its spares wait."""
+
+        def settled() -> Life | None:
+            life = self.log.refresh().newest
+            if life is None or life.world != self.shape.nodes * self.shape.procs or self.spares_ready() < self.shape.spares:
+                return None
+            return life if min(len(times) for times in life.steps.values()) >= SETTLE_STEPS else None
+
+        life: Life = self.wait("the group trains", settled, START_SECONDS)
+        return life
+
+    def wait(self, what: str, ready: Callable[[], Any], seconds: float) -> Any:
+        """Its first true value. Raises NotRecovered."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if value := ready():
+                return value
+            if all(process.poll() is not None for process in self.nodes.values()):
+                raise NotRecovered("lost: no node is left")
+            time.sleep(0.02)
+        raise NotRecovered(f"not within {seconds:.0f} s: {what} (logs in {self.folder})")
+
+    def kill(self, *names: str) -> float:
+        """SIGKILL to all processes of the nodes. Returns the moment before."""
+        return kill_all(*(self.nodes.pop(name) for name in names))
+
+    def close(self) -> None:
+        """End everything."""
+        kill_all(*self.nodes.values())
+        self.nodes.clear()
+
+
+class Stock(Group):
+    """torchrun as it comes: c10d, the store in node 0, default settings but for --max-restarts, whose default is never to restart."""
+
+    def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
+        super().__init__(folder, shape, options)
+        self._port, self._id = free_port(), secrets.token_hex(4)
+
+    def _command(self, number: int) -> list[str]:
+        return [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.shape.minimum}:{self.shape.nodes}",
+            f"--nproc-per-node={self.shape.procs}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}",
+            f"--rdzv-id={self._id}", "--max-restarts=100", str(SCRIPT), str(self.folder), *self.options,
+        ]  # fmt: skip
+
+    def start(self) -> None:
+        """Node 0 first: it hosts the store."""
+        self.add()
+        self.wait("node 0 hosts the store", lambda: listens(self._port), START_SECONDS)
+        for _ in range(1, self.shape.nodes):
+            self.add()
+
+
+class Coordinated(Group):
+    """The project's coordinator and launchers, started as the operator starts them."""
+
+    mode = "standard"
+
+    def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
+        super().__init__(folder, shape, options)
+        self.port, self.store_port, self._token = free_port(), free_port(), secrets.token_hex(8)
+        self._id, self._attempt, self.generation = secrets.token_hex(4), 0, 0
+        self.coordinator: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """The coordinator and all nodes."""
+        self.start_coordinator()
+        super().start()
+
+    def start_coordinator(self) -> None:
+        """The coordinator's next attempt."""
+        command = [
+            sys.executable, str(PODFILES / "coordinator.py"), "--host", "127.0.0.1", "--port", str(self.port),
+            "--nodes", str(self.shape.nodes), "--min-nodes", str(self.shape.minimum), "--mode", self.mode, "--attempt", str(self._attempt),
+        ]  # fmt: skip
+        if self.mode == "standard":
+            command += ["--store-port", str(self.store_port)]
+        self.coordinator = self._launch(f"coordinator-{self.generation}-{self._attempt}", command, self._identity("coordinator"))
+        self._attempt += 1
+
+    def kill_coordinator(self) -> float:
+        """Returns the moment before."""
+        assert self.coordinator is not None
+        return kill_all(self.coordinator)
+
+    def begin_generation(self) -> None:
+        """All anew, as the operator does when Standard has lost its coordinator: each node when its predecessor has ended."""
+        self.generation, self._attempt = self.generation + 1, 0
+        self.port, self.store_port = free_port(), free_port()
+        self.start_coordinator()
+        for name, process in list(self.nodes.items()):
+            process.wait(30)
+            del self.nodes[name]
+            self.add()
+
+    def _identity(self, pod: str) -> dict[str, str]:
+        return {
+            "DDPJOB_TOKEN": self._token, "DDPJOB_GENERATION": str(self.generation), "DDPJOB_NAME": "bench",
+            "DDPJOB_NAMESPACE": "default", "DDPJOB_COORDINATOR": f"127.0.0.1:{self.port}", "DDPJOB_POD": pod, "DDPJOB_UID": self._id,
+            "DDPJOB_TERMINATION_LOG": str(self.folder / f"{pod}.end"), "DDPJOB_RECOVERY": self.mode.capitalize(),
+        }  # fmt: skip
+
+    def _launch(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        place = {"DDPJOB_INDEX": name.rpartition("-")[2], "DDPJOB_ATTEMPT": "0"} if name.startswith("node-") else {}
+        return super()._launch(name, command, {**self._identity(env["DDPJOB_POD"]), **place, **env})
+
+    def _command(self, number: int) -> list[str]:
+        return [
+            sys.executable, str(PODFILES / "launcher.py"), f"--nnodes={self.shape.nodes}:{self.shape.nodes}",
+            f"--nproc-per-node={self.shape.procs}", *self._rendezvous(), f"--rdzv-id={self._id}-{self.generation}",
+            "--max-restarts=1000000", "--local-addr=127.0.0.1", str(SCRIPT), str(self.folder), *self.options,
+        ]  # fmt: skip
+
+    def _rendezvous(self) -> list[str]:
+        conf = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,join_timeout=600,read_timeout=60"
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{self.store_port}"
+        return ["--rdzv-backend=c10d", endpoint, f"--rdzv-conf={conf}", "--monitor-interval=0.1"]
+
+    def report(self) -> dict[str, Any]:
+        """The coordinator's report; empty while there is none."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/status", timeout=5) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except (urllib.error.URLError, ConnectionError):
+            return {}
+
+    def spares_ready(self) -> int:
+        return sum(member["state"] == "Ready" for member in self.report().get("members", ()))
+
+    def close(self) -> None:
+        super().close()
+        if self.coordinator is not None:
+            kill_all(self.coordinator)
+
+
+class Standard(Coordinated):
+    """recovery.mode Standard."""
+
+
+class Fast(Coordinated):
+    """recovery.mode Fast."""
+
+    mode = "fast"
+
+    def _rendezvous(self) -> list[str]:
+        return ["--rdzv-backend=ddpjob", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--monitor-interval=0.02"]
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    """Whether somebody listens on this port of 127.0.0.1."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

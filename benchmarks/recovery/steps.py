@@ -1,0 +1,93 @@
+"""A plain DDP script that knows nothing of this project: digits, a small network, one line for every step of every rank.
+
+    torchrun ... steps.py FOLDER [--steps N] [--sleep SECONDS] [--batch N] [--width N]
+
+FOLDER is seen by all ranks. `digits.pt` lies there (images, labels); rank 0 saves after every step, and every start goes on from there.
+A life is one group of ranks, from init_process_group to its end; it has a random number that rank 0 draws.
+"""
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--sleep", type=float, default=0.02)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--save-every", type=int, default=1)
+    return parser.parse_args()
+
+
+def network(width):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+class Log:
+    """One file per process, named after its node."""
+
+    def __init__(self, folder, life):
+        self.common = {"life": life, "rank": dist.get_rank(), "world": dist.get_world_size(), "node": os.environ["DDPJOB_POD"]}
+        self.file = (folder / f"steps-{self.common['node']}-{os.getpid()}-{life}.jsonl").open("a", buffering=1)
+
+    def step(self, step):
+        self.file.write(json.dumps({**self.common, "step": step, "t": time.time()}) + "\n")
+
+
+def one_life():
+    life = torch.tensor([random.SystemRandom().getrandbits(48)])
+    dist.broadcast(life, 0)
+    return int(life)
+
+
+def save(path, step, model, optimizer):
+    temporary = path.with_suffix(".tmp")
+    torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, temporary)
+    temporary.rename(path)
+
+
+def main():
+    options = arguments()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    log = Log(options.folder, one_life())
+    rank, world = dist.get_rank(), dist.get_world_size()
+    images, labels = torch.load(options.folder / "digits.pt")
+    model = network(options.width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    step, checkpoint = 0, options.folder / "checkpoint.pt"
+    if checkpoint.exists():
+        saved = torch.load(checkpoint)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    parallel = DistributedDataParallel(model)
+    while step < options.steps:
+        mine = [(step * options.batch + i) % len(images) for i in range(rank, options.batch, world)]
+        loss = nn.functional.cross_entropy(parallel(images[mine]), labels[mine])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        if rank == 0 and options.save_every and step % options.save_every == 0:
+            save(checkpoint, step, model, optimizer)
+        log.step(step)
+        time.sleep(options.sleep)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
