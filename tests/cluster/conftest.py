@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +20,7 @@ from install_fixtures import installed_operator, release, trainer_image  # noqa:
 from job_fixtures import jobs, operator  # noqa: F401 (fixtures)
 from testcluster import builder, prerequisites, processes, python_host
 from testcluster.cluster import Cluster
-from testcluster.settings import ClusterError, Settings
+from testcluster.settings import ClusterError, Settings, node_number
 
 HERE = Path(__file__).parent
 CALL_REPORT = pytest.StashKey[pytest.TestReport]()
@@ -94,13 +95,21 @@ def cluster(cluster_machine: Settings) -> Iterator[Cluster]:
 @pytest.fixture
 def third_node(cluster: Cluster) -> Iterator[str]:
     """`n3`, for tests that lose a node. Afterwards it is whole again and cordoned: other tests see two nodes to schedule on."""
-    cluster.up(nodes=3)
-    cluster.kubectl("uncordon", "n3")
-    yield "n3"
-    cluster.heal("n3")
-    processes.wait_for("n3 to be Ready again", lambda: "n3" in cluster.ready_nodes(), timeout=60)
-    if _number_of_nodes() < 3:
-        cluster.kubectl("cordon", "n3")
+    with more_nodes(cluster, 3):
+        yield "n3"
+
+
+@contextmanager
+def more_nodes(cluster: Cluster, nodes: int) -> Iterator[None]:
+    """`nodes` nodes to schedule on. Afterwards those that a run does not have by itself are whole again, and cordoned."""
+    cluster.up(nodes=nodes)
+    lent = [f"n{number}" for number in range(3, nodes + 1)]
+    cluster.kubectl("uncordon", *lent)
+    yield
+    for name in lent:
+        cluster.heal(name)
+    processes.wait_for(f"{', '.join(lent)} to be Ready again", lambda: set(lent) <= cluster.ready_nodes(), timeout=60)
+    cluster.kubectl("cordon", *(name for name in lent if node_number(name) > _number_of_nodes()))
 
 
 @pytest.fixture(scope="session")
@@ -117,14 +126,19 @@ def _slug(name: str) -> str:
 def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
     """A fresh namespace. It is removed after the test; when the test has failed, all that is in it is printed first."""
     name = f"{_slug(request.node.name)}-{secrets.token_hex(2)}"
-    cluster.kubectl("create", "namespace", name)
-    account = ("get", "serviceaccount", "default", "--namespace", name, "--ignore-not-found", "--output=name")
-    processes.wait_for(f"the default service account of {name}", lambda: bool(cluster.kubectl(*account).strip()), timeout=30)
+    create_namespace(cluster, name)
     yield name
     report = request.node.stash.get(CALL_REPORT, None)
     if report is None or report.failed:
         print_namespace(cluster, name)
     remove_namespace(cluster, name)
+
+
+def create_namespace(cluster: Cluster, name: str) -> None:
+    """A namespace in which pods can be created: they are refused before it has its default service account."""
+    cluster.kubectl("create", "namespace", name)
+    account = ("get", "serviceaccount", "default", "--namespace", name, "--ignore-not-found", "--output=name")
+    processes.wait_for(f"the default service account of {name}", lambda: bool(cluster.kubectl(*account).strip()), timeout=30)
 
 
 def remove_namespace(cluster: Cluster, name: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from jobs import Jobs, job, steps_job
+from testcluster.settings import ClusterError
 
 
 def patch(jobs: Jobs, name: str, **spec: object) -> None:
@@ -48,14 +50,44 @@ def test_suspend_and_resume(jobs: Jobs) -> None:
     assert (status["restarts"]["counted"], status["restarts"]["uncounted"]) == (0, 0)
 
 
-def test_scaling_forms_a_new_group(jobs: Jobs) -> None:
-    jobs.apply(steps_job("scaled", 30, scheduling={"onePodPerNode": False}))
-    jobs.wait_phase("scaled", "Running")
+def test_an_autoscaler_and_kubectl_scale_change_an_elastic_job_in_place(jobs: Jobs) -> None:
+    spread = {"scheduling": {"onePodPerNode": False}, "elastic": {"minNodes": 1, "maxNodes": 3}}
+    jobs.apply(steps_job("scaled", 100000, nodes=1, recovery={"mode": "Fast"}, **spread))
+    scaler = {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "scaled"},
+        "spec": {
+            "scaleTargetRef": {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "name": "scaled"},
+            "minReplicas": 2,
+            "maxReplicas": 4,
+            "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}}}],
+        },
+    }
+    jobs.apply(scaler)
+    # Without metrics it still sees to its minimum; it looks each 15 s.
+    jobs.wait("two nodes by the autoscaler", lambda: world(jobs, "scaled") == "2/2", timeout=90)
+    conditions = {c["type"]: c for c in jobs.cluster.kubectl_json("get", "hpa", "scaled", "-n", jobs.namespace)["status"]["conditions"]}
+    assert conditions["AbleToScale"]["status"] == "True", conditions
+    jobs.kubectl("delete", "hpa", "scaled")
     jobs.kubectl("scale", "ddpjob", "scaled", "--replicas=3")
-    jobs.wait("three nodes", lambda: jobs.status("scaled")["nodes"]["display"] == "3/3")
-    jobs.wait_phase("scaled", "Complete")
-    assert "rank 2 of 3 begins" in "".join(jobs.kubectl("logs", pod) for pod in jobs.pods() if not pod.endswith("-0"))
-    assert [r["reason"] for r in jobs.status("scaled")["restarts"]["recent"]] == ["Scaled"]
+    jobs.wait("three nodes", lambda: world(jobs, "scaled") == "3/3")
+    jobs.kubectl("scale", "ddpjob", "scaled", "--replicas=1")
+    jobs.wait("one node", lambda: world(jobs, "scaled") == "1/1")
+    status = jobs.status("scaled")
+    assert [slot["attempt"] for slot in status["slots"]] == [0], "the first pod has lived through it all"
+    assert status["rendezvous"]["generation"] == 0
+    assert status["restarts"]["counted"] == 0
+    log = jobs.kubectl("logs", "scaled-0-0")
+    assert all(f"rank 0 of {nodes} begins" in log for nodes in (1, 2, 3))
+    with pytest.raises(ClusterError, match="maxNodes"):
+        jobs.kubectl("scale", "ddpjob", "scaled", "--replicas=4")
+
+
+def world(jobs: Jobs, name: str) -> str:
+    """What `kubectl get` prints under Nodes, once the group runs."""
+    status = jobs.status(name)
+    return str(status["nodes"]["display"]) if status.get("phase") == "Running" else ""
 
 
 def test_a_deadline_ends_the_job_and_its_time_to_live_removes_it(jobs: Jobs) -> None:

@@ -247,6 +247,11 @@ class Cluster:
         """Plug the cable in again."""
         network.set_link(self.settings, node_name, up=True)
 
+    def register(self, node_name: str) -> None:
+        """Bring back a node whose object was deleted: a kubelet registers its node when it starts, and never after."""
+        node.restart_kubelet(self.settings, node_name, self.programs)
+        processes.wait_for(f"{node_name} to be Ready again", lambda: node_name in self.ready_nodes(), self.settings, timeout=60)
+
     def load_image(self, image: builder.Image, nodes: tuple[str, ...] | None = None) -> None:
         """Load a built image into some nodes, or all; the nodes have no registry. Layers that a node has are not sent again."""
         for name in nodes or self.nodes:

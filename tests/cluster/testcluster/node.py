@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from testcluster import cgroups, pki
-from testcluster.processes import run, spawn, succeeds, wait_for
+from testcluster.processes import kill, recorded, run, spawn, succeeds, wait_for
 from testcluster.settings import Settings, node_number
 
 PAUSE_IMAGE = "localhost/pause:1"
@@ -142,8 +142,7 @@ def _proxy(settings: Settings, node: str) -> dict[str, object]:
 def start_containerd(settings: Settings, node: str, programs: Path) -> None:
     """containerd; returns at once."""
     config = folder(settings, node) / "containerd.toml"
-    path = {"PATH": f"{programs}:{os.environ['PATH']}:/usr/sbin:/sbin"}
-    spawn(settings, f"{node}-containerd", settings.node_netns(node), [programs / "containerd", "-c", config], path)
+    spawn(settings, f"{node}-containerd", settings.node_netns(node), [programs / "containerd", "-c", config], _path(programs))
 
 
 def wait_for_containerd(settings: Settings, node: str, programs: Path) -> None:
@@ -163,8 +162,25 @@ def import_image(settings: Settings, node: str, programs: Path, archive: Path) -
 
 def start_kubelet(settings: Settings, node: str, programs: Path) -> None:
     """kubelet and kube-proxy; they need the API server and containerd."""
-    home, netns = folder(settings, node), settings.node_netns(node)
-    path = {"PATH": f"{programs}:{os.environ['PATH']}:/usr/sbin:/sbin"}
+    _start_kubelet(settings, node, programs)
+    proxy: list[str | Path] = [programs / "kube-proxy", "--config", folder(settings, node) / "kube-proxy.json"]
+    spawn(settings, f"{node}-kube-proxy", settings.node_netns(node), proxy, _path(programs))
+
+
+def restart_kubelet(settings: Settings, node: str, programs: Path) -> None:
+    """End the kubelet and start it again; the node's pods run on."""
+    (running,) = [process for process in recorded(settings) if process.name == f"{node}-kubelet"]
+    kill(running.pid)
+    wait_for(f"the end of {running.name}", lambda: not running.alive(), timeout=20)
+    _start_kubelet(settings, node, programs)
+
+
+def _path(programs: Path) -> dict[str, str]:
+    return {"PATH": f"{programs}:{os.environ['PATH']}:/usr/sbin:/sbin"}
+
+
+def _start_kubelet(settings: Settings, node: str, programs: Path) -> None:
+    home = folder(settings, node)
     kubelet: list[str | Path] = [
         programs / "kubelet",
         "--config",
@@ -174,5 +190,4 @@ def start_kubelet(settings: Settings, node: str, programs: Path) -> None:
     ]
     kubelet += ["--hostname-override", node, "--node-ip", settings.addresses.node(node_number(node))]
     kubelet += ["--root-dir", home / "kubelet", "--cert-dir", home / "certificates"]
-    spawn(settings, f"{node}-kubelet", netns, kubelet, path)
-    spawn(settings, f"{node}-kube-proxy", netns, [programs / "kube-proxy", "--config", home / "kube-proxy.json"], path)
+    spawn(settings, f"{node}-kubelet", settings.node_netns(node), kubelet, _path(programs))

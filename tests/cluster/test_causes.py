@@ -1,0 +1,203 @@
+"""Each cause brought about for real: what `kubectl get` and `describe` say of it is the truth, and said at once.
+
+The jobs train side by side; each misbehaves when its test says so, by a clock that the test reads.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import create_namespace, print_namespace, remove_namespace
+from jobs import SCRIPTS, Jobs, Json, job
+from operator_process import OperatorProcess
+from testcluster import python_host
+from testcluster.cluster import Cluster
+from watching import Watch, phase, restart, restarts
+
+AT_ONCE = 2.0
+"""Seconds from a fact to the status that tells it."""
+GPU = "test.ddpjob.io/gpu"
+PRIORITY = "test-ddpjob-urgent"
+
+
+@dataclass
+class Stage:
+    """The namespace in which all the jobs run."""
+
+    jobs: Jobs
+    watch: Watch
+    folder: Path
+
+    def apply(self, name: str, do: str, rank: int, **spec: object) -> None:
+        folder = self.folder / name
+        folder.mkdir()
+        # Writable for whatever user the image has.
+        folder.chmod(0o777)
+        args = ["--do", do, "--rank", str(rank), "--folder", "/data"]
+        storage = {"data": {"hostPath": str(folder), "mountPath": "/data"}}
+        self.jobs.apply(job(name, script=str(SCRIPTS / "misbehave.py"), args=args, storage=storage, **spec))
+
+    def go(self, name: str) -> None:
+        """Once the job trains, it may misbehave."""
+        self.watch.first(name, phase("Running"), timeout=150)
+        (self.folder / name / "go").touch()
+
+    def fact(self, name: str) -> float:
+        """When the first rank misbehaved."""
+        found = sorted((self.folder / name).glob("fact-*"))
+        assert found, "no rank has misbehaved"
+        return min(float(file.read_text()) for file in found)
+
+    def describe(self, name: str) -> str:
+        return self.jobs.kubectl("describe", "ddpjob", name)
+
+    def event(self, name: str, reason: str) -> str:
+        """The message of the job's event of that reason."""
+        selector = f"--field-selector=reason={reason},involvedObject.name={name}"
+        message = ""
+
+        def written() -> bool:
+            nonlocal message
+            message = self.jobs.kubectl("get", "events", selector, "--output=jsonpath={.items[*].message}")
+            return bool(message)
+
+        self.jobs.wait(f"the event {reason} of {name}", written, timeout=10)
+        return message
+
+
+@pytest.fixture(scope="module")
+def gpus(cluster: Cluster) -> Iterator[None]:
+    """One of a made-up vendor on each node, so that a pod that needs one can push another out."""
+    for node in ("n1", "n2"):
+        cluster.set_gpus(node, 1, GPU)
+    priority = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": PRIORITY}, "value": 1000}
+    cluster.apply(priority)
+    yield
+    cluster.kubectl("delete", "priorityclass", PRIORITY)
+    for node in ("n1", "n2"):
+        cluster.set_gpus(node, 0, GPU)
+
+
+@pytest.fixture(scope="module")
+def stage(
+    cluster: Cluster, operator: OperatorProcess, gpus: None, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Stage]:
+    namespace = f"causes-{secrets.token_hex(2)}"
+    create_namespace(cluster, namespace)
+    watch = Watch(cluster, namespace)
+    made = Stage(Jobs(cluster, namespace), watch, tmp_path_factory.mktemp("causes"))
+    before = request.session.testsfailed
+    made.apply("exits", "exit", rank=1, recovery={"mode": "Fast"})
+    made.apply("raises", "raise", rank=1, recovery={"maxRestarts": 0})
+    made.apply("hungry", "allocate", rank=-1, resources={"limits": {"memory": "1Gi"}})
+    made.apply("waits", "hang", rank=1, recovery={"mode": "Fast", "hangAfterSeconds": 5})
+    made.apply("yields", "exit", rank=-1, gpusPerNode=1, gpuResource=GPU)
+    made.jobs.apply(job("absent", image="ddpjob.test/no-such-image:1", script="x.py"))
+    made.jobs.apply(job("broken", script=str(SCRIPTS / "broken_import.py"), recovery={"mode": "Fast"}))
+    yield made
+    watch.close()
+    if request.session.testsfailed > before:
+        print_namespace(cluster, namespace)
+    remove_namespace(cluster, namespace)
+
+
+def told_after(stage: Stage, name: str, told: float) -> None:
+    seconds = told - stage.fact(name)
+    print(f"{name}: told {seconds:.2f} s after the fact")
+    assert seconds < AT_ONCE
+
+
+def the_only_break(status: Json) -> Json:
+    """The restart that counted, of a break that counted once."""
+    counted = [r for r in restarts(status) if r["counted"]]
+    assert len(counted) == 1, restarts(status)
+    assert status["restarts"]["counted"] == 1
+    return counted[0]
+
+
+def test_an_image_that_does_not_exist_is_told_and_not_tried_again(stage: Stage) -> None:
+    _, status = stage.watch.first("absent", phase("Failed"))
+    failed = next(c for c in status["conditions"] if c["type"] == "Failed")
+    assert failed["reason"] in ("ErrImagePull", "ImagePullBackOff")
+    assert "ddpjob.test/no-such-image:1" in failed["message"]
+    assert not restarts(status)
+    assert "no-such-image" in stage.describe("absent")
+    assert all(pod.endswith("-0") for pod in stage.jobs.pods()), "no second attempt of any pod"
+
+
+def test_a_script_that_cannot_be_imported_is_not_tried_again(stage: Stage) -> None:
+    _, status = stage.watch.first("broken", phase("Failed"), timeout=150)
+    failed = next(c for c in status["conditions"] if c["type"] == "Failed")
+    assert failed["reason"] == "InitFailure"
+    assert "No module named 'numppy'" in failed["message"] and "broken_import.py" in failed["message"]
+    assert status["restarts"]["counted"] <= 1
+    assert "numppy" in stage.describe("broken") and "numppy" in stage.event("broken", "InitFailure")
+
+
+def test_an_exit_code_is_told(stage: Stage) -> None:
+    stage.go("exits")
+    told, status = stage.watch.first("exits", restart("WorkerFailed"))
+    told_after(stage, "exits", told)
+    broken = the_only_break(status)
+    assert (broken["rank"], broken["counted"]) == (1, True)
+    assert "ended with exit code 7" in broken["message"]
+    assert "exit code 7" in stage.describe("exits") and "exit code 7" in stage.event("exits", "WorkerFailed")
+    stage.watch.first("exits", phase("Complete"))
+
+
+def test_the_traceback_of_the_rank_that_raised_is_told(stage: Stage) -> None:
+    stage.go("raises")
+    told, status = stage.watch.first("raises", phase("Failed"))
+    told_after(stage, "raises", told)
+    failed = next(c for c in status["conditions"] if c["type"] == "Failed")
+    assert failed["reason"] == "RestartBudgetSpent" and "recovery.maxRestarts is 0" in failed["message"]
+    assert "rank 1 in pod raises-" in failed["message"]
+    for text in (failed["message"], stage.describe("raises"), stage.event("raises", "RestartBudgetSpent")):
+        assert "ValueError: the weights have gone to lunch" in text
+        assert 'misbehave.py", line' in text
+    assert status["restarts"]["counted"] == 1, "the other rank's connection error is a consequence"
+
+
+def test_the_memory_limit_is_told_once_though_both_pods_met_it(stage: Stage) -> None:
+    stage.go("hungry")
+    told, status = stage.watch.first("hungry", restart("OOMKilled"))
+    # The fact is the kill, some seconds after the ranks began to allocate.
+    print(f"hungry: told {told - stage.fact('hungry'):.2f} s after it began to allocate")
+    _, status = stage.watch.first("hungry", phase("Complete"), timeout=120)
+    assert the_only_break(status)["reason"] == "OOMKilled"
+    assert len(list((stage.folder / "hungry").glob("fact-*"))) == 2, "both were at it"
+    assert "spec.resources.limits.memory" in the_only_break(status)["message"]
+    assert "OOMKilled" in stage.describe("hungry") and stage.event("hungry", "OOMKilled")
+
+
+def test_a_hang_is_told_with_the_stacks_of_all_ranks(stage: Stage) -> None:
+    stage.go("waits")
+    told, status = stage.watch.first("waits", restart("Hang"))
+    # No step for 5 s, up to 3 s for the stacks.
+    seconds = told - stage.fact("waits")
+    print(f"waits: told {seconds:.2f} s after the fact")
+    assert 5 <= seconds < 5 + 3 + AT_ONCE
+    message = the_only_break(status)["message"]
+    assert "wait_for_godot" in message and "rank 0" in message and "rank 1" in message
+    assert "wait_for_godot" in stage.describe("waits") and "wait_for_godot" in stage.event("waits", "Hang")
+    _, status = stage.watch.first("waits", phase("Complete"))
+    assert the_only_break(status)["reason"] == "Hang"
+
+
+def test_preemption_is_told(stage: Stage) -> None:
+    stage.watch.first("yields", phase("Running"), timeout=150)
+    urgent = python_host.pod("urgent", ["sleep", "3"], priorityClassName=PRIORITY)
+    urgent["spec"]["containers"][0]["resources"] = {"limits": {GPU: 1}}
+    began = time.time()
+    stage.jobs.apply(urgent)
+    told, status = stage.watch.first("yields", restart("Preempted"))
+    print(f"yields: told {told - began:.2f} s after a pod of higher priority came")
+    assert told - began < AT_ONCE
+    assert [r["counted"] for r in restarts(status)] == [False]
+    assert "Preempted" in stage.describe("yields") and stage.event("yields", "Preempted")
+    stage.watch.first("yields", lambda s: s["phase"] == "Running" and s["round"] == status["round"], timeout=90)

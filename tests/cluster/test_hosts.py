@@ -1,0 +1,142 @@
+"""The operator's watch of Kubernetes nodes, on Node objects that no kubelet stands behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ddpjob.controller.hosts import Hosts, HostWatch
+from ddpjob.controller.rest import Rest
+from testcluster.cluster import Cluster
+
+NOBODY = {"key": "test.ddpjob.io/ghost", "effect": "NoSchedule"}
+
+
+def use(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has read KUBECONFIG when it was imported."""
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+
+
+@pytest.fixture
+def ghost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A node's name; the test creates it, and whatever is left is removed."""
+    use(cluster.kubeconfig, monkeypatch)
+    name = f"ghost-{secrets.token_hex(2)}"
+    yield name
+    cluster.kubectl("delete", "node", name, "--ignore-not-found")
+
+
+class Told:
+    """What the watch told of one node: True and False of its readiness, `out` when tainted, None when it is gone."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.news = name, []  # type: str, list[object]
+        self.calls = 0
+        self._more = asyncio.Event()
+
+    def __call__(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
+        assert hosts is not None
+        self.calls += 1
+        self._more.set()
+        if self.name in changed:
+            host = hosts.get(self.name)
+            self.news.append(None if host is None else "out" if host.out_of_service else host.ready)
+
+    async def until(self, *news: object) -> None:
+        async with asyncio.timeout(15):
+            while self.news != list(news):
+                self._more.clear()
+                await self._more.wait()
+
+
+def create(cluster: Cluster, name: str) -> None:
+    cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"taints": [NOBODY]}})
+
+
+def beat(cluster: Cluster, name: str, ready: bool, beats: int) -> None:
+    """As a kubelet reports: the heartbeat is new each time, the transition only where something has changed."""
+    moment = f"2030-01-01T00:00:{beats:02}Z"
+    condition = {
+        "type": "Ready",
+        "status": str(ready),
+        "lastHeartbeatTime": moment,
+        "lastTransitionTime": f"2030-01-01T0{int(ready)}:00:00Z",
+    }
+    cluster.kubectl("patch", "node", name, "--subresource=status", "--patch", json.dumps({"status": {"conditions": [condition]}}))
+
+
+def watching(test: Callable[[HostWatch, Told], Awaitable[None]], name: str) -> None:
+    async def run() -> None:
+        rest, told = await Rest.connect(), Told(name)
+        try:
+            await test(HostWatch(rest, told), told)
+        finally:
+            await rest.close()
+
+    asyncio.run(run())
+
+
+def test_readiness_taint_and_deletion_are_told_and_heartbeats_are_not(cluster: Cluster, ghost: str) -> None:
+    async def test(watch: HostWatch, told: Told) -> None:
+        running = asyncio.create_task(watch.run())
+        await asyncio.to_thread(create, cluster, ghost)
+        await told.until(False)
+        await asyncio.to_thread(beat, cluster, ghost, True, 1)
+        await told.until(False, True)
+        calls = told.calls
+        for beats in range(2, 7):
+            await asyncio.to_thread(beat, cluster, ghost, True, beats)
+        assert told.calls == calls, "heartbeats of it and of the cluster's own nodes change nothing"
+        await asyncio.to_thread(cluster.kubectl, "taint", "node", ghost, "node.kubernetes.io/out-of-service=x:NoSchedule")
+        await told.until(False, True, "out")
+        await asyncio.to_thread(cluster.kubectl, "delete", "node", ghost)
+        await told.until(False, True, "out", None)
+        running.cancel()
+
+    watching(test, ghost)
+
+
+@pytest.mark.parametrize("expired", [False, True], ids=["goes on from its version", "its version has expired"])
+def test_what_was_missed_while_the_watch_was_interrupted_is_told(cluster: Cluster, ghost: str, expired: bool) -> None:
+    async def test(watch: HostWatch, told: Told) -> None:
+        running = asyncio.create_task(watch.run())
+        await asyncio.to_thread(create, cluster, ghost)
+        await told.until(False)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await asyncio.to_thread(cluster.kubectl, "delete", "node", ghost)
+        if expired:
+            watch._version = "1"
+        running = asyncio.create_task(watch.run())
+        await told.until(False, None)
+        running.cancel()
+
+    watching(test, ghost)
+
+
+def test_without_the_right_nodes_are_not_known_and_that_is_said_once(
+    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    config = json.loads(cluster.kubectl("config", "view", "--raw", "--output=json"))
+    token = cluster.kubectl("create", "token", "default", "--namespace", namespace).strip()
+    config["users"] = [{"name": config["contexts"][0]["context"]["user"], "user": {"token": token}}]
+    file = tmp_path / "kubeconfig"
+    file.write_text(json.dumps(config))
+    use(file, monkeypatch)
+    monkeypatch.setattr("ddpjob.controller.hosts._FORBIDDEN_RETRY", 0.1)
+
+    async def test() -> None:
+        rest, told = await Rest.connect(), []
+        running = asyncio.create_task(HostWatch(rest, lambda hosts, _: told.append(hosts)).run())
+        await asyncio.sleep(1)
+        assert not running.done() and told == []
+        running.cancel()
+        await rest.close()
+
+    asyncio.run(test())
+    said = [r.getMessage() for r in caplog.records if "nodes are not watched" in r.getMessage()]
+    assert len(said) == 1 and "forbidden" in said[0] and "ClusterRole" in said[0]

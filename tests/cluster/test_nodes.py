@@ -1,0 +1,212 @@
+"""Kubernetes nodes go: drained, tainted, deleted, cut off. Jobs go on elsewhere, and what was left behind ends."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import create_namespace, more_nodes, print_namespace, remove_namespace
+from ddpjob_trainer.ledger_check import read, verify
+from jobs import Jobs, Json, job, steps_job
+from operator_process import OperatorProcess
+from testcluster import processes
+from testcluster.cluster import Cluster
+from testcluster.settings import ClusterError
+from watching import Watch, phase, restart, restarts
+
+AT_ONCE = 2.0
+"""Seconds from a fact to the status that tells it."""
+NODE_LOST_AFTER = 8
+CONTROL = "test.ddpjob.io/control"
+"""What coordinators need; `n1` alone has it, so that the nodes that are lost hold none."""
+
+
+@dataclass
+class Stage:
+    """The namespace in which all the jobs run. Each has a pod on `n1` and one on a node that it will lose."""
+
+    jobs: Jobs
+    watch: Watch
+    cluster: Cluster
+
+    def place(self, name: str) -> Json:
+        """The part of a spec that lets a job's node pods run where `offer` says."""
+        control = {"resources": {"limits": {CONTROL: 1}}}
+        return {"gpusPerNode": 1, "procsPerNode": 1, "backend": "gloo", "gpuResource": f"test.ddpjob.io/{name}", "rendezvous": control}
+
+    def offer(self, name: str, *nodes: str) -> None:
+        for node in nodes:
+            self.cluster.set_gpus(node, 1, f"test.ddpjob.io/{name}")
+
+    def pod_on(self, name: str, node: str) -> str:
+        (found,) = [n for n, p in self.pods(name).items() if p["spec"].get("nodeName") == node]
+        return found
+
+    def pods(self, name: str) -> dict[str, Json]:
+        return {n: p for n, p in self.jobs.pods().items() if p["metadata"]["labels"]["ddpjob.io/job"] == name}
+
+    def running(self, name: str, node: str) -> str:
+        """The job's pod on the node, once the job trains. Only then the other node is offered as a refuge."""
+        self.watch.first(name, phase("Running"), timeout=180)
+        pod = self.pod_on(name, node)
+        self.offer(name, "n2")
+        return pod
+
+    def trains_again(self, name: str, lost: Json, timeout: float = 90) -> float:
+        """When the job ran on in the round that the loss began, on other nodes."""
+        when, _ = self.watch.first(name, lambda s: s.get("phase") == "Running" and s["round"] >= lost["round"], timeout)
+        return when
+
+
+JOBS = {"moved": "n3", "tainted": "n4", "deleted": "n5", "cut": "n6", "cut-fast": "n6"}
+"""The node that each will lose."""
+
+
+@pytest.fixture(scope="module")
+def stage(cluster: Cluster, operator: OperatorProcess, checkpoints: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
+    namespace = f"nodes-{secrets.token_hex(2)}"
+    before = request.session.testsfailed
+    with more_nodes(cluster, 6):
+        create_namespace(cluster, namespace)
+        made = Stage(Jobs(cluster, namespace), Watch(cluster, namespace), cluster)
+        cluster.set_gpus("n1", 100, CONTROL)
+        for name, node in JOBS.items():
+            made.offer(name, "n1", node)
+        _apply(made, checkpoints)
+        yield made
+        made.watch.close()
+        for resource in (CONTROL, *(f"test.ddpjob.io/{name}" for name in JOBS)):
+            for node in cluster.nodes:
+                cluster.set_gpus(node, 0, resource)
+        if request.session.testsfailed > before:
+            print_namespace(cluster, namespace)
+        remove_namespace(cluster, namespace)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def _apply(stage: Stage, checkpoints: Path) -> None:
+    shared = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
+    training = ["--config", "digits", "train.ledger=true", "train.epochs=40", "checkpoint.every_seconds=1"]
+    stage.jobs.apply(job("moved", module="ddpjob_trainer", args=training, storage=shared, **stage.place("moved")))
+    patient = {"nodeLostAfterSeconds": 300}
+    stage.jobs.apply(steps_job("tainted", 100000, **stage.place("tainted"), recovery=patient))
+    stage.jobs.apply(steps_job("deleted", 100000, **stage.place("deleted"), recovery=patient))
+    for name, mode in (("cut", "Standard"), ("cut-fast", "Fast")):
+        recovery = {"mode": mode, "nodeLostAfterSeconds": NODE_LOST_AFTER}
+        stage.jobs.apply(steps_job(name, 100000, **stage.place(name), recovery=recovery))
+
+
+def alive(pod: str, uid: str) -> list[int]:
+    """Processes of a pod of a job, wherever the API server thinks that they are."""
+    needles = (f"DDPJOB_POD={pod}".encode(), f"DDPJOB_UID={uid}".encode())
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if all(needle in environment for needle in needles):
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_drained_node_moves_a_job_without_loss_and_one_pod_at_a_time(stage: Stage, checkpoints: Path) -> None:
+    leaving = stage.running("moved", "n3")
+    staying = stage.pod_on("moved", "n1")
+    stage.jobs.wait("some epochs", lambda: stage.jobs.status("moved").get("progress", {}).get("percent", 0) >= 3, timeout=60)
+    began = time.time()
+    drain = ["drain", "n3", "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=90s"]
+    kubectl = [stage.cluster.programs / "kubectl", "--kubeconfig", stage.cluster.kubeconfig, *drain]
+    with subprocess.Popen(kubectl, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as draining:
+        stage.jobs.wait(
+            "the eviction",
+            lambda: "deletionTimestamp" in stage.pods("moved").get(leaving, {"metadata": {"deletionTimestamp": 0}})["metadata"],
+        )
+        with pytest.raises(ClusterError, match="disruption budget"):
+            evict(stage.jobs, staying)
+        output, _ = draining.communicate(timeout=120)
+    assert draining.returncode == 0, output
+    told, lost = stage.watch.first("moved", restart("Evicted"))
+    print(
+        f"moved: told {told - began:.2f} s after the drain began, trains again {stage.trains_again('moved', lost) - began:.2f} s after it"
+    )
+    assert told - began < AT_ONCE
+    assert lost["progress"]["percent"] < 95, "the drain came too late to move anything"
+    _, status = stage.watch.first("moved", phase("Complete"), timeout=240)
+    assert [(r["pod"], r["counted"]) for r in restarts(status)] == [(leaving, False)]
+    assert staying in stage.pods("moved"), "the other pod stayed"
+    lives = read([checkpoints])
+    assert len(lives) == 2, "the ledger shows the move"
+    verify(lives)
+
+
+def evict(jobs: Jobs, pod: str) -> None:
+    """As `kubectl drain` does. Raises ClusterError where a disruption budget forbids it."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": jobs.namespace}}
+    path = f"/api/v1/namespaces/{jobs.namespace}/pods/{pod}/eviction"
+    jobs.cluster.kubectl("create", "--raw", path, "--filename=-", input_text=json.dumps(body))
+
+
+def test_a_node_tainted_out_of_service_is_left_at_once(stage: Stage) -> None:
+    pod = stage.running("tainted", "n4")
+    began = time.time()
+    stage.cluster.kubectl("taint", "node", "n4", "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute")
+    try:
+        told, lost = stage.watch.first("tainted", lambda s: bool(restarts(s)))
+        again = stage.trains_again("tainted", lost)
+    finally:
+        stage.cluster.kubectl("taint", "node", "n4", "node.kubernetes.io/out-of-service-")
+    print(f"tainted: told {told - began:.2f} s after the taint, trains again {again - began:.2f} s after it")
+    assert told - began < AT_ONCE
+    assert [(r["pod"], r["reason"], r["counted"]) for r in restarts(lost)] == [(pod, "NodeLost", False)]
+    assert "n4" in restarts(lost)[0]["message"] and "NodeLost" in stage.jobs.kubectl("describe", "ddpjob", "tainted")
+
+
+def test_a_node_whose_object_is_deleted_is_left_at_once(stage: Stage) -> None:
+    pod = stage.running("deleted", "n5")
+    uid = stage.jobs.cluster.kubectl_json("get", "ddpjob", "deleted", "--namespace", stage.jobs.namespace)["metadata"]["uid"]
+    assert alive(pod, uid)
+    began = time.time()
+    stage.cluster.kubectl("delete", "node", "n5", "--wait=false")
+    try:
+        told, lost = stage.watch.first("deleted", restart("NodeLost"))
+        again = stage.trains_again("deleted", lost)
+    finally:
+        stage.cluster.register("n5")
+    print(f"deleted: told {told - began:.2f} s after the deletion, trains again {again - began:.2f} s after it")
+    assert told - began < AT_ONCE
+    assert [(r["pod"], r["counted"]) for r in restarts(lost)] == [(pod, False)]
+    processes.wait_for(f"the end of {pod}", lambda: not alive(pod, uid), timeout=30)
+
+
+def test_a_node_without_a_network_is_left_and_its_zombies_end(stage: Stage) -> None:
+    names = ("cut", "cut-fast")
+    pods = {name: stage.running(name, "n6") for name in names}
+    uids = {name: stage.jobs.cluster.kubectl_json("get", "ddpjob", name, "-n", stage.jobs.namespace)["metadata"]["uid"] for name in names}
+    began = time.time()
+    stage.cluster.cut("n6")
+    for name in names:
+        told, lost = stage.watch.first(name, restart("NodeLost"), timeout=NODE_LOST_AFTER + 30)
+        again = stage.trains_again(name, lost)
+        print(f"{name}: told {told - began:.2f} s after the cut, trains again {again - began:.2f} s after it")
+        assert NODE_LOST_AFTER - 1 <= told - began < NODE_LOST_AFTER + AT_ONCE
+        assert [(r["pod"], r["counted"]) for r in restarts(lost)] == [(pods[name], False)]
+        assert pods[name] not in stage.pods(name), "deleted by force: nobody can tell when it ends"
+    assert alive(pods["cut-fast"], uids["cut-fast"]), "a zombie: it trained on where nobody could reach it"
+    stage.cluster.heal("n6")
+    for name in names:
+        seconds = processes.wait_for(f"the end of {pods[name]}", lambda name=name: not alive(pods[name], uids[name]), timeout=60)
+        print(f"{name}: its zombie ended {seconds:.1f} s after the network was back")
+        before = stage.jobs.step(name)
+        stage.jobs.wait(f"{name} to go on", lambda name=name, before=before: stage.jobs.step(name) > before + 5)
+        assert len(restarts(stage.jobs.status(name))) == 1, "the zombie did not disturb those that have taken its place"

@@ -1,0 +1,62 @@
+"""When a job's status said something, by this machine's clock: a watch of a namespace's jobs, as `kubectl get --watch` has it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from testcluster.cluster import Cluster
+
+Json = dict[str, Any]
+
+
+class Watch:
+    """Keeps what the API server told of every job of a namespace, and when."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self._seen: list[tuple[float, Json]] = []
+        path = f"/apis/ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs?watch=1"
+        self._kubectl = subprocess.Popen(
+            [cluster.programs / "kubectl", "--kubeconfig", cluster.kubeconfig, "get", "--raw", path], stdout=subprocess.PIPE, text=True
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._kubectl.stdout is not None
+        for line in self._kubectl.stdout:
+            self._seen.append((time.time(), json.loads(line)["object"]))
+
+    def close(self) -> None:
+        self._kubectl.terminate()
+        self._kubectl.wait()
+
+    def first(self, name: str, holds: Callable[[Json], bool], timeout: float = 60) -> tuple[float, Json]:
+        """The time (as time.time() has it) at which the job's status was first so, and that status. Waits for it."""
+        deadline, looked_at = time.monotonic() + timeout, 0
+        while True:
+            for when, body in self._seen[looked_at:]:
+                looked_at += 1
+                status: Json = body.get("status", {})
+                if body["metadata"]["name"] == name and holds(status):
+                    return when, status
+            if time.monotonic() > deadline:
+                last = next((b.get("status") for _, b in reversed(self._seen) if b["metadata"]["name"] == name), None)
+                raise AssertionError(f"{name}: not within {timeout} s; its last status: {json.dumps(last, indent=1)}")
+            time.sleep(0.02)
+
+
+def restarts(status: Json) -> list[Json]:
+    found: list[Json] = status.get("restarts", {}).get("recent", [])
+    return found
+
+
+def restart(reason: str) -> Callable[[Json], bool]:
+    return lambda status: any(r["reason"] == reason for r in restarts(status))
+
+
+def phase(name: str) -> Callable[[Json], bool]:
+    return lambda status: status.get("phase") == name
