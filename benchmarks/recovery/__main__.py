@@ -13,9 +13,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from cases import CASES, Case, Sample
+import chart
+import overhead
+from cases import CASES, Case, Loopback, Place, Sample
 from groups import NotRecovered
 from tables import CsvFile, markdown
+
+OTHERS = {"overhead": overhead.main, "chart": chart.main}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,30 +41,32 @@ def chosen(names: str) -> list[Case]:
     return [known[name] for name in wanted]
 
 
-def measure(case: Case, round_: int, patience: float) -> list[Sample]:
+def measure(case: Case, place: Place, round_: int) -> list[Sample]:
     """One round of a case. A group that never trains counts as a run that did not recover."""
     samples: list[Sample] = []
     try:
-        samples.extend(case.run(case, round_, patience))
+        samples.extend(case.run(case, place, round_))
     except NotRecovered as error:
-        samples.append(case.sample("", round_, None, outcome=str(error)))
+        samples.append(case.sample(place, "", round_, None, outcome=str(error)))
     return samples
 
 
 def main() -> int:
     """0 when everything was measured, 1 when a case of ours did not recover, 2 on bad input."""
+    if sys.argv[1:2] and sys.argv[1] in OTHERS:
+        return OTHERS[sys.argv[1]](sys.argv[2:])
     arguments = parser().parse_args()
     try:
         cases = chosen(arguments.cases)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    file, samples = CsvFile(arguments.csv), list[Sample]()
+    file, samples, place = CsvFile(arguments.csv), list[Sample](), Loopback(arguments.patience)
     for round_ in range(1, arguments.runs + 1):
         for case in cases:
             if case.slow and (round_ - 1) % arguments.slow_every > 1:  # Two of each N: both kinds of victims.
                 continue
-            for sample in measure(case, round_, arguments.patience):
+            for sample in measure(case, place, round_):
                 samples.append(sample)
                 file.add(sample)
                 took = sample.outcome if sample.seconds is None else f"{sample.seconds:.3f} s"

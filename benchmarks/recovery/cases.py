@@ -1,4 +1,4 @@
-"""What is measured on loopback: a case starts a group, breaks it, and says how long all ranks were without a step."""
+"""What is measured: a case starts a group, breaks it, and says how long all ranks were without a step."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 from digits import write_digits
-from groups import Coordinated, Fast, Group, NotRecovered, Shape, Standard, Stock
-from step_log import Life
+from groups import Fast, Group, NotRecovered, Shape, Standard, Stock
 
 KILLS_IN_A_ROW = 10
 WHOLE, ELASTIC, SPARE = Shape(), Shape(minimum=1), Shape(spares=1)
 WATCH_SECONDS = 6.0
-"""How long a group is watched after its coordinator was killed: longer than a new coordinator waits for the members of the old one."""
+"""How long a group is watched after its new coordinator has found it."""
+
+
+class System(StrEnum):
+    """What keeps the group together."""
+
+    STOCK = "stock"
+    STANDARD = "Standard"
+    FAST = "Fast"
+
+
+KINDS: dict[System, type[Group]] = {System.STOCK: Stock, System.STANDARD: Standard, System.FAST: Fast}
 
 
 @dataclass(frozen=True)
@@ -34,119 +46,132 @@ class Sample:
     load: float
 
 
+class Place(Protocol):
+    """Where groups run."""
+
+    name: str
+    patience: float
+    """Seconds after which a group counts as not recovered."""
+
+    def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> AbstractContextManager[Group]:
+        """A group that trains; `options` go to steps.py."""
+
+
 @dataclass(frozen=True)
 class Case:
     """`aim`: seconds that the median should keep to; None: there is none. `slow`: a run takes most of the patience."""
 
     name: str
     aim: float | None
-    run: Callable[[Case, int, float], Iterator[Sample]]
-    kind: type[Group] = Fast
+    run: Callable[[Case, Place, int], Iterator[Sample]]
+    system: System
     shape: Shape = WHOLE
     slow: bool = False
 
-    def sample(self, victim: str, round_: int, seconds: float | None, *, kill: int = 1, outcome: str = "recovered") -> Sample:
-        return Sample(self.name, "loopback", victim, round_, kill, seconds, outcome, os.getloadavg()[0])
+    def sample(self, place: Place, victim: str, round_: int, seconds: float | None, kill: int = 1, outcome: str = "recovered") -> Sample:
+        return Sample(self.name, place.name, victim, round_, kill, seconds, outcome, os.getloadavg()[0])
 
 
-@contextmanager
-def running(case: Case) -> Iterator[Group]:
-    """A group that trains, in a folder of its own."""
-    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
-        write_digits(Path(folder))
-        group = case.kind(Path(folder), case.shape)
-        try:
-            group.start()
-            group.settle()
-            yield group
-        finally:
-            group.close()
+class Loopback:
+    """Nodes are processes on 127.0.0.1; a killed node's successor is started at the moment of the kill."""
 
+    name = "loopback"
 
-def pick(life: Life, number: int) -> tuple[str, str]:
-    """(node, what it is): by turns the node of rank 0 and the last one."""
-    return (life.nodes[0], "rank 0") if number % 2 else (life.nodes[max(life.nodes)], "other")
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+
+    @contextmanager
+    def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> Iterator[Group]:
+        """In a folder of its own."""
+        with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+            write_digits(Path(folder))
+            group = KINDS[system](Path(folder), shape, options)
+            try:
+                group.start()
+                group.settle()
+                yield group
+            finally:
+                group.close()
 
 
 def recovery(group: Group, moment: float, world: int, patience: float) -> float:
-    """Seconds until all ranks had made a step. Raises NotRecovered."""
+    """Seconds from the moment until all ranks had made a step. Raises NotRecovered."""
     step = group.wait("a step of all ranks", lambda: group.log.refresh().first_step_after(moment, world), patience)
     return float(step) - moment
 
 
-def kill_one(case: Case, round_: int, patience: float, *, replaced: bool, target: int | None = None) -> Iterator[Sample]:
-    """A node is killed; it is replaced at once, or never."""
-    with running(case) as group:
-        node, victim = pick(group.settle(), round_)
+def kill_one(case: Case, place: Place, round_: int, *, replaced: bool, world: int) -> Iterator[Sample]:
+    """A node is killed; it is replaced at once, or not."""
+    with place.group(case.system, case.shape) as group:
+        node, victim = group.pick(group.settle(), round_)
         moment = group.kill(node)
         if replaced:
-            group.add()
+            group.replace()
         try:
-            yield case.sample(victim, round_, recovery(group, moment, target or case.shape.nodes, patience))
+            yield case.sample(place, victim, round_, recovery(group, moment, world, place.patience))
         except NotRecovered as error:
-            yield case.sample(victim, round_, None, outcome=str(error))
+            yield case.sample(place, victim, round_, None, outcome=str(error))
 
 
-def replaced(case: Case, round_: int, patience: float) -> Iterator[Sample]:
-    """A node is killed and started anew at the same moment."""
-    yield from kill_one(case, round_, patience, replaced=True)
+def replaced(case: Case, place: Place, round_: int) -> Iterator[Sample]:
+    """A node is killed and started anew."""
+    yield from kill_one(case, place, round_, replaced=True, world=case.shape.nodes)
 
 
-def not_replaced(case: Case, round_: int, patience: float) -> Iterator[Sample]:
+def spare(case: Case, place: Place, round_: int) -> Iterator[Sample]:
     """A node is killed, a spare takes its place."""
-    yield from kill_one(case, round_, patience, replaced=False)
+    yield from kill_one(case, place, round_, replaced=False, world=case.shape.nodes)
 
 
-def shrink(case: Case, round_: int, patience: float) -> Iterator[Sample]:
+def shrink(case: Case, place: Place, round_: int) -> Iterator[Sample]:
     """A node is killed, and the others go on without it."""
-    yield from kill_one(case, round_, patience, replaced=False, target=case.shape.minimum)
+    yield from kill_one(case, place, round_, replaced=False, world=case.shape.minimum)
 
 
-def in_a_row(case: Case, round_: int, patience: float) -> Iterator[Sample]:
+def in_a_row(case: Case, place: Place, round_: int) -> Iterator[Sample]:
     """One job, ten kills, each when the group is whole again."""
-    with running(case) as group:
+    with place.group(case.system, case.shape) as group:
         for kill in range(1, KILLS_IN_A_ROW + 1):
-            node, victim = pick(group.settle(), kill)
+            node, victim = group.pick(group.settle(), kill)
             moment = group.kill(node)
-            group.add()
-            yield case.sample(victim, round_, recovery(group, moment, case.shape.nodes, patience), kill=kill)
+            group.replace()
+            yield case.sample(place, victim, round_, recovery(group, moment, case.shape.nodes, place.patience), kill)
 
 
-def coordinator_fast(case: Case, round_: int, patience: float) -> Iterator[Sample]:
-    """The coordinator is killed and started anew after a second: the longest gap between two steps of a rank, in the same life."""
-    with running(case) as group:
-        assert isinstance(group, Coordinated)
-        life = group.settle()
+def coordinator_unnoticed(case: Case, place: Place, round_: int) -> Iterator[Sample]:
+    """The coordinator is killed and replaced: the longest gap between two steps of a rank, which goes on in the same life."""
+    with place.group(case.system, case.shape) as group:
+        group.settle()
         before = set(group.log.lives)
         moment = group.kill_coordinator()
-        time.sleep(1)
-        group.start_coordinator()
+        group.wait(
+            "a new coordinator", lambda: group.report().get("attempt", 0) > 0 and group.report()["state"] == "Running", place.patience
+        )
         time.sleep(WATCH_SECONDS)
         gap = group.log.refresh().longest_gap(moment, time.time())
-        adopted = group.report().get("state") == "Running"
-        undisturbed = set(group.log.lives) == before and life is group.log.newest and adopted
-        yield case.sample("coordinator", round_, gap if undisturbed else None, outcome="no step lost" if undisturbed else "restarted")
+        undisturbed = set(group.log.lives) == before and group.report().get("state") == "Running"
+        yield case.sample(
+            place, "coordinator", round_, gap if undisturbed else None, outcome="no step lost" if undisturbed else "restarted"
+        )
 
 
-def coordinator_standard(case: Case, round_: int, patience: float) -> Iterator[Sample]:
-    """The coordinator is killed: a new generation, begun at the same moment."""
-    with running(case) as group:
-        assert isinstance(group, Coordinated)
+def coordinator_anew(case: Case, place: Place, round_: int) -> Iterator[Sample]:
+    """The coordinator is killed: a new generation."""
+    with place.group(case.system, case.shape) as group:
         moment = group.kill_coordinator()
-        group.begin_generation()
-        yield case.sample("coordinator", round_, recovery(group, moment, case.shape.nodes, patience))
+        yield case.sample(place, "coordinator", round_, recovery(group, moment, case.shape.nodes, place.patience))
 
 
 CASES = (
-    Case("fast-spare", 0.5, not_replaced, Fast, SPARE),
-    Case("fast-replaced", 3.5, replaced),
-    Case("fast-shrink", 0.3, shrink, Fast, ELASTIC),
-    Case("fast-coordinator", None, coordinator_fast),
-    Case("fast-row", None, in_a_row, Fast, SPARE, slow=True),
-    Case("standard-replaced", 7.0, replaced, Standard),
-    Case("standard-spare", None, not_replaced, Standard, SPARE),
-    Case("standard-shrink", None, shrink, Standard, ELASTIC),
-    Case("standard-coordinator", 12.0, coordinator_standard, Standard),
-    Case("stock-shrink", None, shrink, Stock, ELASTIC, slow=True),
-    Case("stock-replaced", None, replaced, Stock, slow=True),
+    Case("fast-spare", 0.5, spare, System.FAST, SPARE),
+    Case("fast-replaced", 3.5, replaced, System.FAST),
+    Case("fast-shrink", 0.3, shrink, System.FAST, ELASTIC),
+    Case("fast-coordinator", None, coordinator_unnoticed, System.FAST),
+    Case("fast-row", None, in_a_row, System.FAST, SPARE, slow=True),
+    Case("standard-replaced", 7.0, replaced, System.STANDARD),
+    Case("standard-spare", None, spare, System.STANDARD, SPARE),
+    Case("standard-shrink", None, shrink, System.STANDARD, ELASTIC),
+    Case("standard-coordinator", 12.0, coordinator_anew, System.STANDARD),
+    Case("stock-shrink", None, shrink, System.STOCK, ELASTIC, slow=True),
+    Case("stock-replaced", None, replaced, System.STOCK, slow=True),
 )

@@ -47,7 +47,7 @@ class Group:
         self.folder, self.shape, self.options = folder, shape, options
         self.log = StepLog(folder)
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
-        self._made = 0
+        self._attempts: dict[int, int] = {}
 
     def start(self) -> None:
         """All nodes and spares."""
@@ -55,12 +55,15 @@ class Group:
             self.add()
 
     def add(self) -> None:
-        """One more node."""
-        name = f"node-{self._made}"
-        self._made += 1
-        self.nodes[name] = self._launch(name, self._command(self._made - 1), {"DDPJOB_POD": name})
+        """A node in the first place that is free."""
+        taken = {int(name.split("-")[1]) for name in self.nodes}
+        index = min(set(range(len(taken) + 1)) - taken)
+        attempt = self._attempts[index] = self._attempts.get(index, -1) + 1
+        name = f"node-{index}-{attempt}"
+        env = {"DDPJOB_POD": name, "DDPJOB_INDEX": str(index), "DDPJOB_ATTEMPT": str(attempt)}
+        self.nodes[name] = self._launch(name, self._command(), env)
 
-    def _command(self, number: int) -> list[str]:
+    def _command(self) -> list[str]:
         raise NotImplementedError
 
     def _launch(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -68,9 +71,13 @@ class Group:
         with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.folder, start_new_session=True)
 
+    def report(self) -> dict[str, Any]:
+        """The coordinator's report; empty while there is none."""
+        return {}
+
     def spares_ready(self) -> int:
         """Nodes that wait to take over."""
-        return 0
+        return sum(member["state"] == "Ready" for member in self.report().get("members", ()))
 
     def settle(self) -> Life:
         """Wait until the full group has made some steps and its spares wait."""
@@ -90,14 +97,30 @@ class Group:
         while time.monotonic() < deadline:
             if value := ready():
                 return value
-            if all(process.poll() is not None for process in self.nodes.values()):
-                raise NotRecovered("lost: no node is left")
+            self.check()
             time.sleep(0.02)
         raise NotRecovered(f"not within {seconds:.0f} s: {what} (logs in {self.folder})")
+
+    def pick(self, life: Life, number: int) -> tuple[str, str]:
+        """(node, what it is): by turns the node of rank 0 and the one of the last rank."""
+        return (life.nodes[0], "rank 0") if number % 2 else (life.nodes[max(life.nodes)], "other")
+
+    def check(self) -> None:
+        """Raises NotRecovered when nothing is left that could go on."""
+        if all(process.poll() is not None for process in self.nodes.values()):
+            raise NotRecovered("lost: no node is left")
 
     def kill(self, *names: str) -> float:
         """SIGKILL to all processes of the nodes. Returns the moment before."""
         return kill_all(*(self.nodes.pop(name) for name in names))
+
+    def replace(self) -> None:
+        """What an orchestrator does after a kill: a new node in the place of the dead one."""
+        self.add()
+
+    def kill_coordinator(self) -> float:
+        """Returns the moment before; the rest is as the group's kind does it."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End everything."""
@@ -112,7 +135,7 @@ class Stock(Group):
         super().__init__(folder, shape, options)
         self._port, self._id = free_port(), secrets.token_hex(4)
 
-    def _command(self, number: int) -> list[str]:
+    def _command(self) -> list[str]:
         return [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.shape.minimum}:{self.shape.nodes}",
             f"--nproc-per-node={self.shape.procs}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}",
@@ -125,6 +148,11 @@ class Stock(Group):
         self.wait("node 0 hosts the store", lambda: listens(self._port), START_SECONDS)
         for _ in range(1, self.shape.nodes):
             self.add()
+
+    def pick(self, life: Life, number: int) -> tuple[str, str]:
+        """By turns the node that hosts the store, and the other: what is left depends on it."""
+        host = next(name for name in self.nodes if name.startswith("node-0-"))
+        return (host, "store's host") if number % 2 else (next(name for name in self.nodes if name != host), "other")
 
 
 class Coordinated(Group):
@@ -151,16 +179,22 @@ class Coordinated(Group):
         ]  # fmt: skip
         if self.mode == "standard":
             command += ["--store-port", str(self.store_port)]
-        self.coordinator = self._launch(f"coordinator-{self.generation}-{self._attempt}", command, self._identity("coordinator"))
+        self.coordinator = self._launch(f"coordinator-{self.generation}-{self._attempt}", command, {})
         self._attempt += 1
 
     def kill_coordinator(self) -> float:
-        """Returns the moment before."""
+        """Killed; in mode Fast a new attempt is started after a second, in Standard a new generation at once. Returns the moment before."""
         assert self.coordinator is not None
-        return kill_all(self.coordinator)
+        moment = kill_all(self.coordinator)
+        if self.mode == "fast":
+            time.sleep(1)
+            self.start_coordinator()
+        else:
+            self._begin_generation()
+        return moment
 
-    def begin_generation(self) -> None:
-        """All anew, as the operator does when Standard has lost its coordinator: each node when its predecessor has ended."""
+    def _begin_generation(self) -> None:
+        """All anew, as the operator does: each node when its predecessor has ended."""
         self.generation, self._attempt = self.generation + 1, 0
         self.port, self.store_port = free_port(), free_port()
         self.start_coordinator()
@@ -177,10 +211,9 @@ class Coordinated(Group):
         }  # fmt: skip
 
     def _launch(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        place = {"DDPJOB_INDEX": name.rpartition("-")[2], "DDPJOB_ATTEMPT": "0"} if name.startswith("node-") else {}
-        return super()._launch(name, command, {**self._identity(env["DDPJOB_POD"]), **place, **env})
+        return super()._launch(name, command, {**self._identity(name), **env})
 
-    def _command(self, number: int) -> list[str]:
+    def _command(self) -> list[str]:
         return [
             sys.executable, str(PODFILES / "launcher.py"), f"--nnodes={self.shape.nodes}:{self.shape.nodes}",
             f"--nproc-per-node={self.shape.procs}", *self._rendezvous(), f"--rdzv-id={self._id}-{self.generation}",
@@ -200,9 +233,6 @@ class Coordinated(Group):
                 return found
         except (urllib.error.URLError, ConnectionError):
             return {}
-
-    def spares_ready(self) -> int:
-        return sum(member["state"] == "Ready" for member in self.report().get("members", ()))
 
     def close(self) -> None:
         super().close()

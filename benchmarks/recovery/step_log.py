@@ -15,7 +15,8 @@ class Life:
     world: int
     steps: dict[int, list[float]] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
-    furthest: int = 0
+    first: dict[int, int] = field(default_factory=dict)
+    """rank -> number of the first step it made"""
 
     @property
     def formed(self) -> float | None:
@@ -59,7 +60,7 @@ class StepLog:
         life = self.lives.setdefault(int(row["life"]), Life(int(row["world"])))
         life.steps.setdefault(int(row["rank"]), []).append(row["t"])
         life.nodes[int(row["rank"])] = str(row["node"])
-        life.furthest = max(life.furthest, int(row["step"]))
+        life.first.setdefault(int(row["rank"]), int(row["step"]))
 
     @property
     def newest(self) -> Life | None:
