@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,19 @@ from ddpjob.api import types
 from ddpjob.api.cel import SUPPORTED
 from ddpjob.api.reader import with_defaults
 from ddpjob.api.schema import apply_defaults, load_crd, object_schema, to_json_schema
-from ddpjob.api.types import Condition, ConditionType, JobSpec, JobStatus, Phase, RendezvousStatus, Restart, Restarts, Slot, SlotState
+from ddpjob.api.types import (
+    AvoidedNode,
+    Condition,
+    ConditionType,
+    JobSpec,
+    JobStatus,
+    Phase,
+    RendezvousStatus,
+    Restart,
+    Restarts,
+    Slot,
+    SlotState,
+)
 from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
@@ -70,9 +83,9 @@ def test_rules_use_what_both_sides_know() -> None:
 
 def test_no_field_changes_by_itself_while_running() -> None:
     """Each field of spec is either free at any time or has a rule that refuses its change, and no other has one."""
-    free = {"nodes", "recovery", "runPolicy"}
+    free = {"nodes", "elastic", "spares", "recovery", "runPolicy"}
     guarded = {rule["fieldPath"].lstrip(".") for rule in SPEC["x-kubernetes-validations"] if "oldSelf" in rule["rule"]}
-    assert guarded == set(SPEC["properties"]) - free
+    assert guarded == (set(SPEC["properties"]) - free) | {"recovery.mode"}
 
 
 def test_the_dataclasses_have_the_same_defaults() -> None:
@@ -89,6 +102,9 @@ def test_the_dataclasses_have_the_same_words() -> None:
         return set(dict(_schemas(part, ""))[path]["enum"])
 
     assert words(".rendezvous.placement", SPEC) == set(types.Placement)
+    assert words(".recovery.mode", SPEC) == set(types.RecoveryMode)
+    assert words(".recovery.rules[].cause", SPEC) == set(types.RuleCause)
+    assert words(".recovery.rules[].action", SPEC) == set(types.RuleAction)
     assert words(".runPolicy.cleanPodPolicy", SPEC) == set(types.CleanPodPolicy)
     assert words(".slots[].state", STATUS) == words(".rendezvous.state", STATUS) == set(SlotState)
     columns = load_crd()["spec"]["versions"][0]["additionalPrinterColumns"]
@@ -99,7 +115,10 @@ def test_the_dataclasses_have_the_same_words() -> None:
 def test_the_status_that_is_written_fits_the_schema() -> None:
     """The API server drops what its schema does not know, without a word."""
     now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    restart = Restart(time=now, pod="job-0-1", reason="WorkerFailed", message="m", counted=True, index=0, node="n1", rank=3, seconds=4.5)
+    restart = Restart(
+        time=now, pod="job-0-1", reason="WorkerFailed", message="m", counted=True, index=0, node="n1", rank=3, seconds=4.5, round=2
+    )
+    restart = replace(restart, consequence=True)
     status = JobStatus(
         observed_generation=1,
         phase=Phase.RUNNING,
@@ -110,16 +129,27 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
         completion_time=now,
         template_hash="abc",
         round=3,
-        rendezvous=RendezvousStatus(generation=1, state=SlotState.RUNNING, endpoint="a:29400", nodes=2),
+        rendezvous=RendezvousStatus(
+            generation=1, attempt=2, failures=3, not_before=now, state=SlotState.RUNNING, endpoint="a:29400", nodes=2
+        ),
         active=2,
         ready=2,
         nodes_wanted=2,
-        slots=(Slot(attempt=1, state=SlotState.RUNNING, node="n1"), Slot()),
+        spare=1,
+        slots=(
+            Slot(attempt=1, state=SlotState.RUNNING, node="n1", round=2, reason="ExitCode", failures=3, not_before=now, lost_since=now),
+            Slot(),
+        ),
+        highest_attempt=5,
+        avoided_nodes=(AvoidedNode(node="n1", until=now, reason="NodeLost twice"),),
         restarts=Restarts(
             counted=1,
             uncounted=2,
+            total=4,
+            last_counted=now,
             seen_generation=1,
             seen_incident=4,
+            seen_round=2,
             recent=(restart,),
         ),
         progress={"epoch": 1, "percent": 45, "loss": 0.3, "metrics": {"accuracy": 1}, "updatedAt": "2026-01-02T03:04:05Z"},

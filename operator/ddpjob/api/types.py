@@ -28,6 +28,32 @@ class Placement(StrEnum):
     MASTER = "Master"
 
 
+class RecoveryMode(StrEnum):
+    """How a group goes on after a break."""
+
+    STANDARD = "Standard"
+    FAST = "Fast"
+
+
+class RuleCause(StrEnum):
+    """What a rule of `recovery.rules` is for."""
+
+    OOM_KILLED = "OOMKilled"
+    EXIT_CODE = "ExitCode"
+    DISRUPTION = "Disruption"
+    NODE_LOST = "NodeLost"
+    HANG = "Hang"
+    INIT_FAILURE = "InitFailure"
+
+
+class RuleAction(StrEnum):
+    """What follows from a cause."""
+
+    RESTART = "Restart"
+    RESTART_UNCOUNTED = "RestartUncounted"
+    FAIL = "Fail"
+
+
 class CleanPodPolicy(StrEnum):
     """Which pods are removed when the job has ended."""
 
@@ -54,6 +80,7 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
+    FAST_RECOVERY = "FastRecovery"
 
 
 class Phase(StrEnum):
@@ -123,6 +150,63 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """Bounds around `nodes`."""
+
+    min_nodes: int
+    max_nodes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backoff:
+    """Seconds to wait before a start that repeats a failure: `initial`, doubled each time, at most `maximum`."""
+
+    initial: float = 1.0
+    maximum: float = 60.0
+
+    def seconds(self, failures: int) -> float:
+        """After so many failures in a row; the first waits for nothing."""
+        return 0.0 if failures < 2 else min(self.maximum, self.initial * 2.0 ** min(failures - 2, 40))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One entry of `recovery.rules`; no exit codes: all."""
+
+    cause: RuleCause
+    action: RuleAction
+    exit_codes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    mode: RecoveryMode = RecoveryMode.STANDARD
+    max_restarts: int = 10
+    reset_after_seconds: int = 3600
+    backoff: Backoff = field(default_factory=Backoff)
+    rules: tuple[Rule, ...] = ()
+    node_lost_after_seconds: int = 30
+    hang_after_seconds: int | None = None
+    """None: judged by the job's own pace."""
+
+    @classmethod
+    def read(cls, recovery: Mapping[str, Any]) -> Recovery:
+        backoff = recovery.get("backoff", {})
+        return cls(
+            mode=RecoveryMode(recovery.get("mode", "Standard")),
+            max_restarts=recovery.get("maxRestarts", 10),
+            reset_after_seconds=recovery.get("resetAfterSeconds", 3600),
+            backoff=Backoff(initial=float(backoff.get("initialSeconds", 1)), maximum=float(backoff.get("maxSeconds", 60))),
+            rules=tuple(
+                Rule(cause=RuleCause(r["cause"]), action=RuleAction(r["action"]), exit_codes=tuple(r.get("exitCodes", ())))
+                for r in recovery.get("rules", ())
+            ),
+            node_lost_after_seconds=recovery.get("nodeLostAfterSeconds", 30),
+            hang_after_seconds=recovery.get("hangAfterSeconds"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPolicy:
     suspend: bool = False
     active_deadline_seconds: int | None = None
@@ -153,31 +237,48 @@ class JobSpec:
     env_from: tuple[Json, ...] = ()
     working_dir: str | None = None
     nodes: int = 1
+    elastic: Elastic | None = None
+    spares: int = 0
     procs_per_node: int = 1
     gpus_per_node: int = 1
     gpu_resource: str = "nvidia.com/gpu"
     resources: Json = field(default_factory=dict)
     backend: str = "auto"
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
-    max_restarts: int = 10
+    recovery: Recovery = field(default_factory=Recovery)
     run_policy: RunPolicy = field(default_factory=RunPolicy)
     scheduling: Scheduling = field(default_factory=Scheduling)
     storage: Storage = field(default_factory=Storage)
     pod_template: Json = field(default_factory=dict)
     template_hash: str = ""
-    """Changes whenever a field changes that a running pod cannot take over (all but nodes, recovery and runPolicy)."""
+    """Changes whenever a field changes that a running pod cannot take over."""
 
     @property
     def under_torchrun(self) -> bool:
         """False for `command`: then nobody in the pods speaks with the coordinator."""
         return not self.command
 
+    @property
+    def fast(self) -> bool:
+        """Whether recovery.mode is Fast."""
+        return self.recovery.mode is RecoveryMode.FAST
+
+    @property
+    def min_nodes(self) -> int:
+        """The least number of nodes to train with."""
+        return self.elastic.min_nodes if self.elastic else self.nodes
+
+    @property
+    def pods(self) -> int:
+        """Node pods wanted, spares included."""
+        return self.nodes + self.spares
+
     @classmethod
     def read(cls, spec: Mapping[str, Any]) -> JobSpec:
         """From a defaulted `spec`."""
         rendezvous, policy = spec.get("rendezvous", {}), spec.get("runPolicy", {})
         scheduling, storage = spec.get("scheduling", {}), spec.get("storage", {})
-        gpus = spec.get("gpusPerNode", 1)
+        gpus, elastic = spec.get("gpusPerNode", 1), spec.get("elastic")
         return cls(
             image=spec["image"],
             image_pull_policy=spec.get("imagePullPolicy"),
@@ -191,6 +292,8 @@ class JobSpec:
             env_from=tuple(spec.get("envFrom", ())),
             working_dir=spec.get("workingDir"),
             nodes=spec.get("nodes", 1),
+            elastic=Elastic(min_nodes=elastic["minNodes"], max_nodes=elastic.get("maxNodes")) if elastic else None,
+            spares=spec.get("spares", 0),
             procs_per_node=spec.get("procsPerNode") or max(gpus, 1),
             gpus_per_node=gpus,
             gpu_resource=spec.get("gpuResource", "nvidia.com/gpu"),
@@ -202,7 +305,7 @@ class JobSpec:
                 join_timeout_seconds=rendezvous.get("joinTimeoutSeconds", 600),
                 resources=dict(rendezvous.get("resources", {})),
             ),
-            max_restarts=spec.get("recovery", {}).get("maxRestarts", 10),
+            recovery=Recovery.read(spec.get("recovery", {})),
             run_policy=RunPolicy(
                 suspend=policy.get("suspend", False),
                 active_deadline_seconds=policy.get("activeDeadlineSeconds"),
@@ -241,7 +344,8 @@ def _read_volume(volume: Mapping[str, Any] | None, mount_path: str, *, read_only
 
 
 def _template_hash(spec: Mapping[str, Any]) -> str:
-    fixed = {key: value for key, value in spec.items() if key not in ("nodes", "recovery", "runPolicy")}
+    fixed = {key: value for key, value in spec.items() if key not in ("nodes", "elastic", "spares", "recovery", "runPolicy")}
+    fixed["recovery.mode"] = spec.get("recovery", {}).get("mode", "Standard")
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -272,18 +376,68 @@ class Slot:
     attempt: int = 0
     state: SlotState = SlotState.PLANNED
     node: str = ""
+    round: int = 0
+    """The job's round when the pod was made: what broke before that is not its doing."""
+    reason: str = ""
+    failures: int = 0
+    """How often in a row its pods ended for `reason`, soon after their start."""
+    not_before: datetime | None = None
+    lost_since: datetime | None = None
+
+    @classmethod
+    def read(cls, slot: Mapping[str, Any]) -> Slot:
+        return cls(
+            attempt=slot["attempt"],
+            state=SlotState(slot["state"]),
+            node=slot.get("node", ""),
+            round=slot.get("round", 0),
+            reason=slot.get("reason", ""),
+            failures=slot.get("failures", 0),
+            not_before=parse_time(slot.get("notBefore")),
+            lost_since=parse_time(slot.get("lostSince")),
+        )
 
     def write(self) -> Json:
-        return {"attempt": self.attempt, "state": str(self.state)} | ({"node": self.node} if self.node else {})
+        optional = {
+            "node": self.node,
+            "round": self.round,
+            "reason": self.reason,
+            "failures": self.failures,
+            "notBefore": format_time(self.not_before),
+            "lostSince": format_time(self.lost_since),
+        }
+        return {"attempt": self.attempt, "state": str(self.state)} | {key: value for key, value in optional.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousStatus:
     generation: int = 0
+    attempt: int = 0
+    """Coordinators of this generation before the present one."""
+    failures: int = 0
+    """How often in a row a coordinator ended soon after its start."""
+    not_before: datetime | None = None
     state: SlotState = SlotState.PLANNED
     endpoint: str = ""
     nodes: int = 0
-    """How many nodes this generation was formed for."""
+    """How many nodes the slots were last laid out for."""
+
+    @classmethod
+    def read(cls, rendezvous: Mapping[str, Any]) -> RendezvousStatus:
+        return cls(
+            generation=rendezvous.get("generation", 0),
+            attempt=rendezvous.get("attempt", 0),
+            failures=rendezvous.get("failures", 0),
+            not_before=parse_time(rendezvous.get("notBefore")),
+            state=SlotState(rendezvous.get("state", "Planned")),
+            endpoint=rendezvous.get("endpoint", ""),
+            nodes=rendezvous.get("nodes", 0),
+        )
+
+    def write(self) -> Json:
+        optional = {"attempt": self.attempt, "failures": self.failures, "notBefore": format_time(self.not_before)}
+        written = {"generation": self.generation, "state": str(self.state), "endpoint": self.endpoint, "nodes": self.nodes}
+        return written | {key: value for key, value in optional.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +455,10 @@ class Restart:
     rank: int | None = None
     seconds: float | None = None
     """From the break until the group ran again; None while it does not."""
+    round: int = 0
+    """The round that began with it."""
+    consequence: bool = False
+    """Another failure of the same round was its cause."""
 
     def write(self) -> Json:
         entry: Json = {
@@ -311,16 +469,68 @@ class Restart:
             "counted": self.counted,
         }
         optional = {"index": self.index, "node": self.node or None, "rank": self.rank, "seconds": self.seconds}
+        optional |= {"round": self.round or None, "consequence": self.consequence or None}
         return entry | {key: value for key, value in optional.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
     counted: int = 0
+    """Since the budget was last whole."""
     uncounted: int = 0
+    total: int = 0
+    """All that ever were."""
+    last_counted: datetime | None = None
     seen_generation: int = 0
     seen_incident: int = 0
+    seen_round: int = 0
+    """The round that the last incident belongs to."""
     recent: tuple[Restart, ...] = ()
+
+    @classmethod
+    def read(cls, restarts: Mapping[str, Any]) -> Restarts:
+        seen = restarts.get("seen", {})
+        counted, uncounted = restarts.get("counted", 0), restarts.get("uncounted", 0)
+        return cls(
+            counted=counted,
+            uncounted=uncounted,
+            total=restarts.get("total", counted + uncounted),
+            last_counted=parse_time(restarts.get("lastCounted")),
+            seen_generation=seen.get("generation", 0),
+            seen_incident=seen.get("incident", 0),
+            seen_round=seen.get("round", 0),
+            recent=tuple(_read_restart(r) for r in restarts.get("recent", ())),
+        )
+
+    def write(self, maximum: int) -> Json:
+        written: Json = {
+            "counted": self.counted,
+            "uncounted": self.uncounted,
+            "total": self.total,
+            "max": maximum,
+            "display": _restarts_display(self, maximum),
+            "seen": {"generation": self.seen_generation, "incident": self.seen_incident, "round": self.seen_round},
+            "recent": [r.write() for r in self.recent],
+        }
+        return written | ({"lastCounted": format_time(self.last_counted)} if self.last_counted else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AvoidedNode:
+    """A Kubernetes node that new pods keep away from, if they can."""
+
+    node: str
+    until: datetime
+    reason: str
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> AvoidedNode:
+        until = parse_time(entry["until"])
+        assert until is not None
+        return cls(node=entry["node"], until=until, reason=entry.get("reason", ""))
+
+    def write(self) -> Json:
+        return {"node": self.node, "until": format_time(self.until), "reason": self.reason}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,8 +548,15 @@ class JobStatus:
     round: int = 0
     rendezvous: RendezvousStatus = field(default_factory=RendezvousStatus)
     active: int = 0
+    """Pods that exist and have not ended, spares left out."""
     ready: int = 0
+    """Pods that train."""
+    spare: int = 0
+    """Pods that run and wait for a place."""
     slots: tuple[Slot, ...] = ()
+    highest_attempt: int = 0
+    """Of any slot so far."""
+    avoided_nodes: tuple[AvoidedNode, ...] = ()
     restarts: Restarts = field(default_factory=Restarts)
     progress: Json = field(default_factory=dict)
     nodes_wanted: int = 0
@@ -353,14 +570,19 @@ class JobStatus:
         return condition is not None and condition.status
 
     @property
+    def nodes_display(self) -> str:
+        """`2/2 +1`: running or finished, of those wanted, and spares."""
+        present = min(self.nodes_wanted, self.ready + sum(s.state is SlotState.SUCCEEDED for s in self.slots))
+        return f"{present}/{self.nodes_wanted}" + (f" +{self.spare}" if self.spare else "")
+
+    @property
     def terminal(self) -> bool:
         return self.holds(ConditionType.COMPLETE) or self.holds(ConditionType.FAILED)
 
     @classmethod
     def read(cls, status: Mapping[str, Any]) -> JobStatus:
         """From the object's `status`; an empty one is a job never looked at."""
-        rendezvous, restarts, nodes = status.get("rendezvous", {}), status.get("restarts", {}), status.get("nodes", {})
-        seen = restarts.get("seen", {})
+        restarts, nodes = status.get("restarts", {}), status.get("nodes", {})
         return cls(
             observed_generation=status.get("observedGeneration", 0),
             phase=Phase(status["phase"]) if "phase" in status else None,
@@ -371,23 +593,15 @@ class JobStatus:
             completion_time=parse_time(status.get("completionTime")),
             template_hash=status.get("templateHash", ""),
             round=status.get("round", 0),
-            rendezvous=RendezvousStatus(
-                generation=rendezvous.get("generation", 0),
-                state=SlotState(rendezvous.get("state", "Planned")),
-                endpoint=rendezvous.get("endpoint", ""),
-                nodes=rendezvous.get("nodes", 0),
-            ),
+            rendezvous=RendezvousStatus.read(status.get("rendezvous", {})),
             active=nodes.get("active", 0),
             ready=nodes.get("ready", 0),
+            spare=nodes.get("spare", 0),
             nodes_wanted=nodes.get("wanted", 0),
-            slots=tuple(Slot(attempt=s["attempt"], state=SlotState(s["state"]), node=s.get("node", "")) for s in status.get("slots", ())),
-            restarts=Restarts(
-                counted=restarts.get("counted", 0),
-                uncounted=restarts.get("uncounted", 0),
-                seen_generation=seen.get("generation", 0),
-                seen_incident=seen.get("incident", 0),
-                recent=tuple(_read_restart(r) for r in restarts.get("recent", ())),
-            ),
+            slots=tuple(Slot.read(s) for s in status.get("slots", ())),
+            highest_attempt=status.get("highestAttempt", max((s["attempt"] for s in status.get("slots", ())), default=0)),
+            avoided_nodes=tuple(AvoidedNode.read(n) for n in status.get("avoidedNodes", ())),
+            restarts=Restarts.read(restarts),
             max_restarts=restarts.get("max", 0),
             progress=dict(status.get("progress", {})),
         )
@@ -404,30 +618,21 @@ class JobStatus:
             "completionTime": format_time(self.completion_time),
             "templateHash": self.template_hash,
             "round": self.round,
-            "rendezvous": {
-                "generation": self.rendezvous.generation,
-                "state": str(self.rendezvous.state),
-                "endpoint": self.rendezvous.endpoint,
-                "nodes": self.rendezvous.nodes,
-            },
+            "rendezvous": self.rendezvous.write(),
             "nodes": {
                 "wanted": self.nodes_wanted,
                 "active": self.active,
                 "ready": self.ready,
-                "display": f"{self.ready + sum(s.state is SlotState.SUCCEEDED for s in self.slots)}/{self.nodes_wanted}",
+                "spare": self.spare,
+                "display": self.nodes_display,
             },
             "slots": [s.write() for s in self.slots],
-            "restarts": {
-                "counted": self.restarts.counted,
-                "uncounted": self.restarts.uncounted,
-                "max": self.max_restarts,
-                "display": _restarts_display(self.restarts, self.max_restarts),
-                "seen": {"generation": self.restarts.seen_generation, "incident": self.restarts.seen_incident},
-                "recent": [r.write() for r in self.restarts.recent],
-            },
+            "highestAttempt": self.highest_attempt,
+            "avoidedNodes": [n.write() for n in self.avoided_nodes],
+            "restarts": self.restarts.write(self.max_restarts),
             "progress": self.progress,
         }
-        return {key: value for key, value in written.items() if value not in (None, "", {})}
+        return {key: value for key, value in written.items() if value not in (None, "", {}) and not (key == "avoidedNodes" and not value)}
 
 
 def _restarts_display(restarts: Restarts, maximum: int) -> str:
@@ -461,6 +666,8 @@ def _read_restart(entry: Mapping[str, Any]) -> Restart:
         node=entry.get("node", ""),
         rank=entry.get("rank"),
         seconds=entry.get("seconds"),
+        round=entry.get("round", 0),
+        consequence=entry.get("consequence", False),
     )
 
 

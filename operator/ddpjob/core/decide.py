@@ -44,7 +44,7 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
         observed_generation=job.generation,
         selector=f"{LABEL_UID}={job.uid},{LABEL_ROLE}={Role.NODE}",
         nodes_wanted=job.spec.nodes,
-        max_restarts=job.spec.max_restarts,
+        max_restarts=job.spec.recovery.max_restarts,
     )
     if status.terminal:
         return wind_down(job, replace(job.status, observed_generation=job.generation), world, now)

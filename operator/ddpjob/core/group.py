@@ -98,7 +98,7 @@ def follow(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Follo
     if coordinator_end is not None:
         restarts.append(_restart_of_coordinator(job, status, coordinator_end, now))
     status = record(status, restarts)
-    if failure is None and status.restarts.counted > job.spec.max_restarts:
+    if failure is None and status.restarts.counted > job.spec.recovery.max_restarts:
         failure = _budget_spent(job, status)
     if failure is None:
         status = _replace(job, status, world, ends, coordinator_end)
@@ -289,7 +289,7 @@ def _give_up_lost(status: JobStatus, ends: Ends) -> JobStatus:
 
 def _budget_spent(job: DDPJob, status: JobStatus) -> Failure:
     """Also when nothing new has happened: recovery.maxRestarts may have been lowered."""
-    spent = f"{status.restarts.counted} failures, recovery.maxRestarts is {job.spec.max_restarts}"
+    spent = f"{status.restarts.counted} failures, recovery.maxRestarts is {job.spec.recovery.max_restarts}"
     last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
     return Failure("RestartBudgetSpent", f"{spent}; the last one: {last.reason}: {last.message}" if last else spent)
 
