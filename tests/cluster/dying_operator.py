@@ -32,6 +32,8 @@ def _signature(verb: str, arguments: tuple[Any, ...]) -> str:
             return f"create {manifest['kind']} {manifest['metadata']['name']}"
         case "delete_pod", (name, *_):
             return f"delete_pod {name}"
+        case "label_pod", (name, _, role, *_):
+            return f"label_pod {name} {role}"
         case "tell", (_, told, *_):
             return f"tell {told}"
         case "record", (event, *_):
@@ -64,6 +66,6 @@ def _dying(verb: str) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    for name in ("write_status", "create", "delete_pod", "delete_job", "tell", "record"):
+    for name in ("write_status", "create", "delete_pod", "label_pod", "delete_job", "tell", "record"):
         setattr(KubernetesCluster, name, _dying(name))
     asyncio.run(operator_main.run(Settings.from_environment()))

@@ -26,3 +26,28 @@ def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) ->
     assert status["progress"]["step"] == 60
     logs = jobs.kubectl("logs", "two-0-0")
     assert logs.count("rank 0 of 2 begins") + logs.count("rank 1 of 2 begins") == 2, "its workers began twice"
+
+
+def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -> None:
+    jobs.apply(steps_job("fast", 100000, spares=1, recovery={"mode": "Fast"}, scheduling={"onePodPerNode": False}))
+    jobs.wait("a spare", lambda: jobs.status("fast").get("nodes", {}).get("display") == "2/2 +1")
+    jobs.wait("the first steps", lambda: jobs.step("fast") >= 3)
+    assert (sorted(jobs.pods()), sorted(jobs.pods("spare"))) == (["fast-0-0", "fast-1-0"], ["fast-2-0"])
+    assert jobs.condition("fast", "FastRecovery")["status"] == "True"
+
+    jobs.kill("fast-1-0")
+    jobs.wait("the spare's part", lambda: sorted(jobs.pods()) == ["fast-0-0", "fast-2-0"], timeout=10)
+    jobs.wait("another spare", lambda: jobs.status("fast")["nodes"]["display"] == "2/2 +1" and "fast-1-1" in jobs.pods("spare"))
+    status = jobs.status("fast")
+    assert [(r["pod"], r["reason"], r["counted"]) for r in status["restarts"]["recent"]] == [("fast-1-0", "Deleted", False)]
+    assert status["restarts"]["recent"][0]["seconds"] < 5, "from the loss to the group that runs again"
+
+    begun = [jobs.kubectl("logs", pod).count("begins") for pod in jobs.pods()]
+    step = jobs.step("fast")
+    jobs.kill("fast-coordinator-0")
+    jobs.wait("another coordinator", lambda: jobs.status("fast")["rendezvous"].get("attempt") == 1)
+    jobs.wait("more steps", lambda: jobs.step("fast") > step + 50, timeout=30)
+    assert [jobs.kubectl("logs", pod).count("begins") for pod in jobs.pods()] == begun, "nobody was restarted"
+    status = jobs.status("fast")
+    assert status["rendezvous"]["generation"] == 0 and status["restarts"]["counted"] == 0
+    assert status["restarts"]["recent"][-1]["reason"] == "CoordinatorLost"
