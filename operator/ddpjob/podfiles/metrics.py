@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-MEMBER_STATES = ("Starting", "Joining", "Running", "Finished", "Leaving")
-KINDS = ("WorkerFailed", "PeerLost", "InitFailure", "Left")
+from ledger import KINDS
+from membership import MEMBER_STATES
+
 PROGRESS = {
     "epoch": "ddpjob_epoch", "step": "ddpjob_step", "steps": "ddpjob_steps", "loss": "ddpjob_loss",
     "samplesPerSecond": "ddpjob_samples_per_second", "eta": "ddpjob_eta_seconds",
@@ -16,17 +17,20 @@ PROGRESS = {
 def render(group: Any) -> str:
     """Prometheus' text format, version 0.0.4."""
     lines: list[str] = []
+    course = group.course
     states = [m.state for m in group.members.values()]
-    _family(lines, "ddpjob_nodes", "gauge", "Nodes wanted.", [({}, group.nodes)])
+    world = course.round.world if course.state == "Running" else 0
+    _family(lines, "ddpjob_nodes", "gauge", "Nodes wanted.", [({}, course.size.nodes)])
+    _family(lines, "ddpjob_world_nodes", "gauge", "Nodes that train as one group; 0 while none does.", [({}, world)])
     _family(lines, "ddpjob_members", "gauge", "Connected nodes by state.", [({"state": s}, states.count(s)) for s in MEMBER_STATES])
-    _family(lines, "ddpjob_generation", "gauge", "Life of the rendezvous.", [({}, group.generation)])
-    _family(lines, "ddpjob_rendezvous_round", "gauge", "Rendezvous round.", [({}, group.round.number if group.round else 0)])
-    restarts = [({"kind": k}, group.counts.get(k, 0)) for k in KINDS]
+    _family(lines, "ddpjob_generation", "gauge", "Life of the rendezvous.", [({}, group.settings.generation)])
+    _family(lines, "ddpjob_rendezvous_round", "gauge", "Round of the group.", [({}, course.last_number)])
+    restarts = [({"kind": k}, course.ledger.counts.get(k, 0)) for k in KINDS]
     _family(lines, "ddpjob_incidents_total", "counter", "Breaks of the group by first cause.", restarts)
-    down = int(group.down_since is not None)
+    down = int(course.down_since is not None)
     _family(lines, "ddpjob_down", "gauge", "1 while the group has not made a step since its last break.", [({}, down)])
-    if group.last_recovery is not None:
-        _family(lines, "ddpjob_recovery_seconds", "gauge", "Time from the last break to the next step.", [({}, group.last_recovery)])
+    if course.last_recovery is not None:
+        _family(lines, "ddpjob_recovery_seconds", "gauge", "Time from the last break to the next step.", [({}, course.last_recovery)])
     for name, metric in PROGRESS.items():
         if group.progress.values.get(name) is not None:
             _family(lines, metric, "gauge", f"Progress: {name}.", [({}, group.progress.values[name])])

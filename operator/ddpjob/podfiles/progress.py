@@ -50,7 +50,15 @@ class Progress:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.updated_at: float | None = None
+        self.position: tuple[float, float] | None = None  # (epoch, step) of the last report that named one
         self._script_reports = False
+
+    def shows_life(self, report: dict[str, Any]) -> bool:
+        """Whether a checked report, not merged yet, tells of a step, or of anything else than the step that is known already."""
+        if report.get(AUTOMATIC):
+            return True  # the counter speaks only after a step
+        named = {name: report[name] for name in ("epoch", "step") if report.get(name) is not None}
+        return not named or any(self.values.get(name) != value for name, value in named.items())
 
     def merge(self, report: dict[str, Any], now: float) -> bool:
         """Take in a checked report; False when it is ignored because the script reports by itself."""
@@ -65,5 +73,7 @@ class Progress:
                 self.values["metrics"] = dict(self.values.get("metrics", {}), **kept)
             elif name != AUTOMATIC:
                 self.values[name] = value if value is not None and math.isfinite(value) else None
+        if "step" in report or "epoch" in report:
+            self.position = (self.values.get("epoch") or 0.0, self.values.get("step") or 0.0)
         self.updated_at = now
         return True

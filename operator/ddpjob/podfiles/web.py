@@ -18,6 +18,7 @@ MAX_HEADERS = 16 * 1024
 MAX_BODY = 256 * 1024
 MAX_WAIT = 60.0
 REQUEST_SECONDS = 10.0
+KIND_NAMES = {str: "string", bool: "boolean", int: "whole number"}
 REASONS = {
     200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large",
     503: "Service Unavailable",
@@ -125,6 +126,11 @@ def _stop(group: Any, content: Any) -> None:
     group.stop(content["ok"], content["why"])
 
 
+def _size(group: Any, content: Any) -> None:
+    _fields(content, {"nodes": int, "minNodes": int})
+    group.resize(content["nodes"], content["minNodes"])
+
+
 def _exit(group: Any, content: Any) -> None:
     _fields(content, {"why": str})
     group.exit(content["why"])
@@ -134,8 +140,9 @@ def _fields(content: Any, wanted: dict[str, type]) -> None:
     if not isinstance(content, dict):
         raise ValueError("the body must be a JSON object")
     for name, kind in wanted.items():
-        if not isinstance(content.get(name), kind):
-            raise ValueError("{}: must be a {}".format(name, "string" if kind is str else "boolean"))
+        value = content.get(name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{name}: must be a {KIND_NAMES[kind]}")
     for name in content:
         if name not in wanted:
             raise ValueError("{}: unknown field; known: {}".format(name, ", ".join(wanted)))
@@ -147,6 +154,7 @@ ROUTES = {
     "/metrics": ("GET", None),
     "/v1/progress": ("POST", _progress),
     "/v1/gone": ("POST", _gone),
+    "/v1/size": ("POST", _size),
     "/v1/stop": ("POST", _stop),
     "/v1/exit": ("POST", _exit),
 }
