@@ -1,7 +1,7 @@
 """python benchmarks/recovery chart [-o FILE.png] [--csv FILE] [--seconds 150] [--from FILE.csv]
 
-Images per second over time with the kills marked, for stock torchrun, Standard and Fast with a spare under one schedule of kills. Each killed
-node is started anew at once. The last kill takes rank 0's node (under stock torchrun: the one that hosts the store).
+Images per second over time with the kills marked, for stock torchrun, Standard and Fast with a spare under one schedule of kills.
+Each killed node is started anew at once. The last kill takes rank 0's node (under stock torchrun: the one that hosts the store).
 """
 
 from __future__ import annotations
