@@ -203,7 +203,7 @@ def _ensure(job: DDPJob, status: JobStatus, world: World, now: datetime) -> tupl
     generation = status.rendezvous.generation
     dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
     if dedicated and status.rendezvous.state is SlotState.PLANNED and coordinator_pod(job, status, world) is None:
-        actions.append(CreateCoordinator(generation))
+        actions.append(CreateCoordinator())
     held = _held_until(world, generation, now)
     if held is None:
         pods = node_pods(job, status, world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ddpjob.api.types import JobStatus, Json
+from ddpjob.core.world import Role
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,13 @@ class CreatePodFiles:
 
 
 @dataclass(frozen=True)
+class CreateBudget:
+    """The PodDisruptionBudget of the job's node pods."""
+
+
+@dataclass(frozen=True)
 class CreateCoordinator:
-    generation: int
+    """The coordinator pod; generation and attempt are the status'."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,15 @@ class DeletePod:
 
 
 @dataclass(frozen=True)
+class LabelPod:
+    """Another role label for a pod of a slot: the coordinator has given it, or taken from it, a place in the group."""
+
+    name: str
+    uid: str
+    role: Role
+
+
+@dataclass(frozen=True)
 class DeleteJob:
     """The job itself, after its time to live."""
 
@@ -51,7 +66,8 @@ class Tell:
     body: Json = field(hash=False)
 
 
-Action = CreateService | CreatePodFiles | CreateCoordinator | CreateNode | DeletePod | DeleteJob | Tell
+Creation = CreateService | CreatePodFiles | CreateBudget | CreateCoordinator | CreateNode
+Action = Creation | DeletePod | LabelPod | DeleteJob | Tell
 
 
 @dataclass(frozen=True)

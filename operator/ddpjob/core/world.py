@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from ddpjob.api.types import DDPJob, Json, parse_time
+from ddpjob.core.hosts import HostView
 
 TRAINER_CONTAINER = "trainer"
 COORDINATOR_CONTAINER = "coordinator"
@@ -29,7 +30,12 @@ LABEL_ROUND = "ddpjob.io/round"
 
 class Role(StrEnum):
     NODE = "node"
+    SPARE = "spare"
     COORDINATOR = "coordinator"
+
+
+NODE_ROLES = (Role.NODE, Role.SPARE)
+"""Pods of slots; which of them train is the coordinator's choice, and the label follows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,7 @@ class PodView:
     @property
     def main(self) -> ContainerView:
         """The container that decides: the trainer's, in a coordinator pod the coordinator's."""
-        name = TRAINER_CONTAINER if self.role is Role.NODE else COORDINATOR_CONTAINER
+        name = COORDINATOR_CONTAINER if self.role is Role.COORDINATOR else TRAINER_CONTAINER
         return self.containers.get(name, ContainerView())
 
     @property
@@ -114,6 +120,36 @@ class Incident:
     signal: str | None
     message: str
     traceback: str
+    backoff_seconds: float = 0.0
+    """How long the coordinator waits before the next round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A pod that is connected to the coordinator."""
+
+    pod: str
+    state: str
+    """Starting, Ready (waits for a place), Running, Finished, Leaving."""
+    rank: int | None = None
+    """Of the node in the present round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostMember:
+    """A pod that was connected, and is silent `since`."""
+
+    pod: str
+    since: datetime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Something that a pod says of itself, such as that it cannot have warm workers."""
+
+    pod: str
+    kind: str
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +158,17 @@ class Report:
 
     generation: int
     state: str
+    attempt: int = 0
+    wanted: int | None = None
+    minimum: int | None = None
+    """The size that the coordinator forms groups for."""
+    world: int | None = None
+    """Nodes of the present round."""
+    members: tuple[Member, ...] = ()
+    lost: tuple[LostMember, ...] = ()
+    notes: tuple[Note, ...] = ()
+    backoff_until: datetime | None = None
+    down_since: datetime | None = None
     incidents: tuple[Incident, ...] = ()
     progress: Json = field(default_factory=dict)
     recovery_seconds: float | None = None
@@ -130,23 +177,30 @@ class Report:
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Report:
         """Raises KeyError or ValueError where the coordinator does not keep to the contract."""
+        recovery = body.get("recovery") or {}
         return cls(
             generation=int(body["generation"]),
             state=str(body["state"]),
+            attempt=int(body.get("attempt", 0)),
+            wanted=body.get("wanted"),
+            minimum=body.get("minimum"),
+            world=body.get("world"),
+            members=tuple(Member(pod=str(m["pod"]), state=str(m["state"]), rank=m.get("rank")) for m in body.get("members", ())),
+            lost=tuple(LostMember(pod=str(m["pod"]), since=_time(m["since"])) for m in body.get("lost", ())),
+            notes=tuple(Note(pod=str(n["pod"]), kind=str(n["kind"]), why=_text(n.get("why"))) for n in body.get("notes", ())),
+            backoff_until=parse_time(body.get("backoffUntil")),
+            down_since=parse_time(recovery.get("downSince")),
             incidents=tuple(_read_incident(i) for i in body.get("incidents", ())),
             progress=dict(body.get("progress") or {}),
-            recovery_seconds=(body.get("recovery") or {}).get("lastSeconds"),
+            recovery_seconds=recovery.get("lastSeconds"),
             version=int(body.get("version", 0)),
         )
 
 
 def _read_incident(body: Mapping[str, Any]) -> Incident:
-    moment = parse_time(body["time"])
-    if moment is None:
-        raise ValueError("an incident has no time")
     return Incident(
         id=int(body["id"]),
-        time=moment,
+        time=_time(body["time"]),
         kind=str(body["kind"]),
         pod=str(body.get("pod") or ""),
         index=int(body.get("index") or 0),
@@ -156,7 +210,15 @@ def _read_incident(body: Mapping[str, Any]) -> Incident:
         signal=body.get("signal"),
         message=_text(body.get("message")),
         traceback=_text(body.get("traceback")),
+        backoff_seconds=float(body.get("backoffSeconds") or 0),
     )
+
+
+def _time(text: Any) -> datetime:
+    moment = parse_time(text)
+    if moment is None:
+        raise ValueError("a time is missing")
+    return moment
 
 
 def _text(value: Any) -> str:
@@ -197,6 +259,8 @@ class World:
 
     pods: tuple[PodView, ...] = ()
     has_service: bool = False
+    has_budget: bool = False
+    """Whether the job's PodDisruptionBudget (its name is the job's) is there."""
     pod_files: str = ""
     """Name of the job's ConfigMap of pod files, if it exists; or empty."""
     pod_files_offered: str = ""
@@ -205,18 +269,21 @@ class World:
     """Of the key that the jobs' tokens are made from; pods of another key's tokens cannot speak with each other."""
     report: Report | None = None
     claims: tuple[ClaimView, ...] = ()
+    hosts: Mapping[str, HostView] | None = None
+    """Kubernetes nodes by name; a name that is missing: the node object is deleted. None: nothing is known of nodes."""
     problems: tuple[str, ...] = ()
     """What is wrong with the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
     """What the API server refused when this decision was last applied."""
 
     def nodes(self) -> tuple[PodView, ...]:
-        return tuple(p for p in self.pods if p.role is Role.NODE)
+        """Pods of slots, spares included."""
+        return tuple(p for p in self.pods if p.role in NODE_ROLES)
 
 
 def node_pod_name(job: DDPJob, index: int, attempt: int) -> str:
     return f"{job.name}-{index}-{attempt}"
 
 
-def coordinator_pod_name(job: DDPJob, generation: int) -> str:
-    return f"{job.name}-coordinator-{generation}"
+def coordinator_pod_name(job: DDPJob, generation: int, attempt: int = 0) -> str:
+    return f"{job.name}-coordinator-{generation}" + (f"-{attempt}" if attempt else "")

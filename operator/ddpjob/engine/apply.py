@@ -13,17 +13,21 @@ from dataclasses import dataclass
 from ddpjob.api.types import DDPJob, JobStatus, Json
 from ddpjob.core.decision import (
     Action,
+    CreateBudget,
     CreateCoordinator,
     CreateNode,
     CreatePodFiles,
     CreateService,
+    Creation,
     Decision,
     DeleteJob,
     DeletePod,
+    LabelPod,
     Tell,
 )
 from ddpjob.core.world import NAME_TAKEN, Rejection
 from ddpjob.engine.ports import Cluster, NameTaken, Refused
+from ddpjob.objects.budget import build_budget
 from ddpjob.objects.pods import build_coordinator, build_node
 from ddpjob.objects.service import build_pod_files, build_service
 
@@ -41,11 +45,13 @@ class Applied:
 async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
     """Performs a decision. Raises Conflict before anything was done, Unavailable at any point."""
     job = await _write_status(cluster, job, decision.status)
-    creations = [a for a in decision.actions if isinstance(a, CreateService | CreatePodFiles | CreateCoordinator | CreateNode)]
+    creations = [a for a in decision.actions if isinstance(a, Creation)]
     rejections = await _create(cluster, job, decision.status, creations)
     for action in decision.actions:
         if isinstance(action, DeletePod):
             await cluster.delete_pod(job, action.name, action.uid, action.grace)
+        elif isinstance(action, LabelPod):
+            await cluster.label_pod(job, action.name, action.uid, action.role)
         elif isinstance(action, Tell):
             await cluster.tell(job, action.endpoint, action.verb, action.body)
         elif isinstance(action, DeleteJob):
@@ -78,7 +84,7 @@ async def _create(cluster: Cluster, job: DDPJob, status: JobStatus, creations: S
             except Refused as refused:
                 rejections.append(Rejection(object=name, status=refused.status, message=refused.message))
 
-    needed = (CreateService, CreatePodFiles)
+    needed = (CreateService, CreatePodFiles, CreateBudget)
     for batch in ([a for a in creations if isinstance(a, needed)], [a for a in creations if not isinstance(a, needed)]):
         if not rejections:
             outcomes = await asyncio.gather(*(one(action) for action in batch), return_exceptions=True)
@@ -93,6 +99,8 @@ def _manifest(cluster: Cluster, job: DDPJob, status: JobStatus, action: Action) 
             return build_service(job)
         case CreatePodFiles():
             return build_pod_files(job)
+        case CreateBudget():
+            return build_budget(job)
         case CreateCoordinator():
             return build_coordinator(job, status, cluster.site)
         case CreateNode(index, attempt):

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from ddpjob.api.types import DDPJob, Json
 from ddpjob.core.decision import Event
-from ddpjob.core.world import World
+from ddpjob.core.world import Role, World
 from ddpjob.objects.site import Site
 
 
@@ -71,6 +71,10 @@ class Cluster(Protocol):
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         """Asks for a pod's end; one that is gone, or is another by now, is success."""
+        ...
+
+    async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
+        """Sets a pod's role label; one that is gone, or is another by now, is success."""
         ...
 
     async def delete_job(self, job: DDPJob) -> None:

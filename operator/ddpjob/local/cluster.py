@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ddpjob.api.types import DDPJob, Json, format_time
 from ddpjob.core.decision import Event
-from ddpjob.core.world import Report, Role, World
+from ddpjob.core.world import NODE_ROLES, Report, Role, World
 from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local import coordinator, processes
@@ -88,6 +88,7 @@ class ProcessCluster:
         world = World(
             pods=tuple(pod.view() for pod in self.pods.values()),
             has_service=("Service", job.name) in self._objects,
+            has_budget=("PodDisruptionBudget", job.name) in self._objects,
             pod_files=files if ("ConfigMap", files) in self._objects else "",
             pod_files_offered=files,
             report=report,
@@ -181,6 +182,11 @@ class ProcessCluster:
         del self.pods[pod.name]
         self.changed.set()
 
+    async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
+        pod = self.pods.get(name)
+        if pod is not None and pod.uid == uid:
+            pod.role = role
+
     async def delete_job(self, job: DDPJob) -> None:
         raise AssertionError("a job of the process backend has no time to live")
 
@@ -218,7 +224,8 @@ class ProcessCluster:
         return left
 
     def nodes(self) -> list[Pod]:
-        return [pod for pod in self.pods.values() if pod.role is Role.NODE]
+        """Pods of slots, spares included."""
+        return [pod for pod in self.pods.values() if pod.role in NODE_ROLES]
 
 
 def _write_files(folder: Path, files: dict[str, str]) -> None:

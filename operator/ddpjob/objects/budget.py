@@ -1,0 +1,30 @@
+"""Builds the job's PodDisruptionBudget: a drain takes its node pods one at a time, so that the group can go on in between."""
+
+from __future__ import annotations
+
+from ddpjob.api.types import DDPJob, Json
+from ddpjob.core.world import LABEL_ROLE, LABEL_UID, NODE_ROLES
+from ddpjob.objects.service import job_labels
+
+
+def build_budget(job: DDPJob) -> Json:
+    """Named as the job. The coordinator is not in it: it may always go."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {
+            "name": job.name,
+            "namespace": job.namespace,
+            "labels": job_labels(job),
+            "ownerReferences": [job.owner_reference],
+        },
+        "spec": {
+            "maxUnavailable": 1,
+            # A pod that does not run holds nothing up: a broken job must not keep a node from being drained.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {
+                "matchLabels": {LABEL_UID: job.uid},
+                "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": [str(role) for role in NODE_ROLES]}],
+            },
+        },
+    }
