@@ -52,6 +52,7 @@ def recovery_seconds(job: Job, since: float, ranks: int = 2) -> float:
 
 
 def finish(job: Job, *names: str) -> Report:
+    (job.folder / "enough").touch()
     assert [job.wait_exit(name) for name in names] == [0] * len(names), job.all_logs()
     report = job.status()
     assert report["state"] == "Succeeded"
@@ -63,12 +64,10 @@ def kinds(report: Report) -> list[tuple[str, str]]:
 
 
 def test_a_spare_takes_over_at_once(job: Job) -> None:
-    script = (STEPS, "--ddp", "--steps", "150", "--sleep", "0.02")
+    script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
     job.start_coordinator()
-    job.start_node(0, *script)
-    job.start_node(1, *script)
-    job.wait_until(lambda r: len(r["members"]) == 2)
-    job.start_node(2, *script)
+    for index in range(3):
+        job.start_node(index, *script)
     job.wait_until(lambda r: states(r) == ["Ready", "Running", "Running"] and len(made(job, 0)) > 5)
     victim = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running" and m["rank"] == 0)
     killed = time.time()
@@ -86,7 +85,7 @@ def test_a_spare_takes_over_at_once(job: Job) -> None:
 def test_several_workers_on_a_node_and_a_replaced_node(tmp_path: Path) -> None:
     job = Job(tmp_path, procs=2, mode="Fast")
     try:
-        script = (STEPS, "--ddp", "--steps", "60", "--sleep", "0.02")
+        script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
         job.start_coordinator()
         job.start_node(0, *script)
         job.start_node(1, *script)
@@ -103,7 +102,7 @@ def test_several_workers_on_a_node_and_a_replaced_node(tmp_path: Path) -> None:
 
 
 def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
-    script = (STEPS, "--ddp", "--steps", "150", "--sleep", "0.03")
+    script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.03")
     job.start_coordinator()
     job.start_node(0, *script)
     job.start_node(1, *script)
@@ -126,7 +125,7 @@ def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
 def test_it_shrinks_at_once_and_grows_again(tmp_path: Path) -> None:
     job = Job(tmp_path, mode="Fast", min_nodes=1)
     try:
-        script = (STEPS, "--ddp", "--steps", "600", "--sleep", "0.02", "--trap")
+        script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02", "--trap")
         job.start_coordinator()
         job.start_node(0, *script)
         job.start_node(1, *script)
@@ -161,12 +160,10 @@ def test_a_hang_is_seen_and_shown(job: Job) -> None:
 
 def test_a_frozen_node_is_fenced(job: Job) -> None:
     """Its peers go on with another one; when it wakes up it ends."""
-    script = (STEPS, "--ddp", "--steps", "300", "--sleep", "0.02")
+    script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
     job.start_coordinator()
-    job.start_node(0, *script)
-    job.start_node(1, *script)
-    job.wait_until(lambda r: len(r["members"]) == 2)
-    job.start_node(2, *script)
+    for index in range(3):
+        job.start_node(index, *script)
     job.wait_until(lambda r: states(r) == ["Ready", "Running", "Running"] and len(made(job, 0)) > 3)
     victim = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running")
     frozen = [job.processes[victim].pid, *(pid for rank in (0, 1) for _, pid, _ in made(job, rank)[:1] if parent_of(pid, victim, job))]

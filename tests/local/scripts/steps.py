@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--steps", type=int, default=20, help="less when the file OUT/enough appears")
 parser.add_argument("--sleep", type=float, default=0.05)
 parser.add_argument("--rank", type=int, default=1, help="whom the faults below hit")
 parser.add_argument("--ddp", action="store_true", help="train a model; else only sum")
@@ -48,11 +48,11 @@ def trainer():
     return step
 
 
-def agreed_to_end() -> bool:
-    """Whether any rank was asked to end; also the step's collective."""
-    flag = torch.tensor([float(asked_to_end)])
-    dist.all_reduce(flag)
-    return bool(flag.item())
+def agreed() -> tuple[bool, bool]:
+    """Whether any rank was asked to end, and whether any has seen the file "enough"; also the step's collective."""
+    flags = torch.tensor([float(asked_to_end), float((OUT / "enough").exists())])
+    dist.all_reduce(flags)
+    return bool(flags[0]), bool(flags[1])
 
 
 def on_sigterm(number: int, frame: object) -> None:
@@ -91,11 +91,14 @@ def main() -> None:
                 faults(args, step)
             if make_step:
                 make_step()
-            if agreed_to_end():
+            told_to_end, enough = agreed()
+            if told_to_end:
                 (OUT / f"saved-{rank}").touch()
                 sys.exit(75)
             ledger.write(f"{time.time()} {os.getpid()} {step}\n")
             ledger.flush()
+            if enough:
+                break
             time.sleep(args.sleep)
     dist.destroy_process_group()
     if rank == args.rank:
