@@ -99,6 +99,9 @@ class Adoption:
 
     def _begin(self, told: Resume) -> None:
         course = self._course
+        if course.round is not None:  # it was over before this coordinator began, and not this one's to judge
+            course.round.judged, course.round.broken_at = True, None
+            course.state, course.down_since = "Forming", None
         course.round = Round(told.round, told.world)
         course.last_number = max(course.last_number, told.round)
         for other in course.members.values():

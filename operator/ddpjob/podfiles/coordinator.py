@@ -48,7 +48,7 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         self.token, self.store_ready = token, store_ready
         self._change = asyncio.Event()
-        self.group = Group(settings, now, loop.call_later, self._on_change)
+        self.group = Group(settings, now, loop.call_later, self._on_change, log)
 
     def _on_change(self) -> None:
         self._change.set()
@@ -270,7 +270,8 @@ async def run(arguments: argparse.Namespace, settings: Settings, token: str) -> 
     """Serve until asked to exit (0), or until the store ends (1; 78 without torch). SIGTERM ends the process at once with 143."""
     coordinator = Coordinator(settings, token, store_ready=arguments.store_port is None)
     server = await asyncio.start_server(coordinator.serve, arguments.host or None, arguments.port, limit=wire.MAX_LINE, backlog=512)
-    log(f"{settings}; listens on port {arguments.port}")
+    what = f"{settings.mode}, generation {settings.generation}, attempt {settings.attempt}"
+    log(f"{what}: listens on port {arguments.port} for {settings.minimum} to {settings.nodes} nodes")
     async with server:
         ends = [asyncio.ensure_future(_until_asked(coordinator))]
         if arguments.store_port is not None:

@@ -51,10 +51,11 @@ class Course:
         clock: Callable[[], float],
         later: Callable[[float, Callable[[], None]], Any],
         changed: Callable[[], None],
+        log: Callable[[str], None],
     ) -> None:
         self.mode, self.members = settings.mode, members
         self.size = Size(settings.nodes, settings.minimum)
-        self._clock, self._later, self._changed = clock, later, changed
+        self._clock, self._later, self._changed, self._log = clock, later, changed, log
         self.state = "Forming"  # Forming, Running, Restarting, Succeeded, Stopped
         self.round: Round | None = None
         self.last_number = 0  # of the newest round that is known of
@@ -66,6 +67,7 @@ class Course:
         self.down_since: float | None = None
         self.last_recovery: float | None = None
         self.steps_are_seen = False
+        self.missing: dict[int, dict[str, Any]] = {}  # by place: members that went without a word, as the operator reads it
         self.dismissed: dict[str, str] = {}  # pod -> why it has no place here any more
         self.hold_until: float | None = None  # an earlier coordinator's round may be running: none is begun before
         self._stacks: dict[int, str] | None = None  # of a hang, while they arrive
@@ -136,6 +138,7 @@ class Course:
         table = [{"rank": rank, "host": m.host, "port": m.port, "pod": m.pod} for rank, m in enumerate(chosen)]
         for rank, member in enumerate(chosen):
             member.send("go", {"round": current.number, "rank": rank, "world": current.world, "members": table})
+        self._log(f"round {current.number} begins with {current.world} nodes: {', '.join(m.pod for m in chosen)}")
         self._later(BUILD_SECONDS, lambda: self._check_built(current))
         self._changed()
 
@@ -161,6 +164,7 @@ class Course:
         current.running_since = self._clock()
         self.state = "Running"
         self.watch.begin(self._clock())
+        self._log(f"round {current.number} runs")
         if not self.steps_are_seen:
             self.recovered()  # nobody counts steps: the formed group is all that can be seen
 
@@ -263,6 +267,13 @@ class Course:
 
     # ---- breaks
 
+    def miss(self, member: Member, why: str) -> None:
+        """The member has gone without a word; the operator will want to know whether its pod is still there."""
+        if self.members.get(member.index) is member and member.state != LEAVING and not self.over:
+            entry = {"pod": member.pod, "index": member.index, "since": wire.iso(member.heard), "why": why}
+            self.missing[member.index] = entry
+        self.depart(member, why)
+
     def depart(self, member: Member, why: str) -> None:
         """The member is gone. The caller goes on with `advance`, when everyone who is gone has departed."""
         current, was = self.round, member.state
@@ -299,6 +310,7 @@ class Course:
             return
         current.told_at = self._clock() if current.told_at is None else current.told_at
         current.told_planned = planned
+        self._log(f"round {current.number} ends: {why}")
         for member in current.draining():
             self.tell(member, why, planned)
 
@@ -320,9 +332,10 @@ class Course:
         """The group goes on without these members, whatever they still do."""
         for member in late:
             self.dismissed[member.pod] = why
+            self._log(f"fences {member.pod}: {why}")
             member.send("stop", {"ok": False, "why": f"the group goes on without this node: {why}", "fenced": True})
         for member in late:  # only now: nobody may form a round while one of them has not been told
-            self.depart(member, why)
+            self.miss(member, why)
         self.advance()
 
     def _judge_if_clear(self, current: Round) -> None:
@@ -356,6 +369,9 @@ class Course:
             began = current.running_since
             wait = self.backoff.failed(0.0 if began is None or current.broken_at is None else current.broken_at - began)
             self.backoff_until = now + wait if wait else None
+        then = f"; waits {wait:g} s" if wait else ""
+        cause = "{} ({})".format(verdict.fields.get("pod") or "no pod", verdict.fields["message"][:300])
+        self._log(f"round {current.number} was broken by {verdict.kind}: {cause}, {verdict.consequences} consequences{then}")
         self.ledger.add(verdict.kind, verdict.time, verdict.fields, verdict.consequences, wait)
         self._changed()
 

@@ -10,7 +10,7 @@ from adoption import Adoption, Resume
 from attribution import Failure
 from course import Course, Settings
 from formation import Size
-from membership import FINISHED, LEAVING, READY, STARTING, Member, Send
+from membership import FINISHED, READY, STARTING, Member, Send
 from progress import Progress
 
 __all__ = ["Group", "Member", "Settings"]
@@ -20,7 +20,7 @@ class Group:
     """All decisions of the coordinator.
 
     `clock()` gives Unix seconds and never goes back; `later(seconds, function)` calls the function then;
-    `changed()` is called after every change of the report.
+    `changed()` is called after every change of the report; `log(text)` gets a line for each event.
     """
 
     def __init__(
@@ -29,16 +29,16 @@ class Group:
         clock: Callable[[], float],
         later: Callable[[float, Callable[[], None]], Any],
         changed: Callable[[], None],
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.settings = settings
         self._clock, self._notify = clock, changed
         self.members: dict[int, Member] = {}  # by place
-        self.course = Course(settings, self.members, clock, later, self._bump)
+        self.course = Course(settings, self.members, clock, later, self._bump, log)
         self._adoption = Adoption(self.course, settings.attempt, clock, later)
         self.version = 0
         self.started_at = clock()
         self.progress = Progress()
-        self.lost_members: dict[int, dict[str, Any]] = {}  # by place
         self.notes: dict[tuple[str, str], str] = {}  # (pod, kind) -> why
         self._stop: dict[str, Any] | None = None
         self.exit_why: str | None = None  # set: the coordinator is no longer needed
@@ -57,7 +57,7 @@ class Group:
             send(*refusal)
             return None
         self._adoption.arrive()
-        self.lost_members.pop(index, None)
+        self.course.missing.pop(index, None)
         old = self.members.get(index)
         if old is not None and (old.pod, old.attempt, old.pid) == (pod, attempt, pid) and self._same_workers(old, told):
             self._reconnect(old, send, told)
@@ -110,16 +110,14 @@ class Group:
 
     def lost(self, member: Member, why: str) -> None:
         """The member's connection ended."""
-        if self.members.get(member.index) is member and member.state != LEAVING and not self.course.over:
-            entry = {"pod": member.pod, "index": member.index, "since": wire.iso(member.heard), "why": why}
-            self.lost_members[member.index] = entry
-        self.course.depart(member, why)
+        self.course.miss(member, why)
         self._advance()
 
     def gone(self, pod: str, why: str) -> None:
         """The operator knows that a pod is gone: nobody waits for its connection to end."""
         self.course.dismissed[pod] = why
-        self.lost_members = {index: entry for index, entry in self.lost_members.items() if entry["pod"] != pod}
+        for index in [index for index, entry in self.course.missing.items() if entry["pod"] == pod]:
+            del self.course.missing[index]
         self.notes = {key: text for key, text in self.notes.items() if key[0] != pod}
         for member in list(self.members.values()):
             if member.pod == pod:
@@ -249,7 +247,7 @@ class Group:
             "round": course.last_number,
             "startedAt": wire.iso(self.started_at),
             "members": members,
-            "lost": sorted(self.lost_members.values(), key=lambda entry: entry["index"]),
+            "lost": sorted(course.missing.values(), key=lambda entry: entry["index"]),
             "incidents": course.ledger.incidents,
             "backoffUntil": wire.iso(until) if until is not None and until > now else None,
             "notes": [{"pod": pod, "kind": kind, "why": why} for (pod, kind), why in sorted(self.notes.items())],

@@ -1,0 +1,284 @@
+"""Random lives of a group: members come, fail, die, lose connections with lines in them; coordinators are restarted; the size changes.
+
+Whatever happens: one round at a time, with the announced members and ranks; one incident per break; and the group trains again when let.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator_world import FAST, RESET, STANDARD, Settings, World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+PLACES = 5
+
+
+class Node:
+    """A launcher as the wire's contract has it. Lines reach it when `read` is called, or never."""
+
+    def __init__(self, life: Life, index: int, attempt: int) -> None:
+        self.life, self.index, self.attempt, self.pod = life, index, attempt, f"job-{index}-{attempt}"
+        self.alive, self.booted, self.leaving = True, False, False
+        self.member: Any = None
+        self.send: Any = None
+        self.lines: list[tuple[str, dict[str, Any]]] = []
+        self.place: dict[str, Any] = {}  # round, rank, world, state
+        self.said_ready, self.joined, self.told = False, False, False
+        self.connect()
+
+    @property
+    def working(self) -> bool:
+        """Whether its workers may be alive."""
+        return self.alive and self.place.get("state") in ("Running", "Finished")
+
+    def connect(self) -> None:
+        """Say hello over a new connection; what the old one held is lost."""
+        lines: list[tuple[str, dict[str, Any]]] = []
+        self.lines, group = lines, self.life.world.group
+
+        def send(verb: str, fields: dict[str, Any]) -> None:
+            lines.append((verb, fields))
+            self.life.sent(self, verb, fields)
+
+        self.send = send
+        resume = dict(self.place) or None
+        self.member = group.hello(self.pod, self.index, self.attempt, 1, send, 20.0, resume)
+
+    def disconnect(self) -> None:
+        """The coordinator sees the end of the connection."""
+        member, self.member = self.member, None
+        if member is not None and member.send is self.send:
+            self.life.world.group.lost(member, "its connection ended")
+
+    def die(self) -> None:
+        """The pod is gone."""
+        self.alive = False
+        self.disconnect()
+
+    def read(self) -> None:
+        """Take in one line."""
+        if not self.lines or not self.alive:
+            return
+        verb, fields = self.lines.pop(0)
+        if verb in ("stop", "refused"):
+            self.die()
+        elif verb == "welcome" and self.said_ready:
+            self._say_ready()
+        elif verb == "go" and self.said_ready and fields["round"] > self.place.get("round", 0):
+            self.place = {"round": fields["round"], "rank": fields["rank"], "world": fields["world"], "state": "Running"}
+            self.said_ready = self.joined = self.told = False
+        elif verb == "restart" and self.working and fields["round"] >= self.place["round"]:
+            self.told = True
+        elif verb == "dump" and self.member is not None:
+            self.life.world.group.stacks(self.member, fields["round"], 0, "stack")
+
+    def work(self) -> None:
+        """Do what comes next."""
+        if not self.alive or self.member is None or self.leaving:
+            return
+        group = self.life.world.group
+        if not self.booted:
+            self.booted = True
+            self._be_ready()
+        elif self.working and self.told:
+            self._be_ready()
+        elif self.working and not self.joined:
+            self.joined = True
+            group.joined(self.member, self.place["round"])
+
+    def _be_ready(self) -> None:
+        if self.place:
+            self.place["state"] = "Ready"
+        self.said_ready = True
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        if self.member is not None:
+            self.life.world.group.ready(self.member, self.place.get("round", 0), "10.0.0.1", 4000 + self.index)
+
+    def fail(self, message: str, code: int = 1) -> None:
+        """A worker ends; the others are ended by the launcher."""
+        if self.working and self.member is not None and self.place["state"] == "Running" and not self.leaving:
+            self.life.fail(self, message, code)
+            self.told = True
+
+    def leave(self) -> None:
+        """The pod is told to end."""
+        if self.alive and self.member is not None and not self.leaving:
+            self.leaving = True
+            self.life.world.group.leaving(self.member, "told to end by SIGTERM")
+
+
+class Life:
+    """A job's nodes and its coordinators."""
+
+    def __init__(self, mode: str) -> None:
+        self.attempt, self.mode = 0, mode
+        self.world = World(3, 2, mode=mode, hang_after=50.0)
+        self.nodes: list[Node] = []
+        self.attempts = dict.fromkeys(range(PLACES), 0)
+        self.going: dict[str, Any] = {}  # the round whose `go` is being sent: pods told so far
+        self.highest = 0
+        self.rounds: list[Any] = []
+        self.listen()
+        self.nodes.extend(Node(self, i, 0) for i in range(PLACES))
+
+    def listen(self) -> None:
+        """Hear of every round that breaks, also of those that come and go between two checks."""
+        course = self.world.group.course
+        breaks = course.broken
+
+        def broken(current: Any) -> None:
+            self.rounds.append(current)
+            breaks(current)
+
+        course.broken = broken  # type: ignore[method-assign]
+
+    def sent(self, node: Node, verb: str, fields: dict[str, Any]) -> None:
+        """Checks each `go` as it is sent."""
+        if verb != "go":
+            return
+        group = self.world.group
+        if self.going.get("round") != fields["round"]:
+            self.all_told()
+            assert fields["round"] > self.highest, "a round's number came twice"
+            self.highest = fields["round"]
+            self.going = {"round": fields["round"], "members": fields["members"], "told": {}}
+            assert group.course.size.minimum <= fields["world"] <= group.course.size.nodes
+            for other in self.nodes:
+                held = other.working and other.member is not None and not other.leaving
+                assert not held or any(v in ("restart", "stop") for v, _ in other.lines) or other.told, f"{other.pod} still works"
+        assert node.said_ready, f"{node.pod} has not said ready"
+        assert fields["members"] == self.going["members"] and fields["world"] == len(fields["members"])
+        self.going["told"][node.pod] = fields["rank"]
+
+    def all_told(self) -> None:
+        """The last `go` has reached exactly the members that it names."""
+        if self.going:
+            table = self.going["members"]
+            assert [row["rank"] for row in table] == list(range(len(table)))
+            assert {row["pod"]: row["rank"] for row in table} == self.going["told"]
+
+    def fail(self, node: Node, message: str, code: int) -> None:
+        """Report a failure of the round that the node is in."""
+        member = node.member
+        before, member.round = member.round, node.place["round"]
+        self.world.fail(member, message, code)
+        if member.round == node.place["round"]:
+            member.round = before
+
+    def check(self) -> None:
+        """After each step."""
+        self.all_told()
+        current = self.world.group.course.round
+        if current is not None and (not self.rounds or self.rounds[-1] is not current):
+            self.rounds.append(current)
+        over = all(r.judged for r in self.rounds if r is not current)
+        assert over, "a round began before the last one was over"
+        judged = len({id(r) for r in self.rounds if r.broken and r.judged})
+        told = sum(self.world.group.course.ledger.counts.values())
+        assert told == judged, f"{told} incidents for {judged} breaks"
+
+    def restart_coordinator(self) -> None:
+        """All connections end; the next one knows nothing but its attempt."""
+        self.attempt += 1
+        size = self.world.group.course.size
+        self.world.restart_coordinator(Settings(size.nodes, size.minimum, mode=self.mode, attempt=self.attempt, hang_after=50.0))
+        self.rounds = []
+        self.listen()
+        for node in self.nodes:
+            node.member = None
+
+    def replace(self, index: int) -> None:
+        """Another attempt at a place, once the last one is dead."""
+        if any(n.alive for n in self.nodes if n.index == index):
+            return
+        self.attempts[index] += 1
+        self.nodes = [n for n in self.nodes if n.index != index]
+        self.nodes.append(Node(self, index, self.attempts[index]))
+
+    def act(self, what: str, which: int) -> None:
+        """One random event."""
+        node = self.nodes[which % len(self.nodes)]
+        connected = node.alive and node.member is not None
+        if what == "read":
+            node.read()
+        elif what == "work":
+            node.work()
+        elif what == "all":
+            self.settle()
+        elif what == "pass":
+            self.world.pass_time([0.05, 0.6, 6.0, 61.0][which % 4])
+        elif what == "fail":
+            node.fail(["ValueError: bug", RESET][which % 2])
+        elif what == "aside":
+            node.fail("SystemExit: 75", 75)
+        elif what == "die":
+            node.die()
+        elif what == "gone" and not node.alive:
+            self.world.group.gone(node.pod, "the pod was deleted")
+        elif what == "cut" and connected:
+            node.disconnect()
+        elif what == "reconnect" and node.alive:
+            node.connect()  # where a connection is left, it is half open
+        elif what == "leave":
+            node.leave()
+        elif what == "replace":
+            self.replace(which % PLACES)
+        elif what == "size":
+            self.world.group.resize([3, 2, 4][which % 3], [2, 1][which % 2])
+        elif what == "coordinator":
+            self.restart_coordinator()
+        elif what == "step":
+            self.world.group.report_progress({"step": which})
+
+    def settle(self) -> None:
+        """Everybody hears everything and does what comes next."""
+        for node in list(self.nodes):
+            while node.alive and node.lines:
+                node.read()
+            node.work()
+
+    def calm(self) -> None:
+        """Nothing more happens; pods are replaced as the operator would. The group must run, whole."""
+        self.world.group.resize(3, 2)
+        for seconds in range(400):
+            for node in list(self.nodes):
+                if node.alive and node.leaving:
+                    node.die()
+                if node.alive and node.member is None:
+                    node.connect()
+                self.replace(node.index)
+            self.settle()
+            self.world.pass_time(1.0)
+            self.world.group.report_progress({"step": 1000 + seconds})
+            self.check()
+            course = self.world.group.course
+            if course.state == "Running" and course.round is not None and course.round.world == 3:
+                break
+        course = self.world.group.course
+        assert course.state == "Running" and course.round is not None and course.round.world == 3, self.world.report()
+        inside = [n for n in self.nodes if n.working]
+        assert sorted((n.place["round"], n.place["rank"]) for n in inside) == [(course.round.number, r) for r in range(3)]
+
+
+EVENTS = [
+    "read", "work", "all", "all", "all", "pass", "pass", "fail", "aside", "die", "gone", "cut", "reconnect", "leave", "replace", "size",
+    "coordinator", "step",
+]  # fmt: skip
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    mode=st.sampled_from([FAST, STANDARD]), events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 11)), min_size=3, max_size=60)
+)
+def test_a_group_survives_whatever_happens(mode: str, events: list[tuple[str, int]]) -> None:
+    life = Life(mode)
+    for _ in range(3):
+        life.settle()
+    assert life.world.report()["state"] == "Running"
+    for what, which in events:
+        life.act(what, which)
+        life.check()
+    life.calm()
