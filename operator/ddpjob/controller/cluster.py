@@ -44,6 +44,7 @@ class Belongings:
     pods: tuple[PodView, ...]
     services: frozenset[str]
     config_maps: frozenset[str]
+    budgets: frozenset[str]
     listed: float
 
 
@@ -89,34 +90,45 @@ class KubernetesCluster:
         mark = self._marks.get(key, 0)
         ours = f"{LABEL_UID}={job.uid}"
         # As with a ReplicaSet, a pod that somebody takes the labels off is let go.
-        selectors = {"pods": f"{ours},{LABEL_ROLE} in ({','.join(Role)})", "services": ours, "configmaps": ours}
-        base = f"/api/v1/namespaces/{key.namespace}"
-        pods, services, config_maps = await asyncio.gather(
-            *(self.rest.request("GET", f"{base}/{kind}", query={"labelSelector": selector}) for kind, selector in selectors.items())
+        pods, services, config_maps, budgets = await asyncio.gather(
+            self._items("Pod", key.namespace, f"{ours},{LABEL_ROLE} in ({','.join(Role)})"),
+            self._items("Service", key.namespace, ours),
+            self._items("ConfigMap", key.namespace, ours),
+            self._items("PodDisruptionBudget", key.namespace, ours),
         )
         found = Belongings(
             uid=job.uid,
-            pods=tuple(read_pod(p) for p in pods["items"]),
-            services=frozenset(s["metadata"]["name"] for s in services["items"]),
-            config_maps=frozenset(c["metadata"]["name"] for c in config_maps["items"]),
+            pods=tuple(read_pod(p) for p in pods),
+            services=_names(services),
+            config_maps=_names(config_maps),
+            budgets=_names(budgets),
             listed=time.monotonic(),
         )
         if self._marks.get(key, 0) == mark:
             self._belongings[key] = found
         return found
 
+    async def _items(self, kind: str, namespace: str, selector: str) -> list[Json]:
+        listed = await self.rest.request("GET", _COLLECTIONS[kind].format(namespace=namespace), query={"labelSelector": selector})
+        items: list[Json] = listed["items"]
+        return items
+
     async def _world(self, job: DDPJob, belongings: Belongings) -> World:
         endpoint = job.status.rendezvous.endpoint
         report = await self.coordinators.report(endpoint) if endpoint else None
         wanted = job.status.pod_files or pod_files_name(job)
+        claims = () if job.status.terminal else await self._claims(job)
+        # Nothing is awaited from here on: a node that changes later wakes the job again.
         return World(
             pods=belongings.pods,
             has_service=job.name in belongings.services,
+            has_budget=job.name in belongings.budgets,
             pod_files=wanted if wanted in belongings.config_maps else "",
             pod_files_offered=pod_files_name(job),
             key_mark=self.site.key_mark,
             report=report,
-            claims=() if job.status.terminal else await self._claims(job),
+            claims=claims,
+            hosts=self.hosts,
             problems=problems(job.spec.pod_template) if job.status.template_hash.split("-")[0] != job.spec.template_hash else (),
         )
 
@@ -243,3 +255,7 @@ class KubernetesCluster:
             await self.rest.request("POST", f"/apis/events.k8s.io/v1/namespaces/{job.namespace}/events", body=body)
         except ApiError as error:
             log.warning("%s/%s: event %s was not written: %s", job.namespace, job.name, event.reason, error)
+
+
+def _names(items: list[Json]) -> frozenset[str]:
+    return frozenset(item["metadata"]["name"] for item in items)
