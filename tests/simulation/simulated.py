@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ddpjob.api.types import DDPJob, Json
 from ddpjob.core.decision import Event
+from ddpjob.core.hosts import HostView
 from ddpjob.core.world import (
     LABEL_ATTEMPT,
     LABEL_GENERATION,
     LABEL_INDEX,
     LABEL_ROLE,
+    NODE_ROLES,
     ContainerView,
-    Incident,
     PodView,
     Report,
     Role,
@@ -31,6 +32,7 @@ from ddpjob.engine.reconcile import reconcile
 from ddpjob.objects.overlay import problems
 from ddpjob.objects.service import pod_files_name
 from ddpjob.objects.site import Site
+from simulated_group import Group, moments
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 KEY = JobKey("space", "job")
@@ -49,8 +51,11 @@ class Pod:
     exit_code: int | None = None
     reason: str = ""
     message: str = ""
+    finished: float | None = None
     deleted_at: float | None = None
     coordinator_ended: bool = False
+    node: str = ""
+    unschedulable: bool = False
 
     @property
     def name(self) -> str:
@@ -60,23 +65,17 @@ class Pod:
         return int(self.manifest["metadata"]["labels"].get(key, default))
 
     @property
-    def role(self) -> str:
-        return str(self.manifest["metadata"]["labels"][LABEL_ROLE])
+    def role(self) -> Role:
+        return Role(self.manifest["metadata"]["labels"][LABEL_ROLE])
+
+    def argument(self, name: str) -> str:
+        """Of the coordinator's container."""
+        container = next(c for c in self.manifest["spec"]["containers"] if c["name"] == "coordinator")
+        return next(a.partition("=")[2] for a in container["args"] if a.startswith(f"--{name}="))
 
     @property
     def running(self) -> bool:
         return self.state == "Running"
-
-
-@dataclass
-class Group:
-    """One generation's coordinator: what it saw of its members."""
-
-    state: str = "Forming"
-    incidents: list[Incident] = field(default_factory=list)
-    step: int = 0
-    members: frozenset[str] = frozenset()
-    formed: float = 0.0
 
 
 class Simulation:
@@ -93,6 +92,7 @@ class Simulation:
         self.pods: dict[str, Pod] = {}
         self.others: dict[tuple[str, str], Json] = {}
         self.groups: dict[int, Group] = {}
+        self._died_silently: set[str] = set()
         self.events: list[Event] = []
         self.done_steps = 0
         self.points = 0
@@ -101,6 +101,11 @@ class Simulation:
         self.created: list[str] = []
         self.conflict_next = False
         self.wake: float | None = 0.0
+        self.hosts: dict[str, HostView] = {f"n{i}": HostView(name=f"n{i}", ready=True, since=EPOCH, out_of_service=False) for i in range(8)}
+        self.cut_nodes: set[str] = set()
+        self.knows_hosts = True
+        self.capacity = 10**6
+        """Pods of slots that find a node; the others stay Pending."""
 
     # --- the port ---------------------------------------------------------------------------------------------
 
@@ -113,6 +118,8 @@ class Simulation:
         world = World(
             pods=tuple(self._view(p) for p in self.pods.values()),
             has_service=("Service", job.name) in self.others,
+            has_budget=("PodDisruptionBudget", job.name) in self.others,
+            hosts=dict(self.hosts) if self.knows_hosts else None,
             pod_files=wanted if ("ConfigMap", wanted) in self.others else "",
             pod_files_offered=pod_files_name(job),
             key_mark=self.site.key_mark,
@@ -149,7 +156,9 @@ class Simulation:
         assert not ended or ended == still, f"a terminal condition changed: {ended} -> {still}"
         for name in ("counted", "uncounted"):
             before, after = old.get("restarts", {}).get(name, 0), new.get("restarts", {}).get(name, 0)
-            assert after >= before, f"{name} went back"
+            assert after >= before or (name == "counted" and after == 0), f"{name} went back"
+        before, after = old.get("restarts", {}).get("total", 0), new.get("restarts", {}).get("total", 0)
+        assert after >= before, "total went back"
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
@@ -165,7 +174,9 @@ class Simulation:
         assert name not in self.created, f"the name {name} is used a second time"
 
         def act() -> None:
-            self.pods[name] = Pod(manifest, f"uid-{next(self.uids)}", self.now)
+            pod = Pod(manifest, f"uid-{next(self.uids)}", self.now)
+            self.pods[name] = pod
+            self._place(pod)
             self.created.append(name)
 
         self._call(act)
@@ -173,8 +184,20 @@ class Simulation:
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         def act() -> None:
             pod = self.pods.get(name)
-            if pod is not None and pod.uid == uid and pod.deleted_at is None:
+            if pod is None or pod.uid != uid:
+                return
+            if grace == 0:
+                del self.pods[name]
+            elif pod.deleted_at is None:
                 pod.deleted_at = self.now + (30 if grace is None else grace)
+
+        self._call(act)
+
+    async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
+        def act() -> None:
+            pod = self.pods.get(name)
+            if pod is not None and pod.uid == uid:
+                pod.manifest["metadata"]["labels"][LABEL_ROLE] = str(role)
 
         self._call(act)
 
@@ -188,13 +211,18 @@ class Simulation:
 
     async def tell(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         def act() -> None:
+            group = self._group_at(endpoint)
             if verb == "stop":
                 for pod in self._nodes():
-                    if pod.running:
-                        pod.state, pod.exit_code = "Ended", 77
-            if verb == "exit":
+                    if pod.running and not self._is_cut(pod):
+                        self.end(pod.name, 77)
+            elif verb == "exit":
                 for pod in self._nodes():
                     pod.coordinator_ended |= pod.state == "Ended"
+            elif verb == "size" and group is not None:
+                group.wanted, group.minimum = body["nodes"], body["minNodes"]
+            elif verb == "gone" and group is not None:
+                group.gone(body["pod"], self.now)
 
         self._call(act)
 
@@ -204,49 +232,103 @@ class Simulation:
     # --- kubelets and torchrun --------------------------------------------------------------------------------
 
     def _nodes(self) -> list[Pod]:
-        return [p for p in self.pods.values() if p.role == "node"]
+        """Pods of slots."""
+        return [p for p in self.pods.values() if p.role in NODE_ROLES]
+
+    def _place(self, pod: Pod) -> None:
+        """On the node with the fewest pods of those that are ready, away from avoided ones."""
+        placed = sum(bool(p.node) and p.state != "Ended" for p in self._nodes())
+        if pod.role in NODE_ROLES and placed >= self.capacity:
+            pod.unschedulable = True
+            return
+        preferred = (
+            pod.manifest["spec"].get("affinity", {}).get("nodeAffinity", {}).get("preferredDuringSchedulingIgnoredDuringExecution", ())
+        )
+        avoided = {v for term in preferred for field in term["preference"]["matchFields"] for v in field["values"]}
+        load = {name: sum(p.node == name and p.state != "Ended" for p in self.pods.values()) for name, h in self.hosts.items() if h.ready}
+        pod.node = min(load, key=lambda name: (name in avoided, load[name], name))
+        pod.unschedulable = False
+
+    def _is_cut(self, pod: Pod) -> bool:
+        return pod.node in self.cut_nodes
 
     def advance(self, seconds: float) -> None:
         """Pods start, groups form, train and finish, deleted pods go."""
         self.now += seconds
         for pod in list(self.pods.values()):
-            if pod.state == "Pending" and pod.deleted_at is None and self.now - pod.born >= 1:
+            if pod.unschedulable:
+                self._place(pod)
+            if pod.state == "Pending" and pod.deleted_at is None and pod.node and not self._is_cut(pod) and self.now - pod.born >= 1:
                 pod.state = "Running"
-            if pod.deleted_at is not None:
+            if pod.deleted_at is not None and not self._is_cut(pod):
                 if pod.running:
-                    pod.state, pod.exit_code = "Ended", 143
+                    self.end(pod.name, 143)
                 elif pod.state == "Ended" or pod.state == "Pending":
                     del self.pods[pod.name]
         for generation in {p.label(LABEL_GENERATION) for p in self.pods.values()}:
             self._train(generation, seconds)
 
+    def _coordinator(self, generation: int) -> Pod | None:
+        """The pod whose coordinator works, the newest."""
+        hosts = [p for p in self.pods.values() if p.label(LABEL_GENERATION) == generation and p.running and not self._is_cut(p)]
+        if self._master:
+            return next((p for p in hosts if p.label(LABEL_INDEX) == 0 and p.role in NODE_ROLES and not p.coordinator_ended), None)
+        ours = [p for p in hosts if p.role is Role.COORDINATOR]
+        return max(ours, key=lambda p: p.label(LABEL_ATTEMPT), default=None)
+
+    @property
+    def _master(self) -> bool:
+        return bool(self.spec.get("rendezvous", {}).get("placement") == "Master")
+
+    @property
+    def fast(self) -> bool:
+        return bool(self.spec.get("recovery", {}).get("mode") == "Fast")
+
+    def _group_at(self, endpoint: str) -> Group | None:
+        generation = self.status.get("rendezvous", {}).get("generation", 0)
+        return self.groups.get(generation) if endpoint and self._coordinator(generation) is not None else None
+
     def _train(self, generation: int, seconds: float) -> None:
         nodes = [p for p in self._nodes() if p.label(LABEL_GENERATION) == generation]
-        hosts = [p for p in self.pods.values() if p.role == "coordinator" and p.label(LABEL_GENERATION) == generation and p.running]
-        master = self.spec.get("rendezvous", {}).get("placement") == "Master"
-        alive = any(p.running and p.label(LABEL_INDEX) == 0 and not p.coordinator_ended for p in nodes) if master else bool(hosts)
-        group = self.groups.setdefault(generation, Group())
-        members = [p for p in nodes if p.running]
-        if not alive:
-            for pod in members:
-                if self.now - pod.born > 5:
-                    pod.state, pod.exit_code = "Ended", 76
+        host = self._coordinator(generation)
+        alive = [p for p in nodes if p.running and not self._is_cut(p)]
+        group = self.groups.get(generation)
+        if host is None:
+            self._train_without(group, alive, seconds)
             return
+        if group is None:
+            group = Group(generation, int(host.argument("nodes")), int(host.argument("min-nodes")), self.fast, moments(EPOCH))
+            self.groups[generation] = group
+        group.adopt(int(host.argument("attempt")))
         if group.state == "Succeeded":
-            for pod in members:
-                pod.state, pod.exit_code = "Ended", 0
+            for pod in alive:
+                self.end(pod.name, 0)
             return
-        names = frozenset(p.name for p in members)
-        if group.state == "Running" and names != group.members:
-            group.state = "Restarting"
-        if group.state != "Running" and len(members) == self.spec["nodes"]:
-            group.state, group.members, group.formed = "Running", names, self.now
+        names = {p.name for p in nodes}
+        ended = {n for n in group.running | group.ready if n not in names or not self.pods[n].running}
+        gone_silently = {n for n in ended if n not in self.pods and n in self._died_silently}
+        leaving = {p.name for p in nodes if p.deleted_at is not None}
+        group.follow_members({p.name for p in alive}, ended - gone_silently, leaving, self.now)
+        group.form(self.now)
+        self._step(group, seconds)
+
+    def _train_without(self, group: Group | None, alive: list[Pod], seconds: float) -> None:
+        """Without a coordinator a Standard group ends; a Fast one goes on as it is while none of it is lost."""
+        if group is not None and group.fast:
+            if group.running <= {p.name for p in alive}:
+                self._step(group, seconds)
             return
-        if group.state == "Running":
-            self.done_steps += max(1, round(seconds))
-            group.step = self.done_steps
-            if self.done_steps >= self.steps:
-                group.state = "Succeeded"
+        for pod in alive:
+            if self.now - pod.born > 5:
+                self.end(pod.name, 76)
+
+    def _step(self, group: Group, seconds: float) -> None:
+        if group.state != "Running" or group.formed >= self.now:
+            return
+        self.done_steps += max(1, round(seconds))
+        group.step = self.done_steps
+        if self.done_steps >= self.steps:
+            group.state = "Succeeded"
 
     @property
     def spec(self) -> Json:
@@ -257,6 +339,8 @@ class Simulation:
     # --- faults -----------------------------------------------------------------------------------------------
 
     def force_delete(self, name: str) -> None:
+        if self._is_cut(self.pods[name]):
+            self._died_silently.add(name)
         del self.pods[name]
 
     def delete(self, name: str) -> None:
@@ -264,22 +348,31 @@ class Simulation:
 
     def end(self, name: str, exit_code: int, reason: str = "Error", message: str = "") -> None:
         pod = self.pods[name]
-        pod.state, pod.exit_code, pod.reason, pod.message = "Ended", exit_code, reason, message
+        pod.state, pod.exit_code, pod.reason, pod.message, pod.finished = "Ended", exit_code, reason, message, self.now
 
-    def worker_fails(self, name: str) -> bool:
+    def cut(self, node: str, after: float = 9.0) -> None:
+        """The node's network is gone; its Ready condition tells of it `after` seconds."""
+        self.cut_nodes.add(node)
+        since = EPOCH + timedelta(seconds=self.now + after)
+        self.hosts[node] = HostView(name=node, ready=False, since=since, out_of_service=False)
+
+    def heal(self, node: str) -> None:
+        self.cut_nodes.discard(node)
+        self.hosts[node] = HostView(name=node, ready=True, since=EPOCH + timedelta(seconds=self.now), out_of_service=False)
+
+    def worker_fails(self, name: str, kind: str = "WorkerFailed", **details: Any) -> bool:
         """An exception in a worker; its pod stays. False when its group does not train."""
         pod = self.pods[name]
         group = self.groups.get(pod.label(LABEL_GENERATION))
-        if group is None or group.state != "Running" or name not in group.members:
+        if group is None or group.state != "Running" or name not in group.running or self._coordinator(group.generation) is None:
             return False
-        group.state = "Restarting"
-        number = len(group.incidents) + 1
-        incident = Incident(
-            id=number, time=EPOCH + timedelta(seconds=self.now), kind="WorkerFailed", pod=name, index=pod.label(LABEL_INDEX),
-            rank=pod.label(LABEL_INDEX), local_rank=0, exit_code=1, signal=None, message="ValueError: lunch",
-            traceback="Traceback (most recent call last):\nValueError: lunch",
-        )  # fmt: skip
-        group.incidents.append(incident)
+        told = {
+            "rank": pod.label(LABEL_INDEX),
+            "local_rank": 0,
+            "exit_code": 1,
+            "traceback": "Traceback (most recent call last):\nValueError: lunch",
+        }
+        group.break_up(kind, name, "ValueError: lunch", self.now, **(told | details))
         return True
 
     def change_spec(self, change: Json) -> None:
@@ -323,16 +416,23 @@ class Simulation:
 
     def _report(self, generation: int) -> Report | None:
         group = self.groups.get(generation)
-        hosts = [p for p in self.pods.values() if p.running and p.label(LABEL_GENERATION) == generation]
-        if group is None or not any(p.role == "coordinator" or p.label(LABEL_INDEX) == 0 for p in hosts):
+        host = self._coordinator(generation)
+        endpoint = self.status.get("rendezvous", {}).get("endpoint", "")
+        if group is None or host is None or not endpoint:
             return None
-        progress = {"step": group.step, "steps": self.steps} if group.step else {}
-        return Report(generation=generation, state=group.state, incidents=tuple(group.incidents), progress=progress)
+        group.adopt(int(host.argument("attempt")))
+        return group.report(self.now, self.steps)
 
     def _view(self, pod: Pod) -> PodView:
         ended = pod.state == "Ended"
+
+        def moment(seconds: float | None) -> datetime | None:
+            return None if seconds is None else EPOCH + timedelta(seconds=seconds)
+
         started = EPOCH if pod.state != "Pending" else None
-        main = ContainerView(started=started, exit_code=pod.exit_code, reason=pod.reason, message=pod.message)
+        main = ContainerView(
+            started=started, exit_code=pod.exit_code, reason=pod.reason, message=pod.message, finished=moment(pod.finished)
+        )
         containers: dict[str, ContainerView] = {}
         for container in pod.manifest["spec"]["containers"]:
             name = container["name"]
@@ -344,14 +444,16 @@ class Simulation:
         return PodView(
             name=pod.name,
             uid=pod.uid,
-            role=Role(pod.role),
+            role=pod.role,
             index=pod.label(LABEL_INDEX),
             attempt=pod.label(LABEL_ATTEMPT),
             generation=pod.label(LABEL_GENERATION),
             phase=phase,
-            node="n1",
+            node=pod.node,
+            unschedulable="0/8 nodes are available" if pod.unschedulable else "",
+            created=moment(pod.born),
             address="10.0.0.1" if started else "",
-            deleted_at=EPOCH + timedelta(seconds=pod.deleted_at) if pod.deleted_at is not None else None,
+            deleted_at=moment(pod.deleted_at),
             containers=containers,
         )
 

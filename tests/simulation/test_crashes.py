@@ -9,6 +9,7 @@ import ddpjob.engine.reconcile as reconcile_module
 import pytest
 from ddpjob.api.types import DDPJob
 from ddpjob.core.decision import Decision
+from ddpjob.core.world import Role
 from ddpjob.engine.apply import Applied
 from ddpjob.engine.apply import apply as right_apply
 from ddpjob.engine.ports import Cluster
@@ -40,9 +41,14 @@ async def pod_fails(s: Simulation) -> None:
     await s.until_phase("Complete")
 
 
+async def failed_pod_removed(s: Simulation) -> None:
+    s.change_spec({"runPolicy": {"failedPodsKept": 0}})
+    await pod_fails(s)
+
+
 async def coordinator_deleted(s: Simulation) -> None:
     await s.until_phase("Running")
-    s.force_delete(next(p.name for p in s.pods.values() if p.role == "coordinator"))
+    s.force_delete(next(p.name for p in s.pods.values() if p.role is Role.COORDINATOR))
     await s.until_phase("Complete")
 
 
@@ -80,7 +86,7 @@ async def time_to_live(s: Simulation) -> None:
 
 
 SCENARIOS: list[Scenario] = [
-    start_and_complete, pod_deleted, worker_fails, pod_fails, coordinator_deleted, suspended_and_resumed, scaled, key_changed,
+    start_and_complete, pod_deleted, worker_fails, pod_fails, failed_pod_removed, coordinator_deleted, suspended_and_resumed, scaled, key_changed,
     budget_spent, time_to_live,
 ]  # fmt: skip
 
@@ -129,7 +135,7 @@ async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) 
     return await right_apply(cluster, job, replace(decision, status=replace(decision.status, restarts=counts)))
 
 
-@pytest.mark.parametrize(("defect", "scenario"), [(_status_last, pod_deleted), (_forgets_incidents, worker_fails)])
+@pytest.mark.parametrize(("defect", "scenario"), [(_status_last, failed_pod_removed), (_forgets_incidents, worker_fails)])
 async def test_the_check_sees_a_deliberate_defect(
     defect: Callable[..., Awaitable[Applied]], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,16 +1,20 @@
-"""Decides why a pod of the job ended, and whether that counts against the restart budget, from the pod alone."""
+"""Decides why a pod of the job ended, from the pod and its node. Whether that counts is decided in `rules`."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import StrEnum
 
+from ddpjob.core.hosts import HostView
 from ddpjob.core.world import ContainerView, PodView, Role
 
 EXIT_INIT_FAILURE = 78
 EXIT_RENDEZVOUS_LOST = 76
 EXIT_STOPPED = 77
+EXIT_FENCED = 79
 
 
 class Cause(StrEnum):
@@ -23,23 +27,24 @@ class Cause(StrEnum):
     PREEMPTED = "Preempted"
     EVICTED = "Evicted"
     DELETED = "Deleted"
+    NODE_LOST = "NodeLost"
+    HANG = "Hang"
     INIT_FAILURE = "InitFailure"
     RENDEZVOUS_LOST = "RendezvousLost"
+    FENCED = "Fenced"
     COORDINATOR_LOST = "CoordinatorLost"
     SCALED = "Scaled"
+    JOINED = "Joined"
     SPEC_CHANGED = "SpecChanged"
     KEY_CHANGED = "KeyChanged"
 
-
-COUNTED = frozenset({Cause.WORKER_FAILED, Cause.EXIT_CODE, Cause.OOM_KILLED})
-"""Failures of the job itself. Disruptions, deletions by hand and consequences do not use the budget."""
 
 _DISRUPTIONS = {
     "PreemptionByScheduler": Cause.PREEMPTED,
     "EvictionByEvictionAPI": Cause.EVICTED,
     "TerminationByKubelet": Cause.EVICTED,
     "DeletionByTaintManager": Cause.DISRUPTION,
-    "DeletionByPodGC": Cause.DISRUPTION,
+    "DeletionByPodGC": Cause.NODE_LOST,
 }
 
 
@@ -50,30 +55,49 @@ class End:
     cause: Cause
     message: str
     traceback: str = ""
+    exit_code: int | None = None
+    time: datetime | None = None
+    """When its program ended, where the kubelet has told."""
 
-    @property
-    def counted(self) -> bool:
-        return self.cause in COUNTED
+
+Hosts = Mapping[str, HostView] | None
 
 
-def vanished(name: str) -> End:
-    """A pod that was there and is not: deleted by force."""
+def is_down(node: str, hosts: Hosts) -> bool:
+    """Whether a Kubernetes node is known to be away: its object is deleted, or it is not ready."""
+    if hosts is None or not node:
+        return False
+    return node not in hosts or not hosts[node].ready
+
+
+def vanished(name: str, node: str, hosts: Hosts) -> End:
+    """A pod that was there and is not: deleted by force, or with its node."""
+    if is_down(node, hosts):
+        return End(Cause.NODE_LOST, f"pod {name} is gone with its node {node}")
     return End(Cause.DELETED, f"pod {name} was deleted")
 
 
-def why_ended(pod: PodView) -> End:
+def why_ended(pod: PodView, hosts: Hosts = None) -> End:
     """For a pod that failed, is being deleted or was evicted.
 
     The pod's own conditions come before exit codes: a container ended by an eviction has an exit code too.
     """
+    return replace(_why_ended(pod, hosts), exit_code=pod.main.exit_code, time=pod.main.finished)
+
+
+def _why_ended(pod: PodView, hosts: Hosts) -> End:
+    if is_down(pod.node, hosts) and pod.disruption == "DeletionByTaintManager":
+        return End(Cause.NODE_LOST, f"node {pod.node} of pod {pod.name} is lost: {pod.disruption_message or pod.disruption}")
     if pod.disruption:
         cause = _DISRUPTIONS.get(pod.disruption, Cause.DISRUPTION)
         return End(cause, f"pod {pod.name} was disrupted: {pod.disruption_message or pod.disruption}")
-    if pod.status_reason in ("Evicted", "NodeShutdown", "Shutdown", "Terminated", "NodeLost", "NodeAffinity", "Preempting"):
+    if pod.status_reason == "NodeLost":
+        return End(Cause.NODE_LOST, f"node {pod.node} of pod {pod.name} is lost: {pod.status_message or pod.status_reason}")
+    if pod.status_reason in ("Evicted", "NodeShutdown", "Shutdown", "Terminated", "NodeAffinity", "Preempting"):
         return End(Cause.EVICTED, f"pod {pod.name} was ended by its node: {pod.status_message or pod.status_reason}")
     main = pod.main
     if main.reason == "OOMKilled":
-        limit = "spec.resources.limits.memory" if pod.role is Role.NODE else "spec.rendezvous.resources.limits.memory"
+        limit = "spec.rendezvous.resources.limits.memory" if pod.role is Role.COORDINATOR else "spec.resources.limits.memory"
         return End(Cause.OOM_KILLED, f"pod {pod.name} used more memory than {limit} allows (exit code {main.exit_code})")
     if main.ended and main.reason in _CANNOT_START:
         return End(Cause.INIT_FAILURE, f"the container of pod {pod.name} cannot start: {main.message or main.reason}")
@@ -82,6 +106,8 @@ def why_ended(pod: PodView) -> End:
         return End(Cause.INIT_FAILURE, f"the entry point of pod {pod.name} cannot start: {told.message}".rstrip(": "), told.traceback)
     if main.ended and main.exit_code == EXIT_RENDEZVOUS_LOST:
         return End(Cause.RENDEZVOUS_LOST, told_by(main).message or f"pod {pod.name} lost the rendezvous")
+    if main.ended and main.exit_code == EXIT_FENCED:
+        return End(Cause.FENCED, told_by(main).message or f"pod {pod.name} was too late: the group had gone on without it")
     if pod.deleted_at is not None or main.exit_code == EXIT_STOPPED:
         return End(Cause.DELETED, f"pod {pod.name} was deleted")
     if main.ended:

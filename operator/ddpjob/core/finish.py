@@ -35,12 +35,15 @@ def wind_down(job: DDPJob, status: JobStatus, world: World, now: datetime) -> De
 
 
 def _stop(job: DDPJob, status: JobStatus, world: World, training: list[PodView], overdue: bool) -> list[Action]:
-    """Told to stop, a node keeps its log; nobody can tell a `command`."""
+    """Told to stop, a node keeps its log; nobody can tell a `command`, nor a pod that has not begun."""
     told = job.spec.under_torchrun and coordinator_pod(job, status, world) is not None
-    if told and not overdue:
-        failed = status.condition(ConditionType.FAILED)
-        return [Tell(status.rendezvous.endpoint, "stop", {"ok": False, "why": failed.reason})] if failed and failed.status else []
-    return [DeletePod(p.name, p.uid) for p in training]
+    if overdue or not told:
+        return [DeletePod(p.name, p.uid) for p in training]
+    idle: list[Action] = [DeletePod(p.name, p.uid) for p in training if not p.main.running]
+    failed = status.condition(ConditionType.FAILED)
+    if failed is None or not failed.status:
+        return idle
+    return [*idle, Tell(status.rendezvous.endpoint, "stop", {"ok": False, "why": failed.reason})]
 
 
 def _clean(job: DDPJob, world: World, now: datetime) -> list[Action]:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from ddpjob.api.types import DDPJob, JobStatus, Placement, Restart, Slot, SlotState
-from ddpjob.core.classify import COUNTED, Cause, End, stuck, vanished, why_ended
-from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER, Incident, PodView, Role, World, coordinator_pod_name, node_pod_name
+from ddpjob.core import incidents
+from ddpjob.core.attribution import Attributed, Finding, attribute
+from ddpjob.core.avoid import avoided
+from ddpjob.core.classify import Cause, End, is_down, stuck, vanished, why_ended
+from ddpjob.core.incidents import present_report
+from ddpjob.core.losses import lost_since, out_of_service
+from ddpjob.core.progress import trained
+from ddpjob.core.rules import ruling
+from ddpjob.core.slots import Repeated, new_generation, next_attempt, next_coordinator, repeated, with_slots
+from ddpjob.core.texts import with_traceback
+from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER, PodView, Role, World, coordinator_pod_name, node_pod_name
 
 RECENT = 10
 """Entries kept in `status.restarts.recent`."""
-_TRACEBACK_LIMIT = 3000
-
 _REGROUPS = frozenset({Cause.RENDEZVOUS_LOST})
 
 
@@ -26,20 +33,33 @@ class Failure:
 
 @dataclass(frozen=True)
 class Followed:
-    """The status after the look; `restarts` are new in it."""
+    """The status after the look; `restarts` are new in it. `lost`: names of pods that are to go at once, with no time to end."""
 
     status: JobStatus
     restarts: tuple[Restart, ...] = ()
     failure: Failure | None = None
     complete: bool = False
+    lost: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A slot's pod that is of no more use. Without a view it has vanished."""
+
+    end: End
+    pod: PodView | None
+    name: str
+
+
+Ends = dict[int, Ended]
 
 
 def coordinator_pod(job: DDPJob, status: JobStatus, world: World) -> PodView | None:
-    """The pod that holds the coordinator of the present generation."""
+    """The pod that holds the present coordinator."""
     if job.spec.rendezvous.placement is Placement.MASTER:
         name = node_pod_name(job, 0, status.slots[0].attempt) if status.slots else ""
     else:
-        name = coordinator_pod_name(job, status.rendezvous.generation)
+        name = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
     return next((p for p in world.pods if p.name == name), None)
 
 
@@ -49,201 +69,178 @@ def node_pods(job: DDPJob, status: JobStatus, world: World) -> list[PodView | No
     return [by_name.get(node_pod_name(job, i, slot.attempt)) for i, slot in enumerate(status.slots)]
 
 
-def new_generation(job: DDPJob, status: JobStatus, world: World) -> JobStatus:
-    """All slots anew, for `spec.nodes` nodes, around a new coordinator. A name that was ever used is not used again."""
-    used: dict[int, int] = {}
-    for pod in world.nodes():
-        used[pod.index] = max(used.get(pod.index, -1), pod.attempt)
-    for index, slot in enumerate(status.slots):
-        if slot.state is not SlotState.PLANNED:
-            used[index] = max(used.get(index, -1), slot.attempt)
-    floor = max((slot.attempt for slot in status.slots), default=0)
-    slots = []
-    for index in range(job.spec.nodes):
-        planned = status.slots[index].attempt if index < len(status.slots) else floor
-        slots.append(Slot(attempt=max(planned, used.get(index, -1) + 1)))
-    first = not status.slots
-    rendezvous = replace(
-        status.rendezvous,
-        generation=0 if first else status.rendezvous.generation + 1,
-        state=SlotState.PLANNED,
-        endpoint="",
-        nodes=job.spec.nodes,
-    )
-    return replace(status, slots=tuple(slots), rendezvous=rendezvous, template_hash=template_mark(job, world))
-
-
-def template_mark(job: DDPJob, world: World) -> str:
-    """What all pods of a generation have in common: the spec they were made from and the key of their token."""
-    return f"{job.spec.template_hash}-{world.key_mark}"
-
-
 def follow(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Followed:
     """Looks at every pod of the present generation and at the coordinator's incidents.
 
     Losses are recorded in the returned status before any action makes their traces go.
     """
     pods = node_pods(job, status, world)
-    slots, ends = _follow_slots(job, status, pods)
-    status = replace(status, slots=slots)
-    status, coordinator_end = _follow_coordinator(job, status, world)
-    restarts, failure = _restarts_of_ends(job, ends, pods, now)
-    status, told, told_failure = _restarts_of_incidents(status, world)
-    failure = failure or told_failure or _cannot_start(job, status, world) or _no_coordinator(coordinator_end)
-    if failure is None and _finished(job, status, world):
+    status, ends = _follow_slots(job, status, pods, world, now)
+    status, coordinator = _follow_coordinator(job, status, world, now)
+    lost = frozenset(e.name for e in [*ends.values(), *([coordinator] if coordinator else [])] if e.end.cause is Cause.NODE_LOST)
+    if _finished(job, status, world):
         return Followed(status, complete=True)
+    told = incidents.news(job, status, world)
+    findings = [_finding_of_end(job, status, index, ended, world, now) for index, ended in ends.items()]
+    attributed = attribute(status, _one_for_command(job, findings), list(told.findings), list(told.lost))
     if _others_finished(job, status):
-        return Followed(_give_up_lost(status, ends))
-    restarts += told
-    if coordinator_end is not None:
-        restarts.append(_restart_of_coordinator(job, status, coordinator_end, now))
-    status = record(status, restarts)
+        return Followed(_give_up_lost(incidents.seen(status, told, attributed.seen_round), ends), lost=lost)
+    restarts = list(attributed.restarts)
+    status = incidents.seen(record(status, restarts), told, attributed.seen_round)
+    if coordinator is not None:
+        status, loss = _record_coordinator(job, status, coordinator, now)
+        restarts.append(loss)
+    failure = _failure_of(attributed) or _cannot_start(job, status, world) or _no_coordinator(status, coordinator, world)
     if failure is None and status.restarts.counted > job.spec.recovery.max_restarts:
         failure = _budget_spent(job, status)
+    status = replace(status, avoided_nodes=avoided(status, now))
     if failure is None:
-        status = _replace(job, status, world, ends, coordinator_end)
-    return Followed(status, tuple(restarts), failure)
+        status = _replace(job, status, world, ends, coordinator, attributed, now)
+    return Followed(status, tuple(restarts), failure, lost=lost)
 
 
-Ends = dict[int, End]
+# --- slots and coordinator --------------------------------------------------------------------------------------
 
 
-def _follow_slots(job: DDPJob, status: JobStatus, pods: list[PodView | None]) -> tuple[tuple[Slot, ...], Ends]:
+def _follow_slots(job: DDPJob, status: JobStatus, pods: list[PodView | None], world: World, now: datetime) -> tuple[JobStatus, Ends]:
     slots, ends = [], {}
     for index, (slot, pod) in enumerate(zip(status.slots, pods, strict=True)):
-        state, end = _follow_slot(job, index, slot, pod)
-        slots.append(replace(slot, state=state, node=pod.node if pod else slot.node))
+        since = _silent_since(slot, pod, world, now)
+        state, end = _follow_slot(job, index, slot, pod, world)
+        if end is None and pod is not None and _is_lost(job, pod, since, world, now):
+            state, end = SlotState.FAILED, _node_lost(pod, since or now, world, now)
+        slots.append(replace(slot, state=state, node=pod.node if pod else slot.node, lost_since=since))
         if end is not None:
-            ends[index] = end
-    return tuple(slots), ends
+            ends[index] = Ended(end, pod, node_pod_name(job, index, slot.attempt))
+    return replace(status, slots=tuple(slots)), ends
 
 
-def _follow_slot(job: DDPJob, index: int, slot: Slot, pod: PodView | None) -> tuple[SlotState, End | None]:
+def _silent_since(slot: Slot, pod: PodView | None, world: World, now: datetime) -> datetime | None:
+    """Remembered from the first look where nobody tells."""
+    since = lost_since(pod, world, now) if pod is not None else None
+    return min(since, slot.lost_since) if since is not None and slot.lost_since is not None else since
+
+
+def _is_lost(job: DDPJob, pod: PodView, since: datetime | None, world: World, now: datetime) -> bool:
+    patience = timedelta(seconds=job.spec.recovery.node_lost_after_seconds)
+    return since is not None and (now >= since + patience or out_of_service(pod, world))
+
+
+def _node_lost(pod: PodView, since: datetime, world: World, now: datetime) -> End:
+    seconds = round((now - since).total_seconds())
+    if is_down(pod.node, world.hosts):
+        gone = world.hosts is not None and pod.node not in world.hosts
+        what = "is deleted" if gone else f"has not been ready for {seconds} s"
+        return End(Cause.NODE_LOST, f"node {pod.node} of pod {pod.name} {what}")
+    return End(Cause.NODE_LOST, f"pod {pod.name} on node {pod.node} has not been heard of for {seconds} s")
+
+
+def _follow_slot(job: DDPJob, index: int, slot: Slot, pod: PodView | None, world: World) -> tuple[SlotState, End | None]:
     if slot.state in (SlotState.SUCCEEDED, SlotState.LOST):
         return slot.state, None
     if pod is None:
         if slot.state is SlotState.PLANNED:
             return slot.state, None
-        return SlotState.LOST, vanished(node_pod_name(job, index, slot.attempt))
+        return SlotState.LOST, vanished(node_pod_name(job, index, slot.attempt), slot.node, world.hosts)
     if pod.ended and pod.succeeded:
         return SlotState.SUCCEEDED, None
     if pod.ended or pod.deleted_at is not None:
-        return SlotState.FAILED, why_ended(pod)
+        return SlotState.FAILED, why_ended(pod, world.hosts)
     return (SlotState.RUNNING if pod.main.running else SlotState.CREATED), None
 
 
-def _follow_coordinator(job: DDPJob, status: JobStatus, world: World) -> tuple[JobStatus, End | None]:
+def _follow_coordinator(job: DDPJob, status: JobStatus, world: World, now: datetime) -> tuple[JobStatus, Ended | None]:
     pod = coordinator_pod(job, status, world)
-    state = status.rendezvous.state
+    state, rendezvous = status.rendezvous.state, status.rendezvous
+    name = coordinator_pod_name(job, rendezvous.generation, rendezvous.attempt)
     if pod is None:
         gone = state is not SlotState.PLANNED and job.spec.rendezvous.placement is Placement.DEDICATED
-        return status, (vanished(coordinator_pod_name(job, status.rendezvous.generation)) if gone else None)
+        return status, (Ended(vanished(name, "", world.hosts), None, name) if gone else None)
     container = pod.containers.get(COORDINATOR_CONTAINER)
     dedicated = pod.role is Role.COORDINATOR
     if (container is not None and container.ended) or (dedicated and (pod.ended or pod.deleted_at is not None)):
         if dedicated:
-            return status, why_ended(pod)
+            return status, Ended(why_ended(pod, world.hosts), pod, name)
         assert container is not None
-        return status, why_ended(replace(pod, containers={TRAINER_CONTAINER: container}))
+        return status, Ended(why_ended(replace(pod, containers={TRAINER_CONTAINER: container}), world.hosts), pod, name)
+    since = lost_since(pod, world, now) if dedicated else None
+    if _is_lost(job, pod, since, world, now):
+        return status, Ended(_node_lost(pod, since or now, world, now), pod, name)
     running = container is not None and container.running
-    port = job.spec.rendezvous.endpoint_port
-    endpoint = f"{pod.address}:{port}" if pod.address else ""
-    rendezvous = replace(status.rendezvous, state=SlotState.RUNNING if running else SlotState.CREATED, endpoint=endpoint)
-    return replace(status, rendezvous=rendezvous), None
+    endpoint = f"{pod.address}:{job.spec.rendezvous.endpoint_port}" if pod.address else ""
+    state = SlotState.RUNNING if running else SlotState.CREATED
+    return replace(status, rendezvous=replace(rendezvous, state=state, endpoint=endpoint)), None
 
 
-def _restarts_of_ends(job: DDPJob, ends: Ends, pods: list[PodView | None], now: datetime) -> tuple[list[Restart], Failure | None]:
-    restarts: list[Restart] = []
-    failure = None
-    for index, end in ends.items():
-        pod = pods[index]
-        if end.cause is Cause.INIT_FAILURE and failure is None:
-            failure = Failure(Cause.INIT_FAILURE, with_traceback(end.message, end.traceback))
-        restarts.append(
-            Restart(
-                time=now,
-                pod=pod.name if pod else end.message.split()[1],
-                index=index,
-                node=pod.node if pod else "",
-                reason=end.cause,
-                message=with_traceback(end.message, end.traceback),
-                counted=end.counted,
-            )
-        )
-    if not job.spec.under_torchrun:
-        restarts = _one_cause(restarts)
-    return restarts, failure
+# --- what is recorded -------------------------------------------------------------------------------------------
 
 
-def _one_cause(restarts: list[Restart]) -> list[Restart]:
+def _finding_of_end(job: DDPJob, status: JobStatus, index: int, ended: Ended, world: World, now: datetime) -> Finding:
+    end, slot = ended.end, status.slots[index]
+    ruled = ruling(job.spec, end.cause, end.exit_code, trained=trained(status.progress, world))
+    restart = Restart(
+        time=min(end.time or now, now),
+        pod=ended.name,
+        index=index,
+        node=slot.node,
+        reason=end.cause,
+        message=with_traceback(end.message, end.traceback),
+        counted=ruled.counted,
+    )
+    return Finding(restart, made_in=slot.round, fails=ruled.fails, why=ruled.why, exit_code=end.exit_code)
+
+
+def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:
     """Nobody tells causes from consequences for `command`: of nodes that end together one stands for all.
 
     A disruption explains its peers' failures, so it comes first.
     """
-    return sorted(restarts, key=lambda r: r.counted)[:1]
+    return findings if job.spec.under_torchrun else sorted(findings, key=lambda f: f.contestable)[:1]
 
 
-def _restarts_of_incidents(status: JobStatus, world: World) -> tuple[JobStatus, list[Restart], Failure | None]:
-    """The coordinator's incidents not looked at before. PeerLost and Left show in the pods themselves."""
-    report = world.report
-    if report is None or report.generation != status.rendezvous.generation:
-        return status, [], None
-    seen = status.restarts.seen_incident if status.restarts.seen_generation == report.generation else 0
-    new = [i for i in report.incidents if i.id > seen]
-    restarts = [_restart_of_incident(i, status) for i in new if i.kind == "WorkerFailed"]
-    init = next((i for i in new if i.kind == "InitFailure"), None)
-    failure = Failure(Cause.INIT_FAILURE, with_traceback(f"pod {init.pod}: {init.message}", init.traceback)) if init else None
-    last = max((i.id for i in new), default=seen)
-    counts = replace(status.restarts, seen_generation=report.generation, seen_incident=last)
-    return replace(status, restarts=counts), restarts, failure
-
-
-def _restart_of_incident(incident: Incident, status: JobStatus) -> Restart:
-    how = f"signal {incident.signal}" if incident.signal else f"exit code {incident.exit_code}"
-    summary = f"rank {incident.rank} in pod {incident.pod} ended with {how}: {incident.message}".rstrip(": ")
-    node = status.slots[incident.index].node if 0 <= incident.index < len(status.slots) else ""
-    return Restart(
-        time=incident.time,
-        pod=incident.pod,
-        index=incident.index,
-        node=node,
-        rank=incident.rank,
-        reason=Cause.WORKER_FAILED,
-        message=with_traceback(summary, incident.traceback),
-        counted=Cause.WORKER_FAILED in COUNTED,
-    )
-
-
-def with_traceback(summary: str, traceback: str) -> str:
-    """The summary, and below it the traceback's end."""
-    if not traceback.strip():
-        return summary
-    tail = traceback.strip()[-_TRACEBACK_LIMIT:]
-    return f"{summary}\n{tail}"
-
-
-def _restart_of_coordinator(job: DDPJob, status: JobStatus, end: End, now: datetime) -> Restart:
-    return Restart(
+def _record_coordinator(job: DDPJob, status: JobStatus, ended: Ended, now: datetime) -> tuple[JobStatus, Restart]:
+    """In mode Fast training goes on without it: a loss, but no break and no round."""
+    end = ended.end
+    fast = job.spec.fast
+    ruled = ruling(job.spec, end.cause, end.exit_code, trained=True)
+    restart = Restart(
         time=now,
-        pod=coordinator_pod_name(job, status.rendezvous.generation),
+        pod=ended.name,
         reason=Cause.COORDINATOR_LOST,
+        node=ended.pod.node if ended.pod else "",
         message=with_traceback(f"the coordinator was lost: {end.message}", end.traceback),
-        counted=end.counted,
+        counted=ruled.counted and not fast,
+        round=0 if fast else status.round + 1,
+        seconds=0.0 if fast else None,
     )
+    return record(status, [restart]), restart
 
 
 def record(status: JobStatus, restarts: list[Restart]) -> JobStatus:
-    """The status with restarts counted; all those of one look are one round."""
+    """The status with restarts counted, and the round that the last of them began."""
     if not restarts:
         return status
-    counted = sum(r.counted for r in restarts)
+    counted = [r for r in restarts if r.counted]
+    old = status.restarts
     counts = replace(
-        status.restarts,
-        counted=status.restarts.counted + counted,
-        uncounted=status.restarts.uncounted + len(restarts) - counted,
-        recent=(*status.restarts.recent, *restarts)[-RECENT:],
+        old,
+        counted=old.counted + len(counted),
+        uncounted=old.uncounted + len(restarts) - len(counted),
+        total=old.total + len(restarts),
+        last_counted=max([r.time for r in counted], default=old.last_counted),
+        recent=(*old.recent, *restarts)[-RECENT:],
     )
-    return replace(status, restarts=counts, round=status.round + 1)
+    return replace(status, restarts=counts, round=max([status.round, *(r.round for r in restarts)]))
+
+
+# --- how it ends ------------------------------------------------------------------------------------------------
+
+
+def _failure_of(attributed: Attributed) -> Failure | None:
+    fatal = next((f for f in attributed.causes if f.fails), None)
+    if fatal is None:
+        return None
+    return Failure(fatal.fails, (f"{fatal.why}: {fatal.restart.reason}: " if fatal.why else "") + fatal.restart.message)
 
 
 def _cannot_start(job: DDPJob, status: JobStatus, world: World) -> Failure | None:
@@ -256,9 +253,10 @@ def _cannot_start(job: DDPJob, status: JobStatus, world: World) -> Failure | Non
     return None
 
 
-def _no_coordinator(end: End | None) -> Failure | None:
-    if end is None or end.cause is not Cause.INIT_FAILURE:
+def _no_coordinator(status: JobStatus, ended: Ended | None, world: World) -> Failure | None:
+    if ended is None or ended.end.cause is not Cause.INIT_FAILURE or trained(status.progress, world):
         return None
+    end = ended.end
     hint = "the image must have python3 and torch" if "executable file not found" in end.message else ""
     return Failure(
         Cause.INIT_FAILURE, with_traceback(f"the coordinator cannot start: {end.message}" + (f" ({hint})" if hint else ""), end.traceback)
@@ -266,16 +264,17 @@ def _no_coordinator(end: End | None) -> Failure | None:
 
 
 def _finished(job: DDPJob, status: JobStatus, world: World) -> bool:
-    """Under torchrun a node ends with 0 only when every node has finished (the launcher's exit barrier)."""
+    """Under torchrun a node ends with 0 only when every node of the group has finished (the launcher's exit barrier).
+
+    Spares and nodes that never came to join are not waited for.
+    """
     states = [slot.state for slot in status.slots]
     if all(state is SlotState.SUCCEEDED for state in states):
         return True
-    ended = all(state in (SlotState.SUCCEEDED, SlotState.FAILED, SlotState.LOST) for state in states)
-    if not job.spec.under_torchrun or not ended:
+    if not job.spec.under_torchrun or SlotState.RUNNING in states:
         return False
-    report = world.report
-    told = report is not None and report.generation == status.rendezvous.generation and report.state == "Succeeded"
-    return told or SlotState.SUCCEEDED in states
+    report = present_report(status, world)
+    return SlotState.SUCCEEDED in states or (report is not None and report.state == "Succeeded")
 
 
 def _others_finished(job: DDPJob, status: JobStatus) -> bool:
@@ -289,20 +288,44 @@ def _give_up_lost(status: JobStatus, ends: Ends) -> JobStatus:
 
 def _budget_spent(job: DDPJob, status: JobStatus) -> Failure:
     """Also when nothing new has happened: recovery.maxRestarts may have been lowered."""
-    spent = f"{status.restarts.counted} failures, recovery.maxRestarts is {job.spec.recovery.max_restarts}"
+    failures = f"{status.restarts.counted} failure" + ("" if status.restarts.counted == 1 else "s")
+    spent = f"{failures}, recovery.maxRestarts is {job.spec.recovery.max_restarts}"
     last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
     return Failure("RestartBudgetSpent", f"{spent}; the last one: {last.reason}: {last.message}" if last else spent)
 
 
-def _replace(job: DDPJob, status: JobStatus, world: World, ends: Ends, coordinator_end: End | None) -> JobStatus:
+# --- who takes the place ----------------------------------------------------------------------------------------
+
+
+def _replace(
+    job: DDPJob, status: JobStatus, world: World, ends: Ends, coordinator: Ended | None, attributed: Attributed, now: datetime
+) -> JobStatus:
     """Another attempt for every lost slot, or a new generation where the rendezvous itself cannot go on."""
+    causes = {f.restart.pod for f in attributed.causes}
+    status = _remember_repeated(job, status, ends, causes, now)
+    if coordinator is not None:
+        before = Repeated(coordinator.end.cause, status.rendezvous.failures)
+        again = repeated(job, before, coordinator.end, coordinator.pod, now)
+        status = replace(status, rendezvous=replace(status.rendezvous, failures=again.failures, not_before=again.not_before))
     regroup = (
-        coordinator_end is not None
+        (coordinator is not None and not job.spec.fast)
         or (ends and not job.spec.under_torchrun)
         or (0 in ends and job.spec.rendezvous.placement is Placement.MASTER)
-        or any(end.cause in _REGROUPS for end in ends.values())
+        or any(ended.end.cause in _REGROUPS for ended in ends.values())
     )
     if regroup:
         return new_generation(job, status, world)
-    slots = [Slot(attempt=s.attempt + 1) if i in ends else s for i, s in enumerate(status.slots)]
+    if coordinator is not None:
+        status = next_coordinator(status)
+    slots = [next_attempt(s, Repeated(s.reason, s.failures, s.not_before)) if i in ends else s for i, s in enumerate(status.slots)]
+    return with_slots(status, slots)
+
+
+def _remember_repeated(job: DDPJob, status: JobStatus, ends: Ends, causes: set[str], now: datetime) -> JobStatus:
+    """A consequence says nothing of the pod that suffered it."""
+    slots = list(status.slots)
+    for index, ended in ends.items():
+        slot = slots[index]
+        again = repeated(job, Repeated(slot.reason, slot.failures), ended.end, ended.pod, now) if ended.name in causes else Repeated()
+        slots[index] = replace(slot, reason=again.reason, failures=again.failures, not_before=again.not_before)
     return replace(status, slots=tuple(slots))

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ddpjob.api.types import Json, format_time, parse_time
+from ddpjob.core.world import World
 
 REFRESH = timedelta(seconds=2)
 """Progress alone is no reason to write the status more often than this."""
@@ -67,3 +68,10 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def trained(shown: Json, world: World) -> bool:
+    """Whether the job has ever made a step, as far as anyone has told."""
+    told = world.report.progress if world.report is not None else {}
+    values = (progress.get(name) for progress in (shown, told) for name in ("step", "epoch", "percent"))
+    return any(value is not None and _is_number(value) and value > 0 for value in values)

@@ -30,15 +30,19 @@ def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
         if _serves_one(job, claim):
             modes = ", ".join(claim.access_modes)
             message = (
-                f"claim {claim.name} ({modes}) can be held by one node only, but spec.nodes is {job.spec.nodes}: "
+                f"claim {claim.name} ({modes}) can be held by one node only, but {_wanted(job)}: "
                 "use a claim with ReadWriteMany (or ReadOnlyMany for data), or spec.nodes 1"
             )
             return Unusable("VolumeSingleNode", message)
     return None
 
 
+def _wanted(job: DDPJob) -> str:
+    return f"spec.nodes is {job.spec.nodes}" + (f" and spec.spares {job.spec.spares}" if job.spec.spares else "")
+
+
 def _serves_one(job: DDPJob, claim: ClaimView) -> bool:
-    if not claim.access_modes or not set(claim.access_modes) <= _ONE_NODE or job.spec.nodes == 1:
+    if not claim.access_modes or not set(claim.access_modes) <= _ONE_NODE or job.spec.pods == 1:
         return False
     only_pod = set(claim.access_modes) == {"ReadWriteOncePod"}
     return job.spec.scheduling.one_pod_per_node or only_pod

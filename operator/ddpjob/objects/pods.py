@@ -13,6 +13,7 @@ from ddpjob.core.world import (
     LABEL_ROLE,
     LABEL_ROUND,
     LABEL_UID,
+    NODE_ROLES,
     TRAINER_CONTAINER,
     Role,
     coordinator_pod_name,
@@ -20,13 +21,14 @@ from ddpjob.core.world import (
 )
 from ddpjob.objects.overlay import coordinator_overlay, node_overlay
 from ddpjob.objects.service import job_labels
-from ddpjob.objects.site import Site
+from ddpjob.objects.site import COORDINATOR_HOSTNAME, Site
 
 POD_FILES_VOLUME = "ddpjob-podfiles"
 MAX_RESTARTS = 1_000_000
 """torchrun's own limit; the budget is the operator's, who sees every failure."""
 
-_UNREACHABLE_GRACE = 30
+_TAINT_MARGIN = 10
+"""Seconds beyond nodeLostAfterSeconds after which Kubernetes itself removes pods from a silent node: the operator comes first."""
 DEFAULT_GRACE = 30
 
 
@@ -41,17 +43,21 @@ def build_node(job: DDPJob, status: JobStatus, site: Site, index: int, attempt: 
         "containers": containers,
         "volumes": _volumes(job, status),
     }
-    if job.spec.scheduling.one_pod_per_node and job.spec.nodes > 1:
-        spec["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [_apart(job)]}}
-    pod = _pod(job, name, spec, _place_labels(status, Role.NODE, index, attempt))
+    affinity = _affinity(job, status)
+    if affinity:
+        spec["affinity"] = affinity
+    role = Role.NODE if index < job.spec.nodes else Role.SPARE
+    pod = _pod(job, name, spec, _place_labels(status, role, index, attempt))
     return node_overlay(pod, job.spec.pod_template)
 
 
 def build_coordinator(job: DDPJob, status: JobStatus, site: Site) -> Json:
     """The coordinator's own pod (placement Dedicated). No GPU; it has the job's image, since the store needs torch."""
-    name = coordinator_pod_name(job, status.rendezvous.generation)
+    name = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
     spec = {**_pod_basics(job, name), "containers": [_coordinator(job, status, site)], "volumes": [_pod_files_volume(status)]}
-    pod = _pod(job, name, spec, _place_labels(status, Role.COORDINATOR, None, None))
+    if job.spec.fast:
+        spec["hostname"] = COORDINATOR_HOSTNAME
+    pod = _pod(job, name, spec, _place_labels(status, Role.COORDINATOR, None, status.rendezvous.attempt))
     return coordinator_overlay(pod, job.spec.pod_template)
 
 
@@ -69,15 +75,16 @@ def _pod(job: DDPJob, name: str, spec: Json, labels: dict[str, str]) -> Json:
     }
 
 
-def _place_labels(status: JobStatus, role: Role, index: int | None, attempt: int | None) -> dict[str, str]:
+def _place_labels(status: JobStatus, role: Role, index: int | None, attempt: int) -> dict[str, str]:
     labels = {LABEL_ROLE: str(role), LABEL_GENERATION: str(status.rendezvous.generation), LABEL_ROUND: str(status.round)}
     if index is not None:
-        labels |= {LABEL_INDEX: str(index), LABEL_ATTEMPT: str(attempt)}
-    return labels
+        labels[LABEL_INDEX] = str(index)
+    return labels | {LABEL_ATTEMPT: str(attempt)}
 
 
 def _pod_basics(job: DDPJob, name: str) -> Json:
     spec = job.spec
+    patience = spec.recovery.node_lost_after_seconds + _TAINT_MARGIN
     basics: Json = {
         "restartPolicy": "Never",
         "hostname": name,
@@ -87,7 +94,7 @@ def _pod_basics(job: DDPJob, name: str) -> Json:
         "terminationGracePeriodSeconds": DEFAULT_GRACE,
         "tolerations": [
             # A node that is gone for longer is not coming back in time; Kubernetes' own default is 300 s.
-            {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _UNREACHABLE_GRACE}
+            {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": patience}
             for taint in ("unreachable", "not-ready")
         ],
     }
@@ -100,9 +107,22 @@ def _pod_basics(job: DDPJob, name: str) -> Json:
     return basics
 
 
+def _affinity(job: DDPJob, status: JobStatus) -> Json:
+    affinity: Json = {}
+    if job.spec.scheduling.one_pod_per_node and job.spec.pods > 1:
+        affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [_apart(job)]}
+    if status.avoided_nodes:
+        # A term for a node takes one name, and all of a term's must hold.
+        fields = [{"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes]
+        elsewhere = {"weight": 100, "preference": {"matchFields": fields}}
+        affinity["nodeAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [elsewhere]}
+    return affinity
+
+
 def _apart(job: DDPJob) -> Json:
+    roles = {"key": LABEL_ROLE, "operator": "In", "values": [str(role) for role in NODE_ROLES]}
     return {
-        "labelSelector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE)}},
+        "labelSelector": {"matchLabels": {LABEL_UID: job.uid}, "matchExpressions": [roles]},
         "topologyKey": job.spec.scheduling.topology_key,
     }
 
@@ -148,6 +168,8 @@ def _resources(job: DDPJob) -> Json:
 def rendezvous_settings(job: DDPJob, status: JobStatus, site: Site) -> dict[str, str]:
     """torchrun's options without their dashes. Why each is what it is: docs/architecture.md, "Rendezvous settings"."""
     nodes = job.spec.nodes
+    if job.spec.fast:
+        return _fast_settings(job, status, site)
     return {
         "nnodes": f"{nodes}:{nodes}",
         "nproc-per-node": str(job.spec.procs_per_node),
@@ -166,6 +188,20 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, site: Site) -> dict[str,
         ),
         "max-restarts": str(MAX_RESTARTS),
         "monitor-interval": "0.1",
+        "local-addr": "$(POD_IP)",
+    }
+
+
+def _fast_settings(job: DDPJob, status: JobStatus, site: Site) -> dict[str, str]:
+    """The coordinator forms the group itself: there is no store to look for, and nothing to wait for."""
+    return {
+        "nnodes": f"{job.spec.nodes}:{job.spec.nodes}",
+        "nproc-per-node": str(job.spec.procs_per_node),
+        "rdzv-backend": "ddpjob",
+        "rdzv-endpoint": f"{site.coordinator_host(job, status)}:{job.spec.rendezvous.endpoint_port}",
+        "rdzv-id": f"{job.uid}-{status.rendezvous.generation}",
+        "max-restarts": str(MAX_RESTARTS),
+        "monitor-interval": "0.02",
         "local-addr": "$(POD_IP)",
     }
 
@@ -198,6 +234,7 @@ def _environment(job: DDPJob, status: JobStatus, site: Site, index: int, attempt
         "DDPJOB_CHECKPOINT_DIR": site.checkpoint_path or (checkpoints.mount_path if checkpoints else "/checkpoints"),
         "DDPJOB_CHECKPOINT_SHARED": "1" if shared else "0",
         "DDPJOB_BACKEND": spec.backend,
+        "DDPJOB_RECOVERY": str(spec.recovery.mode),
         "DDPJOB_GRACE_SECONDS": str(_grace(job)),
     }
     if data is not None:
@@ -232,9 +269,9 @@ def _identity(job: DDPJob, status: JobStatus, site: Site, pod: str) -> dict[str,
 
 def _coordinator(job: DDPJob, status: JobStatus, site: Site) -> Json:
     rendezvous = job.spec.rendezvous
-    arguments = [f"--port={rendezvous.endpoint_port}", f"--store-port={rendezvous.port}", f"--nodes={job.spec.nodes}"]
+    arguments = _coordinator_arguments(job, status)
     container = _container(job, COORDINATOR_CONTAINER, [site.python, f"{site.pod_files_path}/coordinator.py"], arguments)
-    pod = coordinator_pod_name(job, status.rendezvous.generation)
+    pod = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
     container["env"] = [{"name": name, "value": value} for name, value in _identity(job, status, site, pod).items()]
     if rendezvous.resources:
         container["resources"] = rendezvous.resources
@@ -244,6 +281,23 @@ def _coordinator(job: DDPJob, status: JobStatus, site: Site) -> Json:
         {"name": "coordinator", "containerPort": rendezvous.endpoint_port},
     ]
     return container
+
+
+def _coordinator_arguments(job: DDPJob, status: JobStatus) -> list[str]:
+    recovery, rendezvous = job.spec.recovery, job.spec.rendezvous
+    arguments = [
+        f"--port={rendezvous.endpoint_port}",
+        f"--nodes={job.spec.nodes}",
+        f"--min-nodes={job.spec.min_nodes}",
+        f"--mode={recovery.mode.lower()}",
+        f"--attempt={status.rendezvous.attempt}",
+        f"--backoff={recovery.backoff.initial:g}:{recovery.backoff.maximum:g}",
+    ]
+    if not job.spec.fast:
+        arguments.append(f"--store-port={rendezvous.port}")
+    if recovery.hang_after_seconds is not None:
+        arguments.append(f"--hang-after={recovery.hang_after_seconds}")
+    return arguments
 
 
 # --- volumes ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from ddpjob.api.types import DDPJob, JobStatus, Placement
 from ddpjob.core.world import coordinator_pod_name, node_pod_name
 
+COORDINATOR_HOSTNAME = "coordinator"
+"""Of every coordinator pod in mode Fast."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
@@ -24,7 +27,12 @@ class Site:
     """None: by the kind of volume."""
 
     def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
-        """A name that every pod of the job resolves. It carries the attempt: a name server may still know an old address."""
+        """A name that every pod of the job resolves. It carries the attempt: a name server may still know an old address.
+
+        In mode Fast it is the same for every coordinator of the job: nodes outlive theirs and look for the next.
+        """
+        if job.spec.fast:
+            return f"{COORDINATOR_HOSTNAME}.{job.name}"
         if job.spec.rendezvous.placement is Placement.MASTER:
             pod = node_pod_name(job, 0, status.slots[0].attempt)
         else:
