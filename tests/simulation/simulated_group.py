@@ -9,6 +9,8 @@ from datetime import datetime, timedelta
 from ddpjob.core.world import Incident, LostMember, Member, Note, Report
 
 SILENCE, FIRST_WAIT, PACE, ATTEMPT_IDS = 6.0, 30.0, 10.0, 1_000_000
+FAST_SECONDS, STANDARD_SECONDS = 0.2, 3.0
+"""From a break until the group runs again, at the least."""
 SETTLING = 1.0
 """Seconds from a break until its incident is told."""
 
@@ -90,6 +92,8 @@ class Group:
             return
         self.waiting_since = now if self.waiting_since is None else self.waiting_since
         patience = FIRST_WAIT if self.rounds == 0 else 0.0 if self.fast else PACE
+        if self.rounds and now - self.broken < (FAST_SECONDS if self.fast else STANDARD_SECONDS):
+            return
         if len(there) >= self.wanted or now - self.waiting_since >= patience:
             chosen = [*sorted(self.running), *sorted(self.ready)][: self.wanted]
             self.running, self.ready = frozenset(chosen), there - set(chosen)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from ddpjob.api.reader import validate as validate_change
 from ddpjob.api.types import JobStatus, Json, parse_time
 from ddpjob.cli.run import BadInput, read_job
 from ddpjob.core.progress import duration
@@ -130,6 +131,18 @@ def kill(arguments: argparse.Namespace) -> int:
 def suspend(arguments: argparse.Namespace) -> int:
     """spec.runPolicy.suspend: true."""
     return _ask(_needs_runner(_folder(arguments.job)), "suspend", arguments.job)
+
+
+def scale(arguments: argparse.Namespace) -> int:
+    """spec.nodes, checked as the API server would."""
+    folder = _needs_runner(_folder(arguments.job))
+    old = _record(folder) or {}
+    new = {**old, "spec": {**old["spec"], "nodes": arguments.nodes}}
+    kept = ("apiVersion", "kind", "metadata", "spec")
+    faults = validate_change(*({key: body[key] for key in kept} for body in (new, old)))
+    if faults:
+        raise Mistake("\n".join(map(str, faults)))
+    return _ask(folder, "scale", str(arguments.nodes))
 
 
 def resume(arguments: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ def open_display() -> Display:
 def summary(status: JobStatus) -> str:
     """State, nodes and progress in one line."""
     progress = status.progress
-    words = [f"{status.phase or Phase.PENDING!s:<10} nodes {status.ready}/{status.nodes_wanted}"]
+    words = [f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display}"]
     words += [str(progress[name]) for name in ("display",) if name in progress]
     words += [f"{label} {progress[name]}" for label, name in (("loss", "lossDisplay"), ("eta", "eta")) if name in progress]
     words += [str(progress[name]) for name in ("speedDisplay",) if name in progress]
@@ -153,7 +153,7 @@ def panel(shown: Shown) -> RenderableType:
     head.add_row(
         Text(shown.job.name, style="bold"),
         Text(str(phase), style=_COLOURS.get(phase, "cyan")),
-        f"nodes {status.ready}/{status.nodes_wanted}",
+        f"nodes {status.nodes_display}",
         f"restarts {status.restarts.counted}/{status.max_restarts}"
         + (f" +{status.restarts.uncounted} not counted" if status.restarts.uncounted else ""),
         f"time {duration(max(since, timedelta()).total_seconds())}",

@@ -50,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     kill.add_argument("pod", metavar="POD")
     for verb, text in (("suspend", "end the pods after they saved; the job stays"), ("resume", "let a suspended job go on")):
         commands.add_parser(verb, help=text).add_argument("job", metavar="JOB")
+    scale = commands.add_parser("scale", help="change the number of nodes, as kubectl scale")
+    scale.add_argument("job", metavar="JOB")
+    scale.add_argument("nodes", type=int, metavar="NODES")
     stop = commands.add_parser("stop", help="end a run; nothing stays behind")
     stop.add_argument("job", metavar="JOB")
     stop.add_argument("--now", action="store_true", help="without time to save a checkpoint")

@@ -70,7 +70,7 @@ class ProcessCluster:
         spec = self.fit.spec
         policy = replace(spec.run_policy, suspend=job.spec.run_policy.suspend)
         rendezvous = replace(spec.rendezvous, port=self._port(job.status.rendezvous.generation))
-        return replace(job, spec=replace(spec, run_policy=policy, rendezvous=rendezvous))
+        return replace(job, spec=replace(spec, run_policy=policy, rendezvous=rendezvous, nodes=job.spec.nodes))
 
     def _port(self, generation: int) -> int:
         if generation not in self._ports:
@@ -205,9 +205,15 @@ class ProcessCluster:
 
     def suspend(self, wanted: bool) -> None:
         """spec.runPolicy.suspend, as `kubectl patch` would set it."""
-        spec = self.body["spec"]
+        self._change({"runPolicy": {**self.body["spec"].get("runPolicy", {}), "suspend": wanted}})
+
+    def scale(self, nodes: int) -> None:
+        """spec.nodes, as `kubectl scale` would set it."""
+        self._change({"nodes": nodes})
+
+    def _change(self, fields: Json) -> None:
         meta = {**self.body["metadata"], "generation": self.body["metadata"]["generation"] + 1}
-        self._store({**self.body, "metadata": meta, "spec": {**spec, "runPolicy": {**spec.get("runPolicy", {}), "suspend": wanted}}})
+        self._store({**self.body, "metadata": meta, "spec": {**self.body["spec"], **fields}})
         self.changed.set()
 
     def kill_all(self) -> None:

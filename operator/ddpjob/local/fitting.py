@@ -43,6 +43,7 @@ class Fit:
         if not self.gpus:
             return "" if self.spec.gpu_resource == NVIDIA else None
         each = self.spec.gpus_per_node
+        # A replacement has its slot's index, and so its predecessor's GPUs.
         return ",".join(self.gpus[index * each : (index + 1) * each])
 
 
@@ -50,7 +51,7 @@ def fit(job: DDPJob, folder: JobFolder, options: Options) -> Fit:
     """Everything is looked at, nothing is changed."""
     spec = job.spec
     gpus = usable_gpus() if spec.gpus_per_node and spec.gpu_resource == NVIDIA else ()
-    enough = len(gpus) >= spec.nodes * spec.gpus_per_node
+    enough = len(gpus) >= spec.pods * spec.gpus_per_node
     data = _data(spec, folder, options)
     working_dir = options.working_dir or Path(spec.working_dir or Path.cwd())
     problems = [*_unreadable(spec), *_folders(spec, data, working_dir, options)]
@@ -90,16 +91,29 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def _gpu_warnings(spec: JobSpec, gpus: tuple[str, ...]) -> Iterator[str]:
-    wanted = spec.nodes * spec.gpus_per_node
+    wanted = spec.pods * spec.gpus_per_node
     if not wanted:
         return
     if spec.gpu_resource != NVIDIA:
         yield f"spec.gpuResource: {spec.gpu_resource} is not shared out on this machine; every node sees what this shell sees"
     elif len(gpus) < wanted:
         yield (
-            f"spec.gpusPerNode: {spec.nodes} nodes x {spec.gpus_per_node} need {wanted} NVIDIA GPUs, this machine has {len(gpus)}: "
+            f"spec.gpusPerNode: {spec.nodes} nodes{_and_spares(spec)} x {spec.gpus_per_node} need {wanted} NVIDIA GPUs, "
+            f"this machine has {len(gpus)}: "
             "it trains on the CPU (gpusPerNode: 0 says so and silences this)"
         )
+
+
+def _and_spares(spec: JobSpec) -> str:
+    return f" and {spec.spares} spares" if spec.spares else ""
+
+
+def too_many_nodes(fit: Fit, nodes: int) -> str:
+    """Why a job that runs here cannot have so many nodes; empty: it can."""
+    wanted = (nodes + fit.spec.spares) * fit.spec.gpus_per_node
+    if fit.gpus and wanted > len(fit.gpus):
+        return f"{nodes} nodes{_and_spares(fit.spec)} need {wanted} GPUs, this machine has {len(fit.gpus)}"
+    return ""
 
 
 # --- folders ----------------------------------------------------------------------------------------------------

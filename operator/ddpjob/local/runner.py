@@ -21,7 +21,7 @@ from ddpjob.engine.ports import JobKey
 from ddpjob.engine.reconcile import reconcile, utc_now
 from ddpjob.local import guard, processes
 from ddpjob.local.cluster import Happening, ProcessCluster
-from ddpjob.local.fitting import Fit
+from ddpjob.local.fitting import Fit, too_many_nodes
 from ddpjob.local.paths import JobFolder, RunFolder
 from ddpjob.local.pod import Pod
 from ddpjob.local.record import requests, write_record
@@ -190,7 +190,15 @@ class Runner:
                 self.cluster.force_delete(self.cluster.pods[subject])
             elif verb in ("suspend", "resume") and self.interrupted is None:
                 self.cluster.suspend(verb == "suspend")
+            elif verb == "scale" and self.interrupted is None:
+                self._scale(int(subject))
             path.unlink(missing_ok=True)
+
+    def _scale(self, nodes: int) -> None:
+        refused = too_many_nodes(self.cluster.fit, nodes)
+        self.display.note(f"scale to {nodes} nodes: {refused or 'spec.nodes is changed'}")
+        if not refused:
+            self.cluster.scale(nodes)
 
     # --- what is shown and written down
 
