@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from cases import Loopback, Shape, System
-from groups import Coordinated, Group
+from groups import Coordinated, Group, NotRecovered
 from tree import descendants
 
 WINDOW = 1.5
@@ -42,14 +42,17 @@ def send(group: Group, number: signal.Signals) -> None:
 
 
 def turn(group: Group) -> float:
-    """The group runs alone for a while: the median of rank 0's steps, in seconds."""
+    """The group runs alone for a while: the median of rank 0's steps, in seconds. Raises NotRecovered when it did not go on as before."""
     send(group, signal.SIGCONT)
     began = time.time()
     time.sleep(WINDOW)
     send(group, signal.SIGSTOP)
     life = group.log.refresh().newest
-    assert life is not None
-    times = [moment for moment in life.steps[0] if moment > began + SETTLE]
+    times = [moment for moment in life.steps[0] if moment > began + SETTLE] if life and len(group.log.lives) == 1 else []
+    if len(times) < 2:
+        raise NotRecovered(
+            f"{type(group).__name__}: the group was frozen for some seconds and did not go on as before (logs in {group.folder})"
+        )
     return statistics.median(after - before for before, after in pairwise(times))
 
 
@@ -60,8 +63,9 @@ def measure(windows: int, patience: float) -> list[dict[System, float]]:
         groups: dict[System, Group] = {}
         for system in System:
             groups[system] = stack.enter_context(place.group(system, Shape(), OPTIONS))
-            send(groups[system], signal.SIGSTOP)
-            stack.callback(send, groups[system], signal.SIGCONT)
+        for group in groups.values():
+            send(group, signal.SIGSTOP)
+            stack.callback(send, group, signal.SIGCONT)
         for window in range(windows + 1):
             order = list(System) if window % 2 else list(reversed(System))
             row = {system: turn(groups[system]) for system in order}

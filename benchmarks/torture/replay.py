@@ -1,0 +1,111 @@
+"""The weights that a job must have come to: the same training, undisturbed, on as many ranks at each step as the job had.
+
+Where the number of ranks changed, sums of float32 are taken in another order from that step on, and training amplifies the difference: an
+elastic job cannot be compared with a run on a fixed number of ranks. It can with one that changes at the same steps, and then to the bit.
+
+    python replay.py FOLDER WORLD:STEP [WORLD:STEP ...] -- ARGUMENTS_OF_THE_TRAINER      each until after STEP; the last one to the end
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from ddpjob_trainer.ledger_check import Life
+
+Segments = tuple[tuple[int, int], ...]
+"""(ranks, last step)"""
+
+
+def segments(lives: list[Life]) -> Segments:
+    """From a ledger: how many ranks made which steps, in the history that counts."""
+    worlds: dict[int, int] = {}
+    for life in lives:
+        worlds = {step: world for step, world in worlds.items() if step <= life.start}
+        worlds.update(dict.fromkeys(life.parts, life.world))
+    found: list[tuple[int, int]] = []
+    for step, world in sorted(worlds.items()):
+        if found and found[-1][0] == world:
+            found.pop()
+        found.append((world, step))
+    return tuple(found)
+
+
+def replay(folder: Path, parts: Segments, arguments: list[str]) -> Path:
+    """Train; returns the folder of checkpoints. Raises CalledProcessError."""
+    own = folder / ("replay-" + "-".join(f"{world}x{step}" for world, step in parts))
+    if not own.exists():
+        words = [f"{world}:{step}" for world, step in parts]
+        command = [sys.executable, __file__, str(own), *words, "--", *arguments]
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
+    return own
+
+
+# ---- in a process of its own, which imports torch once and forks the ranks
+
+
+def main() -> int:
+    """The exit code."""
+    mark = sys.argv.index("--")
+    folder, parts = sys.argv[1], [tuple(map(int, word.split(":"))) for word in sys.argv[2:mark]]
+    arguments, done = [*sys.argv[mark + 1 :], f"checkpoint.dir={folder}"], 0
+    for number, (world, last) in enumerate(parts, 1):
+        expected = 0 if number == len(parts) else 75
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        stop = None if number == len(parts) else last - done
+        ranks = [
+            fork(lambda rank=rank, world=world, port=port, stop=stop: run_rank(rank, world, port, stop, arguments)) for rank in range(world)
+        ]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        if codes != [expected] * world:
+            print(f"replay of steps {done + 1} to {last} on {world} ranks ended with {codes}, not {expected}", file=sys.stderr)
+            return 1
+        done = last
+    return 0
+
+
+def fork(run: Callable[[], NoReturn]) -> int:
+    """The process id of a child that runs it."""
+    child = os.fork()
+    if child == 0:
+        run()
+    return child
+
+
+def run_rank(rank: int, world: int, port: int, stop: int | None, arguments: list[str]) -> NoReturn:
+    """One rank, which is told to stop during its step number `stop`."""
+    import traceback
+
+    from ddpjob_trainer import config, signals, train
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    begin, asked = signals.StopRequest.agreement, [0]
+
+    def agreement(self: signals.StopRequest, save_due: bool) -> signals.Agreement:
+        asked[0] += 1
+        if asked[0] == stop:
+            self._requested.set()
+        return begin(self, save_due)
+
+    signals.StopRequest.agreement = agreement  # type: ignore[method-assign]
+    try:
+        code = train.run(config.load(None, arguments))
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    import torch  # noqa: F401 (once, for all ranks)
+
+    sys.exit(main())
