@@ -86,7 +86,8 @@ async def time_to_live(s: Simulation) -> None:
 
 
 SCENARIOS: list[Scenario] = [
-    start_and_complete, pod_deleted, worker_fails, pod_fails, failed_pod_removed, coordinator_deleted, suspended_and_resumed, scaled, key_changed,
+    start_and_complete, pod_deleted, worker_fails, pod_fails, failed_pod_removed, coordinator_deleted,
+    suspended_and_resumed, scaled, key_changed,
     budget_spent, time_to_live,
 ]  # fmt: skip
 

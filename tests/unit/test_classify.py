@@ -7,7 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from ddpjob.core.classify import Cause, stuck, why_ended
+from ddpjob.api.types import JobSpec
+from ddpjob.core.classify import Cause, stuck, vanished, why_ended
+from ddpjob.core.hosts import HostView
+from ddpjob.core.rules import ruling
 from ddpjob.core.world import ContainerView, PodView, Role
 
 TOLD = json.dumps({"kind": "Error", "message": "ValueError: lunch", "traceback": "Traceback\nValueError: lunch"})
@@ -22,27 +25,30 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> Container
 
 
 @pytest.mark.parametrize(
-    ("view", "cause", "counted"),
+    ("view", "cause", "counts"),
     [
         (pod(ended(1, message=TOLD)), Cause.EXIT_CODE, True),
         (pod(ended(137, "OOMKilled")), Cause.OOM_KILLED, True),
-        (pod(ended(78, message=TOLD)), Cause.INIT_FAILURE, False),
-        (pod(ended(128, "StartError", "no python3")), Cause.INIT_FAILURE, False),
+        (pod(ended(78, message=TOLD)), Cause.INIT_FAILURE, True),
+        (pod(ended(79)), Cause.FENCED, False),
+        (pod(ended(128, "StartError", "no python3")), Cause.INIT_FAILURE, True),
         (pod(ended(76)), Cause.RENDEZVOUS_LOST, False),
         (pod(ended(143), deleted_at=datetime(2026, 1, 1, tzinfo=UTC)), Cause.DELETED, False),
         (pod(ended(1), deleted_at=datetime(2026, 1, 1, tzinfo=UTC)), Cause.DELETED, False),
         (pod(ended(137), disruption="PreemptionByScheduler"), Cause.PREEMPTED, False),
         (pod(ended(1), disruption="EvictionByEvictionAPI"), Cause.EVICTED, False),
         (pod(disruption="DeletionByTaintManager"), Cause.DISRUPTION, False),
+        (pod(disruption="DeletionByPodGC"), Cause.NODE_LOST, False),
+        (pod(phase="Failed", status_reason="NodeLost"), Cause.NODE_LOST, False),
         (pod(phase="Failed", status_reason="Evicted", status_message="low on memory"), Cause.EVICTED, False),
         (pod(phase="Failed", status_reason="UnexpectedAdmissionError"), Cause.EXIT_CODE, True),
         (pod(phase="Failed", init_containers={"prep": ended(3)}), Cause.EXIT_CODE, True),
-        (pod(phase="Failed", init_containers={"prep": ended(128, "StartError", "no /bin/prep")}), Cause.INIT_FAILURE, False),
+        (pod(phase="Failed", init_containers={"prep": ended(128, "StartError", "no /bin/prep")}), Cause.INIT_FAILURE, True),
     ],
 )
-def test_causes(view: PodView, cause: Cause, counted: bool) -> None:
+def test_causes(view: PodView, cause: Cause, counts: bool) -> None:
     end = why_ended(view)
-    assert (end.cause, end.counted) == (cause, counted)
+    assert (end.cause, ruling(JobSpec(image="a"), end.cause, end.exit_code, trained=True).counted) == (cause, counts)
     assert "job-0-0" in end.message, "it tells which pod"
 
 
@@ -96,3 +102,13 @@ def test_a_program_that_its_node_told_to_end_has_not_succeeded() -> None:
     assert pod(ended(0), phase="Succeeded").succeeded
     assert not pod(ended(0), phase="Failed", status_reason="Evicted").succeeded
     assert not pod(ended(0), disruption="EvictionByEvictionAPI").succeeded
+
+
+def test_a_taint_is_a_lost_node_where_the_node_is_not_ready() -> None:
+    down = {"n1": HostView(name="n1", ready=False, since=None, out_of_service=False)}
+    view = pod(node="n1", disruption="DeletionByTaintManager")
+    assert why_ended(view, down).cause is Cause.NODE_LOST
+    assert why_ended(view, {}).cause is Cause.NODE_LOST, "its object is deleted"
+    assert why_ended(view, {"n1": HostView(name="n1", ready=True, since=None, out_of_service=False)}).cause is Cause.DISRUPTION
+    assert vanished("job-0-0", "n1", down).cause is Cause.NODE_LOST
+    assert vanished("job-0-0", "n1", None).cause is Cause.DELETED
