@@ -20,8 +20,8 @@ CAMEL = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]+)*|OOMKilled")
 # CamelCase words of core/ that are not reasons of the operator's: Kubernetes' own, the coordinator's, values of the API.
 OTHER_WORDS = {
     *("PreemptionByScheduler", "TerminationByKubelet", "DeletionByTaintManager"),
-    *("NodeShutdown", "Shutdown", "Terminated", "NodeLost", "NodeAffinity", "Preempting"),
-    *("ContainerCreating", "PodInitializing", "Pending", "Running", "Succeeded"),
+    *("NodeShutdown", "Shutdown", "Terminated", "NodeAffinity", "Preempting"),
+    *("ContainerCreating", "PodInitializing", "Pending", "Running", "Succeeded", "Ready", "True"),
     *("ReadWriteOnce", "ReadWriteOncePod"),
 }
 
