@@ -20,6 +20,8 @@ import ddpjob.podfiles
 PODFILES = Path(ddpjob.podfiles.__file__).parent
 SCRIPTS = Path(__file__).parent / "scripts"
 TOKEN = "a-token-for-tests"
+PYTHON = os.environ.get("DDPJOB_TEST_PYTHON", sys.executable)
+"""Of the job's pods: names one with another torch, to see whether that one is supported."""
 
 
 def free_port() -> int:
@@ -50,7 +52,7 @@ class Job:
 
     def start_coordinator(self, *more: str, attempt: int = 0) -> subprocess.Popen[bytes]:
         """The coordinator, in Standard with a store unless told otherwise."""
-        command = [sys.executable, str(PODFILES / "coordinator.py"), "--port", str(self.port), "--nodes", str(self.nodes)]
+        command = [PYTHON, str(PODFILES / "coordinator.py"), "--port", str(self.port), "--nodes", str(self.nodes)]
         command += [
             "--host",
             "127.0.0.1",
@@ -72,7 +74,7 @@ class Job:
         """The launcher of one node; `what` is the script and its arguments, `prefix` a program that starts the launcher."""
         pod = f"job-{index}-{attempt}"
         command = [
-            *prefix, sys.executable, str(PODFILES / "launcher.py"), f"--nnodes={self.nodes}:{self.nodes}", f"--nproc-per-node={self.procs}",
+            *prefix, PYTHON, str(PODFILES / "launcher.py"), f"--nnodes={self.nodes}:{self.nodes}", f"--nproc-per-node={self.procs}",
             "--rdzv-id=uid-0", "--max-restarts=1000000", "--local-addr=127.0.0.1", *self.rendezvous(), *torchrun, *what,
         ]  # fmt: skip
         place = {"DDPJOB_POD": pod, "DDPJOB_INDEX": str(index), "DDPJOB_ATTEMPT": str(attempt)}

@@ -230,7 +230,7 @@ def test_tokens_attempts_and_stop(folder: Path) -> None:
         job.start_node(0, STEPS)
         job.wait_until(lambda r: [m["pod"] for m in r["members"]] == ["job-0-0"])
         job.start_node(0, STEPS, attempt=1)
-        assert job.wait_exit("job-0-0") == 77  # a newer attempt takes the place
+        assert job.wait_exit("job-0-0") == 79  # a newer attempt takes the place
         assert "job-0-1" in job.end("job-0-0")["message"]
         job.wait_until(lambda r: [m["pod"] for m in r["members"]] == ["job-0-1"])
         assert job.post("/v1/stop", {"ok": False, "why": "the budget is spent"}) == (200, {})
