@@ -174,16 +174,19 @@ class Course:
             self.last_recovery, self.down_since = self._clock() - self.down_since, None
 
     def _resize(self, current: Round) -> None:
-        ready = sum(m.state == READY for m in self.members.values())
-        when = formation.resizes_at(current, ready, self.size)
+        ready = sorted((m for m in self.members.values() if m.state == READY), key=lambda m: (m.ready_at, m.index))
+        when = formation.resizes_at(current, len(ready), self.size)
         if when is None:
             return
         if self._clock() < when:
             self._wake(when)
             return
-        world = min(self.size.nodes, current.world + ready)
+        world = min(self.size.nodes, current.world + len(ready))
         why = f"the group goes on with {world} instead of {current.world} nodes"
-        current.cause = Verdict("Joined", self._clock(), {"message": why, "traceback": ""}, 0)
+        fields: dict[str, Any] = {"message": why, "traceback": ""}
+        if world > current.world:
+            fields.update(pod=ready[0].pod, index=ready[0].index)
+        current.cause = Verdict("Joined", self._clock(), fields, 0)
         self.broken(current)
         self.tell_all(current, why, planned=True)
 
