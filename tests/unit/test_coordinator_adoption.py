@@ -139,3 +139,12 @@ def test_a_first_coordinator_waits_for_nobody_to_come_back() -> None:
     world.restart_coordinator(Settings(2, 2, mode=FAST))
     world.ready(world.hello(0), world.hello(1))
     assert world.round.number == 1
+
+
+def test_a_newer_round_is_found_after_an_older_one_was_taken_for_it() -> None:
+    world = second(2)
+    older = [world.resume(i, 6, i, 2) for i in range(2)]
+    assert world.report()["state"] == "Running"
+    newer = [world.resume(2 + i, 7, i, 2) for i in range(2)]
+    assert [world.last(m)[0] for m in older] == ["restart"] * 2 and [world.last(m)[0] for m in newer] == ["welcome"] * 2
+    assert (world.report()["state"], world.round.number) == ("Running", 7) and world.incidents() == []

@@ -185,7 +185,7 @@ def test_a_loss_during_a_planned_restart_is_told_at_once() -> None:
     assert [fields["planned"] for verb, fields in world.heard[members[0].pod] if verb == "restart"] == [True, False]
     world.ready(members[0])
     assert world.round.number == 2
-    assert world.incidents() == [("Joined", None, 0)]
+    assert world.incidents() == [("Joined", "job-2-0", 0)]
 
 
 def test_a_ready_that_has_crossed_go_changes_nothing() -> None:
@@ -372,6 +372,19 @@ def test_an_exception_before_the_pods_loss_is_the_cause() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 1)]
 
 
+def test_a_round_breaks_once_however_much_follows() -> None:
+    world = World(3)
+    first, second, third = world.form(3)
+    world.pass_time(59)
+    world.fail(first)
+    world.pass_time(2)
+    world.fail(second, RESET)
+    world.lose(third)
+    assert world.round.broken_at == 1059.0 and world.report()["recovery"]["downSince"] == "1970-01-01T00:17:39.000Z"
+    world.ready(first, second, world.hello(2, attempt=1))
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]  # judged when it was clear: what came later is not part of it
+
+
 def test_each_round_has_its_own_incident_and_old_ones_are_dropped() -> None:
     world = World()
     members = world.form()
@@ -483,7 +496,7 @@ def test_joiners_are_paced(joiners: int, wait: float) -> None:
     world.ready(*members)
     assert world.round.world == 2 + joiners and world.ranks()[:2] == [0, 1]
     world.pass_time(1)
-    assert world.incidents() == [("Joined", None, 0)]
+    assert world.incidents() == [("Joined", "job-2-0", 0)]
 
 
 def test_a_joiner_does_not_interrupt_members_that_finish() -> None:

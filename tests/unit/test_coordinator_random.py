@@ -5,9 +5,10 @@ Whatever happens: one round at a time, with the announced members and ranks; one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from coordinator_world import FAST, RESET, STANDARD, Settings, World
+from coordinator_world import FAST, RESET, STANDARD, Failure, Settings, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +20,11 @@ class Node:
 
     def __init__(self, life: Life, index: int, attempt: int) -> None:
         self.life, self.index, self.attempt, self.pod = life, index, attempt, f"job-{index}-{attempt}"
-        self.alive, self.booted, self.leaving = True, False, False
+        self.alive, self.booted, self.leaving, self.stuck = True, False, False, False
         self.member: Any = None
         self.send: Any = None
         self.lines: list[tuple[str, dict[str, Any]]] = []
+        self.words: list[Callable[[], None]] = []  # on their way to the coordinator
         self.place: dict[str, Any] = {}  # round, rank, world, state
         self.said_ready, self.joined, self.told = False, False, False
         self.connect()
@@ -35,7 +37,7 @@ class Node:
     def connect(self) -> None:
         """Say hello over a new connection; what the old one held is lost."""
         lines: list[tuple[str, dict[str, Any]]] = []
-        self.lines, group = lines, self.life.world.group
+        self.lines, self.words, group = lines, [], self.life.world.group
 
         def send(verb: str, fields: dict[str, Any]) -> None:
             lines.append((verb, fields))
@@ -52,9 +54,18 @@ class Node:
             self.life.world.group.lost(member, "its connection ended")
 
     def die(self) -> None:
-        """The pod is gone."""
+        """The pod is gone; what it said last arrives before the end of its connection."""
         self.alive = False
+        while self.words:
+            self.deliver()
         self.disconnect()
+
+    def deliver(self) -> None:
+        """One of its words arrives."""
+        if self.words:
+            word = self.words.pop(0)
+            if self.member is not None:
+                word()
 
     def read(self) -> None:
         """Take in one line."""
@@ -71,11 +82,12 @@ class Node:
         elif verb == "restart" and self.working and fields["round"] >= self.place["round"]:
             self.told = True
         elif verb == "dump" and self.member is not None:
-            self.life.world.group.stacks(self.member, fields["round"], 0, "stack")
+            member, number = self.member, fields["round"]
+            self.words.append(lambda: self.life.world.group.stacks(member, number, 0, "stack"))
 
     def work(self) -> None:
         """Do what comes next."""
-        if not self.alive or self.member is None or self.leaving:
+        if not self.alive or self.member is None or self.leaving or self.stuck:
             return
         group = self.life.world.group
         if not self.booted:
@@ -85,7 +97,8 @@ class Node:
             self._be_ready()
         elif self.working and not self.joined:
             self.joined = True
-            group.joined(self.member, self.place["round"])
+            member, number = self.member, self.place["round"]
+            self.words.append(lambda: group.joined(member, number))
 
     def _be_ready(self) -> None:
         if self.place:
@@ -94,20 +107,24 @@ class Node:
         self._say_ready()
 
     def _say_ready(self) -> None:
-        if self.member is not None:
-            self.life.world.group.ready(self.member, self.place.get("round", 0), "10.0.0.1", 4000 + self.index)
+        member, after, group = self.member, self.place.get("round", 0), self.life.world.group
+        if member is not None:
+            self.words.append(lambda: group.ready(member, after, "10.0.0.1", 4000 + self.index))
 
     def fail(self, message: str, code: int = 1) -> None:
         """A worker ends; the others are ended by the launcher."""
         if self.working and self.member is not None and self.place["state"] == "Running" and not self.leaving:
-            self.life.fail(self, message, code)
+            member, number, world = self.member, self.place["round"], self.life.world
+            failure = Failure(member.place, 0, 0, code, None, message, "", world.now)
+            self.words.append(lambda: world.group.failure(member, number, failure))
             self.told = True
 
     def leave(self) -> None:
         """The pod is told to end."""
         if self.alive and self.member is not None and not self.leaving:
             self.leaving = True
-            self.life.world.group.leaving(self.member, "told to end by SIGTERM")
+            member, group = self.member, self.life.world.group
+            self.words.append(lambda: group.leaving(member, "told to end by SIGTERM"))
 
 
 class Life:
@@ -119,7 +136,8 @@ class Life:
         self.nodes: list[Node] = []
         self.attempts = dict.fromkeys(range(PLACES), 0)
         self.going: dict[str, Any] = {}  # the round whose `go` is being sent: pods told so far
-        self.highest = 0
+        self.highest, self.restarted_at = 0, 0.0
+        self.expected: set[str] = set()  # members of a round that the last coordinator left whole
         self.rounds: list[Any] = []
         self.listen()
         self.nodes.extend(Node(self, i, 0) for i in range(PLACES))
@@ -143,15 +161,24 @@ class Life:
         if self.going.get("round") != fields["round"]:
             self.all_told()
             assert fields["round"] > self.highest, "a round's number came twice"
-            self.highest = fields["round"]
+            last, self.highest = self.highest, fields["round"]
             self.going = {"round": fields["round"], "members": fields["members"], "told": {}}
             assert group.course.size.minimum <= fields["world"] <= group.course.size.nodes
             for other in self.nodes:
-                held = other.working and other.member is not None and not other.leaving
-                assert not held or any(v in ("restart", "stop") for v, _ in other.lines) or other.told, f"{other.pod} still works"
+                held = other.working and not other.leaving and (other.member is not None or self.expects(other))
+                assert not held or any(v == "stop" for v, _ in other.lines) or self.given_up(other, last), f"{other.pod} still works"
         assert node.said_ready, f"{node.pod} has not said ready"
         assert fields["members"] == self.going["members"] and fields["world"] == len(fields["members"])
         self.going["told"][node.pod] = fields["rank"]
+
+    def expects(self, node: Node) -> bool:
+        """Whether the coordinator has only just begun and could hear of the round that the node is in."""
+        return node.pod in self.expected and self.world.now < self.restarted_at + 4.0
+
+    def given_up(self, node: Node, last: int) -> bool:
+        """Whether the group has gone on without the node already, and has told it so."""
+        told = node.told or any(verb == "restart" for verb, _ in node.lines)
+        return told and node.place["round"] < last
 
     def all_told(self) -> None:
         """The last `go` has reached exactly the members that it names."""
@@ -159,14 +186,6 @@ class Life:
             table = self.going["members"]
             assert [row["rank"] for row in table] == list(range(len(table)))
             assert {row["pod"]: row["rank"] for row in table} == self.going["told"]
-
-    def fail(self, node: Node, message: str, code: int) -> None:
-        """Report a failure of the round that the node is in."""
-        member = node.member
-        before, member.round = member.round, node.place["round"]
-        self.world.fail(member, message, code)
-        if member.round == node.place["round"]:
-            member.round = before
 
     def check(self) -> None:
         """After each step."""
@@ -183,6 +202,10 @@ class Life:
     def restart_coordinator(self) -> None:
         """All connections end; the next one knows nothing but its attempt."""
         self.attempt += 1
+        last = self.world.group.course.round
+        whole = last is not None and not last.broken and self.world.group.course.hold_until is None
+        self.expected = {n.pod for n in self.nodes if whole and last is not None and n.place.get("round") == last.number}
+        self.restarted_at = self.world.now
         size = self.world.group.course.size
         self.world.restart_coordinator(Settings(size.nodes, size.minimum, mode=self.mode, attempt=self.attempt, hang_after=50.0))
         self.rounds = []
@@ -204,6 +227,8 @@ class Life:
         connected = node.alive and node.member is not None
         if what == "read":
             node.read()
+        elif what == "deliver":
+            node.deliver()
         elif what == "work":
             node.work()
         elif what == "all":
@@ -222,6 +247,8 @@ class Life:
             node.disconnect()
         elif what == "reconnect" and node.alive:
             node.connect()  # where a connection is left, it is half open
+        elif what == "stuck" and node.booted:
+            node.stuck = True  # it beats and hears, and does nothing: only fencing helps
         elif what == "leave":
             node.leave()
         elif what == "replace":
@@ -239,6 +266,8 @@ class Life:
             while node.alive and node.lines:
                 node.read()
             node.work()
+            while node.words:
+                node.deliver()
 
     def calm(self) -> None:
         """Nothing more happens; pods are replaced as the operator would. The group must run, whole."""
@@ -259,13 +288,14 @@ class Life:
                 break
         course = self.world.group.course
         assert course.state == "Running" and course.round is not None and course.round.world == 3, self.world.report()
-        inside = [n for n in self.nodes if n.working]
-        assert sorted((n.place["round"], n.place["rank"]) for n in inside) == [(course.round.number, r) for r in range(3)]
+        inside = [n for n in self.nodes if n.working and n.place["round"] == course.round.number]
+        assert sorted(n.place["rank"] for n in inside) == [0, 1, 2]
+        assert all(n in inside or self.given_up(n, self.highest) for n in self.nodes if n.working)
 
 
 EVENTS = [
-    "read", "work", "all", "all", "all", "pass", "pass", "fail", "aside", "die", "gone", "cut", "reconnect", "leave", "replace", "size",
-    "coordinator", "step",
+    "read", "deliver", "work", "all", "all", "all", "pass", "pass", "fail", "aside", "die", "gone", "cut", "reconnect", "leave", "stuck",
+    "replace", "size", "coordinator", "step",
 ]  # fmt: skip
 
 

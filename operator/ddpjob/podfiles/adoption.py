@@ -74,9 +74,7 @@ class Adoption:
     def resume(self, member: Member, told: Resume) -> None:
         """Put the member where it says that it is, and tell it when that place is no more."""
         course = self._course
-        if course.round is None and not self._opened:
-            self._hold(ADOPT_SECONDS)
-        if course.hold_until is not None and (course.round is None or told.round > course.round.number):
+        if course.round is None or told.round > course.round.number:  # none that this coordinator began has such a number
             self._begin(told)
         current = course.round
         member.round, member.rank = told.round, told.rank
@@ -100,8 +98,12 @@ class Adoption:
     def _begin(self, told: Resume) -> None:
         course = self._course
         if course.round is not None:  # it was over before this coordinator began, and not this one's to judge
-            course.round.judged, course.round.broken_at = True, None
+            if not course.round.judged:
+                course.round.judged, course.round.broken_at = True, None
             course.state, course.down_since = "Forming", None
+            course.watch.end()
+        if course.hold_until is None:
+            self._hold(ADOPT_SECONDS)
         course.round = Round(told.round, told.world)
         course.last_number = max(course.last_number, told.round)
         for other in course.members.values():
