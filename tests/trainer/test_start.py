@@ -13,7 +13,7 @@ import torch
 from ddpjob_trainer import devices
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.models import ModelConfig, build_model
-from ranks import free_port
+from ranks import TINY, free_port, good
 
 PROGRAM = """
 import sys
@@ -64,6 +64,17 @@ def test_a_rank_forked_after_preload_trains_and_imports_nothing_of_ours(tmp_path
     threads, code, imported = json.loads(done.stdout.splitlines()[-1])
     assert (threads, code) == (1, 0)
     assert imported == []
+
+
+def test_ranks_of_agents_that_have_restarted_differently_find_each_other(tmp_path: Path) -> None:
+    """A spare's agent has restarted nothing, the one beside it has; both use the store of one of them."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def agent(rank: int) -> dict[str, str]:
+        place = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port), "DDPJOB_FENCE": "0.3"}
+        return {**place, "TORCHELASTIC_RESTART_COUNT": str(2 * rank)}
+
+    good(2, [*TINY, "train.epochs=1", "train.timeout_seconds=20", f"checkpoint.dir={tmp_path}"], env=agent)
 
 
 def test_backend_and_device() -> None:

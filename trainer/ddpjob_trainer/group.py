@@ -102,11 +102,13 @@ def joined(group: Group, placement: Placement, timeout_seconds: float) -> Iterat
 
 
 def _fresh_store(group: Group, timeout: datetime.timedelta) -> Any:
-    """torchrun's own store, with keys of this attempt only.
+    """The agent's own store, with keys of this life only.
 
     An agent that restarts its workers in place hands them the same store again (torch 2.15); the addresses of the dead processes in it
-    make gloo wait for ever.
+    make gloo wait for ever. Agents count their restarts each for itself, and one that has just come counts none: where there is a fence,
+    it is what all ranks of a life have in common.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, group.world, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"/worker/attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]
+    life = os.environ.get("DDPJOB_FENCE") or f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    return dist.PrefixStore(f"/worker/{life}", store)  # type: ignore[attr-defined]
