@@ -42,7 +42,7 @@ def agent_class(link: Link, departure: Departure, mode: str, parameters: Any) ->
             self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that ended before any signal of ours
             self._oom_kills = 0
             departure.stop_workers = self._stop_for_good
-            link.on_dump = self._dump
+            link.on_dump, link.on_hurry = self._dump, self._hurry
             spec = self._worker_group.spec
             if not isinstance(spec.rdzv_handler, FastRounds):
                 spec.rdzv_handler = StandardRounds(link, departure, str(spec.local_addr or ""), parameters())
@@ -114,6 +114,11 @@ def agent_class(link: Link, departure: Departure, mode: str, parameters: Any) ->
             if link.is_planned(self._round):
                 self._grace = departure.grace_seconds
             super()._stop_workers(worker_group, *args, **kwargs)
+
+        def _hurry(self, number: int) -> None:
+            """The grace of a planned restart is over: a peer that would have saved with these workers is gone."""
+            if number == self._round and self._pcontext is not None:
+                self._kill_groups(self._pcontext)
 
         def _stop_for_good(self, grace: float) -> None:
             self._grace = grace

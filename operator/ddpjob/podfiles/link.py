@@ -45,6 +45,7 @@ class Link:
         self._restart_round, self._planned = -1, False
         self.why = ""
         self.on_restart: Callable[[int], None] = lambda number: None
+        self.on_hurry: Callable[[int], None] = lambda number: None  # a planned restart has lost a member: nobody can save any more
         self.on_dump: Callable[[int], None] = lambda number: None
 
     def start(self) -> None:
@@ -214,14 +215,18 @@ class Link:
             self.news.notify_all()
 
     def _on_told_to_restart(self, message: dict[str, Any]) -> None:
-        number = int(message["round"])
+        number, planned = int(message["round"]), bool(message.get("planned"))
         with self.news:
-            if number <= self._restart_round:
+            hurry = number == self._restart_round and self._planned and not planned
+            if number <= self._restart_round and not hurry:
                 return
-            self._restart_round, self._planned = number, bool(message.get("planned"))
+            self._restart_round, self._planned = number, planned
             self.why = str(message.get("why", ""))
             self.news.notify_all()
-        self.on_restart(number)
+        if hurry:
+            self.on_hurry(number)
+        else:
+            self.on_restart(number)
 
     def _on_welcome(self, message: dict[str, Any]) -> bool:
         expected = self._identity.get("generation")
