@@ -36,6 +36,9 @@ from simulated_group import Group, moments
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 KEY = JobKey("space", "job")
+PATIENCE = 120.0
+"""Seconds that nodes wait for another coordinator in mode Fast."""
+TRACEBACK = "Traceback (most recent call last):\nValueError: lunch"
 
 
 class Killed(BaseException):
@@ -93,6 +96,7 @@ class Simulation:
         self.others: dict[tuple[str, str], Json] = {}
         self.groups: dict[int, Group] = {}
         self._died_silently: set[str] = set()
+        self._heard_at: dict[int, float] = {}
         self.events: list[Event] = []
         self.done_steps = 0
         self.points = 0
@@ -119,7 +123,7 @@ class Simulation:
             pods=tuple(self._view(p) for p in self.pods.values()),
             has_service=("Service", job.name) in self.others,
             has_budget=("PodDisruptionBudget", job.name) in self.others,
-            hosts=dict(self.hosts) if self.knows_hosts else None,
+            hosts={name: self._host(view) for name, view in self.hosts.items()} if self.knows_hosts else None,
             pod_files=wanted if ("ConfigMap", wanted) in self.others else "",
             pod_files_offered=pod_files_name(job),
             key_mark=self.site.key_mark,
@@ -300,6 +304,7 @@ class Simulation:
             group = Group(generation, int(host.argument("nodes")), int(host.argument("min-nodes")), self.fast, moments(EPOCH))
             self.groups[generation] = group
         group.adopt(int(host.argument("attempt")))
+        self._heard_at[generation] = self.now
         if group.state == "Succeeded":
             for pod in alive:
                 self.end(pod.name, 0)
@@ -314,12 +319,10 @@ class Simulation:
 
     def _train_without(self, group: Group | None, alive: list[Pod], seconds: float) -> None:
         """Without a coordinator a Standard group ends; a Fast one goes on as it is while none of it is lost."""
-        if group is not None and group.fast:
-            if group.running <= {p.name for p in alive}:
-                self._step(group, seconds)
-            return
+        if group is not None and self.fast and group.running <= {p.name for p in alive}:
+            self._step(group, seconds)
         for pod in alive:
-            if self.now - pod.born > 5:
+            if self.now - max(pod.born, self._heard_at.get(pod.label(LABEL_GENERATION), 0.0)) > (PATIENCE if self.fast else 5):
                 self.end(pod.name, 76)
 
     def _step(self, group: Group, seconds: float) -> None:
@@ -356,6 +359,11 @@ class Simulation:
         since = EPOCH + timedelta(seconds=self.now + after)
         self.hosts[node] = HostView(name=node, ready=False, since=since, out_of_service=False)
 
+    def _host(self, view: HostView) -> HostView:
+        """As the API shows it by now."""
+        told = view.ready or view.since is None or view.since <= EPOCH + timedelta(seconds=self.now)
+        return view if told else HostView(name=view.name, ready=True, since=EPOCH, out_of_service=False)
+
     def heal(self, node: str) -> None:
         self.cut_nodes.discard(node)
         self.hosts[node] = HostView(name=node, ready=True, since=EPOCH + timedelta(seconds=self.now), out_of_service=False)
@@ -366,13 +374,14 @@ class Simulation:
         group = self.groups.get(pod.label(LABEL_GENERATION))
         if group is None or group.state != "Running" or name not in group.running or self._coordinator(group.generation) is None:
             return False
-        told = {
+        told: Json = {
             "rank": pod.label(LABEL_INDEX),
             "local_rank": 0,
             "exit_code": 1,
-            "traceback": "Traceback (most recent call last):\nValueError: lunch",
+            "message": "ValueError: lunch",
+            "traceback": TRACEBACK,
         }
-        group.break_up(kind, name, "ValueError: lunch", self.now, **(told | details))
+        group.break_up(kind, name, now=self.now, **(told | details))
         return True
 
     def change_spec(self, change: Json) -> None:

@@ -57,7 +57,7 @@ class Group:
         away = {pod for pod in before if pod in ended or pod in self.lost}
         if self.state == "Running" and self.running & away:
             first = min(self.running & away)
-            self.break_up("Left" if first in leaving else "PeerLost", first, f"pod {first} is gone", now)
+            self.break_up("Left" if first in leaving else "PeerLost", first, f"pod {first} is gone", now=now)
         self.ready = frozenset(alive) - self.running
         self.running = self.running - away
 
@@ -65,10 +65,10 @@ class Group:
         self.lost.pop(pod, None)
         self.silent.pop(pod, None)
         if self.state == "Running" and pod in self.running:
-            self.break_up("PeerLost", pod, "the operator says that it is gone", now)
+            self.break_up("PeerLost", pod, "the operator says that it is gone", now=now)
         self.running, self.ready = self.running - {pod}, self.ready - {pod}
 
-    def break_up(self, kind: str, pod: str, message: str, now: float, **details: object) -> None:
+    def break_up(self, kind: str, pod: str, message: str, *, now: float, **details: object) -> None:
         """The round ends, and has one incident."""
         self.state, self.broken = "Restarting", now
         number = self.attempt * ATTEMPT_IDS + len(self.incidents) + 1
@@ -107,7 +107,7 @@ class Group:
             self.state, self.broken = "Restarting", now
         elif world < self.wanted and self.ready and now - self.formed >= PACE:
             joiner = min(self.ready)
-            self.break_up("Joined", joiner, f"pod {joiner} joins", now)
+            self.break_up("Joined", joiner, f"pod {joiner} joins", now=now)
 
     def adopt(self, attempt: int) -> None:
         """Another coordinator has taken over; its incidents are its own."""

@@ -80,6 +80,62 @@ async def budget_spent(s: Simulation) -> None:
     await s.until(lambda: not any(p.running for p in s.pods.values()))
 
 
+FAST = {"maxRestarts": 10, "mode": "Fast", "nodeLostAfterSeconds": 15}
+
+
+def some_node(s: Simulation) -> str:
+    return max(p.name for p in s._nodes() if p.running and p.role is Role.NODE)
+
+
+async def spare_takes_over(s: Simulation) -> None:
+    s.change_spec({"spares": 1, "recovery": FAST})
+    await s.until(lambda: s.status.get("nodes", {}).get("spare") == 1)
+    s.force_delete(some_node(s))
+    await s.until_phase("Complete")
+
+
+async def elastic_shrinks_and_grows(s: Simulation) -> None:
+    s.change_spec({"nodes": 3, "elastic": {"minNodes": 1}, "recovery": FAST})
+    s.steps = 60
+    await s.until_phase("Running")
+    s.force_delete(some_node(s))
+    s.capacity = 2
+    await s.until(lambda: s.status["nodes"]["display"] == "2/3")
+    s.capacity = 3
+    await s.until_phase("Complete")
+
+
+async def scaled_down_and_up(s: Simulation) -> None:
+    s.change_spec({"nodes": 3, "spares": 1})
+    s.steps = 60
+    await s.until_phase("Running")
+    s.change_spec({"nodes": 2, "spares": 0})
+    await s.until(lambda: s.status["nodes"]["display"] == "2/2" and s.phase == "Running")
+    s.change_spec({"nodes": 3})
+    await s.until_phase("Complete")
+
+
+async def node_lost(s: Simulation) -> None:
+    s.change_spec({"recovery": {"nodeLostAfterSeconds": 15}})
+    await s.until_phase("Running")
+    s.cut(s.pods[some_node(s)].node)
+    await s.until_phase("Complete")
+
+
+async def fast_coordinator_lost(s: Simulation) -> None:
+    s.change_spec({"recovery": FAST})
+    await s.until_phase("Running")
+    s.force_delete(next(p.name for p in s.pods.values() if p.role is Role.COORDINATOR))
+    await s.until_phase("Complete")
+
+
+async def both_out_of_memory(s: Simulation) -> None:
+    await s.until_phase("Running")
+    for name in [p.name for p in s._nodes()]:
+        s.end(name, 137, "OOMKilled")
+    await s.until_phase("Complete")
+
+
 async def time_to_live(s: Simulation) -> None:
     s.change_spec({"runPolicy": {"ttlSecondsAfterFinished": 5}})
     await s.until(lambda: s.job is None)
@@ -88,7 +144,8 @@ async def time_to_live(s: Simulation) -> None:
 SCENARIOS: list[Scenario] = [
     start_and_complete, pod_deleted, worker_fails, pod_fails, failed_pod_removed, coordinator_deleted,
     suspended_and_resumed, scaled, key_changed,
-    budget_spent, time_to_live,
+    budget_spent, time_to_live, spare_takes_over, elastic_shrinks_and_grows, scaled_down_and_up, node_lost,
+    fast_coordinator_lost, both_out_of_memory,
 ]  # fmt: skip
 
 
@@ -106,8 +163,9 @@ async def run(scenario: Scenario, die_at: set[int], placement: str) -> Simulatio
     return simulation
 
 
+NEED_A_COORDINATOR_POD = (coordinator_deleted, spare_takes_over, elastic_shrinks_and_grows, fast_coordinator_lost)
 CASES = [(scenario, "Dedicated") for scenario in SCENARIOS] + [
-    (scenario, "Master") for scenario in SCENARIOS if scenario is not coordinator_deleted
+    (scenario, "Master") for scenario in SCENARIOS if scenario not in NEED_A_COORDINATOR_POD
 ]
 
 

@@ -65,7 +65,7 @@ def recoveries(status: JobStatus) -> list[str]:
     return [
         f"{r.reason}: {r.message.splitlines()[0]}: the group ran again after {r.seconds:.1f} s"
         for r in status.restarts.recent
-        if r.seconds is not None
+        if r.seconds
     ]
 
 

@@ -34,7 +34,7 @@ def describe(
     status = _scheduled(job, status, world, present, now, creating=creating)
     running, reason, message = _running(job, status, world, training, running_pods, now)
     status = with_condition(status, ConditionType.RUNNING, running, reason, message, now)
-    whole = running and reason != "CoordinatorUnreachable" and (training is None or training <= job.spec.nodes)
+    whole = running and reason not in ("CoordinatorUnreachable", "CoordinatorReplaced") and (training is None or training <= job.spec.nodes)
     status = _restarting(status, whole, [r for r in restarts if r.round], world, now, old_round)
     status = _fast_recovery(job, status, world, now)
     told = world.report.progress if world.report else {}
@@ -123,6 +123,8 @@ def _running(job: DDPJob, status: JobStatus, world: World, training: int | None,
         was = status.holds(ConditionType.RUNNING)
         where = status.rendezvous.endpoint or "its pod, which has no address yet"
         return was, "CoordinatorUnreachable", f"{count}; the coordinator at {where} does not answer"
+    if report.attempt and report.state == "Forming" and status.holds(ConditionType.RUNNING):
+        return True, "CoordinatorReplaced", f"{count}; a new coordinator hears from the nodes, which go on meanwhile"
     if report.backoff_until is not None and report.backoff_until > now:
         until = f"{report.backoff_until:%H:%M:%S} UTC"
         return False, "BackingOff", f"{count}; the next start is at {until}, since the same failure repeats without a step in between"
