@@ -40,7 +40,7 @@ def main() -> int:
         operator = OperatorProcess(cluster, Path(folder) / "operator.log")
         operator.start(DDPJOB_OPERATOR_NAMESPACES=namespace, DDPJOB_OPERATOR_HEALTH_PORT=str(HEALTH_PORT))
         try:
-            _wait_healthy(operator)
+            wait_healthy(operator, HEALTH_PORT)
             manifest = Path(folder) / "job.yaml"
             manifest.write_text(json.dumps(steps_job("benchmark", 20)))
             command = [sys.executable, str(HERE / "apply_to_pods.py"), str(manifest), "--namespace", namespace, *sys.argv[1:]]
@@ -50,10 +50,11 @@ def main() -> int:
             cluster.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
-def _wait_healthy(operator: OperatorProcess) -> None:
+def wait_healthy(operator: OperatorProcess, port: int) -> None:
+    """Until its probe answers. Raises SystemExit with its log when it has ended."""
     for _ in range(300):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{HEALTH_PORT}/healthz", timeout=1):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=1):
                 return
         except OSError:
             if not operator.running():

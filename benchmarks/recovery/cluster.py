@@ -55,8 +55,8 @@ class ClusterGroup(Group):
 
     def report(self) -> Json:
         """The coordinator's, through the API server."""
-        port = self.manifest["spec"]["rendezvous"]["endpointPort"]
         for pod in self.pods("coordinator"):
+            port = next(p.container_port for c in pod.spec.containers for p in c.ports or () if p.name == "coordinator")
             try:
                 text = self.core.connect_get_namespaced_pod_proxy_with_path(f"{pod.metadata.name}:{port}", self.namespace, "status")
                 found: Json = ast.literal_eval(text)  # The client gives the parsed JSON as Python's text.

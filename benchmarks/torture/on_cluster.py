@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "cluster"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "cluster"))
 
 from arena import Seen, seen_in
 from jobs import Json

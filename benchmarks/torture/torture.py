@@ -89,7 +89,7 @@ class Torture:
                 if self._kill([job for job in jobs if not job.ended]):
                     self.left -= 1
                     last_kill = time.monotonic()
-                next_kill = time.monotonic() + self.random.choice((0.1, 0.5, self.random.uniform(0, self.plan.interval)))
+                next_kill = time.monotonic() + self.random.choice((0.2, *(self.random.uniform(0, self.plan.interval) for _ in range(3))))
             time.sleep(0.1)
 
     def _look(self, job: Running) -> None:
