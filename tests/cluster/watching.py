@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 import time
@@ -12,6 +13,11 @@ from typing import Any
 from testcluster.cluster import Cluster
 
 Json = dict[str, Any]
+
+
+def at_once() -> float:
+    """Seconds from a fact to the status that tells it: 2, and more in proportion on a machine that has more to do than it can."""
+    return 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 class Watch:

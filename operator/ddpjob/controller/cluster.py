@@ -13,6 +13,7 @@ from http import HTTPStatus
 from ddpjob.api.types import API_VERSION, GROUP, KIND, PLURAL, VERSION, DDPJob, Json
 from ddpjob.controller.coordinator import CoordinatorClient
 from ddpjob.controller.hosts import Hosts
+from ddpjob.controller.news import NewsWatch
 from ddpjob.controller.rest import MERGE_PATCH, ApiError, Rest
 from ddpjob.controller.views import read_claim, read_pod
 from ddpjob.core.decision import Event
@@ -54,6 +55,8 @@ class KubernetesCluster:
     def __init__(self, rest: Rest, coordinators: CoordinatorClient, site: Site, instance: str | None = None) -> None:
         self.rest, self.coordinators, self.site = rest, coordinators, site
         self.instance = instance or socket.gethostname()
+        self.news: NewsWatch | None = None
+        """Set by who wants to be woken by the coordinators."""
         self.hosts: Hosts | None = None
         """The Kubernetes nodes; None while they are not known."""
         self._belongings: dict[JobKey, Belongings] = {}
@@ -78,10 +81,16 @@ class KubernetesCluster:
                 raise
             self._belongings.pop(key, None)
             self._marks.pop(key, None)
+            self._follow(key, "")
             return None
         job = DDPJob.read(body)
+        self._follow(key, "" if job.status.terminal else job.status.rendezvous.endpoint)
         belongings = await self._list(key, job)
         return Observation(job, await self._world(job, belongings))
+
+    def _follow(self, key: JobKey, endpoint: str) -> None:
+        if self.news is not None:
+            self.news.follow(key, endpoint)
 
     async def _list(self, key: JobKey, job: DDPJob) -> Belongings:
         known = self._belongings.get(key)

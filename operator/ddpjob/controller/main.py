@@ -18,6 +18,7 @@ from ddpjob.controller.coordinator import CoordinatorClient
 from ddpjob.controller.election import LeadershipLost, Lease, act_while_elected
 from ddpjob.controller.handlers import build_registry, kopf_settings
 from ddpjob.controller.hosts import Hosts, HostWatch
+from ddpjob.controller.news import NewsWatch
 from ddpjob.controller.rest import Rest
 from ddpjob.controller.settings import Settings, SettingsError
 from ddpjob.engine.ports import JobKey
@@ -34,6 +35,7 @@ class Operator:
     def __init__(self, settings: Settings, cluster: KubernetesCluster) -> None:
         self.settings, self.cluster = settings, cluster
         self.queue: DelayQueue[JobKey] = DelayQueue()
+        self.news = cluster.news = NewsWatch(self.queue.add)
 
     def wake(self, key: JobKey) -> None:
         self.cluster.changed(key)
@@ -104,6 +106,7 @@ async def run(settings: Settings) -> None:
     try:
         await _first_to_end(operator.watch(), HostWatch(rest, operator.hosts_changed).run(), operator.act_when_elected())
     finally:
+        await operator.news.close()
         await coordinators.close()
         await rest.close()
 

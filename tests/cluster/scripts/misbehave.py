@@ -55,5 +55,5 @@ while not again or step < arguments.steps:
     dist.all_reduce(go, dist.ReduceOp.MAX)
     if go.item() and not again and arguments.rank in (-1, rank):
         misbehave(rank)
-    time.sleep(0.1)
+    time.sleep(0.2)
 dist.destroy_process_group()
