@@ -50,6 +50,18 @@ async def test_a_spare_takes_over_and_the_replacement_is_the_new_spare() -> None
     assert conditions(s)["Restarting"]["status"] == "False"
 
 
+async def test_a_report_from_before_a_loss_is_not_believed() -> None:
+    s = Simulation({**FAST, "spares": 1}, steps=1000)
+    await s.until(lambda: s.status.get("nodes", {}).get("display") == "2/2 +1")
+    s.cut(s.pods["job-0-0"].node)
+    s.force_delete("job-0-0")
+    await s.one_pass()
+    assert conditions(s)["Running"]["status"] == "False", "two pods run, but the group that the report tells of is no more"
+    assert conditions(s)["Restarting"]["status"] == "True"
+    await passes(s, 2)
+    assert s.phase == "Running", "the operator has told the coordinator, which did not wait for the silent pod"
+
+
 async def test_a_job_does_not_wait_for_spares_that_find_no_node() -> None:
     s = Simulation({"spares": 2}, steps=20)
     s.capacity = 2
