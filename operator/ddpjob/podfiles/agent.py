@@ -63,6 +63,9 @@ def agent_class(link: Link, departure: Departure, mode: str, parameters: Any) ->
 
         def _start_workers(self, worker_group: Any) -> Any:
             departure.park_if_leaving()
+            assert self._round is not None
+            # The same on all nodes, whatever each has been through: scripts and stores go by TORCHELASTIC_RESTART_COUNT.
+            self._remaining_restarts = worker_group.spec.max_restarts - (self._round - 1)
             os.environ["DDPJOB_FENCE"] = "{}.{}".format(os.environ.get("DDPJOB_GENERATION", "0"), self._round)
             self._oom_kills = memory.oom_kills()
             with departure.starting:
@@ -70,7 +73,6 @@ def agent_class(link: Link, departure: Departure, mode: str, parameters: Any) ->
                 self._ended, self._grace = {}, RESTART_GRACE[mode]
                 pids = super()._start_workers(worker_group)
                 self._wrap_close(self._pcontext)
-            assert self._round is not None
             link.joined(self._round)
             return pids
 
@@ -152,7 +154,6 @@ def agent_class(link: Link, departure: Departure, mode: str, parameters: Any) ->
                 if code or (code is None and Path(path).is_file()):
                     code = context.subprocess_handlers[local_rank].proc.returncode if code is None else code
                     self._tell(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
-            self._remaining_restarts -= 1
             self._initialize_workers(worker_group)
             return RunResult(state=WorkerState.HEALTHY)
 
