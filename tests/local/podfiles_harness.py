@@ -164,8 +164,11 @@ class Job:
         return found
 
     def close(self) -> None:
-        """End everything."""
+        """End everything. The kernel ends workers with their launchers, one generation after the other."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.kill()
             process.wait()
+        deadline = time.monotonic() + 5
+        while self.workers() and time.monotonic() < deadline:
+            time.sleep(0.02)
