@@ -47,7 +47,9 @@ def place(cluster: Cluster, folder: Path, patience: float) -> Iterator[on_cluste
         wait_healthy(operator, 18081)
         storage = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
         manifest = folder / "job.json"
-        manifest.write_text(json.dumps(job("recovery", script=str(HERE / "recovery" / "steps.py"), storage=storage)))
+        manifest.write_text(
+            json.dumps(job("recovery", script=str(HERE / "recovery" / "steps.py"), storage=storage, scheduling={"onePodPerNode": False}))
+        )
         config.load_kube_config(str(cluster.kubeconfig))
         made = on_cluster.Cluster(read_job(manifest), namespace, checkpoints, patience)
         made.cut, made.heal = cluster.cut, cluster.heal

@@ -57,8 +57,11 @@ def turn(group: Group) -> float:
 
 
 def measure(windows: int, patience: float) -> list[dict[System, float]]:
-    """For each window the median step of each system. The order turns around from window to window."""
-    place, rows = Loopback(patience), []
+    """For each window the median step of each system; stock torchrun's is the mean of its turns before and after the others'.
+
+    The order never changes: a group that waited for four turns would have been silent for too long.
+    """
+    place, turns = Loopback(patience), list[dict[System, float]]()
     with ExitStack() as stack:
         groups: dict[System, Group] = {}
         for system in System:
@@ -66,12 +69,12 @@ def measure(windows: int, patience: float) -> list[dict[System, float]]:
         for group in groups.values():
             send(group, signal.SIGSTOP)
             stack.callback(send, group, signal.SIGCONT)
-        for window in range(windows + 1):
-            order = list(System) if window % 2 else list(reversed(System))
-            row = {system: turn(groups[system]) for system in order}
-            if window:  # The first is not counted.
-                rows.append(row)
-    return rows
+        for _ in range(windows + 2):
+            turns.append({system: turn(groups[system]) for system in System})
+    return [
+        before | {System.STOCK: (before[System.STOCK] + after[System.STOCK]) / 2}
+        for before, after in pairwise(turns[1:])  # The first is not counted.
+    ]
 
 
 def table(rows: list[dict[System, float]]) -> str:

@@ -40,7 +40,7 @@ class OnCluster:
         self.checkpoints(name).mkdir(mode=0o777)
         base = {
             "image": python_host.IMAGE, "imagePullPolicy": "IfNotPresent", "podTemplate": python_host.overlay("trainer"),
-            "rendezvous": {"resources": {"requests": {"cpu": "10m", "memory": "64Mi"}}},
+            "scheduling": {"onePodPerNode": False}, "rendezvous": {"resources": {"requests": {"cpu": "10m", "memory": "64Mi"}}},
             "storage": {"checkpoints": {"hostPath": str(self.checkpoints(name)), "shared": True}},
         }  # fmt: skip
         body = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": name}, "spec": {**base, **spec}}
