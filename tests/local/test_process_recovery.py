@@ -1,0 +1,111 @@
+"""`ddpjob run` with recovery: mode Fast, spares, elastic sizes, rules, the coordinator's loss; real processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from process_harness import Machine, Run, manifest
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    yield machine
+    machine.close()
+
+
+FAST = {"mode": "Fast"}
+
+
+def display(run: Run) -> str:
+    return str(run.status.get("nodes", {}).get("display", ""))
+
+
+def reasons(run: Run) -> list[str]:
+    return [entry["reason"] for entry in run.status["restarts"].get("recent", ())]
+
+
+def further(run: Run, steps: int) -> None:
+    """Waits until so many more steps are saved."""
+    begin = run.steps()
+    run.until(lambda r: r.steps() >= begin + steps)
+
+
+def test_a_spare_takes_over_in_mode_fast(machine: Machine) -> None:
+    run = machine.start(manifest(args=["--steps=400"], recovery=FAST, spares=1))
+    run.until(lambda r: display(r) == "2/2 +1" and r.steps() >= 3)
+    assert run.condition("FastRecovery")["status"] == "True"
+    for index in range(2):
+        pods = [p for p in run.pods() if "coordinator" not in p]
+        assert machine.command("kill", next(p for p in pods if p.startswith(f"job-{index}-"))).returncode == 0
+        further(run, 5)
+        run.until(lambda r: display(r) == "2/2 +1")
+    assert reasons(run) == ["Deleted", "Deleted"]
+    assert run.status["rendezvous"]["generation"] == 0
+    assert machine.command("stop", "job").returncode == 0
+    run.wait()
+    run.assert_ledger(run.steps())
+    run.assert_nothing_left()
+
+
+def test_a_lost_coordinator_costs_no_step_in_mode_fast(machine: Machine) -> None:
+    run = machine.start(manifest(args=["--steps=200"], recovery=FAST))
+    run.until(lambda r: r.steps() >= 3)
+    for number in range(2):
+        name = "job-coordinator-0" + (f"-{number}" if number else "")
+        run.until(lambda r, name=name: name in r.pods())
+        assert machine.command("kill", name).returncode == 0
+        further(run, 10)
+    assert run.wait() == 0, run.everything()
+    assert (run.status["rendezvous"]["generation"], run.status["rendezvous"]["attempt"]) == (0, 2)
+    assert reasons(run) == ["CoordinatorLost", "CoordinatorLost"]
+    assert run.status["round"] == 0
+    begins = re.findall(r"rank 0 of 2 begins at step (\d+)", "".join(run.log(f"job-{i}-0") for i in range(2)))
+    assert begins == ["0"], "the workers were never started again"
+    run.assert_ledger(200)
+
+
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+def test_scaling_up_and_down_keeps_the_pods(machine: Machine, mode: str) -> None:
+    job = manifest(args=["--steps=100000"], recovery={"mode": mode}, elastic={"minNodes": 1, "maxNodes": 3})
+    run = machine.start(job)
+    run.until(lambda r: r.steps() >= 3)
+    assert machine.command("scale", "job", "3").returncode == 0
+    run.until(lambda r: display(r) == "3/3" and "3 nodes train" in r.condition("Running")["message"], seconds=120)
+    further(run, 5)
+    assert machine.command("scale", "job", "1").returncode == 0
+    run.until(lambda r: display(r) == "1/1" and "1 nodes train" in r.condition("Running")["message"], seconds=120)
+    further(run, 5)
+    assert run.status["rendezvous"]["generation"] == 0
+    assert [s["attempt"] for s in run.status["slots"]] == [0]
+    assert reasons(run) == ["Joined", "Scaled"]
+    assert run.status["restarts"]["counted"] == 0
+    refused = machine.command("scale", "job", "4")
+    assert refused.returncode == 2
+    assert "nodes is more than elastic.maxNodes" in refused.stderr
+    assert machine.command("stop", "job").returncode == 0
+    run.wait()
+    run.assert_nothing_left()
+
+
+def test_a_rule_fails_the_job(machine: Machine) -> None:
+    rules = [{"cause": "ExitCode", "exitCodes": [1], "action": "Fail"}]
+    run = machine.run(manifest(args=["--raise-at=2"], recovery={"rules": rules}))
+    assert run.process.returncode == 1, run.everything()
+    failed = run.condition("Failed")
+    assert failed["reason"] == "RuleFailed"
+    assert "recovery.rules[0] (cause ExitCode) fails the job: WorkerFailed: rank 1" in failed["message"]
+    assert "ValueError: told to fail at step 2" in failed["message"]
+
+
+def test_a_failing_worker_counts_once_in_mode_fast(machine: Machine) -> None:
+    run = machine.run(manifest(args=["--raise-at=2"], recovery={"mode": "Fast", "maxRestarts": 1, "backoff": {"initialSeconds": 2}}))
+    assert run.process.returncode == 1, run.everything()
+    assert run.condition("Failed")["reason"] == "RestartBudgetSpent"
+    assert run.status["restarts"]["counted"] == 2
+    assert reasons(run) == ["WorkerFailed", "WorkerFailed"]
+    assert "; waits 2 s" in run.status["restarts"]["recent"][1]["message"]
+    run.assert_nothing_left()
