@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cases import Case, Place, Sample
 from groups import NotRecovered
+from marks import write_between
 from tables import CsvFile, markdown
 
 
@@ -19,6 +20,9 @@ def add_options(parser: argparse.ArgumentParser, cases: Sequence[Case]) -> None:
     parser.add_argument("--cases", default="", help=f"some of: {', '.join(case.name for case in cases)} (default all)")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a group counts as not recovered (default 60)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="where the single measurements go")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="put the table between the marks <!-- PLACE: begin/end --> of a document"
+    )
 
 
 def chosen(names: str, cases: Sequence[Case]) -> list[Case]:
@@ -57,5 +61,8 @@ def run(place: Place, cases: Sequence[Case], options: argparse.Namespace) -> int
                 file.add(sample)
                 took = sample.outcome if sample.seconds is None else f"{sample.seconds:.3f} s"
                 print(f"{sample.round:>3} {sample.case:<22}{sample.victim:<12}{sample.kill:>3}  {took}", file=sys.stderr, flush=True)
-    print(markdown(samples, {case.name: case.aim for case in cases}))
+    text = markdown(samples, {case.name: case.aim for case in cases})
+    print(text)
+    if options.table:
+        write_between(options.table, place.name, text)
     return int(any(sample.seconds is None and not sample.case.startswith("stock") for sample in samples))

@@ -1,4 +1,4 @@
-"""python benchmarks/recovery overhead [--windows 40] [--csv FILE]
+"""python benchmarks/recovery overhead [--windows 40] [--csv FILE] [--table FILE]
 
 What a step costs under the launchers, against stock torchrun: the same script, without sleep, in groups that run by turns. A group whose
 turn it is not is frozen with all its processes, agents and coordinator too, so that nothing of it takes part.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from cases import Loopback, Shape, System
 from groups import Coordinated, Group, NotRecovered
+from marks import write_between
 from tree import descendants
 
 WINDOW = 1.5
@@ -101,6 +102,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=40, help="turns of each group (default 40)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="where the single measurements go")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="put the table between the marks <!-- overhead: begin/end --> of a document"
+    )
     options = parser.parse_args(arguments)
     rows = measure(options.windows, 60)
     if options.csv:
@@ -108,5 +112,8 @@ def main(arguments: list[str]) -> int:
             writer = csv.writer(file)
             writer.writerow(["window", *System])
             writer.writerows([number, *(f"{row[system]:.6f}" for system in System)] for number, row in enumerate(rows, 1))
-    print(table(rows))
+    text = table(rows)
+    print(text)
+    if options.table:
+        write_between(options.table, "overhead", text)
     return 0

@@ -16,11 +16,14 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 from arena import Arena, Processes
 from defective import DEFECTS
 from jobs import KINDS
+from marks import write_between
 from on_cluster import on_test_cluster
-from torture import Plan, Torture, write_table
+from torture import Plan, Torture
 from verdict import table
 
 
@@ -34,7 +37,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cluster", action="store_true", help="on the test cluster")
     made.add_argument("--defect", choices=list(DEFECTS), default="", help="break the trainer on purpose: the checks must fail")
     made.add_argument(
-        "--table", type=Path, metavar="FILE", help="write the table there too (between <!-- torture: begin/end --> marks, if any)"
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="put the table between the marks <!-- torture: begin/end --> of a document (torture-local without --cluster)",
     )
     return made
 
@@ -54,7 +60,7 @@ def main() -> int:
     text = table(verdicts, options.seed)
     print(text)
     if options.table:
-        write_table(options.table, text)
+        write_between(options.table, "torture" if options.cluster else "torture-local", text)
     return int(any(verdict.problems for verdict in verdicts))
 
 

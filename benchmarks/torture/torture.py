@@ -125,13 +125,3 @@ class Torture:
 def note(text: str) -> None:
     """What happens, as it happens."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
-def write_table(path: Path, text: str) -> None:
-    """Between the marks in a document that has them, else the whole file."""
-    begin, end = "<!-- torture: begin -->\n", "<!-- torture: end -->"
-    old = path.read_text() if path.exists() else ""
-    if begin in old and end in old:
-        head, _, rest = old.partition(begin)
-        text = head + begin + text + "\n" + end + rest.partition(end)[2]
-    path.write_text(text)
