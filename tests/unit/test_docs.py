@@ -21,7 +21,7 @@ CAMEL = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]+)*|OOMKilled")
 OTHER_WORDS = {
     *("PreemptionByScheduler", "TerminationByKubelet", "DeletionByTaintManager"),
     *("NodeShutdown", "Shutdown", "Terminated", "NodeAffinity", "Preempting"),
-    *("ContainerCreating", "PodInitializing", "Pending", "Running", "Succeeded", "Ready", "True"),
+    *("ContainerCreating", "PodInitializing", "Pending", "Running", "Succeeded", "Forming", "Ready", "True"),
     *("ReadWriteOnce", "ReadWriteOncePod"),
 }
 

@@ -70,7 +70,7 @@ def test_the_termination_log_keeps_the_end_of_a_traceback(tmp_path: Path, monkey
 
 def test_addresses_and_lines() -> None:
     with pytest.raises(ValueError, match="host:port"):
-        Link("nowhere", {}, 1.0, lambda *_: None)
+        Link("nowhere", {}, "Standard", 1.0, lambda *_: None)
     assert wire.decode(wire.encode("hello", pod="p")) == {"t": "hello", "pod": "p"}
     assert wire.iso(0.25) == "1970-01-01T00:00:00.250Z"
     assert wire.clip("abcdefgh", 6) == "a...gh", "a message's kind stands at its beginning, a traceback's error at its end"

@@ -63,9 +63,7 @@ def event_line(happening: Happening) -> str:
 def recoveries(status: JobStatus) -> list[str]:
     """Lines on the restarts that are over: what broke, and how long training stood still."""
     return [
-        f"{r.reason}: {r.message.splitlines()[0]}: the group ran again after {r.seconds:.1f} s"
-        for r in status.restarts.recent
-        if r.seconds
+        f"{r.reason}: {r.message.splitlines()[0]}: the group ran again after {r.seconds:.1f} s" for r in status.restarts.recent if r.seconds
     ]
 
 
