@@ -56,8 +56,9 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torture-", ignore_cleanup_errors=True)))
         arena: Arena = stack.enter_context(on_test_cluster(folder)) if options.cluster else Processes(folder)
         plan = Plan(options.kills, options.seed, options.epochs, options.interval, wanted, options.defect)
-        verdicts = Torture(arena, plan, folder).run()
-    text = table(verdicts, options.seed)
+        torture = Torture(arena, plan, folder)
+        verdicts = torture.run()
+    text = table(verdicts, torture.for_all, options.seed)
     print(text)
     if options.table:
         write_between(options.table, "torture" if options.cluster else "torture-local", text)

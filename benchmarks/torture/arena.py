@@ -30,9 +30,9 @@ class Seen:
 
 
 class Arena(Protocol):
-    """`extras`: what else can be killed, with its weight beside that of pods (see torture.WEIGHTS), and how."""
+    """`extras`: what else can be killed, with its weight beside that of pods (see torture.WEIGHTS), and how; False: not now."""
 
-    extras: dict[str, tuple[int, Callable[[], None]]]
+    extras: dict[str, tuple[int, Callable[[], bool]]]
 
     def start(self, name: str, spec: Json) -> None:
         """Begin a job."""
@@ -54,7 +54,7 @@ class Processes:
     """Jobs under `ddpjob run`: pods are process groups, and each job has its own operator in its runner."""
 
     def __init__(self, folder: Path) -> None:
-        self.extras: dict[str, tuple[int, Callable[[], None]]] = {}
+        self.extras: dict[str, tuple[int, Callable[[], bool]]] = {}
         self._folder, self._runs = folder, folder / "runs"
         self._runners: dict[str, subprocess.Popen[bytes]] = {}
 

@@ -1,5 +1,6 @@
 """The trainer with one deliberate defect, to show that the checks of the torture fail: defective.py DEFECT ARGUMENTS_OF_THE_TRAINER"""
 
+import importlib
 import sys
 
 import torch
@@ -7,7 +8,8 @@ from ddpjob_trainer import __main__, sampler
 
 
 def lose_sample():
-    """A step takes one sample less than it should."""
+    """A step takes one sample less than it should. The evaluation keeps the whole one."""
+    importlib.import_module("ddpjob_trainer.evaluate")
     share = sampler.share
     sampler.share = lambda samples, rank, world: share(samples, rank, world)[1:] if rank == 1 else share(samples, rank, world)
 

@@ -48,13 +48,15 @@ def trainer_arguments(epochs: int) -> list[str]:
 
 def spec(kind: Kind, epochs: int, defect: str) -> Json:
     """Of the DDPJob; `defect` breaks the trainer on purpose."""
+    recovery: Json = {"mode": kind.mode, "nodeLostAfterSeconds": 10}
     program: Json = {"module": "ddpjob_trainer", "args": trainer_arguments(epochs)}
     if defect:
+        recovery["maxRestarts"] = 2
         program = {"script": str(Path(__file__).with_name("defective.py")), "args": [defect, *trainer_arguments(epochs)]}
     elastic = {"elastic": {"minNodes": kind.minimum}} if kind.elastic else {}
     return {
         **program, **elastic, "nodes": kind.nodes, "spares": kind.spares, "gpusPerNode": 0,
-        "recovery": {"mode": kind.mode, "nodeLostAfterSeconds": 10},
+        "recovery": recovery,
     }  # fmt: skip
 
 

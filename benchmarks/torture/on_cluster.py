@@ -30,7 +30,7 @@ class OnCluster:
 
     def __init__(self, cluster: Cluster, namespace: str, operator: OperatorProcess, folder: Path) -> None:
         self.cluster, self.namespace, self.operator, self.folder = cluster, namespace, operator, folder
-        self.extras: dict[str, tuple[int, Callable[[], None]]] = {"operator": (2, self._kill_operator), "host": (1, self._cut_host)}
+        self.extras: dict[str, tuple[int, Callable[[], bool]]] = {"operator": (2, self._kill_operator), "host": (1, self._cut_host)}
         self._away = threading.Lock()
 
     def _kubectl(self, *words: str) -> str:
@@ -69,22 +69,24 @@ class OnCluster:
         self._kubectl("delete", "ddpjob", name, "--wait=false", "--ignore-not-found")
         self._kubectl("delete", "pods", "--selector", f"ddpjob.io/job={name}", "--force", "--grace-period=0", "--ignore-not-found")
 
-    def _kill_operator(self) -> None:
+    def _kill_operator(self) -> bool:
         """SIGKILL, and a new one after some seconds; nothing else is killed meanwhile."""
         self.operator.kill()
         seconds = random.Random(time.time_ns()).uniform(0, OPERATOR_DOWN)
         note(f"killed the operator, for {seconds:.1f} s")
         time.sleep(seconds)
         self.operator.start(DDPJOB_OPERATOR_NAMESPACES=self.namespace)
+        return True
 
-    def _cut_host(self) -> None:
+    def _cut_host(self) -> bool:
         """One node at a time loses its network and comes back; kills go on meanwhile."""
         if not self._away.acquire(blocking=False):
-            return
+            return False
         host = random.Random(time.time_ns()).choice(sorted(self.cluster.ready_nodes()))
         note(f"cut the network of {host} for {HOST_AWAY:.0f} s")
         self.cluster.cut(host)
         threading.Thread(target=self._bring_back, args=(host,)).start()
+        return True
 
     def _bring_back(self, host: str) -> None:
         try:

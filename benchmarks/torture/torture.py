@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class Running:
     name: str
     kind: Kind
     began: float
-    kills: dict[str, int] = field(default_factory=dict)
+    kills: Counter[str] = field(default_factory=Counter)
     ended: Seen | None = None
     seconds: float = 0.0
 
@@ -49,6 +50,8 @@ class Torture:
         self.random = random.Random(plan.seed)
         self.left = plan.kills
         self.verdicts: list[Verdict] = []
+        self.for_all: Counter[str] = Counter()
+        """Kills that no one job can be charged with."""
 
     def run(self) -> list[Verdict]:
         """One verdict for each job."""
@@ -70,7 +73,7 @@ class Torture:
                 arguments = trainer_arguments(self.plan.epochs)
                 verdict = judge(job.kind, self.arena.checkpoints(job.name), seen, job.kills, arguments, self.replays)
                 self.verdicts.append(verdict)
-                note(f"{job.name}: {seen.phase} in {seconds:.0f} s, kills {job.kills}, lives {verdict.lives} {seen.message}")
+                note(f"{job.name}: {seen.phase} in {seconds:.0f} s, kills {dict(job.kills)}, lives {verdict.lives} {seen.message}")
                 for problem in verdict.problems:
                     note(f"{job.name}: PROBLEM: {problem}")
         finally:
@@ -104,7 +107,9 @@ class Torture:
         what = self.random.choices(list(weights), list(weights.values()))[0]
         job = self.random.choice(jobs)
         if what in self.arena.extras:
-            self.arena.extras[what][1]()
+            if not self.arena.extras[what][1]():
+                return False
+            self.for_all[what] += 1
         else:
             seen = self.arena.look(job.name)
             victims = self._victims(what, seen)
@@ -112,7 +117,7 @@ class Torture:
                 return False
             self.arena.kill(job.name, victims)
             note(f"{job.name}: killed {' and '.join(victims)} ({what}) at step {seen.step}")
-        job.kills[what] = job.kills.get(what, 0) + 1
+            job.kills[what] += 1
         return True
 
     def _victims(self, what: str, seen: Seen) -> list[str]:

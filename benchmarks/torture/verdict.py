@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ class Verdict:
     """One job. `problems` is empty when all is well. `difference`: of any weight, from the replay; None: not compared."""
 
     kind: Kind
-    kills: dict[str, int]
+    kills: Counter[str]
     lives: int
     changes: int
     """How often the number of ranks changed."""
@@ -28,7 +29,7 @@ class Verdict:
     problems: tuple[str, ...]
 
 
-def judge(kind: Kind, folder: Path, seen: Seen, kills: dict[str, int], arguments: list[str], replays: Path) -> Verdict:
+def judge(kind: Kind, folder: Path, seen: Seen, kills: Counter[str], arguments: list[str], replays: Path) -> Verdict:
     """Complete, no restart counted, ledger exact, weights those of undisturbed training."""
     problems = [] if seen.phase == "Complete" else [f"is {seen.phase or 'Pending'}, not Complete"]
     if seen.counted:
@@ -49,23 +50,26 @@ def judge(kind: Kind, folder: Path, seen: Seen, kills: dict[str, int], arguments
     return Verdict(kind, kills, len(lives), max(0, len(parts) - 1), repeated, samples, difference, tuple(problems))
 
 
-def table(verdicts: list[Verdict], seed: int) -> str:
-    """One row for each kind of job."""
+def table(verdicts: list[Verdict], for_all: Counter[str], seed: int) -> str:
+    """One row for each kind of job; `for_all`: what was killed while all of them ran."""
     lines = [
         "| jobs | runs | kills | of them | Complete, ledger exact, weights equal | lives | changes of size | steps repeated |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
         own = [verdict for verdict in verdicts if verdict.kind == kind]
-        what: dict[str, int] = {}
-        for verdict in own:
-            for name, count in verdict.kills.items():
-                what[name] = what.get(name, 0) + count
+        what = sum((verdict.kills for verdict in own), Counter[str]())
         good = sum(not verdict.problems for verdict in own)
         lines.append(
-            f"| {kind.name} | {len(own)} | {sum(what.values())} | {', '.join(f'{name} {count}' for name, count in sorted(what.items()))}"
+            f"| {kind.name} | {len(own)} | {what.total()} | {told(what)}"
             f" | {good} of {len(own)} | {sum(v.lives for v in own)} | {sum(v.changes for v in own)} | {sum(v.repeated for v in own)} |"
         )
-    kills = sum(sum(verdict.kills.values()) for verdict in verdicts)
+    kills = sum(verdict.kills.total() for verdict in verdicts) + for_all.total()
     exact = sum(verdict.samples for verdict in verdicts)
-    return "\n".join([*lines, "", f"{kills} kills, seed {seed}; {exact} samples, each exactly once in its epoch."])
+    also = f"; {told(for_all)} beside those of the table" if for_all else ""
+    return "\n".join([*lines, "", f"{kills} kills, seed {seed}{also}. {exact} samples, each exactly once in its epoch."])
+
+
+def told(kills: Counter[str]) -> str:
+    """What and how often."""
+    return ", ".join(f"{name} {count}" for name, count in sorted(kills.items()))
