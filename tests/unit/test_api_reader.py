@@ -95,6 +95,7 @@ def test_lines_count_from_the_file_s_beginning() -> None:
         (JOB.replace("v1alpha1", "v2"), "apiVersion: 'ddpjob.io/v2' is not known; write ddpjob.io/v1alpha1"),
         (JOB.replace("kind: DDPJob\n", ""), "kind: required, but missing; write DDPJob"),
         (JOB.replace("metadata: {name: digits}\n", ""), "metadata.name: required, but missing"),
+        (JOB + "  recovery: {rules: [{on: Hang, action: Fail}]}\n", "spec.recovery.rules[0].true: unknown field; without quotes"),
         (JOB.replace("{name: digits}", "digits"), "metadata: must be a mapping, not a string"),
     ],
 )

@@ -221,6 +221,8 @@ def _near(name: str, known: Any) -> str:
 
 def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     """The field that was meant: one beside it, or one of the same name elsewhere."""
+    if name in ("true", "false"):
+        return "; without quotes YAML and kubectl read on, yes and y as true, off, no and n as false: quote the name"
     near = _near(name, known)
     if near:
         return near

@@ -198,7 +198,7 @@ class Recovery:
             reset_after_seconds=recovery.get("resetAfterSeconds", 3600),
             backoff=Backoff(initial=float(backoff.get("initialSeconds", 1)), maximum=float(backoff.get("maxSeconds", 60))),
             rules=tuple(
-                Rule(cause=RuleCause(r["cause"]), action=RuleAction(r["action"]), exit_codes=tuple(r.get("exitCodes", ())))
+                Rule(cause=RuleCause(r.get("cause") or r["on"]), action=RuleAction(r["action"]), exit_codes=tuple(r.get("exitCodes", ())))
                 for r in recovery.get("rules", ())
             ),
             node_lost_after_seconds=recovery.get("nodeLostAfterSeconds", 30),

@@ -100,6 +100,13 @@ def read_documents(text: str) -> Iterator[Document]:
         loader.dispose()
 
 
+_BOOL = "tag:yaml.org,2002:bool"
+
+
+def _is_true(node: yaml.ScalarNode) -> bool:
+    return str(node.value).lower() in ("y", "yes", "true", "on")
+
+
 class _Builder:
     """Turns the nodes of one document into plain values."""
 
@@ -152,6 +159,8 @@ class _Builder:
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
             raise YamlError("a field name must be text; quote templates such as {{ name }}", node.start_mark.line + 1)
+        if node.tag == _BOOL:
+            return str(_is_true(node)).lower()  # as kubectl reads it
         return str(node.value)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
@@ -159,7 +168,7 @@ class _Builder:
         if kind in ("str", "merge"):
             return node.value
         construct: Callable[[], Any] | None = {
-            "bool": lambda: node.value.lower() in ("y", "yes", "true", "on"),
+            "bool": lambda: _is_true(node),
             "null": lambda: None,
             "int": lambda: self.loader.construct_yaml_int(node),
             "float": lambda: self.loader.construct_yaml_float(node),
