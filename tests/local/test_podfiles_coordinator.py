@@ -160,6 +160,8 @@ def test_bad_requests_say_what_is_wrong(job: Job) -> None:
         ("/v1/stop", {"ok": True, "why": "", "extra": 1}, "extra: unknown field"),
         ("/v1/size", {"nodes": True, "minNodes": 1}, "nodes: must be a whole number"),
         ("/v1/size", {"nodes": 2}, "minNodes: must be a whole number"),
+        ("/v1/patience", {"hangAfter": "long", "backoff": [1, 60]}, "hangAfter: a number of seconds or null"),
+        ("/v1/patience", {"hangAfter": None, "backoff": [9, 3]}, "INITIAL <= MAXIMUM"),
         ("/v1/size", {"nodes": 2, "minNodes": 3}, "minNodes: must be from 1 to nodes (2), not 3"),
     ):
         status, answer = job.post(path, body)

@@ -225,6 +225,8 @@ class Simulation:
                     pod.coordinator_ended |= pod.state == "Ended"
             elif verb == "size" and group is not None:
                 group.wanted, group.minimum = body["nodes"], body["minNodes"]
+            elif verb == "patience" and group is not None:
+                group.hang_after, group.backoff = body["hangAfter"], tuple(body["backoff"])
             elif verb == "gone" and group is not None:
                 group.gone(body["pod"], self.now)
 

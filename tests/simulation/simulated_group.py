@@ -22,6 +22,8 @@ class Group:
     minimum: int
     fast: bool
     moment: Callable[[float], datetime]
+    hang_after: float | None = None
+    backoff: tuple[float, ...] = (1.0, 60.0)
     attempt: int = 0
     state: str = "Forming"
     running: frozenset[str] = frozenset()
@@ -127,6 +129,8 @@ class Group:
             attempt=self.attempt,
             wanted=self.wanted,
             minimum=self.minimum,
+            hang_after=self.hang_after,
+            backoff=self.backoff,
             world=len(self.running) if self.state in ("Running", "Succeeded") else None,
             members=tuple(m for m in members if m.pod not in self.lost),
             lost=tuple(LostMember(pod=p, since=self.moment(t)) for p, t in self.lost.items()),

@@ -157,6 +157,15 @@ async def test_the_size_is_told_until_the_report_shows_it() -> None:
     assert s.deaf == 0
 
 
+async def test_patience_changes_in_place() -> None:
+    s = Simulation({"nodes": 2}, steps=1000)
+    await s.until_phase("Running")
+    rounds = s.groups[0].rounds
+    s.change_spec({"recovery": {"hangAfterSeconds": 90, "backoff": {"initialSeconds": 2, "maxSeconds": 8}}})
+    await s.until(lambda: (s.groups[0].hang_after, s.groups[0].backoff) == (90, (2.0, 8.0)))
+    assert s.groups[0].rounds == rounds
+
+
 async def test_more_spares_disturb_nobody() -> None:
     s = Simulation({"nodes": 2}, steps=1000)
     await s.until_phase("Running")

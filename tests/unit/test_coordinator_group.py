@@ -642,6 +642,19 @@ Current thread 0x00007f4a99999740 (most recent call first):
 """
 
 
+def test_patience_changes_while_the_group_runs() -> None:
+    world = World(2)
+    members = world.form()
+    world.group.report_progress({"step": 1})
+    world.pass_time(100)
+    world.group.set_patience(120, 3, 9)
+    assert (world.report()["hangAfter"], world.report()["backoff"]) == (120, [3, 9])
+    world.pass_time(19)
+    assert "dump" not in world.verbs(members[0])
+    world.pass_time(1.1)
+    assert world.last(members[0]) == ("dump", {"round": 1})
+
+
 def test_a_hang_is_dumped_told_and_restarted() -> None:
     world = World(2, hang_after=60.0)
     members = world.form()

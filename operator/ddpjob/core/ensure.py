@@ -134,13 +134,17 @@ def _labels(job: DDPJob, status: JobStatus, world: World) -> list[Action]:
 
 
 def tell(job: DDPJob, status: JobStatus, world: World, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
-    """The size until the report shows it, and the pods that are gone: one on a dead node says nothing to its peers."""
+    """Size and patience until the report shows them, and the pods that are gone: one on a dead node says nothing to its peers."""
     endpoint, report = status.rendezvous.endpoint, present_report(status, world)
     if not job.spec.under_torchrun or not endpoint:
         return ()
     actions: list[Action] = []
     if report is not None and report.wanted is not None and (report.wanted, report.minimum) != (job.spec.nodes, job.spec.min_nodes):
         actions.append(Tell(endpoint, "size", {"nodes": job.spec.nodes, "minNodes": job.spec.min_nodes}))
+    recovery = job.spec.recovery
+    patience = (recovery.hang_after_seconds, (recovery.backoff.initial, recovery.backoff.maximum))
+    if report is not None and report.backoff is not None and (report.hang_after, report.backoff) != patience:
+        actions.append(Tell(endpoint, "patience", {"hangAfter": patience[0], "backoff": list(patience[1])}))
     present = {p.name for p in world.pods} - lost
     gone = [r.pod for r in restarts if r.index is not None and r.pod not in present and not r.consequence]
     if report is not None:

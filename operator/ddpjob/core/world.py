@@ -161,6 +161,9 @@ class Report:
     attempt: int = 0
     wanted: int | None = None
     minimum: int | None = None
+    hang_after: float | None = None
+    backoff: tuple[float, ...] | None = None
+    """Initial and longest, in seconds; None where a coordinator does not tell."""
     """The size that the coordinator forms groups for."""
     world: int | None = None
     """Nodes of the present round."""
@@ -184,6 +187,8 @@ class Report:
             attempt=int(body.get("attempt", 0)),
             wanted=body.get("wanted"),
             minimum=body.get("minimum"),
+            hang_after=body.get("hangAfter"),
+            backoff=tuple(body["backoff"]) if body.get("backoff") else None,
             world=body.get("world"),
             members=tuple(Member(pod=str(m["pod"]), state=str(m["state"]), rank=m.get("rank")) for m in body.get("members", ())),
             lost=tuple(LostMember(pod=str(m["pod"]), since=_time(m["since"])) for m in body.get("lost", ())),

@@ -192,6 +192,21 @@ class Group:
             self._bump()
             self._advance()
 
+    def set_patience(self, hang_after: float | None, initial: float, maximum: float) -> None:
+        """Another idea of what a hang is, and of how a crash loop slows down.
+
+        Raises:
+            ValueError: names the field and what it must be.
+        """
+        if hang_after is not None and hang_after <= 0:
+            raise ValueError(f"hangAfter: must be above 0 seconds, or null, not {hang_after}")
+        if not 0 < initial <= maximum:
+            raise ValueError(f"backoff: must be [INITIAL, MAXIMUM] in seconds, 0 < INITIAL <= MAXIMUM, not {[initial, maximum]}")
+        self.course.watch.hang_after = hang_after
+        self.course.backoff.initial, self.course.backoff.maximum = initial, maximum
+        self._bump()
+        self._advance()
+
     def stop(self, ok: bool, why: str) -> None:
         """End every member's workers; terminal."""
         if self.course.over:
@@ -243,6 +258,8 @@ class Group:
             "nodes": course.size.nodes,
             "wanted": course.size.nodes,
             "minimum": course.size.minimum,
+            "hangAfter": course.watch.hang_after,
+            "backoff": [course.backoff.initial, course.backoff.maximum],
             "world": course.round.world if course.round is not None and not course.round.broken else None,
             "round": course.last_number,
             "startedAt": wire.iso(self.started_at),

@@ -18,7 +18,7 @@ MAX_HEADERS = 16 * 1024
 MAX_BODY = 256 * 1024
 MAX_WAIT = 60.0
 REQUEST_SECONDS = 10.0
-KIND_NAMES = {str: "string", bool: "boolean", int: "whole number"}
+KIND_NAMES = {str: "string", bool: "boolean", int: "whole number", list: "list", object: "value"}
 REASONS = {
     200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large",
     503: "Service Unavailable",
@@ -131,6 +131,14 @@ def _size(group: Any, content: Any) -> None:
     group.resize(content["nodes"], content["minNodes"])
 
 
+def _patience(group: Any, content: Any) -> None:
+    _fields(content, {"backoff": list, "hangAfter": object})
+    numbers = [*content["backoff"], *([] if content["hangAfter"] is None else [content["hangAfter"]])]
+    if len(content["backoff"]) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
+        raise ValueError("backoff: must be two numbers of seconds; hangAfter: a number of seconds or null")
+    group.set_patience(content["hangAfter"], *content["backoff"])
+
+
 def _exit(group: Any, content: Any) -> None:
     _fields(content, {"why": str})
     group.exit(content["why"])
@@ -155,6 +163,7 @@ ROUTES = {
     "/v1/progress": ("POST", _progress),
     "/v1/gone": ("POST", _gone),
     "/v1/size": ("POST", _size),
+    "/v1/patience": ("POST", _patience),
     "/v1/stop": ("POST", _stop),
     "/v1/exit": ("POST", _exit),
 }
