@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arena import Arena, Seen
-from jobs import KINDS, Kind, spec, trainer_arguments
+from jobs import KINDS, STEPS_PER_EPOCH, Kind, spec, trainer_arguments
 from verdict import Verdict, judge
 
 WEIGHTS = {"pod": 6, "two pods": 2, "coordinator": 2, "coordinator and pod": 1}
@@ -102,7 +102,7 @@ class Torture:
                 job.ended, job.seconds = seen, time.monotonic() - job.began
 
     def _kill(self, jobs: list[Running]) -> bool:
-        """Whether there was something to kill. A job is left alone until it has made a step."""
+        """Whether there was something to kill. A job is left alone before its first step and after its last."""
         weights = WEIGHTS | {name: weight for name, (weight, _) in self.arena.extras.items()}
         what = self.random.choices(list(weights), list(weights.values()))[0]
         job = self.random.choice(jobs)
@@ -113,7 +113,7 @@ class Torture:
         else:
             seen = self.arena.look(job.name)
             victims = self._victims(what, seen)
-            if not victims or seen.step == 0:
+            if not victims or not 0 < seen.step < STEPS_PER_EPOCH * self.plan.epochs:
                 return False
             self.arena.kill(job.name, victims)
             note(f"{job.name}: killed {' and '.join(victims)} ({what}) at step {seen.step}")
