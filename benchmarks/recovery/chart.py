@@ -68,6 +68,7 @@ def draw(curves: dict[System, Curve], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    top = max(max(values.values()) for values in curves.values())
     figure, panels = plt.subplots(len(PANELS), 1, sharex=True, sharey=True, figsize=(9, 5.2), layout="constrained")
     for panel, (system, title, _) in zip(panels, PANELS, strict=True):
         values = curves[system]
@@ -76,14 +77,13 @@ def draw(curves: dict[System, Curve], path: Path) -> None:
         )
         for moment, number in KILLS:
             panel.axvline(moment, color="black", linestyle="--", linewidth=1)
-            if panel is panels[0]:
-                panel.annotate(
-                    "rank 0 killed" if number % 2 else "node killed", (moment, 1.0), xycoords=("data", "axes fraction"),
-                    xytext=(3, 3), textcoords="offset points", fontsize=8,
-                )  # fmt: skip
-        panel.set_title(title, loc="right", fontsize=9)
+            panel.annotate(
+                "rank 0's node killed" if number % 2 else "node killed", (moment, 1.0), xycoords=("data", "axes fraction"),
+                xytext=(3, -3), textcoords="offset points", fontsize=7, verticalalignment="top",
+            )  # fmt: skip
+        panel.set_title(title, loc="left", fontsize=9)
         panel.set_ylabel("images/s")
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.25 * top)
         panel.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("seconds")
     panels[-1].set_xlim(0, max(max(values) for values in curves.values()))
