@@ -68,6 +68,19 @@ def test_the_termination_log_keeps_the_end_of_a_traceback(tmp_path: Path, monkey
     assert content["kind"] == "Error" and content["message"] == "message" and content["traceback"].endswith("ValueError: the end")
 
 
+def test_a_link_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[int, str, str]] = []
+
+    def break_down() -> None:
+        raise LookupError("unknown encoding: idna")
+
+    link = Link("host:1", {}, "Standard", 1.0, lambda *end: ends.append(end))
+    monkeypatch.setattr(link, "_connect", break_down)
+    link.start()
+    link._thread.join(5)
+    assert ends == [(1, "Error", "the link to the coordinator has failed: LookupError: unknown encoding: idna")]
+
+
 def test_addresses_and_lines() -> None:
     with pytest.raises(ValueError, match="host:port"):
         Link("nowhere", {}, "Standard", 1.0, lambda *_: None)

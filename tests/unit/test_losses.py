@@ -19,7 +19,11 @@ POD = PodView(name="job-0-0", uid="u", role=Role.NODE, node="n1", containers={"t
 
 
 def host(*, ready: bool, out: bool = False, since: datetime | None = BEFORE) -> dict[str, HostView]:
-    return {"n1": HostView(name="n1", ready=ready, since=since, out_of_service=out)}
+    """The pod's, and another one that is well."""
+    return {
+        "n1": HostView(name="n1", ready=ready, since=since, out_of_service=out),
+        "n2": HostView(name="n2", ready=True, since=None, out_of_service=False),
+    }
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,12 @@ def host(*, ready: bool, out: bool = False, since: datetime | None = BEFORE) -> 
 def test_by_its_node(hosts: Any, since: datetime | None) -> None:
     assert lost_since(POD, World(hosts=hosts), NOW) == since
     assert lost_since(replace(POD, node=""), World(hosts=hosts), NOW) is None, "not placed yet"
+
+
+def test_where_no_node_is_ready_none_is_lost() -> None:
+    hosts = {name: HostView(name=name, ready=False, since=BEFORE, out_of_service=False) for name in ("n1", "n2")}
+    assert lost_since(POD, World(hosts=hosts), NOW) is None
+    assert lost_since(POD, World(hosts=hosts | {"n1": replace(hosts["n1"], out_of_service=True)}), NOW) == BEFORE
 
 
 def test_by_the_coordinator() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  (the thread must not be the first to import what host names are encoded by)
 import http.client
 import json
 import os

@@ -30,8 +30,8 @@ def _node_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
     host = world.hosts.get(pod.node)
     if host is None:
         return now
-    if host.ready and not host.out_of_service:
-        return None
+    if not host.out_of_service and (host.ready or not any(other.ready for other in world.hosts.values())):
+        return None  # where no node is ready, the control plane is cut off from all of them, and there is no place to go
     return now if host.ready or host.since is None else host.since
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from ddpjob.api.types import DDPJob, Json
-from ddpjob.core.world import LABEL_ROLE, LABEL_UID, NODE_ROLES
+from ddpjob.core.world import LABEL_ROLE, LABEL_UID, Role
 from ddpjob.objects.service import job_labels
 
 
 def build_budget(job: DDPJob) -> Json:
-    """Named as the job. The coordinator is not in it: it may always go."""
+    """Named as the job. Neither coordinator nor spares are in it: they may always go.
+
+    Kubernetes takes the number of pods that there should be from the job's scale, `spec.nodes`: with spares among them, two could go.
+    """
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -22,9 +25,6 @@ def build_budget(job: DDPJob) -> Json:
             "maxUnavailable": 1,
             # A pod that does not run holds nothing up: a broken job must not keep a node from being drained.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {
-                "matchLabels": {LABEL_UID: job.uid},
-                "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": [str(role) for role in NODE_ROLES]}],
-            },
+            "selector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE)}},
         },
     }

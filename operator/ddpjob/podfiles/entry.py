@@ -264,6 +264,7 @@ class StepCounter:
     def start(self) -> None:
         """At the first step: the posting thread, and a last post at the process' end."""
         import atexit
+        import encodings.idna  # noqa: F401  (the thread must not be the first to import what names are encoded by)
         import threading
 
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()

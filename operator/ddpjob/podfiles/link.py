@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  (names are encoded by it; a thread that imports it first may meet the main thread in the middle of that)
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +35,7 @@ class Link:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[bytes] = []
-        self._thread = threading.Thread(target=self._keep, name="ddpjob-link", daemon=True)
+        self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-link", daemon=True)
         self._closing = False
         self._place: dict[str, Any] = {}  # round, rank, world and state, from the first round on
         self._ready: dict[str, Any] | None = None  # what was last said, while no round has come of it
@@ -51,7 +53,7 @@ class Link:
     def start(self) -> None:
         """Begin to connect; returns at once."""
         self._thread.start()
-        threading.Thread(target=self._beat, name="ddpjob-heartbeat", daemon=True).start()
+        threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
 
     # ---- for the agent
 
@@ -133,6 +135,14 @@ class Link:
         self._thread.join(GOODBYE_SECONDS)
 
     # ---- threads
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """A launcher that nobody can reach any more would train, or wait, for ever."""
+        try:
+            work()
+        except Exception as error:
+            say(f"the link to the coordinator has failed:\n{traceback.format_exc()}")
+            self._on_end(1, "Error", f"the link to the coordinator has failed: {type(error).__name__}: {error}")
 
     def _keep(self) -> None:
         deadline = time.monotonic() + self._join_seconds
