@@ -194,6 +194,19 @@ def test_a_crash_loop_slows_down(job: Job) -> None:
     assert [i["backoffSeconds"] for i in report["incidents"]] == [0, 1, 2, 4]
 
 
+def test_a_script_does_not_find_the_launcher_s_modules(tmp_path: Path) -> None:
+    job = Job(tmp_path, nodes=1, mode="Fast")
+    names = "('rounds', 'wire', 'memory', 'metrics')"
+    (tmp_path / "look.py").write_text(f"import importlib.util as u\nprint('found', [n for n in {names} if u.find_spec(n)])\n")
+    try:
+        job.start_coordinator()
+        job.start_node(0, "look.py")
+        finish(job, "job-0-0")
+        assert "found []" in job.log("job-0-0").read_text()
+    finally:
+        job.close()
+
+
 def test_programs_that_cannot_be_forked_run_cold_and_say_so(job: Job) -> None:
     command = (sys.executable, STEPS, "--steps", "5")
     job.start_coordinator()

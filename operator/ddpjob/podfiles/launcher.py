@@ -53,7 +53,7 @@ def main() -> NoReturn:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a replaced node never learns of rank 0's store
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
     try:
-        torchrun(sys.argv[1:], link, departure, nursery, cold)
+        torchrun(sys.argv[1:], link, departure, mode, nursery, cold)
         departure.leave(wire.EXIT_DONE, "Done", "")
     except InitFailure as error:
         if link.wait_welcome(REPORT_SECONDS):
@@ -108,9 +108,14 @@ def on_signal(number: signal.Signals, link: Link, departure: Departure) -> None:
     departure.leave(128 + number, "Signal", why, grace=departure.grace_seconds, announce=lambda: link.send("leaving", why=why))
 
 
-def torchrun(arguments: list[str], link: Link, departure: Departure, nursery: Any, cold: str) -> None:
-    """torch.distributed.run's `main` with this launcher's agent and entry point; returns when every node has finished."""
+def hide_siblings() -> None:
+    """From now on torch and the user's modules are found as if this file's folder did not exist."""
     sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != HERE]
+
+
+def torchrun(arguments: list[str], link: Link, departure: Departure, mode: str, nursery: Any, cold: str) -> None:
+    """torch.distributed.run's `main` with this launcher's agent and entry point; returns when every node has finished."""
+    hide_siblings()
     run = import_torchrun()
     parsed = parse(run, arguments)
     if not parsed.run_path:
@@ -120,8 +125,8 @@ def torchrun(arguments: list[str], link: Link, departure: Departure, nursery: An
     link.wait_welcome()
     if link.done:
         return
-    patch_torch(run, link, departure)
-    if os.environ.get("DDPJOB_RECOVERY") == wire.FAST:
+    patch_torch(run, link, departure, mode)
+    if mode == wire.FAST:
         cold = cold or why_cold(parsed) or warm_workers(nursery)
         if cold:
             say(f"workers of this node are not pre-warmed: {cold}")
@@ -137,6 +142,7 @@ def warm_up() -> tuple[Any, str]:
         return None, "this system cannot fork"
     import warm
 
+    hide_siblings()
     try:
         warm.preload(os.environ.get("DDPJOB_PRELOAD", ""))
     except ImportError as error:
@@ -168,10 +174,8 @@ def warm_workers(nursery: Any) -> str:
     base = getattr(subprocess_handler, "SubprocessHandler", None)
     if not hasattr(processes, "get_subprocess_handler") or not hasattr(base, "_popen"):
         return f"torch {torch.__version__} starts its workers in a way that is not known here; use another version from 2.6 on"
-    sys.path.insert(0, str(HERE))
     import warm
 
-    sys.path.remove(str(HERE))
     warm_handler = warm.handler_class(base, nursery, str(HERE / "entry.py"))
     processes.get_subprocess_handler = lambda *args, **kwargs: warm_handler(*args, **kwargs)
     return ""
@@ -211,7 +215,7 @@ def check_entry_point(parsed: Any) -> None:
         check_script(parsed.training_script)
 
 
-def patch_torch(run: Any, link: Link, departure: Departure) -> None:
+def patch_torch(run: Any, link: Link, departure: Departure, mode: str) -> None:
     """Put the agent, the entry point and the signal handling of this launcher in place of torchrun's."""
     sys.path.insert(0, str(HERE))
     import agent
@@ -221,7 +225,6 @@ def patch_torch(run: Any, link: Link, departure: Departure) -> None:
     import torch.distributed.elastic.multiprocessing.api as processes
     import torch.distributed.launcher.api as launcher_api
 
-    mode = os.environ.get("DDPJOB_RECOVERY", wire.STANDARD)
     configs: list[Any] = []
     launcher_api.LocalElasticAgent = agent.agent_class(link, departure, mode, lambda: agent.rendezvous_parameters(configs[-1]))
     if mode == wire.FAST:
@@ -231,8 +234,8 @@ def patch_torch(run: Any, link: Link, departure: Departure) -> None:
 
     def config_from_args(parsed: Any) -> Any:
         if not parsed.run_path:
-            mode = "--exec" if parsed.no_python else "--module" if parsed.module else "--script"
-            parsed.training_script_args = [mode, parsed.training_script, *parsed.training_script_args]
+            kind = "--exec" if parsed.no_python else "--module" if parsed.module else "--script"
+            parsed.training_script_args = [kind, parsed.training_script, *parsed.training_script_args]
             parsed.training_script, parsed.module, parsed.no_python = str(HERE / "entry.py"), False, False
         try:
             made = configure(parsed)
