@@ -11,6 +11,7 @@ once in every round. Stock torchrun takes most of a minute where it recovers at 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -36,4 +37,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended on the way out
     sys.exit(main())

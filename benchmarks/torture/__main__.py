@@ -11,6 +11,7 @@ undisturbed training with as many ranks at each step (replay.py says why). Exit 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -66,4 +67,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended on the way out
     sys.exit(main())
