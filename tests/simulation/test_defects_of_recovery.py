@@ -19,7 +19,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         attribution, "_belongs", lambda *_: True, recovery.test_a_pod_that_fails_at_its_start_again_and_again_waits,
     ),
     "a lost pod gets its grace": (
-        ensure, "_is_silent", lambda *_: False, recovery.test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force,
+        ensure, "given_up", lambda *_: False, recovery.test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force,
     ),
     "a silent node is believed to be well": (losses, "_node_lost", lambda *_: None, recovery.test_out_of_service_is_believed_at_once),
     "a lost coordinator takes the group with it": (

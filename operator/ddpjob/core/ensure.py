@@ -19,7 +19,7 @@ from ddpjob.core.decision import (
 from ddpjob.core.group import coordinator_pod, node_pods
 from ddpjob.core.incidents import present_report
 from ddpjob.core.leftovers import end_leftovers, has_leftovers
-from ddpjob.core.losses import lost_since, out_of_service
+from ddpjob.core.losses import given_up, lost_since
 from ddpjob.core.volumes import unusable_claim
 from ddpjob.core.world import PodView, Role, World, coordinator_pod_name, node_pod_name
 
@@ -83,7 +83,8 @@ def _removals(job: DDPJob, status: JobStatus, world: World, now: datetime, lost:
     for pod in world.pods:
         if pod.name in current and pod.name not in lost:
             continue
-        if not pod.ended and (pod.name in lost or _is_silent(job, pod, world, now)):
+        if not pod.ended and (pod.name in lost or given_up(job, pod, lost_since(pod, world, now), world, now)):
+            # On a node that does not answer nobody will ever confirm its end.
             actions.append(DeletePod(pod.name, pod.uid, 0))
         elif pod.role is Role.COORDINATOR:
             if pod.deleted_at is None and (pod.generation == generation or not old_nodes_run):
@@ -103,13 +104,6 @@ def _removals(job: DDPJob, status: JobStatus, world: World, now: datetime, lost:
 def _current_names(job: DDPJob, status: JobStatus) -> set[str]:
     names = {node_pod_name(job, i, s.attempt) for i, s in enumerate(status.slots)}
     return names | {coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)}
-
-
-def _is_silent(job: DDPJob, pod: PodView, world: World, now: datetime) -> bool:
-    """A pod that is to go on a node that does not answer: nobody will ever confirm its end."""
-    since = lost_since(pod, world, now)
-    patience = timedelta(seconds=job.spec.recovery.node_lost_after_seconds)
-    return since is not None and (now >= since + patience or out_of_service(pod, world))
 
 
 # --- what the coordinator has decided, and what it should know --------------------------------------------------

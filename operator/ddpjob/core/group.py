@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from ddpjob.api.types import DDPJob, JobStatus, Placement, Restart, Slot, SlotState
 from ddpjob.core import incidents
@@ -11,7 +11,7 @@ from ddpjob.core.attribution import Attributed, Finding, attribute
 from ddpjob.core.avoid import avoided
 from ddpjob.core.classify import Cause, End, is_down, stuck, vanished, why_ended
 from ddpjob.core.incidents import present_report
-from ddpjob.core.losses import lost_since, out_of_service
+from ddpjob.core.losses import given_up, lost_since
 from ddpjob.core.progress import trained
 from ddpjob.core.rules import ruling
 from ddpjob.core.slots import Repeated, new_generation, next_attempt, next_coordinator, repeated, with_slots
@@ -107,7 +107,7 @@ def _follow_slots(job: DDPJob, status: JobStatus, pods: list[PodView | None], wo
     for index, (slot, pod) in enumerate(zip(status.slots, pods, strict=True)):
         since = _silent_since(slot, pod, world, now)
         state, end = _follow_slot(job, index, slot, pod, world)
-        if end is None and pod is not None and _is_lost(job, pod, since, world, now):
+        if end is None and pod is not None and given_up(job, pod, since, world, now):
             state, end = SlotState.FAILED, _node_lost(pod, since or now, world, now)
         slots.append(replace(slot, state=state, node=pod.node if pod else slot.node, lost_since=since))
         if end is not None:
@@ -119,11 +119,6 @@ def _silent_since(slot: Slot, pod: PodView | None, world: World, now: datetime) 
     """Remembered from the first look where nobody tells."""
     since = lost_since(pod, world, now) if pod is not None else None
     return min(since, slot.lost_since) if since is not None and slot.lost_since is not None else since
-
-
-def _is_lost(job: DDPJob, pod: PodView, since: datetime | None, world: World, now: datetime) -> bool:
-    patience = timedelta(seconds=job.spec.recovery.node_lost_after_seconds)
-    return since is not None and (now >= since + patience or out_of_service(pod, world))
 
 
 def _node_lost(pod: PodView, since: datetime, world: World, now: datetime) -> End:
@@ -164,7 +159,7 @@ def _follow_coordinator(job: DDPJob, status: JobStatus, world: World, now: datet
         assert container is not None
         return status, Ended(why_ended(replace(pod, containers={TRAINER_CONTAINER: container}), world.hosts), pod, name)
     since = lost_since(pod, world, now) if dedicated else None
-    if _is_lost(job, pod, since, world, now):
+    if given_up(job, pod, since, world, now):
         return status, Ended(_node_lost(pod, since or now, world, now), pod, name)
     running = container is not None and container.running
     endpoint = f"{pod.address}:{job.spec.rendezvous.endpoint_port}" if pod.address else ""

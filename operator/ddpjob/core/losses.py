@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
+from ddpjob.api.types import DDPJob
 from ddpjob.core.world import PodView, World
 
 
@@ -22,6 +23,12 @@ def out_of_service(pod: PodView, world: World) -> bool:
     """Somebody has said that the pod's node is down for good, and it is not ready: there is nothing to wait for."""
     host = (world.hosts or {}).get(pod.node)
     return host is not None and host.out_of_service and not host.ready
+
+
+def given_up(job: DDPJob, pod: PodView, since: datetime | None, world: World, now: datetime) -> bool:
+    """Whether a pod that has been silent `since` then has been waited for long enough; never one that is heard of (None)."""
+    patience = timedelta(seconds=job.spec.recovery.node_lost_after_seconds)
+    return since is not None and (now >= since + patience or out_of_service(pod, world))
 
 
 def _node_lost(pod: PodView, world: World, now: datetime) -> datetime | None:

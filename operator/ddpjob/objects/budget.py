@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpjob.api.types import DDPJob, Json
 from ddpjob.core.world import LABEL_ROLE, LABEL_UID, Role
-from ddpjob.objects.service import job_labels
+from ddpjob.objects.service import metadata
 
 
 def build_budget(job: DDPJob) -> Json:
@@ -15,12 +15,7 @@ def build_budget(job: DDPJob) -> Json:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": {
-            "name": job.name,
-            "namespace": job.namespace,
-            "labels": job_labels(job),
-            "ownerReferences": [job.owner_reference],
-        },
+        "metadata": metadata(job, job.name),
         "spec": {
             "maxUnavailable": 1,
             # A pod that does not run holds nothing up: a broken job must not keep a node from being drained.

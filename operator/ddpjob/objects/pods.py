@@ -20,7 +20,7 @@ from ddpjob.core.world import (
     node_pod_name,
 )
 from ddpjob.objects.overlay import coordinator_overlay, node_overlay
-from ddpjob.objects.service import job_labels
+from ddpjob.objects.service import metadata
 from ddpjob.objects.site import COORDINATOR_HOSTNAME, Site
 
 POD_FILES_VOLUME = "ddpjob-podfiles"
@@ -65,12 +65,7 @@ def _pod(job: DDPJob, name: str, spec: Json, labels: dict[str, str]) -> Json:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {
-            "name": name,
-            "namespace": job.namespace,
-            "labels": job_labels(job) | labels,
-            "ownerReferences": [job.owner_reference],
-        },
+        "metadata": metadata(job, name, labels),
         "spec": spec,
     }
 

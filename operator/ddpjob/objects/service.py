@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from ddpjob.api.types import DDPJob, Json
 from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY
@@ -17,17 +19,18 @@ def job_labels(job: DDPJob) -> dict[str, str]:
     return {LABEL_MANAGED: MANAGED_BY, LABEL_JOB: job.name, LABEL_UID: job.uid}
 
 
+def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> Json:
+    """Of an object that belongs to the job and goes with it; `labels` beside those that all of them carry."""
+    owners = [job.owner_reference]
+    return {"name": name, "namespace": job.namespace, "labels": job_labels(job) | dict(labels), "ownerReferences": owners}
+
+
 def build_service(job: DDPJob) -> Json:
     """Headless; names exist before pods are ready, since the rendezvous happens before that."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {
-            "name": job.name,
-            "namespace": job.namespace,
-            "labels": job_labels(job),
-            "ownerReferences": [job.owner_reference],
-        },
+        "metadata": metadata(job, job.name),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -63,12 +66,7 @@ def build_pod_files(job: DDPJob) -> Json:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {
-            "name": pod_files_name(job),
-            "namespace": job.namespace,
-            "labels": job_labels(job),
-            "ownerReferences": [job.owner_reference],
-        },
+        "metadata": metadata(job, pod_files_name(job)),
         "immutable": True,
         "data": pod_files(),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 # cgroup v2 and v1: a line "oom_kill N".
@@ -11,12 +12,8 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 
 def oom_kills() -> int:
     """How many processes of this container the kernel has killed for memory so far; 0 where it does not tell."""
-    for path in FILES:
-        try:
-            lines = path.read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
+    for text in _readable(FILES):
+        for line in text.splitlines():
             name, _, number = line.partition(" ")
             if name == "oom_kill" and number.strip().isdigit():
                 return int(number)
@@ -25,11 +22,15 @@ def oom_kills() -> int:
 
 def limit() -> str:
     """The container's memory limit, for people; empty where there is none."""
-    for path in LIMITS:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
+    for text in _readable(LIMITS):
+        if text.strip().isdigit() and int(text) < 1 << 60:
             return f"{int(text) / (1 << 20):.0f} MiB"
     return ""
+
+
+def _readable(paths: tuple[Path, ...]) -> Iterator[str]:
+    for path in paths:
+        try:
+            yield path.read_text()
+        except OSError:
+            continue  # the other version of cgroups
