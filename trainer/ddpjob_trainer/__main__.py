@@ -1,18 +1,27 @@
-"""`python -m ddpjob_trainer [--config FILE] [key=value ...]`, `... ledger DIR`, `... plot RUN -o FILE`."""
+"""`python -m ddpjob_trainer [--config FILE] [key=value ...]` trains; `python -m ddpjob_trainer COMMAND ...` does what COMMANDS lists."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddpjob_trainer.errors import ConfigError, FencedError, install_hook
+from ddpjob_trainer.errors import FencedError, install_hook
+
+COMMANDS = {
+    # name: (module whose `main(arguments) -> exit code` is the command, arguments, what it does); imported only when it is called
+    "ledger": ("ddpjob_trainer.ledger_check", "DIR [DIR ...]", "check that no sample was lost or repeated"),
+    "plot": ("ddpjob_trainer.plot", "RUN -o FILE.png", "draw loss, accuracy and speed"),
+}
 
 _USAGE = """\
 usage: torchrun [...] -m ddpjob_trainer [--config FILE] [key=value ...]     train, on all ranks of torchrun
        python -m ddpjob_trainer [--config FILE] [key=value ...]             train in one process
-       python -m ddpjob_trainer ledger DIR [DIR ...]                        check that no sample was lost or repeated
-       python -m ddpjob_trainer plot RUN -o FILE.png                        draw loss, accuracy and speed
+       python -m ddpjob_trainer COMMAND ...
+
+commands:
+{commands}
 
 FILE: a YAML file, or one that ships: {shipped}. Keys, with their defaults:"""
 
@@ -22,37 +31,31 @@ def main() -> int:
     """Run what the command line asks for; returns the exit code. Raises TrainerError with a message for the user."""
     install_hook()
     command, *rest = sys.argv[1:] or [""]
-    if command == "ledger":
-        from ddpjob_trainer.ledger_check import main as check
-
-        return check(rest)
-    if command == "plot":
-        from ddpjob_trainer.plot import main as plot
-
-        return plot(rest)
-    return _train(sys.argv[1:])
+    if command in COMMANDS:
+        module, _, _ = COMMANDS[command]
+        return int(importlib.import_module(module).main(rest))
+    if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
+        print(help_text())
+        return 0
+    return train(sys.argv[1:])
 
 
-def _train(arguments: list[str]) -> int:
-    from ddpjob_trainer import config, fields, leaving, train
+def help_text() -> str:
+    """Usage, commands and every key of the configuration."""
+    from ddpjob_trainer import config, fields
+
+    width = max(len(f"{name} {arguments}") for name, (_, arguments, _) in COMMANDS.items())
+    lines = [f"  {f'{name} {arguments}':{width}}  {purpose}" for name, (_, arguments, purpose) in COMMANDS.items()]
+    return _USAGE.format(commands="\n".join(lines), shipped=", ".join(config.shipped())) + fields.help_text(config.Config)
+
+
+def train(arguments: list[str]) -> int:
+    """Train as one rank of whatever group the environment describes; returns the exit code."""
+    from ddpjob_trainer import leaving, train
+    from ddpjob_trainer.command_line import read_settings
     from ddpjob_trainer.fence import EXIT_FENCED
 
-    if "--help" in arguments or "-h" in arguments:
-        print(_USAGE.format(shipped=", ".join(config.shipped())) + fields.help_text(config.Config))
-        return 0
-    file: str | None = None
-    values: list[str] = []
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument == "--config":
-            file = next(remaining, None)
-            if file is None:
-                raise ConfigError("--config: the file's name is missing; write --config FILE")
-        elif argument.startswith("--config="):
-            file = argument.removeprefix("--config=")
-        else:
-            values.append(argument)
-    settings = config.load(file, values)
+    settings = read_settings(arguments)
     leaving.leave_fast()
     try:
         return leaving.with_code(train.run(settings))
