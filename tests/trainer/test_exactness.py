@@ -39,15 +39,24 @@ def test_loss_curve_and_weights_of_several_ranks_are_those_of_one(world: int, al
 
 
 def test_ranks_without_samples_take_part(tmp_path: Path) -> None:
-    """A global batch of 2 on 3 ranks, and a last batch of 1."""
+    """A run that grows to 3 ranks with a global batch of 2, and a last batch of 1."""
     arguments = ["data.name=synthetic", "data.shape=1,8,8", "data.size=5", "data.batch=2"]
-    arguments += ["model.width=4", "train.epochs=2", "train.log_every=1"]
-    curves = []
-    for world in (1, 3):
-        good(world, [*arguments, f"checkpoint.dir={tmp_path / str(world)}"])
-        curves.append(final_losses(tmp_path / str(world) / "run"))
+    arguments += ["model.width=4", "train.epochs=2", "train.log_every=1", "checkpoint.every_seconds=0"]
+    good(1, [*arguments, f"checkpoint.dir={tmp_path / '1'}"])
+    assert [end.code for end in run(1, [*arguments, f"checkpoint.dir={tmp_path / '3'}"], prepare=stop_at(2))] == [75]
+    good(3, [*arguments, f"checkpoint.dir={tmp_path / '3'}"])
+    curves = [final_losses(tmp_path / world / "run") for world in ("1", "3")]
     assert len(curves[0]) == 6
     np.testing.assert_allclose(curves[1], curves[0], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("world", "keys", "remedy"),
+    [(3, ["data.batch=2"], "set data.batch to 3 or more"), (2, ["data.micro_batches=1"], "set it to 2 or a multiple of it")],
+)
+def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy: str, tmp_path: Path) -> None:
+    ended = run(world, [*TINY, *keys, f"checkpoint.dir={tmp_path}"])
+    assert all(end.code == 1 and remedy in end.error for end in ended), ended
 
 
 def test_a_run_of_1_2_3_1_ranks_lies_on_the_undisturbed_curve(alone: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ddpjob_trainer.errors import CheckpointError
-from ddpjob_trainer.sampler import ElasticSampler, SamplerState, permutation, share, steps_per_epoch
+from ddpjob_trainer.sampler import Dealing, ElasticSampler, Micro, SamplerState, Step, permutation, share, steps_per_epoch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,13 +15,18 @@ from hypothesis import strategies as st
     batch=st.integers(1, 40),
     seed=st.integers(0, 2**40),
     lives=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=12),
+    micro_batches=st.integers(0, 9),
+    accumulate=st.integers(1, 3),
 )
-def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(size: int, batch: int, seed: int, lives: list[tuple[int, int]]) -> None:
+def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(
+    size: int, batch: int, seed: int, lives: list[tuple[int, int]], micro_batches: int, accumulate: int
+) -> None:
     state = SamplerState(seed=seed).__dict__ | {"size": size}
     taken: dict[int, list[int]] = {}
     reference: dict[int, list[list[int]]] = {}
     for world, steps in [*lives, (2, 3 * steps_per_epoch(size, batch))]:
-        samplers = [ElasticSampler(size, batch, rank, world, SamplerState()) for rank in range(world)]
+        dealings = [Dealing(rank, world, micro_batches, accumulate) for rank in range(world)]
+        samplers = [ElasticSampler(size, batch, dealing, SamplerState()) for dealing in dealings]
         for sampler in samplers:
             sampler.load_state_dict(state)
         for _ in range(steps):
@@ -29,9 +34,14 @@ def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(size: int, batch
                 for sampler in samplers:
                     sampler.next_epoch()
             dealt = [next(sampler.rest_of_epoch()) for sampler in samplers]
-            together = [sample for step in dealt for sample in step.mine]
+            together = joined(dealt)
             assert together == dealt[0].samples
-            assert max(len(step.mine) for step in dealt) - min(len(step.mine) for step in dealt) <= 1
+            if micro_batches:
+                alone = ElasticSampler(size, batch, Dealing(0, 1, micro_batches), samplers[0].state)
+                assert counting(dealt) == next(alone.rest_of_epoch()).micros, "the same micro-batches, whoever has them"
+            else:
+                assert max(len(step.mine) for step in dealt) - min(len(step.mine) for step in dealt) <= accumulate
+                assert len({len(step.micros) for step in dealt}) == 1, "all ranks go through as many portions"
             taken.setdefault(dealt[0].epoch, []).extend(together)
             reference.setdefault(dealt[0].epoch, []).append(together)
             for sampler, step in zip(samplers, dealt, strict=True):
@@ -47,6 +57,15 @@ def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(size: int, batch
             )
 
 
+def counting(dealt: list[Step]) -> list[Micro]:
+    return [micro for step in dealt for micro in step.micros if micro.counts]
+
+
+def joined(dealt: list[Step]) -> list[int]:
+    """All ranks' samples in the order of the global batch."""
+    return [sample for micro in sorted(counting(dealt), key=lambda micro: micro.number) for sample in micro.samples]
+
+
 def test_epochs_and_seeds_have_different_orders() -> None:
     orders = {tuple(permutation(seed, epoch, 50)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
@@ -57,6 +76,6 @@ def test_share_gives_empty_parts_when_ranks_outnumber_samples() -> None:
 
 
 def test_another_data_set_is_refused() -> None:
-    sampler = ElasticSampler(10, 2, 0, 1, SamplerState())
+    sampler = ElasticSampler(10, 2, Dealing(), SamplerState())
     with pytest.raises(CheckpointError, match="11 training samples and the data set has 10"):
         sampler.load_state_dict({"epoch": 0, "consumed": 0, "seed": 0, "size": 11})

@@ -15,6 +15,8 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.fields import from_env
 from ddpjob_trainer.models import ModelConfig
 from ddpjob_trainer.optim import OptimConfig
+from ddpjob_trainer.strategies import StrategyName
+from ddpjob_trainer.strategies.ddp import DdpConfig
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, frozen=True)
@@ -41,6 +43,8 @@ class TrainConfig:
     """Epochs between two evaluations; the last epoch is always evaluated."""
     eval_batch: int = 512
     """Test samples per rank and forward pass."""
+    accumulate: int = 1
+    """Portions in which a rank goes through its part of a global batch: less memory, gradients are exchanged once for all of them."""
     ledger: bool = False
     """Write down which samples each step took, on each rank; `python -m ddpjob_trainer ledger RUN` checks them."""
 
@@ -49,11 +53,15 @@ class TrainConfig:
 class Config:
     """Everything a run depends on."""
 
+    strategy: StrategyName = StrategyName.DDP
+    """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank alone trains as it is. single: one
+    process, one device. dp: one process, several devices."""
     data: DataConfig
     model: ModelConfig
     optim: OptimConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
+    ddp: DdpConfig
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -92,7 +100,7 @@ def load(config_file: str | None, arguments: list[str]) -> Config:
         layers.append((str(path), fields.read_file(path)))
     layers.append(("argument", fields.read_arguments(arguments)))
     config = fields.build(Config, *layers)
-    for key in ("epochs", "log_every", "eval_every", "eval_batch", "timeout_seconds"):
+    for key in ("epochs", "log_every", "eval_every", "eval_batch", "timeout_seconds", "accumulate"):
         if getattr(config.train, key) <= 0:
             raise ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")
     return config

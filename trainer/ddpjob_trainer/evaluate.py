@@ -2,51 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from ddpjob_trainer.data import DataSet
 from ddpjob_trainer.group import Group
+from ddpjob_trainer.metrics.tally import EvalConfig, Evaluation, Tally
 from ddpjob_trainer.sampler import share
 from ddpjob_trainer.signals import StopRequest
+from ddpjob_trainer.strategies.base import Place
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean cross entropy and share of right first guesses over the whole test set."""
-
-    loss: float
-    accuracy: float
+__all__ = ["EvalConfig", "Evaluation", "evaluate"]
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: DataSet, batch: int, device: torch.device, group: Group, stop: StopRequest) -> Evaluation | None:
+def evaluate(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    place: Place,
+    data: DataSet,
+    batch: int,
+    device: torch.device,
+    group: Group,
+    stop: StopRequest,
+    *,
+    config: EvalConfig | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> Evaluation | None:
     """The same result on every rank and for every number of ranks (up to the order of float64 sums); None when SIGTERM came.
 
-    Every rank does the same number of rounds, so that they can agree on a stop in each; a rank may have fewer samples than another.
+    `logits` gives the scores (n, classes) of images (n, channels, height, width) on `device`, in evaluation mode. Test samples are dealt
+    out by `place`; the scores of a rank that does not count are not looked at. `alive` is called each round.
+
+    Every rank does the same number of rounds and has images in each, because a forward pass may be a collective: a rank whose samples are
+    used up computes on the test set's first, and does not count it.
     """
-    mine = share(list(range(data.test_size)), group.rank, group.world)
-    rounds = -(-data.test_size // (batch * group.world)) if data.test_size else 0
-    each = max(1, batch)
-    parts = [mine[start * each : (start + 1) * each] for start in range(rounds)]
-    totals = torch.zeros(3, dtype=torch.float64)
-    model.eval()
-    try:
-        for part in data.test_batches(parts):
-            agreement = stop.agreement(save_due=False)
-            images, labels = part.to(device).images, part.to(device).labels
-            if len(labels):
-                logits = model(images).float()
-                loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-                right = (logits.argmax(1) == labels).sum()
-                totals += torch.tensor([loss.item(), right.item(), len(labels)], dtype=torch.float64)
-            if agreement.wait()[0]:
-                return None
-    finally:
-        model.train()
-    loss_sum, right_sum, count = group.sum(totals).tolist()
-    if count != data.test_size:
-        raise AssertionError(f"evaluation counted {count} of {data.test_size} test samples")
-    return Evaluation(loss_sum / count, right_sum / count)
+    mine = share(list(range(data.test_size)), place.part, place.parts)
+    rounds = -(-data.test_size // (batch * place.parts))
+    parts = [mine[start * batch : (start + 1) * batch] for start in range(rounds)]
+    tally = Tally(data.classes, config or EvalConfig())
+    counted = unreadable = 0
+    for part, loaded in zip(parts, data.test_batches([part or [0] for part in parts]), strict=True):
+        alive()
+        agreement = stop.agreement(save_due=False)
+        samples = loaded.to(device)
+        scores = logits(samples.images)
+        if part and place.counts:
+            tally.add(scores, samples.labels)
+            counted += len(samples.labels)
+            unreadable += len(part) - len(samples.labels)
+        if agreement.wait()[0]:
+            return None
+    result = tally.reduce(group, counted, unreadable)
+    if result.samples + result.unreadable != data.test_size:
+        raise AssertionError(f"evaluation counted {result.samples} + {result.unreadable} of {data.test_size} test samples")
+    return result

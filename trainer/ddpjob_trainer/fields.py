@@ -206,7 +206,7 @@ def help_text(kind: type[Any], width: int = 140) -> str:
     for field in walk(kind):
         if (head := field.key.rpartition(".")[0]) != section:
             section = head
-            lines.append(f"\n{section}:")
+            lines.append(f"\n{section}:" if section else "")
         default = field.default.value if isinstance(field.default, enum.Enum) else field.default
         default = list(default) if isinstance(default, tuple) else str(default).lower() if isinstance(default, bool) else default
         env = f"; from {field.env}" if field.env else ""

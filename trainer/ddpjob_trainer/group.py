@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddpjob_trainer.devices import Placement
+from ddpjob_trainer.rendezvous import open_store
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Group:
         return cls(*numbers)
 
     def sum_begin(self, values: torch.Tensor) -> Reduction:
-        """Begin an all-reduce (sum, in place) of a CPU tensor; the result is there after `.wait()`."""
+        """Begin an all-reduce (sum, in place), on the tensor's own device; the result is there after `.wait()`."""
         return Reduction(values, dist.all_reduce(values, async_op=True) if self.world > 1 else None)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce (sum) of a CPU tensor, in place."""
+        """All-reduce (sum), in place."""
         return self.sum_begin(values).wait()
 
     def gather(self, value: int) -> list[int]:
@@ -46,6 +46,14 @@ class Group:
         numbers = torch.zeros(self.world, dtype=torch.int64)
         numbers[self.rank] = value
         return [int(number) for number in self.sum(numbers)]
+
+    def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor of one shape, in rank order; on its own device."""
+        if self.world == 1:
+            return [values]
+        found = [torch.empty_like(values) for _ in range(self.world)]
+        dist.all_gather(found, values)
+        return found
 
     def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
         """`content` of rank `source`, on every rank."""
@@ -92,23 +100,7 @@ def joined(group: Group, placement: Placement, timeout_seconds: float) -> Iterat
         yield
         return
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _fresh_store(group, timeout)
-        dist.init_process_group(placement.backend, timeout=timeout, store=store, rank=group.rank, world_size=group.world)
-    else:
-        dist.init_process_group(placement.backend, timeout=timeout)
+    store = open_store(group, timeout_seconds)
+    dist.init_process_group(placement.backend, timeout=timeout, store=store, rank=group.rank, world_size=group.world)
     yield
     dist.destroy_process_group()
-
-
-def _fresh_store(group: Group, timeout: datetime.timedelta) -> Any:
-    """The agent's own store, with keys of this life only.
-
-    An agent that restarts its workers in place hands them the same store again (torch 2.15); the addresses of the dead processes in it
-    make gloo wait for ever. Agents count their restarts each for itself, and one that has just come counts none: where there is a fence,
-    it is what all ranks of a life have in common.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, group.world, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-    life = os.environ.get("DDPJOB_FENCE") or f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    return dist.PrefixStore(f"/worker/{life}", store)  # type: ignore[attr-defined]

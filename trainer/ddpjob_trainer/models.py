@@ -38,6 +38,22 @@ def build_model(config: ModelConfig, shape: tuple[int, int, int], classes: int, 
     raise ConfigError(f"model.name: {config.name!r} is not known; write small_cnn, resnet18_cifar or torchvision:NAME{hint}")
 
 
+def is_tied_to_micro_batches(model: nn.Module) -> bool:
+    """Whether what the model makes of a sample in training depends on the others beside it, or on random numbers."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    def tied(module: nn.Module) -> bool:
+        if isinstance(module, _BatchNorm):
+            return not isinstance(module, nn.SyncBatchNorm)
+        if isinstance(module, _DropoutNd):
+            return module.p > 0
+        random = ("dropout", "p") if type(module).__name__ in ("StochasticDepth", "DropPath") else ("dropout",)
+        return any(isinstance(share := getattr(module, name, 0), float) and share > 0 for name in random)
+
+    return any(tied(module) for module in model.modules())
+
+
 def _torchvision_model(name: str, classes: int) -> nn.Module:
     import torchvision
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.randomness import derive
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,31 @@ class SamplerState:
 
 
 @dataclass(frozen=True)
+class Micro:
+    """A micro-batch: samples that go through the model together. `key` is for its randomness, the same on whatever rank takes it.
+
+    A rank without any takes one of another's along, so that it takes part in collectives: that one does not count.
+    """
+
+    number: int
+    samples: list[int]
+    key: int
+    counts: bool = True
+
+
+@dataclass(frozen=True)
 class Step:
-    """One optimizer step: the global batch, this rank's part of it (maybe empty), and the state once it is done."""
+    """One optimizer step: the global batch, this rank's micro-batches of it, and the state once it is done."""
 
     epoch: int
     samples: list[int]
-    mine: list[int]
+    micros: list[Micro]
     after: SamplerState
+
+    @property
+    def mine(self) -> list[int]:
+        """The samples that fall to this rank, maybe none."""
+        return [sample for micro in self.micros if micro.counts for sample in micro.samples]
 
 
 def permutation(seed: int, epoch: int, size: int) -> list[int]:
@@ -41,16 +61,50 @@ def permutation(seed: int, epoch: int, size: int) -> list[int]:
     return order
 
 
-def share(samples: list[int], rank: int, world: int) -> list[int]:
-    """Rank `rank`'s contiguous part of a global batch; the parts differ by one sample at most, the first ranks take the rest."""
-    each, rest = divmod(len(samples), world)
-    start = rank * each + min(rank, rest)
-    return samples[start : start + each + (rank < rest)]
+def share(items: list[T], part: int, parts: int) -> list[T]:
+    """Contiguous part number `part`; the parts differ by one item at most, the first ones take the rest. Part `parts` and above: none."""
+    each, rest = divmod(len(items), parts)
+    start = part * each + min(part, rest)
+    return items[start : start + each + (part < rest)] if part < parts else []
 
 
 def steps_per_epoch(size: int, batch: int) -> int:
     """The last step of an epoch takes what is left, so that no sample is dropped."""
     return -(-size // batch)
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """How a global batch falls into micro-batches, and these to part `rank` of `world`.
+
+    micro_batches > 0: so many, whole, fixed whatever the number of ranks. What happens inside one (normalisation statistics, dropout,
+    mixed images) is then the same on any number of ranks.
+    micro_batches 0: each rank takes one contiguous share of samples, in `accumulate` portions that all ranks go through together. For
+    models in which each sample goes its own way, or whose statistics are those of all ranks together.
+    """
+
+    rank: int = 0
+    world: int = 1
+    micro_batches: int = 0
+    accumulate: int = 1
+
+    def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
+        """This rank's micro-batches of the global batch that follows `state`; at least one, which may not count."""
+        if self.micro_batches:
+            whole = [self._micro(k, share(samples, k, self.micro_batches), state) for k in range(self.micro_batches)]
+            whole = [micro for micro in whole if micro.samples]
+            return share(whole, self.rank, self.world) or [replace(whole[0], counts=False)]
+        portions = [share(samples, portion, self.accumulate) for portion in range(self.accumulate)]
+        return [self._portion(k, portion, state) for k, portion in enumerate(portions) if portion]
+
+    def _portion(self, number: int, portion: list[int], state: SamplerState) -> Micro:
+        mine = share(portion, self.rank, self.world)
+        micro = self._micro(number, mine or portion[:1], state)
+        return micro if mine else replace(micro, counts=False)
+
+    @staticmethod
+    def _micro(number: int, samples: list[int], state: SamplerState) -> Micro:
+        return Micro(number, samples, derive(state.seed, state.epoch, state.consumed, number))
 
 
 @dataclass
@@ -59,17 +113,18 @@ class ElasticSampler:
 
     size: int
     batch: int
-    rank: int
-    world: int
+    dealing: Dealing
     state: SamplerState
 
     def rest_of_epoch(self) -> Iterator[Step]:
         """The steps from the state to the end of its epoch. Does not move the state: `done(step)` does, when the step is done."""
         order = permutation(self.state.seed, self.state.epoch, self.size)
+        before = self.state
         for start in range(self.state.consumed, self.size, self.batch):
             samples = order[start : start + self.batch]
-            after = replace(self.state, consumed=start + len(samples))
-            yield Step(self.state.epoch, samples, share(samples, self.rank, self.world), after)
+            after = replace(before, consumed=start + len(samples))
+            yield Step(before.epoch, samples, self.dealing.deal(samples, before), after)
+            before = after
 
     def done(self, step: Step) -> None:
         """The optimizer has taken `step`."""

@@ -5,26 +5,27 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import devices, fast_start
 from ddpjob_trainer.checkpoint import CheckpointFolder, prepare_folder
 from ddpjob_trainer.checkpoint_file import Snapshot
 from ddpjob_trainer.config import Config
 from ddpjob_trainer.data import Batch, DataSet, open_data
-from ddpjob_trainer.errors import CheckpointError, TrainingError
+from ddpjob_trainer.errors import CheckpointError, ConfigError, TrainingError
 from ddpjob_trainer.evaluate import evaluate
 from ddpjob_trainer.fence import Claim, place_from_env
 from ddpjob_trainer.group import Group, joined
 from ddpjob_trainer.ledger import Ledger
-from ddpjob_trainer.models import build_model
-from ddpjob_trainer.optim import build_optimizer, learning_rate, set_learning_rate
+from ddpjob_trainer.models import build_model, is_tied_to_micro_batches
+from ddpjob_trainer.optim import learning_rate
 from ddpjob_trainer.progress import Plan, Progress
-from ddpjob_trainer.sampler import ElasticSampler, SamplerState, Step, steps_per_epoch
+from ddpjob_trainer.sampler import Dealing, ElasticSampler, SamplerState, Step, steps_per_epoch
 from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE, StopRequest
+from ddpjob_trainer.strategies import open_strategy
 
 
 def run(config: Config) -> int:
@@ -60,10 +61,12 @@ class Trainer:
         self.config, self.group, self.device, self.data, self.checkpoints = config, group, device, data, checkpoints
         claim = agree_on_life(group)
         checkpoints.claim(claim)
-        self.model = build_model(config.model, data.shape, data.classes, config.data.seed).to(device)
-        self.optimizer = build_optimizer(config.optim, self.model.parameters())
-        state = SamplerState(seed=config.data.seed)
-        self.sampler = ElasticSampler(data.train_size, config.data.batch, group.rank, group.world, state)
+        self.strategy = open_strategy(config, group, device)
+        model = build_model(config.model, data.shape, data.classes, config.data.seed).to(device)
+        tied = is_tied_to_micro_batches(model)
+        self.strategy.prepare(model)
+        self.micro_batches = self._micro_batches(tied or config.ddp.ordered)
+        self.sampler = ElasticSampler(data.train_size, config.data.batch, self._dealing(), SamplerState(seed=config.data.seed))
         self.step, self.epochs_evaluated = 0, 0
         self.steps_per_epoch = steps_per_epoch(data.train_size, config.data.batch)
         self.total_steps = self.steps_per_epoch * config.train.epochs
@@ -72,12 +75,20 @@ class Trainer:
         plan = Plan(config.train.epochs, self.total_steps, data.train_size, claim.round)
         self.progress = Progress(plan, config.run_dir, group, writes=checkpoints.writes, interval=config.train.print_seconds)
 
+    def _micro_batches(self, tied: bool) -> int:
+        """How many a global batch has at a first start; 0: samples are dealt out."""
+        given, parts = self.config.data.micro_batches, self.strategy.place.parts
+        return given or (parts * self.config.train.accumulate if tied else 0)
+
+    def _dealing(self) -> Dealing:
+        place = self.strategy.place
+        return Dealing(place.part, place.parts, self.micro_batches, self.config.train.accumulate)
+
     # ------------------------------------------------------------ the loop
 
     def train(self) -> int:
         """All epochs that are left. Returns the exit code."""
         began = time.monotonic()
-        self.network = self._distributed()
         self.stop.listen()
         self.ledger.start(self.step, self.data.train_size, self.config.train.epochs)
         self.progress.start(self.step, self.sampler.state.epoch + 1)
@@ -90,23 +101,20 @@ class Trainer:
             self.ledger.end(self.step)
             self.progress.end(self.step, time.monotonic() - began)
         self.progress.close()
+        self.strategy.close()
         self.group.barrier()  # Nobody leaves before rank 0 has saved: torchrun ends the others when one leaves.
         return EXIT_STEPPED_ASIDE if stopped else 0
 
     def _train_epoch(self) -> bool:
         """The rest of the sampler's epoch, a checkpoint, an evaluation. Returns whether all ranks agreed to stop."""
         self.progress.restart_clock()
-        loss_sum = torch.zeros((), device=self.device)
-        samples = 0
+        loss_sum, samples = torch.zeros((), device=self.device), 0
         steps = list(self.sampler.rest_of_epoch())
-        batches = self.data.train_batches((part_or_stand_in(step) for step in steps), self.sampler.state.epoch)
+        parts = (micro.samples for step in steps for micro in step.micros)
+        batches = self._on_device(self.data.train_batches(parts, self.sampler.state.epoch))
         for step in steps:
-            waiting = time.perf_counter()
-            batch = next(batches).to(self.device)
-            self.progress.waited(time.perf_counter() - waiting)
-
             agreement = self.stop.agreement(self.checkpoints.due(self.step + 1))
-            loss_sum += self._optimize(step, batch)
+            loss_sum += self._optimize(step, batches)
             samples += len(step.samples)
             self.sampler.done(step)
             self.step += 1
@@ -122,33 +130,28 @@ class Trainer:
         self._save()
         return self._evaluate_if_due()
 
-    def _optimize(self, step: Step, batch: Batch) -> torch.Tensor:
-        """One optimizer step; returns this rank's sum of losses.
-
-        DDP averages gradients over ranks. Each rank's sum of losses is scaled by world / global count, so that the average is the
-        gradient of the global batch's mean loss, however the batch is shared out; a rank without samples takes part with weight zero.
-        """
+    def _optimize(self, step: Step, batches: Iterator[Batch]) -> torch.Tensor:
+        """One optimizer step; returns this rank's sum of losses."""
         rate = learning_rate(self.config.optim, self.step, self.steps_per_epoch, self.total_steps)
-        set_learning_rate(self.optimizer, rate)
-        self.ledger.step(self.step + 1, step)
-        losses = nn.functional.cross_entropy(self.network(batch.images), batch.labels, reduction="sum")
-        if not step.mine:
-            losses = losses * 0.0
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(losses * (self.group.world / len(step.samples)))
-        self.optimizer.step()
-        return losses.detach()
+        self.ledger.step(self.step + 1, step if self.strategy.place.counts else replace(step, micros=[]))
+        losses = self.strategy.backward(step.micros, batches, len(step.samples))
+        self.strategy.update(rate)
+        return losses
+
+    def _on_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches on the device, and how long each was waited for."""
+        waiting = time.perf_counter()
+        for batch in batches:
+            moved = batch.to(self.device)
+            self.progress.waited(time.perf_counter() - waiting)
+            yield moved
+            waiting = time.perf_counter()
 
     # ------------------------------------------------------------ what surrounds it
 
-    def _distributed(self) -> nn.Module:
-        if self.group.world == 1:
-            return self.model
-        devices_of_model = None if self.device.type == "cpu" else [self.device]
-        return DistributedDataParallel(self.model, device_ids=devices_of_model, gradient_as_bucket_view=True)
-
     def _report(self, loss_sum: torch.Tensor, samples: int) -> None:
-        mean = self.group.sum(loss_sum.detach().cpu().double().reshape(1)).item() / samples
+        own = loss_sum.cpu().double().reshape(1) * self.strategy.place.counts
+        mean = self.group.sum(own).item() / samples
         state = self.sampler.state
         if not math.isfinite(mean):
             raise TrainingError(
@@ -156,7 +159,7 @@ class Trainer:
                 f" checkpoints in {self.checkpoints.path} are from before"
             )
         left = (self.config.train.epochs - state.epoch) * self.data.train_size - state.consumed
-        rate = self.optimizer.param_groups[0]["lr"]
+        rate = self.strategy.optimizer.param_groups[0]["lr"]
         self.progress.report(epoch=state.epoch + 1, step=self.step, loss=mean, learning_rate=rate, samples=samples, samples_left=left)
 
     def _evaluate_if_due(self) -> bool:
@@ -165,8 +168,10 @@ class Trainer:
         due = complete % self.config.train.eval_every == 0 or complete == self.config.train.epochs
         if complete == 0 or complete <= self.epochs_evaluated or not due:
             return False
-        self.group.broadcast_tensors(list(self.model.buffers()))
-        result = evaluate(self.model, self.data, self.config.train.eval_batch, self.device, self.group, self.stop)
+        strategy = self.strategy
+        strategy.train_mode(False)
+        result = evaluate(strategy.logits, strategy.place, self.data, self.config.train.eval_batch, self.device, self.group, self.stop)
+        strategy.train_mode(True)
         if result is None:
             return True
         self.epochs_evaluated = complete
@@ -174,11 +179,11 @@ class Trainer:
         return False
 
     def _save(self) -> None:
-        """A checkpoint of the state after the last step. Normalisation statistics are rank 0's, as DDP has it."""
+        """A checkpoint of the state after the last step."""
         began = time.perf_counter()
-        self.group.broadcast_tensors(list(self.model.buffers()))
+        snapshot = self._snapshot()
         if self.checkpoints.writes:
-            self.checkpoints.save(self._snapshot(), self.step)
+            self.checkpoints.save(snapshot, self.step)
             self.ledger.checkpoint(self.step)
             self.progress.checkpoint(self.step, time.perf_counter() - began)
         else:
@@ -190,8 +195,8 @@ class Trainer:
             "sampler": self.sampler.state_dict(),
             "epochs_evaluated": self.epochs_evaluated,
             "schedule": {"steps_per_epoch": self.steps_per_epoch, "total_steps": self.total_steps},
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "micro_batches": self.micro_batches,
+            **self.strategy.state(),
             "config": self.config.flat(),
         }
 
@@ -199,10 +204,10 @@ class Trainer:
         """Go on from the newest whole checkpoint that any rank holds, if there is one. Raises CheckpointError when it does not fit."""
         snapshot = self.checkpoints.newest()
         if snapshot is None:
+            self._check_that_ranks_have_work()
             return
         try:
-            self.model.load_state_dict(snapshot["model"])
-            self.optimizer.load_state_dict(snapshot["optimizer"])
+            self.strategy.load(snapshot)
         except (RuntimeError, ValueError, KeyError) as error:
             was = snapshot["config"]
             raise CheckpointError(
@@ -212,8 +217,20 @@ class Trainer:
             ) from error
         self.sampler.load_state_dict(snapshot["sampler"])
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
+        if not self.config.data.micro_batches:
+            self.micro_batches = int(snapshot["micro_batches"])
+        self.sampler.dealing = self._dealing()
 
-
-def part_or_stand_in(step: Step) -> list[int]:
-    """This rank's samples; a rank without any computes on one of the others', with weight zero."""
-    return step.mine or step.samples[:1]
+    def _check_that_ranks_have_work(self) -> None:
+        """Raises ConfigError at a first start. Later ranks may come that have to look on; they take part with weight zero."""
+        parts, batch, micro_batches = self.strategy.place.parts, self.config.data.batch, self.micro_batches
+        if parts > batch:
+            raise ConfigError(
+                f"data.batch={batch} cannot be shared out over {parts} ranks: each needs a sample at least;"
+                f" set data.batch to {parts} or more, or start {batch} ranks"
+            )
+        if 0 < micro_batches < parts or micro_batches > batch:
+            raise ConfigError(
+                f"data.micro_batches={micro_batches} does not fit {parts} ranks and data.batch={batch}:"
+                f" set it to {parts} or a multiple of it, and to {batch} at most"
+            )

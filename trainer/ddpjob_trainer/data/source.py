@@ -35,6 +35,10 @@ class DataConfig:
     """Folder of the data set (not needed for digits and synthetic)."""
     batch: int = 128
     """Global batch: samples per optimizer step over all ranks together, whatever their number."""
+    micro_batches: int = 0
+    """Micro-batches that a global batch falls into, whatever the number of ranks: normalisation statistics, dropout and mixed images are of
+    one micro-batch, so that any number of ranks computes the same. 0: where the model or the augmentation has any of these, the number
+    of ranks (times train.accumulate) with which the run began; else samples are dealt out evenly, which comes to the same."""
     seed: int = 0
     """Order, augmentation and initial weights are functions of it."""
     augment: bool = True

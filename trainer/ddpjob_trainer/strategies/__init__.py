@@ -1,0 +1,37 @@
+"""Ways in which ranks share a training, one file each. A new one: a subclass of Strategy, and a line in each of the two lists here."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddpjob_trainer.group import Group
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.config import Config
+    from ddpjob_trainer.strategies.base import Strategy
+
+
+class StrategyName(enum.StrEnum):
+    """The strategies by name."""
+
+    SINGLE = "single"
+    DP = "dp"
+    DDP = "ddp"
+
+
+_CLASSES = {
+    StrategyName.SINGLE: "single:Single",
+    StrategyName.DP: "dp:Dp",
+    StrategyName.DDP: "ddp:Ddp",
+}
+
+
+def open_strategy(config: Config, group: Group, device: torch.device) -> Strategy:
+    """The strategy that the configuration names. Raises ConfigError when it does not fit the ranks or the configuration."""
+    module, _, name = _CLASSES[config.strategy].partition(":")
+    kind: type[Strategy] = getattr(importlib.import_module(f"ddpjob_trainer.strategies.{module}"), name)
+    return kind(config, group, device)

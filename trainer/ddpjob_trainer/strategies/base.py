@@ -1,0 +1,159 @@
+"""What a strategy is: one way in which ranks share the training of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer import losses
+from ddpjob_trainer.batch_statistics import BatchStatistics
+from ddpjob_trainer.data import Batch
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.optim import build_optimizer, set_learning_rate
+from ddpjob_trainer.precision import Precision, Update
+from ddpjob_trainer.sampler import Micro
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.config import Config
+
+State = dict[str, Any]
+"""`{"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "groups": [...]}, "precision": {...}}`: names and shapes are
+those of the whole model in one process, so that another strategy and another number of ranks can go on from it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose samples a rank takes: those of part `part` of `parts`. `counts`: its losses and results are added up; where several ranks see
+    the same samples (the stages of a pipeline), one of them does."""
+
+    part: int
+    parts: int
+    counts: bool = True
+
+
+class Strategy:
+    """The training of a model on one process; each strategy changes what it does otherwise."""
+
+    model: nn.Module
+    """The whole model or this rank's part of it, not wrapped."""
+    network: nn.Module
+    """What a micro-batch goes through: `model`, or a wrapper around it."""
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        """Raises ConfigError when the configuration or the number of ranks does not fit the strategy."""
+        self.config, self.group, self.device = config, group, device
+        self.precision = Precision()
+
+    @property
+    def place(self) -> Place:
+        """Which samples fall to this rank."""
+        return Place(self.group.rank, self.group.world)
+
+    # ------------------------------------------------------------ training
+
+    def prepare(self, model: nn.Module) -> None:
+        """Take a model whose weights are the same on every rank, on `self.device`, and build the optimizer. All ranks together."""
+        self.model = self.precision.convert(model)
+        self.network = self.wrap(self.model)
+        self.statistics = BatchStatistics(self.model, self.group)
+        self.parameters = self.precision.parameters(self.model)
+        self.optimizer = build_optimizer(self.config.optim, [parameter for _, parameter in self.parameters])
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """What exchanges gradients, around the model."""
+        return model
+
+    def backward(self, micros: list[Micro], batches: Iterator[Batch], count: int) -> torch.Tensor:
+        """Gradients of the mean loss over the `count` samples of the global batch, on every rank. All ranks together.
+
+        `batches` gives the micro-batches' data, on the device. Returns this rank's sum of losses, without those that do not count.
+        """
+        total = torch.zeros((), device=self.device)
+        for place, micro in enumerate(micros):
+            with nullcontext() if place == len(micros) - 1 else self.without_exchange():
+                total += self.backward_one(micro, next(batches), count)
+        self.statistics.exchange()
+        return total
+
+    def backward_one(self, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
+        """Add one micro-batch's gradients up; returns its sum of losses."""
+        torch.manual_seed(micro.key)
+        with self.statistics.of_micro(micro, count), self.precision.autocast():
+            loss = losses.loss_sum(self.network(batch.images), batch.labels)
+        if not micro.counts:
+            loss = loss * 0.0
+        self.precision.backward(loss * self.weight(count))
+        return loss.detach()
+
+    def weight(self, count: int) -> float:
+        """The factor of a sample's loss, such that what ranks do with gradients (sum, mean) gives those of the global mean."""
+        return 1 / count
+
+    def without_exchange(self) -> AbstractContextManager[Any]:
+        """Around the micro-batches of a rank but its last one: gradients add up here and are not sent."""
+        return nullcontext()
+
+    def update(self, rate: float) -> Update:
+        """The optimizer's step at a learning rate; gradients are gone afterwards. All ranks together."""
+        set_learning_rate(self.optimizer, rate)
+        update = self.precision.step(self.optimizer, [parameter for _, parameter in self.parameters])
+        self.optimizer.zero_grad(set_to_none=True)
+        return update
+
+    # ------------------------------------------------------------ evaluation
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """(n, channels, height, width) on the device -> (n, classes). Ranks with the same `place.part` call it together."""
+        with self.precision.autocast():
+            outputs: torch.Tensor = self.model(images)
+        return outputs
+
+    def train_mode(self, training: bool) -> None:
+        """As nn.Module.train."""
+        self.network.train(training)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state(self) -> State:
+        """The whole state, for a checkpoint; tensors may be those that training goes on with. All ranks together."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": named_optimizer_state(self.optimizer, self.parameters),
+            "precision": self.precision.state(),
+        }
+
+    def load(self, state: State) -> None:
+        """Go on from a state, on every rank. Raises RuntimeError, ValueError or KeyError when it does not fit."""
+        self.model.load_state_dict(state["model"])
+        load_named_optimizer_state(self.optimizer, self.parameters, state["optimizer"])
+        self.precision.load(state["precision"])
+
+    def close(self) -> None:
+        """Leave what was joined. All ranks together, at an orderly end."""
+
+
+def named_optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]]) -> State:
+    """An optimizer's state by parameter name instead of number."""
+    state = {name: optimizer.state[parameter] for name, parameter in parameters if parameter in optimizer.state}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"state": state, "groups": groups}
+
+
+def load_named_optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]], state: State) -> None:
+    """The reverse. Raises KeyError or ValueError when names differ."""
+    names = {parameter: name for name, parameter in parameters}
+    numbered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    if unknown := set(state["state"]) - set(numbered):
+        raise KeyError(f"the optimizer's state has {', '.join(sorted(unknown)[:3])}, which the model has not")
+    groups, first = [], 0
+    for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
+        groups.append({**saved, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    by_number = {number: state["state"][name] for number, name in enumerate(numbered) if name in state["state"]}
+    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
