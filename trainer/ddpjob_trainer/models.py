@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import enum
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
+
+
+class NormName(enum.StrEnum):
+    """Normalisations by name."""
+
+    GROUP = "group"
+    BATCH = "batch"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -19,6 +27,10 @@ class ModelConfig:
     """small_cnn, resnet18_cifar, or torchvision:NAME for any classification model of torchvision, such as torchvision:resnet50."""
     width: int = 32
     """small_cnn: channels of the first layer."""
+    norm: NormName = NormName.GROUP
+    """small_cnn: group normalises each sample by itself, batch each micro-batch."""
+    dropout: float = 0.0
+    """small_cnn: share of the last layer's inputs that are left out at random."""
 
 
 def build_model(config: ModelConfig, shape: tuple[int, int, int], classes: int, seed: int) -> nn.Module:
@@ -27,7 +39,9 @@ def build_model(config: ModelConfig, shape: tuple[int, int, int], classes: int, 
     if config.name == "small_cnn":
         if config.width < 4 or config.width % 4:
             raise ConfigError(f"model.width: {config.width} is not a positive multiple of 4; write for example 32")
-        return SmallCnn(shape, classes, config.width)
+        if not 0 <= config.dropout < 1:
+            raise ConfigError(f"model.dropout: {config.dropout} is not a share from 0 to below 1; write for example 0.1")
+        return SmallCnn(shape, classes, config)
     if config.name == "resnet18_cifar":
         return ResNet18Cifar(shape[0], classes)
     kind, _, name = config.name.partition(":")
@@ -66,29 +80,32 @@ def _torchvision_model(name: str, classes: int) -> nn.Module:
     return model
 
 
-def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
-    # Group normalisation: its statistics are those of one sample, so that a gradient does not depend on how a batch is shared out.
-    return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(4, outputs), nn.ReLU(inplace=True)]
+def _convolution(inputs: int, outputs: int, norm: NormName) -> list[nn.Module]:
+    # A group's statistics are those of one sample, so that a gradient does not depend on how a batch is shared out.
+    normalised = nn.GroupNorm(4, outputs) if norm is NormName.GROUP else nn.BatchNorm2d(outputs)
+    return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), normalised, nn.ReLU(inplace=True)]
 
 
 class SmallCnn(nn.Module):
     """3x3 convolutions; halves the image until 4 pixels are left at its shorter side, then one linear layer."""
 
-    def __init__(self, shape: tuple[int, int, int], classes: int, width: int) -> None:
+    def __init__(self, shape: tuple[int, int, int], classes: int, config: ModelConfig) -> None:
         super().__init__()
+        width, norm = config.width, config.norm
         channels, height, outputs = shape[0], min(shape[1:]), width
-        layers: list[nn.Module] = _convolution(channels, width)
+        layers: list[nn.Module] = _convolution(channels, width, norm)
         while height > 4:
-            layers += [*_convolution(outputs, min(2 * outputs, 8 * width)), nn.MaxPool2d(2, ceil_mode=True)]
+            layers += [*_convolution(outputs, min(2 * outputs, 8 * width), norm), nn.MaxPool2d(2, ceil_mode=True)]
             outputs, height = min(2 * outputs, 8 * width), -(-height // 2)
-        layers += _convolution(outputs, outputs)
+        layers += _convolution(outputs, outputs, norm)
         self.features = nn.Sequential(*layers)
         self.pool = nn.AdaptiveAvgPool2d(2)
+        self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(4 * outputs, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """(n, channels, height, width) -> logits (n, classes)."""
-        logits: torch.Tensor = self.head(self.pool(self.features(images)).flatten(1))
+        logits: torch.Tensor = self.head(self.dropout(self.pool(self.features(images)).flatten(1)))
         return logits
 
 
