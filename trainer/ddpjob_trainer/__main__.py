@@ -18,7 +18,11 @@ COMMANDS = {
 _USAGE = """\
 usage: torchrun [...] -m ddpjob_trainer [--config FILE] [key=value ...]     train, on all ranks of torchrun
        python -m ddpjob_trainer [--config FILE] [key=value ...]             train in one process
+       python -m ddpjob_trainer --spawn N [...] [key=value ...]             train in N processes of this node, without torchrun
        python -m ddpjob_trainer COMMAND ...
+
+--spawn N [--init env://|tcp://HOST:PORT|file:///PATH] [--nodes K --node-rank R]: as mp.spawn does; commands that need several ranks
+take it as well. --init says where the ranks meet; with env:// and several nodes MASTER_ADDR and MASTER_PORT must be set.
 
 commands:
 {commands}
@@ -30,14 +34,23 @@ FILE: a YAML file, or one that ships: {shipped}. Keys, with their defaults:"""
 def main() -> int:
     """Run what the command line asks for; returns the exit code. Raises TrainerError with a message for the user."""
     install_hook()
-    command, *rest = sys.argv[1:] or [""]
-    if command in COMMANDS:
-        module, _, _ = COMMANDS[command]
-        return int(importlib.import_module(module).main(rest))
-    if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
+    arguments = sys.argv[1:]
+    if any(argument.partition("=")[0] == "--spawn" for argument in arguments):
+        from ddpjob_trainer import spawn
+
+        return spawn.main(arguments)
+    return run(arguments)
+
+
+def run(arguments: list[str]) -> int:
+    """A command, or training, as one rank of whatever group the environment describes; returns the exit code."""
+    if arguments and arguments[0] in COMMANDS:
+        module, _, _ = COMMANDS[arguments[0]]
+        return int(importlib.import_module(module).main(arguments[1:]))
+    if "--help" in arguments or "-h" in arguments:
         print(help_text())
         return 0
-    return train(sys.argv[1:])
+    return train(arguments)
 
 
 def help_text() -> str:
@@ -50,7 +63,7 @@ def help_text() -> str:
 
 
 def train(arguments: list[str]) -> int:
-    """Train as one rank of whatever group the environment describes; returns the exit code."""
+    """Train; returns the exit code."""
     from ddpjob_trainer import leaving, train
     from ddpjob_trainer.command_line import read_settings
     from ddpjob_trainer.fence import EXIT_FENCED

@@ -26,6 +26,10 @@ class FencedError(CheckpointError):
     """A newer life of the job has the checkpoint folder: this process must end, and a restart of it would be the newer one's business."""
 
 
+class RendezvousError(TrainerError):
+    """The ranks cannot find each other, or one of them ended."""
+
+
 class TrainingError(TrainerError):
     """Training cannot go on, for example because the loss is not finite."""
 
