@@ -108,7 +108,7 @@ class Trainer:
     def _train_epoch(self) -> bool:
         """The rest of the sampler's epoch, a checkpoint, an evaluation. Returns whether all ranks agreed to stop."""
         self.progress.restart_clock()
-        loss_sum, samples = torch.zeros((), device=self.device), 0
+        loss_sum, samples = torch.zeros((), dtype=torch.float64, device=self.device), 0
         steps = list(self.sampler.rest_of_epoch())
         parts = (micro.samples for step in steps for micro in step.micros)
         batches = self._on_device(self.data.train_batches(parts, self.sampler.state.epoch))
@@ -120,7 +120,7 @@ class Trainer:
             self.step += 1
             if self.step % self.config.train.log_every == 0 or self.sampler.epoch_is_done:
                 self._report(loss_sum, samples)
-                loss_sum, samples = torch.zeros((), device=self.device), 0
+                loss_sum, samples = torch.zeros((), dtype=torch.float64, device=self.device), 0
             stop, save = agreement.wait()
             if stop or (save and not self.sampler.epoch_is_done):
                 self._save()
@@ -150,7 +150,7 @@ class Trainer:
     # ------------------------------------------------------------ what surrounds it
 
     def _report(self, loss_sum: torch.Tensor, samples: int) -> None:
-        own = loss_sum.cpu().double().reshape(1) * self.strategy.place.counts
+        own = loss_sum.cpu().reshape(1) * self.strategy.place.counts
         mean = self.group.sum(own).item() / samples
         state = self.sampler.state
         if not math.isfinite(mean):

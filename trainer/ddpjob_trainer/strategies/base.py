@@ -74,7 +74,7 @@ class Strategy:
 
         `batches` gives the micro-batches' data, on the device. Returns this rank's sum of losses, without those that do not count.
         """
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for place, micro in enumerate(micros):
             with nullcontext() if place == len(micros) - 1 else self.without_exchange():
                 total += self.backward_one(micro, next(batches), count)

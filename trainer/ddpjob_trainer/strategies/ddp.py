@@ -57,7 +57,7 @@ class Ddp(Strategy):
         """As every strategy; in order, each micro-batch's gradients are kept apart until all ranks' are here."""
         if not self._ordered or self.group.world == 1:  # Autograd adds one micro-batch's gradients to those before it.
             return super().backward(micros, batches, count)
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         own: list[tuple[int, torch.Tensor]] = []
         for micro in micros:
             total += self.backward_one(micro, next(batches), count)

@@ -1,0 +1,127 @@
+"""What a micro-batch computes does not depend on which rank has it: batch statistics, dropout, and sums in order, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ddpjob_trainer import batch_statistics, sampler
+from ranks import TINY, final_losses, good, run, stop_at
+
+# Batch statistics, dropout and a number of micro-batches that neither 2 nor 3 ranks share evenly.
+TIED = [*TINY, "model.norm=batch", "model.dropout=0.2", "data.micro_batches=5"]
+ORDERED = [*TIED, "ddp.ordered=true"]
+WALK = ((1, 3), (2, 7), (3, 11), (1, None))
+"""Ranks, and the step after which they stop."""
+
+# float32 sums in another order: one step differs by 1e-6 relative, 16 steps of momentum SGD amplify that less than a hundred times.
+TOLERANCE = 1e-4
+Prepare = Callable[[int], None]
+
+
+def walk(folder: Path, arguments: list[str], prepare: Prepare | None = None) -> None:
+    """A run that changes its number of ranks; `prepare` breaks something in every rank's process."""
+    for world, stop in WALK:
+
+        def both(rank: int, stop: int | None = stop) -> None:
+            if prepare:
+                prepare(rank)
+            if stop:
+                stop_at(stop)(rank)
+
+        ended = run(world, [*arguments, f"checkpoint.dir={folder}"], prepare=both)
+        assert [end.code for end in ended] == [75 if stop else 0] * world, ended
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(max(folder.glob("step-*.pt")), weights_only=True)["model"]
+    return found
+
+
+def distance(one: Path, other: Path) -> float:
+    """The greatest difference between two runs' losses, weights and statistics; of losses, what a sum of float64 in another order explains
+    is none."""
+    losses = float(np.abs(np.array(final_losses(one / "run")) - np.array(final_losses(other / "run"))).max())
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    return max(losses if losses > 1e-12 else 0.0, *(float((a[name].double() - b[name].double()).abs().max()) for name in a))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, undisturbed. Autograd adds its micro-batches' gradients up in their order."""
+    folder = tmp_path_factory.mktemp("alone")
+    good(1, [*TIED, f"checkpoint.dir={folder}"])
+    return folder
+
+
+def test_the_running_statistics_are_those_of_one_update_with_the_mean(alone: Path, tmp_path: Path) -> None:
+    """By hand: one step of one epoch, five micro-batches, momentum 0.1."""
+    from ddpjob_trainer import config
+    from ddpjob_trainer.data import open_data
+    from ddpjob_trainer.models import build_model
+
+    arguments = [*TIED, "data.batch=1438", "train.epochs=1", "model.dropout=0", f"checkpoint.dir={tmp_path}"]
+    good(1, arguments)
+    settings = config.load(None, arguments)
+    data = open_data(settings.data)
+    model = build_model(settings.model, data.shape, data.classes, settings.data.seed)
+    step = next(sampler.ElasticSampler(data.train_size, 1438, sampler.Dealing(0, 1, 5), sampler.SamplerState()).rest_of_epoch())
+    outputs = [next(data.train_batches([micro.samples], 0)).images for micro in step.micros]
+    first = model.features[0]
+    maps = [first(images).detach().double() for images in outputs]
+    share = [len(micro.samples) / 1438 for micro in step.micros]
+    mean = sum(w * m.mean((0, 2, 3)) for w, m in zip(share, maps, strict=True))
+    variance = sum(w * m.var((0, 2, 3), unbiased=True) for w, m in zip(share, maps, strict=True))
+    found = weights(tmp_path)
+    torch.testing.assert_close(found["features.1.running_mean"].double(), 0.1 * mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["features.1.running_var"].double(), 0.9 + 0.1 * variance, rtol=1e-5, atol=1e-6)
+    assert found["features.1.num_batches_tracked"] == 1
+
+
+def test_a_walk_of_1_2_3_1_ranks_ends_where_one_rank_does(alone: Path, tmp_path: Path) -> None:
+    walk(tmp_path, TIED)
+    assert 0 < distance(alone, tmp_path) < TOLERANCE, "another order of sums, and nothing else"
+
+
+def test_in_order_the_same_walk_is_equal_to_the_bit(alone: Path, tmp_path: Path) -> None:
+    walk(tmp_path, ORDERED)
+    assert distance(alone, tmp_path) == 0
+
+
+def test_in_order_needs_no_statistics(tmp_path: Path) -> None:
+    """A model without any, fewer micro-batches than ranks in the last step, and a rank that has none at all."""
+    arguments = [*TINY, "data.batch=359", "data.micro_batches=3", "ddp.ordered=true", "train.epochs=1"]
+    good(1, [*arguments, f"checkpoint.dir={tmp_path / '1'}"])
+    assert [end.code for end in run(1, [*arguments, f"checkpoint.dir={tmp_path / '4'}"], prepare=stop_at(2))] == [75]
+    good(4, [*arguments, f"checkpoint.dir={tmp_path / '4'}"])
+    assert distance(tmp_path / "1", tmp_path / "4") == 0
+
+
+def statistics_of_the_rank(rank: int) -> None:
+    batch_statistics.BatchStatistics.exchange = lambda self: None  # type: ignore[method-assign]
+
+
+def dropout_by_rank(rank: int) -> None:
+    deal = sampler.Dealing._micro
+    sampler.Dealing._micro = staticmethod(  # type: ignore[method-assign]
+        lambda number, samples, state: sampler.replace(deal(number, samples, state), key=rank)
+    )
+
+
+def a_sample_left_out(rank: int) -> None:
+    deal = sampler.Dealing._micro
+
+    def shorter(number: int, samples: list[int], state: sampler.SamplerState) -> sampler.Micro:
+        return deal(number, samples[:-1] if number == 3 else samples, state)
+
+    sampler.Dealing._micro = staticmethod(shorter)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("defect", [statistics_of_the_rank, dropout_by_rank, a_sample_left_out])
+def test_the_comparison_sees_a_defect(defect: Prepare, alone: Path, tmp_path: Path) -> None:
+    walk(tmp_path, TIED, defect)
+    assert distance(alone, tmp_path) > 10 * TOLERANCE
