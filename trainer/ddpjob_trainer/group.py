@@ -93,6 +93,11 @@ class Reduction:
         return self._values
 
 
+def wanted_world() -> int:
+    """Ranks that the job asks for, by its environment; fewer may be there at first. 0: unknown."""
+    return int(os.environ.get("DDPJOB_NODES", 0)) * int(os.environ.get("DDPJOB_PROCS_PER_NODE", 0))
+
+
 @contextmanager
 def joined(group: Group, placement: Placement, timeout_seconds: float) -> Iterator[None]:
     """A process group for the time of a `with`; left without ceremony when an exception is under way (peers may be gone)."""
