@@ -17,15 +17,16 @@ from hypothesis import strategies as st
     lives=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=12),
     micro_batches=st.integers(0, 9),
     accumulate=st.integers(1, 3),
+    equal=st.booleans(),
 )
 def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(
-    size: int, batch: int, seed: int, lives: list[tuple[int, int]], micro_batches: int, accumulate: int
+    size: int, batch: int, seed: int, lives: list[tuple[int, int]], micro_batches: int, accumulate: int, equal: bool
 ) -> None:
     state = SamplerState(seed=seed).__dict__ | {"size": size}
     taken: dict[int, list[int]] = {}
     reference: dict[int, list[list[int]]] = {}
     for world, steps in [*lives, (2, 3 * steps_per_epoch(size, batch))]:
-        dealings = [Dealing(rank, world, micro_batches, accumulate) for rank in range(world)]
+        dealings = [Dealing(rank, world, micro_batches, accumulate, equal) for rank in range(world)]
         samplers = [ElasticSampler(size, batch, dealing, SamplerState()) for dealing in dealings]
         for sampler in samplers:
             sampler.load_state_dict(state)
@@ -39,6 +40,8 @@ def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(
             if micro_batches:
                 alone = ElasticSampler(size, batch, Dealing(0, 1, micro_batches), samplers[0].state)
                 assert counting(dealt) == next(alone.rest_of_epoch()).micros, "the same micro-batches, whoever has them"
+                if equal:
+                    assert len({len(step.micros) for step in dealt}) == 1, "all ranks go through as many micro-batches"
             else:
                 assert max(len(step.mine) for step in dealt) - min(len(step.mine) for step in dealt) <= accumulate
                 assert len({len(step.micros) for step in dealt}) == 1, "all ranks go through as many portions"

@@ -81,19 +81,23 @@ class Dealing:
     mixed images) is then the same on any number of ranks.
     micro_batches 0: each rank takes one contiguous share of samples, in `accumulate` portions that all ranks go through together. For
     models in which each sample goes its own way, or whose statistics are those of all ranks together.
+    equal: all ranks get as many micro-batches, some that do not count among them; where a forward pass is a collective.
     """
 
     rank: int = 0
     world: int = 1
     micro_batches: int = 0
     accumulate: int = 1
+    equal: bool = False
 
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
         """This rank's micro-batches of the global batch that follows `state`; at least one, which may not count."""
         if self.micro_batches:
             whole = [self._micro(k, share(samples, k, self.micro_batches), state) for k in range(self.micro_batches)]
             whole = [micro for micro in whole if micro.samples]
-            return share(whole, self.rank, self.world) or [replace(whole[0], counts=False)]
+            mine = share(whole, self.rank, self.world)
+            least = -(-len(whole) // self.world) if self.equal else 1
+            return mine + [replace(whole[0], counts=False)] * (least - len(mine))
         portions = [share(samples, portion, self.accumulate) for portion in range(self.accumulate)]
         return [self._portion(k, portion, state) for k, portion in enumerate(portions) if portion]
 

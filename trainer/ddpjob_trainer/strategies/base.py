@@ -44,6 +44,10 @@ class Strategy:
     network: nn.Module
     """What a micro-batch goes through: `model`, or a wrapper around it."""
     optimizer: torch.optim.Optimizer
+    shape: tuple[int, int, int]
+    """Of an image: (channels, height, width). Known before `prepare`."""
+    equal = False
+    """Whether a forward pass is a collective, so that all ranks must go through as many micro-batches."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         """Raises ConfigError when the configuration or the number of ranks does not fit the strategy."""
@@ -54,6 +58,11 @@ class Strategy:
     def place(self) -> Place:
         """Which samples fall to this rank."""
         return Place(self.group.rank, self.group.world)
+
+    @property
+    def portions(self) -> int:
+        """In how many portions a rank goes through its part of a global batch."""
+        return self.config.train.accumulate
 
     # ------------------------------------------------------------ training
 
@@ -85,11 +94,14 @@ class Strategy:
         """Add one micro-batch's gradients up; returns its sum of losses."""
         torch.manual_seed(micro.key)
         with self.statistics.of_micro(micro, count), self.precision.autocast():
-            loss = losses.loss_sum(self.network(batch.images), batch.labels)
-        if not micro.counts:
-            loss = loss * 0.0
+            loss = self.loss(self.network(batch.images), batch, micro)
         self.precision.backward(loss * self.weight(count))
         return loss.detach()
+
+    def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
+        """The sum of losses of a micro-batch; 0, with gradients of 0, for one that does not count."""
+        total = losses.loss_sum(scores, batch.labels)
+        return total if micro.counts else total * 0.0
 
     def weight(self, count: int) -> float:
         """The factor of a sample's loss, such that what ranks do with gradients (sum, mean) gives those of the global mean."""
