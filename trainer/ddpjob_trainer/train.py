@@ -64,6 +64,7 @@ class Trainer:
         self.strategy = open_strategy(config, group, device)
         model = build_model(config.model, data.shape, data.classes, config.data.seed).to(device)
         tied = is_tied_to_micro_batches(model)
+        self.strategy.shape = data.shape
         self.strategy.prepare(model)
         self.micro_batches = self._micro_batches(tied or config.ddp.ordered)
         self.sampler = ElasticSampler(data.train_size, config.data.batch, self._dealing(), SamplerState(seed=config.data.seed))
@@ -78,11 +79,11 @@ class Trainer:
     def _micro_batches(self, tied: bool) -> int:
         """How many a global batch has at a first start; 0: samples are dealt out."""
         given, parts = self.config.data.micro_batches, self.strategy.place.parts
-        return given or (parts * self.config.train.accumulate if tied else 0)
+        return given or (parts * self.strategy.portions if tied else 0)
 
     def _dealing(self) -> Dealing:
-        place = self.strategy.place
-        return Dealing(place.part, place.parts, self.micro_batches, self.config.train.accumulate)
+        place, strategy = self.strategy.place, self.strategy
+        return Dealing(place.part, place.parts, self.micro_batches, strategy.portions, strategy.equal)
 
     # ------------------------------------------------------------ the loop
 
