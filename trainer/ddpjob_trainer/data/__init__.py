@@ -1,5 +1,5 @@
 """Data sets: real on-disk formats behind one small interface."""
 
-from ddpjob_trainer.data.source import Batch, DataConfig, DataName, DataSet, open_data
+from ddpjob_trainer.data.source import UNREADABLE, Batch, DataConfig, DataName, DataSet, open_data
 
-__all__ = ["Batch", "DataConfig", "DataName", "DataSet", "open_data"]
+__all__ = ["UNREADABLE", "Batch", "DataConfig", "DataName", "DataSet", "open_data"]

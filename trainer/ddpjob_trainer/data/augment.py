@@ -3,36 +3,83 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ddpjob_trainer.randomness import uniform
+from ddpjob_trainer.data.decode import Box
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.randomness import derive, uniform
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.data.source import DataConfig
+
+_RANDAUGMENT = 0x52414E44
 
 
-def crop_and_flip(images: torch.Tensor, seed: int, epoch: int, samples: npt.NDArray[np.int64], *, padding: int, flip: bool) -> torch.Tensor:
-    """Each image shifted by up to `padding` pixels (zeros come in) and, if `flip`, mirrored with probability one half.
+class CropAndFlip:
+    """Images of a set, each shifted by up to `padding` pixels (zeros come in) and, if `flip`, mirrored with probability one half.
 
-    images: (n, channels, height, width); samples: their numbers (n,).
-    He et al., Deep residual learning, 2015, section 4.2: padding 4 for CIFAR.
+    He et al., Deep residual learning, 2015, section 4.2: padding 4 for CIFAR. Every crop is a view of the padded set, so that a batch is
+    one gather on whatever device the set is.
     """
-    count, channels, height, width = images.shape
-    draws = torch.from_numpy(uniform(seed, epoch, samples, 3))
-    top = (draws[:, 0] * (2 * padding + 1)).long()
-    left = (draws[:, 1] * (2 * padding + 1)).long()
-    columns = torch.arange(width).expand(count, width)
-    if flip:
-        columns = torch.where((draws[:, 2] < 0.5)[:, None], columns.flip(1), columns)
-    rows = top[:, None] + torch.arange(height)
-    columns = left[:, None] + columns
-    padded = torch.nn.functional.pad(images, (padding,) * 4)
-    numbers, planes = torch.arange(count).view(-1, 1, 1, 1), torch.arange(channels).view(1, -1, 1, 1)
-    return padded[numbers, planes, rows[:, None, :, None], columns[:, None, None, :]]
+
+    def __init__(self, images: torch.Tensor, seed: int, *, padding: int, flip: bool) -> None:
+        """images: (n, channels, height, width) uint8."""
+        count, channels, height, width = images.shape
+        padded = torch.nn.functional.pad(images, (padding,) * 4)
+        plane, row = padded.stride(1), padded.stride(2)
+        self._shifts = 2 * padding + 1
+        size = (count, self._shifts, self._shifts, channels, height, width)
+        self._crops = padded.as_strided(size, (padded.stride(0), row, 1, plane, row, 1))
+        self._seed, self._flip = seed, flip
+        self._epoch = -1
+
+    def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
+        """The images `numbers` (int64, on the set's device) as this epoch shows them."""
+        if epoch != self._epoch:
+            self._draw(epoch)
+        crops = self._crops[numbers, self._top[numbers], self._left[numbers]]
+        return torch.where(self._mirrored[numbers], crops.flip(-1), crops) if self._flip else crops
+
+    def _draw(self, epoch: int) -> None:
+        """For the whole set at once: a millisecond, and no transfer in each step."""
+        draws = torch.from_numpy(uniform(self._seed, epoch, np.arange(len(self._crops)), 3))
+        self._top, self._left = ((draws[:, i] * self._shifts).long().to(self._crops.device) for i in (0, 1))
+        self._mirrored = (draws[:, 2] < 0.5).view(-1, 1, 1, 1).to(self._crops.device)
+        self._epoch = epoch
 
 
-def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a random crop of 8 to 100 % of the area, sides from 3:4 to 4:3; draws: (10, 4) uniform numbers.
+class RandAugment:
+    """torchvision's RandAugment, its choices for an image being a function of (seed, epoch, sample)."""
+
+    def __init__(self, operations: int, magnitude: int) -> None:
+        from torchvision.transforms import v2
+
+        self._transform = v2.RandAugment(operations, magnitude, interpolation=v2.InterpolationMode.BILINEAR)
+
+    @classmethod
+    def of(cls, config: DataConfig) -> RandAugment | None:
+        """As configured; None for none. Raises ConfigError for values out of range."""
+        if config.randaugment_ops < 0 or not 0 <= config.randaugment_magnitude <= 30:
+            raise ConfigError(
+                f"data.randaugment_ops={config.randaugment_ops} must be at least 0,"
+                f" data.randaugment_magnitude={config.randaugment_magnitude} from 0 to 30; usual are 2 and 9"
+            )
+        return cls(config.randaugment_ops, config.randaugment_magnitude) if config.randaugment_ops else None
+
+    def __call__(self, image: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
+        """One image (3, height, width) uint8."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(seed, epoch, number, _RANDAUGMENT))
+            augmented: torch.Tensor = self._transform(image)
+        return augmented
+
+
+def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) -> Box:
+    """A random crop of 8 to 100 % of the area, sides from 3:4 to 4:3; draws: (10, 4) uniform numbers.
 
     Szegedy et al., Going deeper with convolutions, 2014; as torchvision's RandomResizedCrop, ten tries and then the middle.
     """
@@ -41,6 +88,6 @@ def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) ->
         ratio = math.exp(math.log(3 / 4) + ratio_draw * (math.log(4 / 3) - math.log(3 / 4)))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            return int(top_draw * (height - h + 1)), int(left_draw * (width - w + 1)), h, w
+            return Box(int(top_draw * (height - h + 1)), int(left_draw * (width - w + 1)), h, w)
     w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
-    return (height - h) // 2, (width - w) // 2, h, w
+    return Box((height - h) // 2, (width - w) // 2, h, w)

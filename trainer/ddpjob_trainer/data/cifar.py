@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddpjob_trainer.data.augment import crop_and_flip
-from ddpjob_trainer.data.memory import MemoryData
-from ddpjob_trainer.data.source import DataConfig, DataName, existing_folder
+from ddpjob_trainer.data.augment import CropAndFlip, RandAugment
+from ddpjob_trainer.data.memory import Augment, MemoryData
+from ddpjob_trainer.data.source import DataConfig, DataName, Normalise, existing_folder
 from ddpjob_trainer.errors import DataError
 
 _PIXELS = 3 * 32 * 32
@@ -69,8 +69,8 @@ _LAYOUTS = {
 }
 
 
-def open_cifar(config: DataConfig) -> MemoryData:
-    """The whole set in memory as uint8. `data.dir` is the folder above the archive's folder, or that folder itself. Raises DataError."""
+def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
+    """The whole set on the device as uint8. `data.dir` is the folder above the archive's folder, or that one itself. Raises DataError."""
     layout = _LAYOUTS[config.name]
     found = _find(config.dir, layout)
     if found is None and config.download:
@@ -85,19 +85,32 @@ def open_cifar(config: DataConfig) -> MemoryData:
         raise DataError(f"data folder {folder} holds no {config.name.value} (data.dir): {remedy}")
     folder, binary = found
     read = _read_binary if binary else _read_pickles
-
-    def augment(images: torch.Tensor, epoch: int, samples: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
-        return crop_and_flip(images, config.seed, epoch, samples, padding=4, flip=True)
-
+    train = read(folder, layout.binary_train if binary else layout.train, layout)
+    test = read(folder, layout.binary_test if binary else layout.test, layout)
+    train, test = ((images.to(device), labels.to(device)) for images, labels in (train, test))
     return MemoryData(
-        read(folder, layout.binary_train if binary else layout.train, layout),
-        read(folder, layout.binary_test if binary else layout.test, layout),
+        train,
+        test,
         classes=layout.classes,
-        scale=255.0,
-        mean=layout.mean,
-        std=layout.std,
-        augment=augment if config.augment else None,
+        normalise=Normalise(255.0, layout.mean, layout.std, device),
+        augment=_augmentation(config, train[0]) if config.augment else None,
     )
+
+
+def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
+    """Crop and flip, and RandAugment on each image if it is configured."""
+    crop_and_flip = CropAndFlip(images, config.seed, padding=4, flip=True)
+    randaugment = RandAugment.of(config)
+    if randaugment is None:
+        return crop_and_flip
+
+    def augment(numbers: torch.Tensor, epoch: int) -> torch.Tensor:
+        crops = crop_and_flip(numbers, epoch)
+        for image, number in zip(crops, numbers.tolist(), strict=True):
+            image.copy_(randaugment(image, config.seed, epoch, number))
+        return crops
+
+    return augment
 
 
 def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:

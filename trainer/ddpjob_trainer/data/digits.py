@@ -9,31 +9,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddpjob_trainer.data.augment import crop_and_flip
+from ddpjob_trainer.data.augment import CropAndFlip
 from ddpjob_trainer.data.memory import MemoryData
-from ddpjob_trainer.data.source import DataConfig
-from ddpjob_trainer.errors import DataError
+from ddpjob_trainer.data.source import DataConfig, Normalise
+from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.randomness import mix
 
 _TEST_SHARE = 0.2
 
 
-def open_digits(config: DataConfig) -> MemoryData:
+def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
     """80 % for training and 20 % for test, stratified by class; the split never changes."""
+    if config.randaugment_ops:
+        raise ConfigError("data.randaugment_ops: RandAugment needs colour images, and digits are grey; leave it out")
     images, labels = read_digits()
     test = _test_mask(labels.numpy())
-
-    def shift(batch: torch.Tensor, epoch: int, samples: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
-        return crop_and_flip(batch, config.seed, epoch, samples, padding=1, flip=False)
-
+    train_images = images[~test].to(device)
     return MemoryData(
-        (images[~test], labels[~test]),
-        (images[test], labels[test]),
+        (train_images, labels[~test].to(device)),
+        (images[test].to(device), labels[test].to(device)),
         classes=10,
-        scale=16.0,
-        mean=(0.3053,),
-        std=(0.3761,),
-        augment=shift if config.augment else None,
+        normalise=Normalise(16.0, (0.3053,), (0.3761,), device),
+        augment=CropAndFlip(train_images, config.seed, padding=1, flip=False) if config.augment else None,
     )
 
 

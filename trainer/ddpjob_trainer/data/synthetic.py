@@ -16,17 +16,19 @@ _NOISE_IMAGES = 61
 class SyntheticData:
     """Sample i shows the pattern of class i % classes under one of 61 noise images; learnable, of any shape, in little memory."""
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, device: torch.device) -> None:
         if len(config.shape) != 3 or min(config.shape) < 1:
             raise ConfigError(f"data.shape: {list(config.shape)} is not [channels, height, width]; write for example [3, 32, 32]")
         if config.classes < 1 or config.size < 1:
             raise ConfigError(f"data.classes={config.classes} and data.size={config.size} must be at least 1")
+        if config.randaugment_ops:
+            raise ConfigError("data.randaugment_ops: RandAugment needs images, and synthetic ones are numbers without range; leave it out")
         self.shape = (config.shape[0], config.shape[1], config.shape[2])
         self.classes = config.classes
         self.train_size, self.test_size = config.size, max(1, config.size // 4)
         generator = torch.Generator().manual_seed(derive(config.seed, config.classes))
-        self._patterns = torch.randn(config.classes, *self.shape, generator=generator)
-        self._noise = torch.randn(_NOISE_IMAGES, *self.shape, generator=generator)
+        self._patterns = torch.randn(config.classes, *self.shape, generator=generator).to(device)
+        self._noise = torch.randn(_NOISE_IMAGES, *self.shape, generator=generator).to(device)
 
     def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:
         """One batch per list of sample numbers; the same in every epoch."""
@@ -37,6 +39,6 @@ class SyntheticData:
         return (self._batch(part, self.train_size) for part in parts)
 
     def _batch(self, part: list[int], offset: int) -> Batch:
-        numbers = torch.tensor(part, dtype=torch.int64) + offset
+        numbers = torch.tensor(part, dtype=torch.int64).to(self._patterns.device, non_blocking=True) + offset
         labels = numbers % self.classes
         return Batch(self._patterns[labels] + self._noise[numbers * 7919 // self.classes % _NOISE_IMAGES], labels)

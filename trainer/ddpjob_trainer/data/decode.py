@@ -1,0 +1,110 @@
+"""One encoded image to uint8 pixels: libjpeg-turbo for JPEG, at reduced size where the crop allows, Pillow for everything else.
+
+The resampling is torchvision's for tensors (bilinear with antialiasing), called without torchvision, whose import takes seconds.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_JPEG = b"\xff\xd8\xff"
+_SCALES = (8, 4, 2)  # libjpeg-turbo has vector code for these; scales between cost more than they save.
+TEST_MARGIN = 256 / 224
+"""A test image's shorter side is brought to so many times the middle crop (He et al., Deep residual learning, 2015)."""
+
+
+class UnreadableImage(Exception):
+    """These bytes are no whole image; the message is the decoder's reason."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Part of an image, in its pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.Tensor:
+    """The box `choose(height, width)` of an encoded image as (3, size, size) uint8. Raises UnreadableImage."""
+    pixels, box = _decode(content, choose, size)
+    rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
+    return _resized(pixels[:, rows, columns], size, size)
+
+
+def middle(content: bytes, size: int) -> torch.Tensor:
+    """The middle of an image whose shorter side was brought to 256/224 of `size`; (3, size, size) uint8. Raises UnreadableImage.
+
+    As torchvision's Resize and CenterCrop, always from all pixels: a test result must not depend on how images are decoded.
+    """
+    pixels, _ = _decode(content, lambda height, width: Box(0, 0, height, width), None)
+    height, width = pixels.shape[1:]
+    short = round(size * TEST_MARGIN)
+    shorter, longer = min(height, width), max(height, width)
+    long = int(short * longer / shorter)
+    resized = _resized(pixels, *((short, long) if height <= width else (long, short)))
+    top, left = (round((side - size) / 2) for side in resized.shape[1:])
+    return resized[:, top : top + size, left : left + size]
+
+
+def _resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    if pixels.shape[1:] == (height, width):
+        return pixels
+    return torch.nn.functional.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]
+
+
+def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None) -> tuple[torch.Tensor, Box]:
+    """Pixels (3, height, width), maybe at reduced size when only a crop of `size` is wanted, and the box in them."""
+    if content[:3] == _JPEG:
+        import simplejpeg
+
+        try:
+            height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
+            if colours not in ("CMYK", "YCCK"):  # libjpeg does not convert these
+                box = choose(height, width)
+                scale = _scale(box, size)
+                pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
+                return _planes(pixels), _scaled(box, pixels.shape[0] / height, pixels.shape[1] / width)
+        except ValueError:  # Also for what libjpeg only warns of: Pillow tells that from a broken file.
+            pass
+    pixels = _by_pillow(content)
+    return _planes(pixels), choose(*pixels.shape[:2])
+
+
+def _scale(box: Box, size: int | None) -> int:
+    if size is None:
+        return 1
+    return next((scale for scale in _SCALES if min(box.height, box.width) >= scale * size), 1)
+
+
+def _scaled(box: Box, down: float, across: float) -> Box:
+    """The box in an image of reduced size; its corners are rounded to whole pixels."""
+    if down == across == 1:
+        return box
+    top, left = round(box.top * down), round(box.left * across)
+    bottom, right = round((box.top + box.height) * down), round((box.left + box.width) * across)
+    return Box(top, left, max(1, bottom - top), max(1, right - left))
+
+
+def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
+    from PIL import Image
+
+    broken = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return np.array(image.convert("RGB"))
+    except broken as error:
+        raise UnreadableImage(str(error).replace(repr(content), "") or type(error).__name__) from error
+
+
+def _planes(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
+    return torch.from_numpy(pixels).permute(2, 0, 1)

@@ -1,0 +1,100 @@
+"""Tar shards (WebDataset's layout: KEY.jpg and KEY.cls) on a file system or an object store, read image by image by byte range.
+
+A list of (shard, offset, size, label) is made once, so that sampling stays an exact permutation of all images.
+https://github.com/webdataset/webdataset describes the layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddpjob_trainer.data.images import ImageData
+from ddpjob_trainer.data.shard_index import Index, cached_index
+from ddpjob_trainer.data.source import DataConfig, existing_folder
+from ddpjob_trainer.errors import DataError
+
+CLASSES = "classes.txt"
+_REMEDY = "`python -m ddpjob_trainer shards FOLDER OUT` makes OUT/train and OUT/val from folders of images"
+_TRIES = 3
+
+
+class Shards:
+    """The images of one folder of shards."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self.labels = index.labels
+        self._opened: dict[int, int] = {}
+        self._owner = 0
+
+    def name(self, number: int) -> str:
+        """Shard and place of an image."""
+        return f"at byte {self._index.offsets[number]} of {self._index.shards[self._index.shard[number]]}"
+
+    def read(self, numbers: list[int]) -> list[bytes | OSError]:
+        """The images' bytes. Raises DataError when a store does not answer: that is no property of an image."""
+        if self._index.is_local:
+            return [self._local(number) for number in numbers]
+        paths = [self._index.shards[self._index.shard[number]] for number in numbers]
+        starts = [int(self._index.offsets[number]) for number in numbers]
+        ends = [start + int(self._index.sizes[number]) for start, number in zip(starts, numbers, strict=True)]
+        return list(_ranges(self._index.files(), paths, starts, ends))
+
+    def _local(self, number: int) -> bytes | OSError:
+        shard, size = int(self._index.shard[number]), int(self._index.sizes[number])
+        try:
+            content = os.pread(self._descriptor(shard), size, int(self._index.offsets[number]))
+        except OSError as error:
+            return error
+        return content if len(content) == size else OSError(f"the shard ends after {len(content)} of {size} bytes")
+
+    def _descriptor(self, shard: int) -> int:
+        """Each process opens a shard once; they stay open."""
+        if self._owner != os.getpid():
+            self._owner, self._opened = os.getpid(), {}
+        if shard not in self._opened:
+            self._opened[shard] = os.open(self._index.shards[shard], os.O_RDONLY)
+        return self._opened[shard]
+
+
+def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) -> Iterator[bytes]:
+    """Byte ranges, all at once where the store can. What fails is asked for again, then raises DataError."""
+    found: list[Any] = files.cat_ranges(paths, starts, ends, on_error="return")
+    for content, path, start, end in zip(found, paths, starts, ends, strict=True):
+        tries = 1
+        while isinstance(content, Exception) or len(content) != end - start:
+            if tries == _TRIES:
+                reason = content if isinstance(content, Exception) else f"{len(content)} of {end - start} bytes came"
+                raise DataError(
+                    f"{path} cannot be read from byte {start} on, {tries} times: {reason}; see that data.url answers, and resume"
+                )
+            tries += 1
+            content = files.cat_ranges([path], [start], [end], on_error="return")[0]
+        yield content
+
+
+def open_shards(config: DataConfig, device: torch.device) -> ImageData:
+    """The data set in `data.dir` or at `data.url`. Raises DataError."""
+    root = config.url.rstrip("/") or str(existing_folder(config, f"{_REMEDY}; or set data.url"))
+    train, test = (cached_index(f"{root}/{part}", config.index, _REMEDY) for part in ("train", "val"))
+    classes = _classes(root, train)
+    for part, index in (("train", train), ("val", test)):
+        odd = np.flatnonzero((index.labels < 0) | (index.labels >= classes))
+        if len(odd):
+            where = Shards(index).name(int(odd[0]))
+            raise DataError(
+                f"{root}/{part} holds label {index.labels[odd[0]]}, outside of 0..{classes - 1} ({len(odd)} images, the first {where}):"
+                f" list all classes in {root}/{CLASSES}, one a line, or make the shards anew"
+            )
+    return ImageData(config, device, Shards(train), Shards(test), classes)
+
+
+def _classes(root: str, train: Index) -> int:
+    """As many as the lines of classes.txt; without that file, as the training set's labels say."""
+    files, path = train.files(), f"{root}/{CLASSES}"
+    return len(files.cat_file(path).decode().splitlines()) if files.exists(path) else int(train.labels.max()) + 1
