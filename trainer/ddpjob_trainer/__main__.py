@@ -13,6 +13,7 @@ COMMANDS = {
     # name: (module whose `main(arguments) -> exit code` is the command, arguments, what it does); imported only when it is called
     "ledger": ("ddpjob_trainer.ledger_check", "DIR [DIR ...]", "check that no sample was lost or repeated"),
     "plot": ("ddpjob_trainer.plot", "RUN -o FILE.png", "draw loss, accuracy and speed"),
+    "shards": ("ddpjob_trainer.data.pack", "FOLDER OUT", "pack an image folder into tar shards"),
 }
 
 _USAGE = """\
