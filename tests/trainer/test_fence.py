@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddpjob_trainer.checkpoint import CheckpointConfig, CheckpointFolder
+from ddpjob_trainer.checkpoints import CheckpointConfig, CheckpointFolder
 from ddpjob_trainer.errors import ConfigError, FencedError
 from ddpjob_trainer.fence import EXIT_FENCED, Claim, place_from_env
 from ddpjob_trainer.group import Group
@@ -27,6 +27,12 @@ def life(folder: Path, monkeypatch: pytest.MonkeyPatch, fence: str) -> Checkpoin
     return made
 
 
+def save(folder: CheckpointFolder, step: int) -> None:
+    """A checkpoint, on disk at the end."""
+    folder.save(lambda: {"step": step, "sampler": {"epoch": 0, "consumed": step}}, step)
+    folder.finish()
+
+
 def steps(folder: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("*.pt"))
 
@@ -34,13 +40,13 @@ def steps(folder: Path) -> list[int]:
 @pytest.mark.parametrize(("old", "new"), [("0.9", "0.10"), ("9.3", "10.0"), ("1.7", "2.1")])
 def test_generation_and_round_are_compared_as_numbers(old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zombie = life(tmp_path, monkeypatch, old)
-    zombie.save({"step": 1}, 1)
+    save(zombie, 1)
     newest = life(tmp_path, monkeypatch, new)
     with pytest.raises(FencedError, match=r"belongs to generation .* and writes nothing more"):
-        zombie.save({"step": 9}, 9)
+        save(zombie, 9)
     with pytest.raises(FencedError, match="was claimed on"):
         life(tmp_path, monkeypatch, old)
-    newest.save({"step": 2}, 2)
+    save(newest, 2)
     assert steps(tmp_path) == [1, 2]
     assert list(tmp_path.glob(".*.tmp")) == [], "what was not renamed is gone"
 
@@ -50,12 +56,12 @@ def test_a_claim_that_an_older_life_overwrote_is_made_again(tmp_path: Path, monk
     newest = life(tmp_path, monkeypatch, "0.5")
     claim = json.loads((tmp_path / "fence.json").read_text())
     (tmp_path / "fence.json").write_text(json.dumps(claim | {"round": 4, "life": 1}))
-    newest.save({"step": 3}, 3)
+    save(newest, 3)
     assert json.loads((tmp_path / "fence.json").read_text())["round"] == 5
     zombie = CheckpointFolder(CheckpointConfig(), tmp_path, Group())
     zombie._claim = Claim(0, 4, 1)
     with pytest.raises(FencedError):
-        zombie.save({"step": 9}, 9)
+        save(zombie, 9)
 
 
 def test_place(monkeypatch: pytest.MonkeyPatch) -> None:

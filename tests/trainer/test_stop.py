@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ddpjob_trainer import train
 from ddpjob_trainer.ledger_check import read, verify
 from ranks import TINY, finish, good, metrics, start, torchrun, until
 
@@ -45,12 +47,18 @@ def test_sigterm_to_one_rank_stops_all_with_75(tmp_path: Path) -> None:
 
 
 def test_sigterm_during_evaluation_keeps_the_epoch_and_evaluates_later(tmp_path: Path) -> None:
-    from ddpjob_trainer.signals import StopRequest
-
     arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
 
     def stop_in_evaluation(rank: int) -> None:
-        StopRequest.requested = property(lambda self: (tmp_path / "step-000000008.pt").exists())  # type: ignore[assignment, method-assign]
+        evaluate = train.evaluate
+
+        def signal_first(*args: Any, **kwargs: Any) -> Any:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)
+            return evaluate(*args, **kwargs)
+
+        train.evaluate = signal_first
 
     assert [end.code for end in finish(start(2, arguments, stop_in_evaluation))] == [75, 75]
     assert metrics(tmp_path / "run", "eval") == []

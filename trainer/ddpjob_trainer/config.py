@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer import fields
-from ddpjob_trainer.checkpoint import CheckpointConfig
+from ddpjob_trainer.checkpoints import CheckpointConfig
 from ddpjob_trainer.data import DataConfig
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.fields import from_env
@@ -17,6 +17,7 @@ from ddpjob_trainer.models import ModelConfig
 from ddpjob_trainer.optim import OptimConfig
 from ddpjob_trainer.strategies import StrategyName
 from ddpjob_trainer.strategies.ddp import DdpConfig
+from ddpjob_trainer.strategies.fsdp import FsdpConfig
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,13 +56,14 @@ class Config:
 
     strategy: StrategyName = StrategyName.DDP
     """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank alone trains as it is. single: one
-    process, one device. dp: one process, several devices."""
+    process, one device. dp: one process, several devices. fsdp: each rank keeps a part of the weights and of the optimizer's state."""
     data: DataConfig
     model: ModelConfig
     optim: OptimConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
     ddp: DdpConfig
+    fsdp: FsdpConfig
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddpjob_trainer.checkpoint_file import write_atomically
+from ddpjob_trainer.atomic import write_atomically
 from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError
 
 EXIT_FENCED = 79

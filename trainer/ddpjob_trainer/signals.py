@@ -1,35 +1,73 @@
-"""SIGTERM as a flag that the ranks agree on at a step's end.
+"""SIGTERM as a flag that the ranks agree on at a step's end; with it goes whether to save, and whether each rank still can.
 
 Python runs a signal handler in the main thread only, and not while that is blocked in a collective. The C level writes the signal's
-number to the wake-up descriptor at once, and a thread reads it there.
+number to the wake-up descriptor at once, and a thread reads it there. A thread in sigwait would know as soon, but needs SIGTERM blocked in
+every other thread: those that torch, gloo and OpenMP have started before would take it and end the process, and every process started from
+here, loaders and compilers, would inherit the block and outlive its own end.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from ddpjob_trainer.errors import CheckpointError, ConfigError
 from ddpjob_trainer.group import Group, Reduction
 
 EXIT_STEPPED_ASIDE = 75
 EXIT_TERMINATED = 128 + signal.SIGTERM
 _PATIENCE_SECONDS = 4.0
+_GRACE_VARIABLE, _LAUNCHERS_SECONDS, _OWN_SECONDS = "DDPJOB_GRACE_SECONDS", 2.0, 1.0
+
+
+class Due(enum.IntEnum):
+    """Whether a checkpoint is to be saved after a step."""
+
+    NO = 0
+    WHEN_FREE = 1
+    """Once no rank has one on its way."""
+    NOW = 2
+    """After this very step."""
+
+
+@dataclass(frozen=True)
+class SaverState:
+    """How a rank's writer of checkpoints is: one on its way; it cannot save any more; another life of the job has the folder."""
+
+    busy: bool = False
+    failed: bool = False
+    fenced: bool = False
+
+
+class Saver(Protocol):
+    """What saves checkpoints beside training."""
+
+    @property
+    def state(self) -> SaverState:
+        """At this moment, on this rank."""
+
+    def failure(self, fenced: bool) -> CheckpointError:
+        """Why training ends on all ranks, when a rank has failed."""
 
 
 class StopRequest:
     """Knows whether SIGTERM has come, lets the ranks agree on it, and ends this process when they no longer can."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, saver: Saver | None = None) -> None:
+        self._group, self._saver = group, saver
         self._requested = threading.Event()
         self._agreed = threading.Event()
         self._last_step = time.monotonic()
         self._slowest_step = 0.0
+        self._grace = grace_from_env()
 
     def listen(self) -> None:
         """From now on SIGTERM does not end the process but sets the flag. To be called in the main thread."""
@@ -37,6 +75,7 @@ class StopRequest:
         os.set_blocking(writer, False)
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_as_it_was)
         threading.Thread(target=self._watch, args=(reader,), name="sigterm", daemon=True).start()
 
     @property
@@ -44,32 +83,59 @@ class StopRequest:
         """SIGTERM has come to this rank."""
         return self._requested.is_set()
 
-    def agreement(self, save_due: bool) -> Agreement:
-        """Begin to agree, while the step runs, on whether to stop and whether to save after it."""
+    def agreement(self, save_due: int = Due.NO) -> Agreement:
+        """Begin to agree, while the step runs, on whether to stop and whether to save after it (see `Due`)."""
         now = time.monotonic()
         self._slowest_step = max(self._slowest_step * 0.95, now - self._last_step)
         self._last_step = now
-        flags = torch.tensor([float(self.requested), float(save_due)])
-        return Agreement(self._group.sum_begin(flags), self._agreed)
+        state = self._saver.state if self._saver else SaverState()
+        flags = torch.tensor([float(flag) for flag in (self.requested, save_due, state.busy, state.failed, state.fenced)])
+        return Agreement(self._group.sum_begin(flags), self._agreed, self._saver)
 
     def _watch(self, reader: int) -> None:
         while signal.SIGTERM not in os.read(reader, 64):
             pass
         self._requested.set()
-        if not self._agreed.wait(_PATIENCE_SECONDS + 2 * self._slowest_step):
-            print("SIGTERM, and the other ranks do not answer: leaving without a checkpoint", file=sys.stderr, flush=True)
+        patience = self._patience()
+        print(f"SIGTERM: rank {self._group.rank} saves after this step and leaves", file=sys.stderr, flush=True)
+        if not self._agreed.wait(patience):
+            waited = f"the other ranks do not answer in {patience:.1f} s"
+            print(f"SIGTERM, and {waited}: rank {self._group.rank} leaves without a checkpoint", file=sys.stderr, flush=True)
             os._exit(EXIT_TERMINATED)
+
+    def _patience(self) -> float:
+        """Seconds that the ranks have to agree. Until the pod's end there is still the launcher's share, and one second to say so."""
+        if self._grace is None:
+            return _PATIENCE_SECONDS + 2 * self._slowest_step
+        return max(0.5, self._grace - _LAUNCHERS_SECONDS - _OWN_SECONDS)
 
 
 class Agreement:
     """What the ranks agree on at the end of a step."""
 
-    def __init__(self, flags: Reduction, agreed: threading.Event) -> None:
-        self._flags, self._agreed = flags, agreed
+    def __init__(self, flags: Reduction, agreed: threading.Event, saver: Saver | None) -> None:
+        self._flags, self._agreed, self._saver = flags, agreed, saver
 
     def wait(self) -> tuple[bool, bool]:
-        """(stop, save): the same on every rank."""
-        stop, save = (bool(flag > 0) for flag in self._flags.wait())
+        """(stop, save): the same on every rank. Raises CheckpointError on every rank when one cannot save any more."""
+        stop, due, busy, failed, fenced = (float(flag) for flag in self._flags.wait())
+        if failed and self._saver is not None:
+            raise self._saver.failure(fenced > 0)
         if stop:
             self._agreed.set()
-        return stop, save
+        return stop > 0, due >= Due.NOW or (due >= Due.WHEN_FREE and not busy)
+
+
+def grace_from_env() -> float | None:
+    """Seconds between SIGTERM and the pod's end; None outside of a job. Raises ConfigError."""
+    text = os.environ.get(_GRACE_VARIABLE, "")
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise ConfigError(f"{_GRACE_VARIABLE}={text!r}: must be a number of seconds; leave it to the operator, or unset it") from None
+
+
+def _as_it_was() -> None:
+    """In a forked process SIGTERM ends that, and does not reach the rank's pipe, which it has inherited."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -10,21 +10,21 @@ from dataclasses import replace
 
 import torch
 
-from ddpjob_trainer import devices, fast_start
-from ddpjob_trainer.checkpoint import CheckpointFolder, prepare_folder
-from ddpjob_trainer.checkpoint_file import Snapshot
+from ddpjob_trainer import devices, fast_start, mixing
+from ddpjob_trainer.checkpoints import CheckpointFolder, Snapshot, fit, prepare_folder
 from ddpjob_trainer.config import Config
 from ddpjob_trainer.data import Batch, DataSet, open_data
+from ddpjob_trainer.data.corrupt import CorruptCount
 from ddpjob_trainer.errors import CheckpointError, ConfigError, TrainingError
 from ddpjob_trainer.evaluate import evaluate
 from ddpjob_trainer.fence import Claim, place_from_env
-from ddpjob_trainer.group import Group, joined
+from ddpjob_trainer.group import Group, joined, wanted_world
 from ddpjob_trainer.ledger import Ledger
 from ddpjob_trainer.models import build_model, is_tied_to_micro_batches
 from ddpjob_trainer.optim import learning_rate
 from ddpjob_trainer.progress import Plan, Progress
-from ddpjob_trainer.sampler import Dealing, ElasticSampler, SamplerState, Step, steps_per_epoch
-from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE, StopRequest
+from ddpjob_trainer.sampler import Dealing, ElasticSampler, Micro, SamplerState, Step, steps_per_epoch
+from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE, Due, StopRequest
 from ddpjob_trainer.strategies import open_strategy
 
 
@@ -37,7 +37,7 @@ def run(config: Config) -> int:
     group = Group.from_env()
     placement = devices.choose(config.train.backend, group.local_rank)
     devices.limit_threads(config.train.threads, group.local_world)
-    data = open_data(config.data)
+    data = open_data(config.data, placement.device)
     checkpoints = CheckpointFolder(config.checkpoint, config.checkpoint_dir, group)
     if checkpoints.writes or config.train.ledger:
         prepare_folder(config.run_dir, "train.run_dir")
@@ -66,20 +66,21 @@ class Trainer:
         tied = is_tied_to_micro_batches(model)
         self.strategy.shape = data.shape
         self.strategy.prepare(model)
-        self.micro_batches = self._micro_batches(tied or config.ddp.ordered)
+        self.micro_batches = self._micro_batches(tied or config.ddp.ordered or mixing.wanted(config.data))
+        self.corrupt = CorruptCount(data.train_size, config.data)
         self.sampler = ElasticSampler(data.train_size, config.data.batch, self._dealing(), SamplerState(seed=config.data.seed))
         self.step, self.epochs_evaluated = 0, 0
         self.steps_per_epoch = steps_per_epoch(data.train_size, config.data.batch)
         self.total_steps = self.steps_per_epoch * config.train.epochs
-        self.stop = StopRequest(group)
+        self.stop = StopRequest(group, checkpoints)
         self.ledger = Ledger(config.run_dir, config.train.ledger, group, claim)
         plan = Plan(config.train.epochs, self.total_steps, data.train_size, claim.round)
         self.progress = Progress(plan, config.run_dir, group, writes=checkpoints.writes, interval=config.train.print_seconds)
 
     def _micro_batches(self, tied: bool) -> int:
         """How many a global batch has at a first start; 0: samples are dealt out."""
-        given, parts = self.config.data.micro_batches, self.strategy.place.parts
-        return given or (parts * self.strategy.portions if tied else 0)
+        parts = self.strategy.place.parts * max(self.group.world, wanted_world()) // self.group.world
+        return self.config.data.micro_batches or (parts * self.strategy.portions if tied else 0)
 
     def _dealing(self) -> Dealing:
         place, strategy = self.strategy.place, self.strategy
@@ -96,6 +97,9 @@ class Trainer:
         stopped = self._evaluate_if_due()
         while not stopped and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
+        self._save()  # Unless this very state is saved already.
+        self.checkpoints.finish()
+        self._tell_of_checkpoints()
         if stopped:
             self.progress.stopped(self.step)
         else:
@@ -111,42 +115,48 @@ class Trainer:
         self.progress.restart_clock()
         loss_sum, samples = torch.zeros((), dtype=torch.float64, device=self.device), 0
         steps = list(self.sampler.rest_of_epoch())
-        parts = (micro.samples for step in steps for micro in step.micros)
-        batches = self._on_device(self.data.train_batches(parts, self.sampler.state.epoch))
+        batches = self._batches([micro for step in steps for micro in step.micros], self.sampler.state.epoch)
+        self.corrupt.begin_epoch()
         for step in steps:
-            agreement = self.stop.agreement(self.checkpoints.due(self.step + 1))
-            loss_sum += self._optimize(step, batches)
-            samples += len(step.samples)
+            agreement = self.stop.agreement(self._save_due(step))
+            losses, counted = self._optimize(step, batches)
+            loss_sum, samples = loss_sum + losses, samples + counted
             self.sampler.done(step)
             self.step += 1
             if self.step % self.config.train.log_every == 0 or self.sampler.epoch_is_done:
                 self._report(loss_sum, samples)
                 loss_sum, samples = torch.zeros((), dtype=torch.float64, device=self.device), 0
             stop, save = agreement.wait()
-            if stop or (save and not self.sampler.epoch_is_done):
+            if self.sampler.epoch_is_done:
+                self.sampler.next_epoch()
+            if stop or save:
                 self._save()
+            self._tell_of_checkpoints()
             if stop:
                 return True
-        self.sampler.next_epoch()
-        self._save()
         return self._evaluate_if_due()
 
-    def _optimize(self, step: Step, batches: Iterator[Batch]) -> torch.Tensor:
-        """One optimizer step; returns this rank's sum of losses."""
+    def _optimize(self, step: Step, batches: Iterator[Batch]) -> tuple[torch.Tensor, int]:
+        """One optimizer step; returns this rank's sum of losses, and the samples that count of the global batch."""
         rate = learning_rate(self.config.optim, self.step, self.steps_per_epoch, self.total_steps)
         self.ledger.step(self.step + 1, step if self.strategy.place.counts else replace(step, micros=[]))
-        losses = self.strategy.backward(step.micros, batches, len(step.samples))
+        count = len(step.samples)
+        losses = self.strategy.backward(step.micros, batches, count)
+        if unreadable := self.corrupt.add(self.group):
+            self.strategy.scale_gradients(count / max(1, count - unreadable))
         self.strategy.update(rate)
-        return losses
+        return losses, count - unreadable
 
-    def _on_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches on the device, and how long each was waited for."""
-        waiting = time.perf_counter()
-        for batch in batches:
-            moved = batch.to(self.device)
-            self.progress.waited(time.perf_counter() - waiting)
-            yield moved
+    def _batches(self, micros: list[Micro], epoch: int) -> Iterator[Batch]:
+        """The micro-batches on the device, and how long each was waited for."""
+        loaded = self.data.train_batches((micro.samples for micro in micros), epoch)
+        for micro in micros:
             waiting = time.perf_counter()
+            batch = next(loaded).to(self.device)
+            self.progress.waited(time.perf_counter() - waiting)
+            if micro.counts and self.strategy.place.counts:
+                self.corrupt.met(batch.unreadable)
+            yield mixing.mix(self.config.data, batch, micro.key, self.data.classes)
 
     # ------------------------------------------------------------ what surrounds it
 
@@ -177,18 +187,21 @@ class Trainer:
             return True
         self.epochs_evaluated = complete
         self.progress.evaluated(complete, self.step, result)
+        self.checkpoints.scored(self.step, {"accuracy": result.accuracy, "loss": result.loss})
         return False
 
+    def _save_due(self, step: Step) -> Due:
+        complete = step.after.epoch + 1 if step.after.consumed >= self.data.train_size else None
+        return self.checkpoints.due(self.step + 1, epoch=complete, last=complete == self.config.train.epochs)
+
     def _save(self) -> None:
-        """A checkpoint of the state after the last step."""
-        began = time.perf_counter()
-        snapshot = self._snapshot()
-        if self.checkpoints.writes:
-            self.checkpoints.save(snapshot, self.step)
-            self.ledger.checkpoint(self.step)
-            self.progress.checkpoint(self.step, time.perf_counter() - began)
-        else:
-            self.checkpoints.skipped()
+        """A checkpoint of the state after the last step, written while training goes on."""
+        self.checkpoints.save(self._snapshot, self.step)
+
+    def _tell_of_checkpoints(self) -> None:
+        for landed in self.checkpoints.landed():
+            self.ledger.checkpoint(landed.step)
+            self.progress.checkpoint(landed.step, landed.write_seconds)
 
     def _snapshot(self) -> Snapshot:
         return {
@@ -206,21 +219,28 @@ class Trainer:
         snapshot = self.checkpoints.newest()
         if snapshot is None:
             self._check_that_ranks_have_work()
+            self._load_weights()
             return
+        fit.check_resume(snapshot, self.strategy.state()["model"], self.config.flat(), self.checkpoints.path)
         try:
             self.strategy.load(snapshot)
         except (RuntimeError, ValueError, KeyError) as error:
-            was = snapshot["config"]
             raise CheckpointError(
-                f"the newest checkpoint in {self.checkpoints.path} does not fit: it holds model.name={was['model.name']},"
-                f" optim.name={was['optim.name']}, data.name={was['data.name']}."
-                f" Give the same, or another checkpoint.dir to train anew ({error})"
+                f"the checkpoint of step {snapshot['step']} in {self.checkpoints.path} does not fit this optimizer or precision ({error});"
+                f" give the configuration that it was made with, or another checkpoint.dir to train anew"
             ) from error
         self.sampler.load_state_dict(snapshot["sampler"])
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
         if not self.config.data.micro_batches:
             self.micro_batches = int(snapshot["micro_batches"])
         self.sampler.dealing = self._dealing()
+
+    def _load_weights(self) -> None:
+        """checkpoint.load: start from the weights of a file."""
+        if (path := self.config.checkpoint.load) is not None:
+            state = self.strategy.state()
+            weights = fit.load_weights(path, self.config.checkpoint.load_except, state["model"], self.group)
+            self.strategy.load({**state, "model": weights})
 
     def _check_that_ranks_have_work(self) -> None:
         """Raises ConfigError at a first start. Later ranks may come that have to look on; they take part with weight zero."""

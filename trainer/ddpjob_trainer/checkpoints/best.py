@@ -1,0 +1,59 @@
+"""DIR/best.json: how the checkpoints in the folder did, and which is the best; DIR/best.pt (best.dcp) is a link to that."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from ddpjob_trainer.atomic import write_atomically
+from ddpjob_trainer.checkpoints.config import Metric
+
+_NAME, _LINK = "best.json", "best"
+
+
+def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
+    """step -> value of `metric`. A file that is damaged or holds another metric is told of and counts as empty. Raises OSError."""
+    path = folder / _NAME
+    try:
+        found = json.loads(path.read_text())
+        if found["metric"] == metric:
+            return {int(step): float(value) for step, value in found["scores"].items()}
+        problem = f"holds {found['metric']}, and checkpoint.best_by is {metric}"
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"is damaged ({error})"
+    print(
+        f"warning: {path} {problem}: the best checkpoint is sought among those that are evaluated from now on", file=sys.stderr, flush=True
+    )
+    return {}
+
+
+def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path | None) -> None:
+    """Write the scores down, and point to the best checkpoint. Raises OSError."""
+    content = {"best": best and best.name, "metric": metric.value, "scores": {str(step): value for step, value in sorted(scores.items())}}
+    write_atomically(folder / _NAME, json.dumps(content, indent=1).encode())
+    if best is None:
+        return
+    link = folder / f"{_LINK}{best.suffix}"
+    temporary = folder / f".{link.name}.{os.getpid()}.tmp"
+    temporary.unlink(missing_ok=True)
+    try:
+        temporary.symlink_to(best.name)
+    except OSError:  # Some network and object stores have no links; best.json names it there.
+        return
+    temporary.rename(link)
+    for other in folder.glob(f"{_LINK}.*"):
+        if other != link and other.is_symlink():
+            other.unlink()
+
+
+def pointed_to(folder: Path) -> Path | None:
+    """The best checkpoint of a folder, None when none is marked."""
+    try:
+        name = json.loads((folder / _NAME).read_text())["best"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return folder / str(name) if name else None

@@ -1,0 +1,253 @@
+"""The checkpoint folder: when to save, who writes, what is kept, and which checkpoint a start resumes from."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ddpjob_trainer.atomic import discard
+from ddpjob_trainer.checkpoints import best, parts, retention, torch_file
+from ddpjob_trainer.checkpoints.config import CheckpointConfig, Format
+from ddpjob_trainer.checkpoints.facts import Facts
+from ddpjob_trainer.checkpoints.retention import Entry
+from ddpjob_trainer.checkpoints.snapshot import Snapshot, Staging
+from ddpjob_trainer.checkpoints.writer import Landed, Writer
+from ddpjob_trainer.errors import CheckpointError, FencedError
+from ddpjob_trainer.fence import Claim
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.signals import Due, SaverState
+
+_NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
+_NOTHING, _BROKEN = -1, -2
+
+
+class CheckpointFolder:
+    """Checkpoints in one folder, as seen by one rank; `writes` says whether this rank looks after the folder."""
+
+    def __init__(self, config: CheckpointConfig, path: Path, group: Group) -> None:
+        config.check()
+        self._config, self.path, self._group = config, path, group
+        self.writes = group.rank == 0 if config.shared else group.local_rank == 0
+        self._parts = config.format is Format.DCP
+        self._writer, self._staging = Writer(config.failures), Staging()
+        self._saved_step, self._owed = -1, False
+        self._known: dict[Path, Entry] = {}
+        self._scores: dict[int, float] = {}
+        self._unmarked = False
+        self._parts_group: Any = None
+        if self.writes or self._parts:
+            prepare_folder(path, "checkpoint.dir or DDPJOB_CHECKPOINT_DIR")
+
+    def claim(self, claim: Claim) -> None:
+        """Make this life of the job the only one that may write. All ranks. Raises FencedError when a newer one has the folder."""
+        self._claim = claim
+        if self._parts and self._group.world > 1:  # the writers talk beside training
+            self._parts_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=10))
+        if not self.writes:
+            return
+        if self._config.shared:
+            claim.take(self.path)
+        for leftover in [*self.path.glob(".step-*.tmp"), *self.path.glob(".best*.tmp")]:
+            discard(leftover)
+        self._scores = best.read_scores(self.path, self._config.best_by)
+
+    # ------------------------------------------------------------ saving
+
+    def due(self, step: int, *, epoch: int | None = None, last: bool = False) -> Due:
+        """Whether to save after `step` steps, by rank 0's clock and count. `epoch`: so many are then complete, None: it is within one;
+        `last`: training is.
+
+        What is due while a checkpoint is on its way waits for a later step, unless retention needs this very one.
+        """
+        if self._group.rank != 0:
+            return Due.NO
+        config = self._config
+        by_steps = config.every_steps > 0 and step % config.every_steps == 0
+        by_time = 0 < config.every_seconds <= time.monotonic() - self._writer.ended and not self._writer.busy
+        by_epoch = bool(epoch and config.every_epochs and epoch % config.every_epochs == 0)
+        self._owed = self._owed or by_steps or by_time or by_epoch
+        for_good = bool(epoch and config.keep_every_epochs and epoch % config.keep_every_epochs == 0)
+        if last or for_good or (by_epoch and config.keep_best > 0):
+            return Due.NOW
+        return Due.WHEN_FREE if self._owed else Due.NO
+
+    @property
+    def state(self) -> SaverState:
+        """How this rank's writer is: the ranks agree on it at each step."""
+        fatal = self._writer.fatal
+        return SaverState(busy=self._writer.busy, failed=fatal is not None, fenced=isinstance(fatal, FencedError))
+
+    def save(self, make: Callable[[], Snapshot], step: int) -> None:
+        """Copy what `make` gives, and put it on disk in the background. All ranks together; waits for a checkpoint that is on its way.
+        Nothing happens when the state after `step` steps is on disk or on its way already.
+
+        `landed` and `finish` tell when it is there; a failure shows in `state`.
+        """
+        if step == self._saved_step:
+            return
+        began = time.monotonic()
+        self._writer.wait()
+        snapshot = make()
+        self._saved_step, self._owed = step, False
+        state = snapshot["sampler"]
+        facts = Facts(step, state["epoch"] if state["consumed"] == 0 else None, self._group.world)
+        taken = self._staging.take(snapshot, whole=not self._parts, wanted=self.writes or self._parts)
+        path = self.path / f"step-{step:09d}{parts.SUFFIX if self._parts else torch_file.SUFFIX}"
+        if taken:
+            self._writer.start(lambda: self._write(path, taken, facts), path, step, time.monotonic() - began)
+        else:
+            self._writer.ended = time.monotonic()
+
+    def landed(self) -> list[Landed]:
+        """Checkpoints that have come to disk since the last call, if this rank looks after the folder."""
+        landed = self._writer.landed()
+        return landed if self.writes else []
+
+    def finish(self) -> None:
+        """Wait until what was saved is on disk, on every rank. All ranks together; raises CheckpointError on all when one failed."""
+        self._writer.wait()
+        failure = self._writer.failure
+        if failure is None and self.writes and self._unmarked:
+            self._writer.start(self._tidy, self.path, self._saved_step, 0.0)
+            self._writer.wait()
+            self._writer.landed()
+        ends = self._group.gather(0 if failure is None else 2 if isinstance(failure, FencedError) else 1)
+        if any(ends):
+            raise self.failure(2 in ends)
+
+    def failure(self, fenced: bool) -> CheckpointError:
+        """Why training ends on all ranks, said by this one."""
+        if self._writer.failure is not None:
+            return self._writer.failure
+        kind = FencedError if fenced else CheckpointError
+        return kind("another rank cannot save checkpoints any more; its message says why")
+
+    def scored(self, step: int, values: dict[str, float]) -> None:
+        """The model after `step` steps was evaluated: `values` by metric."""
+        self._scores = {**self._scores, step: values[self._config.best_by.value]}
+        self._unmarked = self._config.keep_best > 0
+
+    def _write(self, path: Path, taken: Snapshot, facts: Facts) -> None:
+        """In the background."""
+        self._staging.settle()
+        self._check_claim()  # Nothing is made anew in a folder that has vanished.
+        if self._parts:
+            parts.write(path, self._claim.life, taken, facts, self._parts_group, self._check_claim)
+        else:
+            torch_file.write(path, taken, facts, self._check_claim)
+        if self.writes:
+            self._known[path] = Entry(facts.step, path, facts.epoch)
+            self._tidy()
+
+    def _check_claim(self) -> None:
+        if self.writes and self._config.shared:
+            self._claim.check(self.path)
+
+    def _tidy(self) -> None:
+        """Delete what need not be kept, and mark the best. In the background."""
+        scores, self._unmarked = self._scores, False
+        for entry in retention.expendable(self._entries(), scores, self._config):
+            discard(entry.path)
+            self._known.pop(entry.path, None)
+        if self._config.keep_best:
+            entries = {entry.step: entry for entry in self._entries() if entry.whole}
+            left = {step: value for step, value in scores.items() if step in entries}
+            order = retention.ranked(list(entries.values()), left, self._config.best_by)
+            best.mark_best(self.path, self._config.best_by, left, order[0].path if order else None)
+
+    # ------------------------------------------------------------ resuming
+
+    def newest(self) -> Snapshot | None:
+        """The newest whole checkpoint that any writing rank holds, on every rank; None when there is none at all.
+
+        A broken one is named in a warning. Raises CheckpointError when all are broken, on every rank.
+        """
+        step, content = self._newest_of_mine() if self.writes else (_NOTHING, None)
+        steps = self._group.gather(step)
+        if max(steps) < 0:
+            if _BROKEN in steps:
+                raise CheckpointError(
+                    f"no checkpoint in {self.path} is whole (the warnings of rank {steps.index(_BROKEN)} name each);"
+                    f" nothing was overwritten. Restore one, or move them away or set checkpoint.dir to train anew"
+                )
+            return None
+        if not self._config.resume:
+            raise CheckpointError(
+                f"checkpoint.resume=false, and {self.path} holds a checkpoint of step {max(steps)}:"
+                f" set checkpoint.dir to another folder, or move it away"
+            )
+        self._saved_step = max(steps)
+        source = steps.index(max(steps))
+        if self._group.gather(isinstance(content, Path))[source]:
+            return self._read_parts(self.path / f"step-{max(steps):09d}{parts.SUFFIX}")
+        return torch_file.decode(self._group.broadcast_bytes(content if isinstance(content, bytes) else None, source))
+
+    def _read_parts(self, path: Path) -> Snapshot:
+        """On every rank, from the folder itself. Raises CheckpointError on all when one does not see it."""
+        snapshot, error = None, None
+        try:
+            snapshot = parts.read(path)
+        except CheckpointError as problem:
+            error = problem
+        seen = self._group.gather(error is None)
+        if error is not None:
+            raise error
+        if snapshot is None or not all(seen):
+            raise CheckpointError(f"rank {seen.index(0)} cannot read {path}; its message says why")
+        return snapshot
+
+    def _newest_of_mine(self) -> tuple[int, bytes | Path | None]:
+        """(step, content of the file or path of the folder)."""
+        found = list(self._files())
+        for step, path in found:
+            try:
+                content: bytes | Path = path if path.suffix == parts.SUFFIX else path.read_bytes()
+                facts = parts.check(path) if isinstance(content, Path) else torch_file.check(content)
+                if facts.step == step:
+                    return step, content
+                problem = "of another step than its name says"
+            except CheckpointError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"not readable: {error.strerror}"
+            self._known[path] = Entry(step, path, whole=False)
+            print(f"warning: checkpoint {path} is {problem}; trying the next older one", file=sys.stderr, flush=True)
+        return (_BROKEN if found else _NOTHING), None
+
+    def _entries(self) -> list[Entry]:
+        """What is in the folder. Only the newest are read as a whole at a start; of older ones their own word is taken."""
+        for step, path in self._files():
+            if path not in self._known:
+                try:
+                    facts = parts.read_facts(path) if path.suffix == parts.SUFFIX else torch_file.read_facts(path)
+                    self._known[path] = Entry(step, path, facts.epoch)
+                except CheckpointError:
+                    self._known[path] = Entry(step, path, whole=False)
+        return list(self._known.values())
+
+    def _files(self) -> Iterator[tuple[int, Path]]:
+        """(step, path), newest first."""
+        matches = ((_NAME.fullmatch(path.name), path) for path in self.path.iterdir())
+        yield from sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+
+
+def prepare_folder(path: Path, keys: str) -> None:
+    """Make a folder and prove that it can be written. Raises CheckpointError naming the path, the reason and the remedy."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".probe-") as probe:
+            probe.write(b"0")
+            probe.flush()
+    except OSError as error:
+        raise CheckpointError(
+            f"folder {path} cannot be written ({error.strerror}): mount it writable for uid {os.getuid()}, or set {keys} to another folder"
+        ) from error

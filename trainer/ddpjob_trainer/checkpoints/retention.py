@@ -1,0 +1,39 @@
+"""Which checkpoints may go: a pure function of what is in the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob_trainer.checkpoints.config import CheckpointConfig, Metric
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """A checkpoint in the folder; `epoch`: made at the end of so many epochs, None: within one; `whole`: as far as is known."""
+
+    step: int
+    path: Path
+    epoch: int | None = None
+    whole: bool = True
+
+
+def expendable(found: Collection[Entry], scores: dict[int, float], config: CheckpointConfig) -> list[Entry]:
+    """Those to delete: not among the newest `keep` whole ones, the `keep_best` best, or the ends of each `keep_every_epochs` epochs.
+
+    A broken one counts for none of these, and goes when it is older than all of the newest whole ones.
+    """
+    whole = sorted((entry for entry in found if entry.whole), reverse=True)
+    newest = whole[: config.keep]
+    best = ranked(whole, scores, config.best_by)[: config.keep_best]
+    for_good = [entry for entry in whole if entry.epoch and config.keep_every_epochs and entry.epoch % config.keep_every_epochs == 0]
+    kept = {*newest, *best, *for_good}
+    oldest = newest[-1].step if len(newest) == config.keep else 0
+    return sorted(entry for entry in found if entry not in kept and (entry.whole or entry.step < oldest))
+
+
+def ranked(found: Collection[Entry], scores: dict[int, float], metric: Metric) -> list[Entry]:
+    """The evaluated ones, best first; of equals the older first, which took less training."""
+    sign = -1 if metric is Metric.ACCURACY else 1
+    return sorted((entry for entry in found if entry.step in scores), key=lambda entry: (sign * scores[entry.step], entry.step))

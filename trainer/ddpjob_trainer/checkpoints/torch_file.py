@@ -1,0 +1,133 @@
+"""Format torch: one checkpoint, one file: what torch.save writes, with a zip comment that holds facts and a checksum.
+
+`torch.load` of any script reads it as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import struct
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ddpjob_trainer.atomic import Check, replacing, write_all
+from ddpjob_trainer.checkpoints.facts import Facts
+from ddpjob_trainer.checkpoints.snapshot import Snapshot
+from ddpjob_trainer.errors import CheckpointError
+
+SUFFIX = ".pt"
+_END_OF_DIRECTORY, _END_SIZE, _LONGEST_COMMENT = b"PK\x05\x06", 22, 4096
+
+
+class _Stream:
+    """What torch.save writes goes to the file and into the checksum; the archive's last record is held back, the comment belongs there.
+
+    No second copy of the content in memory, and neither writing nor hashing holds the interpreter's lock.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._hash, self._tail = file, hashlib.sha256(), b""
+        self.error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        if len(view) < _END_SIZE:
+            held = self._tail + bytes(view)
+            self._put(memoryview(held)[:-_END_SIZE])
+            self._tail = held[-_END_SIZE:]
+        else:
+            self._put(memoryview(self._tail))
+            self._put(view[:-_END_SIZE])
+            self._tail = bytes(view[-_END_SIZE:])
+        return len(view)
+
+    def flush(self) -> None:
+        """torch.save asks for it; the file has no buffer."""
+
+    def end(self, facts: Facts) -> None:
+        """Write the last record with the comment."""
+        if self._tail[:4] != _END_OF_DIRECTORY:
+            raise CheckpointError(f"torch.save of torch {torch.__version__} wrote no plain zip archive; install a torch from 2.6 on")
+        self._put(memoryview(self._tail)[:-2])
+        said = facts.written()
+        comment = json.dumps({**said, "sha256": _checksum(self._hash, said)}).encode()
+        write_all(self._file, struct.pack("<H", len(comment)) + comment)
+
+    def _put(self, content: memoryview) -> None:
+        self._hash.update(content)
+        try:
+            write_all(self._file, content)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def write(path: Path, snapshot: Snapshot, facts: Facts, before_rename: Check | None = None) -> None:
+    """Put a checkpoint in place, atomically. Raises OSError, CheckpointError, and what `before_rename` raises."""
+    with replacing(path, before_rename) as file:
+        stream = _Stream(file)
+        try:
+            torch.save(snapshot, stream)  # type: ignore[arg-type]
+        except (RuntimeError, OSError) as error:  # torch closes its archive after a failed write, and fails again in its own words
+            raise stream.error or error from None
+        stream.end(facts)
+
+
+def check(content: bytes) -> Facts:
+    """The facts of a whole file's content. Raises CheckpointError saying what is wrong with it."""
+    end, comment = _split(content[-_LONGEST_COMMENT:], len(content))
+    said = _read_comment(comment)
+    facts, expected = Facts.read(said), said.pop("sha256", None)
+    if _checksum(hashlib.sha256(memoryview(content)[: end + 20]), said) != expected:
+        raise CheckpointError("corrupt (its checksum does not match)")
+    return facts
+
+
+def is_ours(content: bytes) -> bool:
+    """Whether it carries a comment, as files of this trainer do; torch.save alone writes none."""
+    try:
+        return bool(_split(content[-_LONGEST_COMMENT:], len(content))[1])
+    except CheckpointError:
+        return False
+
+
+def read_facts(path: Path) -> Facts:
+    """The facts alone; the content is not checked. Raises CheckpointError, OSError."""
+    with path.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(max(0, size - _LONGEST_COMMENT))
+        return Facts.read(_read_comment(_split(file.read(), size)[1]))
+
+
+def decode(content: bytes) -> Snapshot:
+    """What was written, tensors on the CPU."""
+    snapshot: Snapshot = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return snapshot
+
+
+def _split(tail: bytes, size: int) -> tuple[int, bytes]:
+    """(where the archive's last record begins in the file, the comment)."""
+    end = tail.rfind(_END_OF_DIRECTORY)
+    if end < 0 or len(tail) < end + _END_SIZE:
+        raise CheckpointError(f"truncated ({size} bytes, its end is missing)")
+    comment = tail[end + _END_SIZE :]
+    if struct.unpack("<H", tail[end + 20 : end + 22])[0] != len(comment):
+        raise CheckpointError(f"truncated ({size} bytes, its end is cut)")
+    return size - len(tail) + end, comment
+
+
+def _read_comment(comment: bytes) -> Any:
+    try:
+        return json.loads(comment)
+    except ValueError as error:
+        raise CheckpointError("no checkpoint of this trainer (it carries no checksum)") from error
+
+
+def _checksum(archive: Any, said: dict[str, Any]) -> str:
+    """Over the archive and what the comment says."""
+    archive.update(json.dumps(said).encode())
+    return str(archive.hexdigest())
