@@ -21,12 +21,14 @@ class StrategyName(enum.StrEnum):
     SINGLE = "single"
     DP = "dp"
     DDP = "ddp"
+    FSDP = "fsdp"
 
 
 _CLASSES = {
     StrategyName.SINGLE: "single:Single",
     StrategyName.DP: "dp:Dp",
     StrategyName.DDP: "ddp:Ddp",
+    StrategyName.FSDP: "fsdp:Fsdp",
 }
 
 

@@ -1,0 +1,124 @@
+"""strategy=fsdp: each rank keeps a part of every weight, and of its optimizer state; blocks are gathered while they compute (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.strategies.base import State, Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ddpjob_trainer.config import Config
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FsdpConfig:
+    """strategy=fsdp."""
+
+    reshard: bool = True
+    """Let go of a block's weights after its forward pass, and gather them again for the backward pass: less memory, half as much traffic
+    again."""
+
+
+class Fsdp(Strategy):
+    """PyTorch's fully_shard on each block of the model and on what is left of it. A group of one needs no wrapper."""
+
+    equal = True  # Each forward pass gathers weights from all ranks.
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        if config.ddp.ordered:
+            raise ConfigError("ddp.ordered: strategy=fsdp adds gradients up inside its collectives; leave it out, or set strategy=ddp")
+        super().__init__(config, group, device)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The same module, whose parameters become DTensors."""
+        if self.group.world == 1:
+            return model
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.group.world,))
+        for block in blocks(model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.config.fsdp.reshard)
+        return fully_shard(model, mesh=mesh, reshard_after_forward=False)  # Its backward pass comes at once.
+
+    def weight(self, count: int) -> float:
+        """FSDP averages over ranks."""
+        return self.group.world / count
+
+    @contextmanager
+    def _without_exchange(self) -> Iterator[None]:
+        self.network.set_requires_gradient_sync(False)  # type: ignore[operator]
+        yield
+        self.network.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    def without_exchange(self) -> AbstractContextManager[Any]:
+        """Gradients stay whole, on each rank, until the last micro-batch."""
+        return self._without_exchange() if self.group.world > 1 else super().without_exchange()
+
+    def state(self) -> State:
+        """The parts of all ranks put together."""
+        state: State = _map(super().state(), lambda value: value.full_tensor() if hasattr(value, "full_tensor") else value)
+        return state
+
+    def load(self, state: State) -> None:
+        """Each rank takes its part of whole tensors."""
+        if self.group.world == 1:
+            super().load(state)
+            return
+        sharded = dict(self.parameters)
+        model = {name: _part(value, sharded.get(name)) for name, value in state["model"].items()}
+        moments = {
+            name: {key: _part(value, sharded.get(name)) for key, value in values.items()}
+            for name, values in state["optimizer"]["state"].items()
+        }
+        super().load({**state, "model": model, "optimizer": {**state["optimizer"], "state": moments}})
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """What is gathered at once: the members of a model's chains of blocks, or its largest modules where it has no such chain.
+
+    A chain is an nn.Sequential or nn.ModuleList with members that have weights and are themselves made of modules.
+    """
+    found: list[nn.Module] = []
+    for module in model.children():
+        if any(_is_chain(inner) for inner in module.modules()):
+            found += blocks(module)
+        elif _is_block(module):
+            found.append(module)
+    return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList) and any(_is_block(member) for member in module)
+
+
+def _part(value: Any, parameter: Any) -> Any:
+    """This rank's part of a whole tensor that is laid out as `parameter`; anything else (a counter, a buffer) as it is."""
+    if not isinstance(value, torch.Tensor) or hasattr(value, "full_tensor") or parameter is None or value.shape != parameter.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh: DeviceMesh = parameter.device_mesh
+    return distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+
+
+def _map(tree: Any, change: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _map(value, change) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_map(value, change) for value in tree]
+    return change(tree)
