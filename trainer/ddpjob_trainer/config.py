@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer import fields
-from ddpjob_trainer.checkpoint import CheckpointConfig
+from ddpjob_trainer.checkpoints import CheckpointConfig
 from ddpjob_trainer.data import DataConfig
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.fields import from_env
