@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
+from ddpjob_trainer.data.source import Corrupt, DataConfig, DataName
 from ddpjob_trainer.errors import DataError
+from ddpjob_trainer.group import Group
 
 _NAMED = 5
 
@@ -29,19 +33,29 @@ class Warnings:
 class CorruptCount:
     """Unreadable images of an epoch, over all ranks: the same number, and the same end, on any number of ranks."""
 
-    def __init__(self, size: int, limit: float) -> None:
-        self._size, self._limit = size, limit
-        self.epoch = 0
+    def __init__(self, size: int, config: DataConfig) -> None:
+        self._size, self._limit = size, config.corrupt_limit
+        self._possible = config.name in (DataName.IMAGEFOLDER, DataName.SHARDS) and config.corrupt is Corrupt.SKIP
+        self._met = self.epoch = 0
 
     def begin_epoch(self) -> None:
         """Count anew."""
-        self.epoch = 0
+        self._met = self.epoch = 0
 
-    def add(self, unreadable: int) -> None:
-        """So many in a step, over all ranks. Raises DataError when more than the share `limit` of the training set cannot be read."""
-        self.epoch += unreadable
-        if unreadable and self.epoch > self._limit * self._size:
+    def met(self, unreadable: int) -> None:
+        """So many in a micro-batch of this rank."""
+        self._met += unreadable
+
+    def add(self, group: Group) -> int:
+        """How many in this step, over all ranks together. Raises DataError when the share of the training set gets too large."""
+        if not self._possible:
+            return 0
+        step = int(group.sum(torch.tensor([self._met])).item())
+        self._met = 0
+        self.epoch += step
+        if step and self.epoch > self._limit * self._size:
             raise DataError(
                 f"{self.epoch} of {self._size} training images cannot be read, more than data.corrupt_limit={self._limit:g} allows"
                 f" (warnings above name the first ones): mend or remove them, or raise data.corrupt_limit"
             )
+        return step
