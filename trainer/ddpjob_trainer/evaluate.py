@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ddpjob_trainer.data import DataSet
+from ddpjob_trainer.data.source import UNREADABLE
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.metrics.tally import EvalConfig, Evaluation, Tally
 from ddpjob_trainer.sampler import share
@@ -48,9 +49,10 @@ def evaluate(
         samples = loaded.to(device)
         scores = logits(samples.images)
         if part and place.counts:
-            tally.add(scores, samples.labels)
-            counted += len(samples.labels)
-            unreadable += len(part) - len(samples.labels)
+            readable = samples.labels != UNREADABLE
+            tally.add(scores[readable], samples.labels[readable])
+            count = int(readable.sum())
+            counted, unreadable = counted + count, unreadable + len(part) - count
         if agreement.wait()[0]:
             return None
     result = tally.reduce(group, counted, unreadable)

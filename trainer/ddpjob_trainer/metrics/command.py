@@ -1,0 +1,103 @@
+"""`python -m ddpjob_trainer evaluate CHECKPOINT [key=value ...]`: a checkpoint's result on the test set, on any number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer import config, devices, fast_start
+from ddpjob_trainer.checkpoints import fit
+from ddpjob_trainer.data import open_data
+from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.evaluate import evaluate
+from ddpjob_trainer.group import Group, joined
+from ddpjob_trainer.metrics.files import FOLDER, EvaluationFiles
+from ddpjob_trainer.metrics.tally import Evaluation
+from ddpjob_trainer.models import build_model
+from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE, StopRequest
+from ddpjob_trainer.strategies.base import Place
+
+_OF_A_CHECKPOINT = ("data.", "model.", "eval.", "train.eval_batch", "train.backend", "train.threads", "train.timeout_seconds")
+"""Keys that a checkpoint's own configuration gives, unless file or argument give others."""
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; also as each rank of torchrun. Returns the exit code. Raises TrainerError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddpjob_trainer evaluate",
+        description="Evaluate a checkpoint on its test set, in float32, with the configuration that it was trained with.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint's file or folder, the folder of all (best or newest), or a state dict")
+    parser.add_argument("values", nargs="*", metavar="key=value", help="configuration that differs, such as data.dir=DIR eval.pr=exact")
+    parser.add_argument("--config", help="configuration file; needed for a plain state dict, which carries none")
+    parser.add_argument("-o", "--output", type=Path, help=f"folder of the results; default: {FOLDER} beside the checkpoint")
+    options = parser.parse_intermixed_args(arguments)
+    fast_start.install()
+    group = Group.from_env()
+    first = config.load(options.config, options.values)
+    placement = devices.choose(first.train.backend, group.local_rank)
+    with joined(group, placement, first.train.timeout_seconds):
+        snapshot = _read(options.checkpoint, group)
+        was = {key: value for key, value in snapshot["config"].items() if key.startswith(_OF_A_CHECKPOINT)}
+        settings = config.load(options.config, options.values, base=was)
+        devices.limit_threads(settings.train.threads, group.local_world)
+        result = _evaluated(settings, snapshot["model"], options.checkpoint, placement.device, group)
+        if result is None:
+            return EXIT_STEPPED_ASIDE
+        if group.rank == 0:
+            _tell(result, settings, options, snapshot)
+    return 0
+
+
+def _read(path: Path, group: Group) -> dict[str, Any]:
+    """`{"model": {name: tensor}, "config": {key: value}, "step": number}` on every rank; rank 0 reads. Raises CheckpointError on all."""
+    sent: dict[str, Any] = {}
+    if group.rank == 0:
+        try:
+            weights = fit.read_weights(path)
+            whole = fit._read(path)
+            sent = {"model": weights, "config": dict(whole.get("config", {})), "step": whole.get("step")}
+        except CheckpointError as error:
+            sent = {"problem": str(error).removeprefix("checkpoint.load: ")}
+    buffer = io.BytesIO()
+    torch.save(sent, buffer)
+    got: dict[str, Any] = torch.load(io.BytesIO(group.broadcast_bytes(buffer.getvalue(), 0)), map_location="cpu", weights_only=True)
+    if "problem" in got:
+        raise CheckpointError(got["problem"])
+    return got
+
+
+def _evaluated(
+    settings: config.Config, weights: Mapping[str, torch.Tensor], path: Path, device: torch.device, group: Group
+) -> Evaluation | None:
+    data = open_data(settings.data, device)
+    model = build_model(settings.model, data.shape, data.classes, settings.data.seed)
+    if wrong := fit.differences(weights, model.state_dict()):
+        raise CheckpointError(f"{path} is of another model: {'; '.join(wrong[:3])}. Set model.* and data.* as it was trained with")
+    model.load_state_dict(dict(weights))
+    network: nn.Module = model.to(device).eval()
+    stop = StopRequest(group)
+    stop.listen()
+    place = Place(group.rank, group.world)
+    return evaluate(network, place, data, settings.train.eval_batch, device, group, stop, config=settings.eval)
+
+
+def _tell(result: Evaluation, settings: config.Config, options: argparse.Namespace, snapshot: Mapping[str, Any]) -> None:
+    path: Path = options.checkpoint
+    folder: Path = options.output or (path if path.is_dir() and path.suffix != ".dcp" else path.parent) / FOLDER
+    files = EvaluationFiles(folder, settings.eval)
+    name = f"step-{snapshot['step']:09d}" if snapshot["step"] is not None else path.stem
+    target = files.write(name, result, step=snapshot["step"], checkpoint=str(path))
+    lost = f", {result.unreadable} unreadable" if result.unreadable else ""
+    print(f"{path}: {result.samples} test samples{lost}")
+    for key, value in result.scalars().items():
+        print(f"  {key:9} {value:.6f}")
+    files.wait()
+    print(f"wrote {target}" + (" and its pictures" if any(folder.glob(f"{name}-*.png")) else ""), file=sys.stdout, flush=True)
