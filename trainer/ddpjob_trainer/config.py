@@ -15,6 +15,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.fields import from_env
 from ddpjob_trainer.models import ModelConfig
 from ddpjob_trainer.optim import OptimConfig
+from ddpjob_trainer.preflight import PreflightConfig
 from ddpjob_trainer.strategies import StrategyName
 from ddpjob_trainer.strategies.ddp import DdpConfig
 from ddpjob_trainer.strategies.fsdp import FsdpConfig
@@ -62,6 +63,7 @@ class Config:
     optim: OptimConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
+    preflight: PreflightConfig
     ddp: DdpConfig
     fsdp: FsdpConfig
 

@@ -30,6 +30,10 @@ class RendezvousError(TrainerError):
     """The ranks cannot find each other, or one of them ended."""
 
 
+class PreflightError(TrainerError):
+    """The machines cannot train together as they are."""
+
+
 class TrainingError(TrainerError):
     """Training cannot go on, for example because the loss is not finite."""
 

@@ -35,6 +35,10 @@ def run(config: Config) -> int:
     """
     fast_start.install()
     group = Group.from_env()
+    if config.preflight.run:
+        from ddpjob_trainer.preflight.flight import require
+
+        require(config, group)
     placement = devices.choose(config.train.backend, group.local_rank)
     devices.limit_threads(config.train.threads, group.local_world)
     data = open_data(config.data, placement.device)
