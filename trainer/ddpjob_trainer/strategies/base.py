@@ -111,6 +111,12 @@ class Strategy:
         """Around the micro-batches of a rank but its last one: gradients add up here and are not sent."""
         return nullcontext()
 
+    def scale_gradients(self, factor: float) -> None:
+        """Where some samples of the global batch could not be read, `factor` makes its mean one over the others."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def update(self, rate: float) -> Update:
         """The optimizer's step at a learning rate; gradients are gone afterwards. All ranks together."""
         set_learning_rate(self.optimizer, rate)
@@ -133,7 +139,7 @@ class Strategy:
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """The whole state, for a checkpoint; tensors may be those that training goes on with. All ranks together."""
+        """The whole state, for a checkpoint; tensors may be those that training goes on with, and DTensors. All ranks together."""
         return {
             "model": self.model.state_dict(),
             "optimizer": named_optimizer_state(self.optimizer, self.parameters),
