@@ -65,11 +65,6 @@ class Fsdp(Strategy):
         """Gradients stay whole, on each rank, until the last micro-batch."""
         return self._without_exchange() if self.group.world > 1 else super().without_exchange()
 
-    def state(self) -> State:
-        """The parts of all ranks put together."""
-        state: State = _map(super().state(), lambda value: value.full_tensor() if hasattr(value, "full_tensor") else value)
-        return state
-
     def load(self, state: State) -> None:
         """Each rank takes its part of whole tensors."""
         if self.group.world == 1:
@@ -114,11 +109,3 @@ def _part(value: Any, parameter: Any) -> Any:
 
     mesh: DeviceMesh = parameter.device_mesh
     return distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
-
-
-def _map(tree: Any, change: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _map(value, change) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_map(value, change) for value in tree]
-    return change(tree)
