@@ -11,6 +11,7 @@ import io
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,9 @@ def read(path: Path) -> Snapshot:
     tensors: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored if isinstance(entry, TensorStorageMetadata)
     }
-    load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # Asked for: each rank reads for itself.
+        load(tensors, storage_reader=reader, no_dist=True)
     snapshot: Snapshot = _join(tree, tensors)
     return snapshot
 
@@ -146,11 +149,30 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> None
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    class Writer(FileSystemWriter):
+        """Lets through what the disk said: torch closes its archive after a failed write, and fails again in its own words."""
+
+        def write_data(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().write_data(*args, **kwargs)
+            except Exception as error:
+                raise _said_by_disk(error) or error from None
+
+    if group is None:  # Asked for: one process.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
-        save(tensors, storage_writer=FileSystemWriter(temporary, overwrite=True), process_group=group, no_dist=group is None)
+        save(tensors, storage_writer=Writer(temporary, overwrite=True), process_group=group, no_dist=group is None)
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
-        raise CheckpointError(f"rank {rank}: {getattr(error, 'strerror', None) or error}") from failed
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"rank {rank}: {error.strerror}") from failed
+        raise CheckpointError(f"rank {rank}: {error}") from failed
+
+
+def _said_by_disk(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _checksums(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
