@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from ddpjob_trainer.checkpoints import CheckpointConfig
 from ddpjob_trainer.data import DataConfig
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.fields import from_env
+from ddpjob_trainer.metrics.tally import EvalConfig
 from ddpjob_trainer.models import ModelConfig
 from ddpjob_trainer.optim import OptimConfig
 from ddpjob_trainer.preflight import PreflightConfig
+from ddpjob_trainer.sinks import ReportConfig
 from ddpjob_trainer.strategies import StrategyName
 from ddpjob_trainer.strategies.ddp import DdpConfig
 from ddpjob_trainer.strategies.fsdp import FsdpConfig
@@ -63,6 +66,8 @@ class Config:
     optim: OptimConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
+    eval: EvalConfig
+    report: ReportConfig
     preflight: PreflightConfig
     ddp: DdpConfig
     fsdp: FsdpConfig
@@ -93,12 +98,12 @@ def _plain(config: Config, key: str) -> Any:
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
 
 
-def load(config_file: str | None, arguments: list[str]) -> Config:
+def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] | None = None) -> Config:
     """The configuration of `--config FILE key=value ...`; FILE may be the name of one that ships (digits, cifar10, imagenet).
 
-    Raises ConfigError naming the key and the remedy.
+    `base`: dotted keys that file and arguments go before. Raises ConfigError naming the key and the remedy.
     """
-    layers: list[tuple[str, dict[str, Any]]] = []
+    layers: list[tuple[str, Mapping[str, Any]]] = [("checkpoint", base or {})]
     if config_file is not None:
         path = _find(config_file)
         layers.append((str(path), fields.read_file(path)))

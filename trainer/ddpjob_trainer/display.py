@@ -1,4 +1,4 @@
-"""Progress in the terminal: a live bar on a TTY, plain lines at a steady pace elsewhere."""
+"""Progress in the terminal: a live view on a TTY, plain lines at a steady pace elsewhere."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+    from ddpjob_trainer.live import LiveView
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,28 @@ class Status:
     eta: float
     data_wait: float
     accuracy: float | None = None
+    gradient_norm: float | None = None
+    skipped_steps: int = 0
+    """Left out because the loss or a gradient was not finite, in this life of the job."""
+    corrupt_images: int = 0
+    """Images that could not be read, in this epoch."""
+    world: int = 1
+    restarts: int = 0
+    checkpoint_time: float | None = None
+    """time.time() when the newest checkpoint of this life was on disk."""
 
     def line(self) -> str:
         """One plain line."""
         accuracy = "" if self.accuracy is None else f"  accuracy {self.accuracy:.2%}"
         where = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.steps} ({self.step / self.steps:.0%})"
         speed = f"{self.samples_per_second:,.0f} samples/s  data wait {self.data_wait:.0%}  eta {duration(self.eta)}"
-        return f"{where}  loss {self.loss:.4f}{accuracy}  {speed}"
+        return "  ".join([f"{where}  loss {self.loss:.4f}{accuracy}", speed, *self.oddities()])
+
+    def oddities(self) -> list[str]:
+        """What is told only when there is some."""
+        norm = [] if self.gradient_norm is None else [f"gradient norm {self.gradient_norm:.3g}"]
+        skipped = [f"skipped steps {self.skipped_steps}"] if self.skipped_steps else []
+        return norm + skipped + ([f"corrupt images {self.corrupt_images}"] if self.corrupt_images else [])
 
 
 def duration(seconds: float) -> str:
@@ -75,38 +89,6 @@ class PlainLines:
         """Nothing to leave."""
 
 
-class LiveBar:
-    """For a TTY: one bar that moves, notes above it."""
-
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._bar: RichProgress = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
-            TextColumn("{task.percentage:.0f} %"),
-            TextColumn("{task.fields[facts]}"),
-        )
-        self._task: TaskID | None = None
-        self._bar.start()
-
-    def show(self, status: Status) -> None:
-        """Move the bar."""
-        accuracy = "" if status.accuracy is None else f"  accuracy {status.accuracy:.2%}"
-        facts = f"loss {status.loss:.4f}{accuracy}  {status.samples_per_second:,.0f}/s  eta {duration(status.eta)}"
-        if self._task is None:
-            self._task = self._bar.add_task("", epoch="", facts="")
-        self._bar.update(self._task, total=status.steps, completed=status.step, epoch=f"{status.epoch}/{status.epochs}", facts=facts)
-
-    def note(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._bar.console.print(text, highlight=False)
-
-    def close(self) -> None:
-        """Stop moving."""
-        self._bar.stop()
-
-
 class Silent:
     """For ranks that print nothing."""
 
@@ -120,8 +102,14 @@ class Silent:
         """Nothing."""
 
 
-def open_display(first_rank: bool, interval: float) -> Display:
-    """The bar on a TTY, lines elsewhere, nothing on ranks other than 0."""
+def open_display(first_rank: bool, interval: float, title: str) -> Display:
+    """The live view on a TTY, lines elsewhere, nothing on ranks other than 0."""
     if not first_rank:
         return Silent()
-    return LiveBar() if sys.stdout.isatty() else PlainLines(interval)
+    return _live(title) if sys.stdout.isatty() else PlainLines(interval)
+
+
+def _live(title: str) -> LiveView:
+    from ddpjob_trainer.live import LiveView
+
+    return LiveView(title)

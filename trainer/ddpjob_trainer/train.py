@@ -79,7 +79,8 @@ class Trainer:
         self.stop = StopRequest(group, checkpoints)
         self.ledger = Ledger(config.run_dir, config.train.ledger, group, claim)
         plan = Plan(config.train.epochs, self.total_steps, data.train_size, claim.round)
-        self.progress = Progress(plan, config.run_dir, group, writes=checkpoints.writes, interval=config.train.print_seconds)
+        names = getattr(data, "class_names", None)
+        self.progress = Progress(plan, config, group, writes=checkpoints.writes, class_names=names)
 
     def _micro_batches(self, tied: bool) -> int:
         """How many a global batch has at a first start; 0: samples are dealt out."""
@@ -185,7 +186,8 @@ class Trainer:
             return False
         strategy = self.strategy
         strategy.train_mode(False)
-        result = evaluate(strategy.logits, strategy.place, self.data, self.config.train.eval_batch, self.device, self.group, self.stop)
+        batch, device = self.config.train.eval_batch, self.device
+        result = evaluate(strategy.logits, strategy.place, self.data, batch, device, self.group, self.stop, config=self.config.eval)
         strategy.train_mode(True)
         if result is None:
             return True
