@@ -17,6 +17,7 @@ from ddpjob_trainer.fields import from_env
 from ddpjob_trainer.metrics.tally import EvalConfig
 from ddpjob_trainer.models import ModelConfig
 from ddpjob_trainer.optim import OptimConfig
+from ddpjob_trainer.precision import AmpConfig
 from ddpjob_trainer.preflight import PreflightConfig
 from ddpjob_trainer.sinks import ReportConfig
 from ddpjob_trainer.strategies import StrategyName
@@ -64,6 +65,7 @@ class Config:
     data: DataConfig
     model: ModelConfig
     optim: OptimConfig
+    amp: AmpConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig
@@ -112,7 +114,19 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
     for key in ("epochs", "log_every", "eval_every", "eval_batch", "timeout_seconds", "accumulate"):
         if getattr(config.train, key) <= 0:
             raise ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")
+    if config.model.sync_batchnorm:
+        _check_synchronised(config)
     return config
+
+
+def _check_synchronised(config: Config) -> None:
+    fixed = {"data.micro_batches": config.data.micro_batches, "ddp.ordered": config.ddp.ordered}
+    for key, value in {**fixed, "data.mixup": config.data.mixup, "data.cutmix": config.data.cutmix}.items():
+        if value:
+            raise ConfigError(
+                f"model.sync_batchnorm: takes statistics of all ranks' samples together, and {key} needs fixed micro-batches;"
+                f" leave {key} out, or model.sync_batchnorm (statistics of micro-batches are the same on any number of ranks too)"
+            )
 
 
 def shipped() -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import enum
+import os
+import shutil
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +33,51 @@ class ModelConfig:
     """small_cnn: group normalises each sample by itself, batch each micro-batch."""
     dropout: float = 0.0
     """small_cnn: share of the last layer's inputs that are left out at random."""
+    sync_batchnorm: bool = False
+    """Batch normalisation with statistics of all ranks' samples together (of the global batch, or of a portion of train.accumulate), not of
+    micro-batches. One more exchange for each layer, forwards and backwards."""
+    channels_last: bool = False
+    """Images and weights lie in memory as (n, height, width, channels): faster convolutions where tensor cores work in float16."""
+    compile: bool = False
+    """torch.compile: the first steps take a minute or more, the others less time. Needs a C++ compiler."""
 
 
-def build_model(config: ModelConfig, shape: tuple[int, int, int], classes: int, seed: int) -> nn.Module:
-    """The network for images of `shape` (channels, height, width), with weights that depend on `seed` only. Raises ConfigError."""
+def build_model(config: ModelConfig, shape: tuple[int, int, int], classes: int, seed: int, device: torch.device | None = None) -> nn.Module:
+    """The network for images of `shape` (channels, height, width), on `device`, with weights that depend on `seed` only.
+
+    Raises ConfigError.
+    """
     torch.manual_seed(seed)
+    device = device or torch.device("cpu")
+    model = _network(config, shape, classes).to(device)
+    if config.compile:
+        _check_compiler()
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        model.register_forward_pre_hook(lambda _, inputs: tuple(images.contiguous(memory_format=torch.channels_last) for images in inputs))
+    if not config.sync_batchnorm:
+        return model
+    from ddpjob_trainer.sync_batchnorm import synchronised
+
+    model = synchronised(model, device)
+    if is_tied_to_micro_batches(model):
+        raise ConfigError(
+            f"model.sync_batchnorm: {config.name} drops inputs out at random, and on another number of ranks others;"
+            f" leave model.sync_batchnorm out (statistics are then those of data.micro_batches micro-batches, on any number of ranks),"
+            f" or take a model without dropout"
+        )
+    return model
+
+
+def _check_compiler() -> None:
+    names = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    if not any(shutil.which(name) for name in names):
+        raise ConfigError(
+            f"model.compile: no C++ compiler ({', '.join(names)}) is here; install g++, name one in CXX, or set model.compile=false"
+        )
+
+
+def _network(config: ModelConfig, shape: tuple[int, int, int], classes: int) -> nn.Module:
     if config.name == "small_cnn":
         if config.width < 4 or config.width % 4:
             raise ConfigError(f"model.width: {config.width} is not a positive multiple of 4; write for example 32")
@@ -59,7 +101,7 @@ def is_tied_to_micro_batches(model: nn.Module) -> bool:
 
     def tied(module: nn.Module) -> bool:
         if isinstance(module, _BatchNorm):
-            return not isinstance(module, nn.SyncBatchNorm)
+            return not hasattr(module, "is_synchronised") and not isinstance(module, nn.SyncBatchNorm)
         if isinstance(module, _DropoutNd):
             return module.p > 0
         random = ("dropout", "p") if type(module).__name__ in ("StochasticDepth", "DropPath") else ("dropout",)

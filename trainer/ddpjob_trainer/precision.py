@@ -1,55 +1,260 @@
-"""Number formats of the arithmetic: what the model computes in, what the optimizer works on, and how losses are scaled."""
+"""Number formats of the arithmetic: what the model computes in, what the optimizer works on, and how losses are scaled.
+
+The levels are those of NVIDIA's Apex, made of torch.autocast and torch.amp.GradScaler.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpjob_trainer.errors import ConfigError
+
+
+class AmpLevel(enum.StrEnum):
+    """Apex's levels."""
+
+    O0 = "O0"
+    O1 = "O1"
+    O2 = "O2"
+    O3 = "O3"
+
+
+class AmpDtype(enum.StrEnum):
+    """The shorter formats."""
+
+    AUTO = "auto"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AmpConfig:
+    """Mixed precision."""
+
+    level: AmpLevel = AmpLevel.O0
+    """As Apex's. O0: float32. O1: weights are float32, operations that bear it run in amp.dtype (autocast). O2: the model is in amp.dtype
+    with batch normalisation in float32, the optimizer works on a float32 copy of it. O3: all of it in amp.dtype."""
+    dtype: AmpDtype = AmpDtype.AUTO
+    """float16 or bfloat16, which has the range of float32 and needs no loss scale; auto: float16 on accelerators, as Apex, and bfloat16 on
+    the CPU. O0 does not use it."""
+    loss_scale: str = "auto"
+    """Losses are multiplied by it and gradients divided, so that small gradients do not vanish in float16: a number such as 128.0; dynamic:
+    65536 to begin with, halved when a gradient is not finite, doubled after amp.scale_window steps in which all were; auto: dynamic for
+    float16 at O1 and O2, else 1, as Apex. A step whose gradients are not finite is left out, whatever the scale."""
+    scale_window: int = 2000
+    """dynamic: steps without an overflow after which the scale is doubled."""
+    tf32: bool = True
+    """float32 products on NVIDIA GPUs from Ampere on: TensorFloat-32 (10 bits of mantissa, several times as fast). false: all 23 bits."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became of an optimizer step: the gradient's norm before clipping, and whether the step was left out (not finite)."""
+    """What became of an optimizer step: the gradient's norm before clipping, and whether the step was left out (norm not finite).
 
-    norm: float
-    skipped: bool
+    On an accelerator both may be tensors there: `float(norm)` and `bool(skipped)` wait for the device, so look when they are shown.
+    """
+
+    norm: float | torch.Tensor
+    skipped: bool | torch.Tensor
 
 
 class Precision:
-    """float32 throughout."""
+    """How one model computes. `over_parts`, where ranks hold different parts of the gradients: sums a tensor over these ranks, in place."""
+
+    over_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __init__(self, config: AmpConfig | None = None, clip_norm: float = 0.0, device: torch.device | None = None) -> None:
+        """Raises ConfigError when a value makes no sense or the device cannot compute in the format."""
+        self.config, self._device = config or AmpConfig(), device or torch.device("cpu")
+        if clip_norm < 0:
+            raise ConfigError(f"optim.clip_norm: {clip_norm} is below 0; write the longest gradient allowed, such as 1.0, or 0 for any")
+        self._clip_norm = clip_norm
+        self.dtype = _dtype(self.config, self._device)
+        self._scale = _loss_scale(self.config, self.dtype)
+        self._scaler = None if self._scale == 1 else _scaler(self._device, self._scale, self.config.scale_window)
+        self._originals: dict[str, torch.Tensor] = {}
+        self._masters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        if self._device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if self.config.tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = self.config.tf32
+        if self.dtype is not torch.float32:
+            _check_device(self.dtype, self._device)
+
+    # ------------------------------------------------------------ the model
 
     def convert(self, model: nn.Module) -> nn.Module:
         """The model in the formats that it computes in; before it is wrapped."""
+        if self.config.level not in (AmpLevel.O2, AmpLevel.O3):
+            return model
+        if self.config.level is AmpLevel.O2:
+            self._originals = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            if self.config.level is AmpLevel.O3 or not isinstance(module, _BatchNorm):
+                module._apply(self._short, recurse=False)  # type: ignore[no-untyped-call]
+        model.register_forward_pre_hook(lambda _, inputs: tuple(map(self._short, inputs)))
         return model
+
+    def _short(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self.dtype) if values.is_floating_point() else values
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For the forward pass and the loss."""
-        return nullcontext()
+        return torch.autocast(self._device.type, self.dtype) if self.config.level is AmpLevel.O1 else nullcontext()
 
     def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer works on, by the model's names."""
-        return list(model.named_parameters())
+        """What the optimizer works on, by the model's names: at O2 the float32 copies, else the model's own."""
+        own = dict(model.named_parameters())
+        for name, original in self._originals.items():
+            if hasattr(own[name], "full_tensor"):
+                raise ConfigError("amp.level=O2: its float32 copy is of whole weights, and strategy=fsdp cuts them up; set amp.level=O1")
+            if own[name].dtype is not original.dtype:
+                self._masters[name] = (own[name], nn.Parameter(original))
+        self._originals = {}
+        return [(name, self._masters[name][1] if name in self._masters else parameter) for name, parameter in own.items()]
+
+    def refresh(self) -> None:
+        """Take the model's weights over from the copies that the optimizer works on."""
+        if self._masters:
+            with torch.no_grad():
+                torch._foreach_copy_([short for short, _ in self._masters.values()], [master for _, master in self._masters.values()])
+
+    # ------------------------------------------------------------ a step
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss as a backward pass takes it."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of a loss, scaled."""
-        torch.autograd.backward(loss)
+        torch.autograd.backward(self.scaled(loss))
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Update:
-        """Unscale, clip, step; nothing but the first when a gradient is not finite. The same on every rank whose gradients are."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        skipped = not torch.isfinite(torch.tensor(norm)).item()
-        if not skipped:
+        """Unscale, clip, step; the step is left out when a gradient is not finite. The same on every rank whose gradients are."""
+        for short, master in self._masters.values():
+            master.grad = None if short.grad is None else short.grad.to(master.dtype)
+            short.grad = None
+        weights = [parameter for parameter in parameters if parameter.grad is not None]
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        norm = self._norm([weight.grad for weight in weights if weight.grad is not None])
+        if self._clip_norm:
+            nn.utils.clip_grads_with_norm_(weights, self._clip_norm, norm)
+        skipped = self._step_if_finite(optimizer, norm, len(weights)) if self._scaler is None else self._scaled_step(optimizer)
+        self.refresh()
+        return Update(norm if isinstance(skipped, torch.Tensor) else float(norm), skipped)
+
+    def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """One reading pass. float32: a norm that it cannot hold (3e38) counts as not finite."""
+        norms = torch._foreach_norm(gradients, 2.0, torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]))
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return norm if self.over_parts is None else self.over_parts(norm.square()).sqrt()
+
+    def _step_if_finite(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor, weights: int) -> bool | torch.Tensor:
+        fused = optimizer.defaults.get("fused") and self._device.type != "cpu"
+        if fused and len(optimizer.state) >= weights:  # A first step that is left out would leave fused SGD's momentum uninitialised.
+            skipped = ~torch.isfinite(norm)
+            optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.step()
-        return Update(norm, bool(skipped))
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+            return skipped
+        if finite := bool(torch.isfinite(norm)):
+            optimizer.step()
+        return not finite
+
+    def _scaled_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        assert self._scaler is not None
+        # Else fused optimizers are called and leave out inside: SGD's momentum is then uninitialised where that was the first step.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        found = list(self._scaler._found_inf_per_device(optimizer).values())
+        if self.over_parts is not None:
+            for flag in found:
+                self.over_parts(flag)
+        skipped = any(bool(flag) for flag in found)
+        self._scaler.step(optimizer)
+        self._scaler.update(None if self._scale is None else self._scale)
+        return skipped
+
+    # ------------------------------------------------------------ checkpoints
+
+    def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The model's state dict, with the weights that the optimizer works on: another level can go on from it."""
+        state: dict[str, torch.Tensor] = model.state_dict()
+        return {**state, **{name: master.detach() for name, (_, master) in self._masters.items()}}
+
+    def load_model(self, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """The reverse. Raises RuntimeError when it does not fit."""
+        model.load_state_dict(state)
+        with torch.no_grad():
+            for name, (_, master) in self._masters.items():
+                master.copy_(state[name])
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {}
+        return {"scaler": self._scaler.state_dict()} if self._scaler is not None and self._scale is None else {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint; a dynamic scale begins anew when it holds none."""
+        if self._scaler is not None and self._scale is None and "scaler" in state:
+            self._scaler.load_state_dict(state["scaler"])
+
+
+class _Scaler(torch.amp.GradScaler):
+    """GradScaler that takes float16 gradients too: at O3 there are no others."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+
+def _scaler(device: torch.device, scale: float | None, window: int) -> _Scaler:
+    if window < 1:
+        raise ConfigError(f"amp.scale_window: {window} is less than 1; write a number of steps such as 2000")
+    return _Scaler(device.type, init_scale=scale or 2.0**16, growth_interval=window)
+
+
+def _dtype(config: AmpConfig, device: torch.device) -> torch.dtype:
+    if config.level is AmpLevel.O0:
+        return torch.float32
+    if config.dtype is AmpDtype.AUTO:
+        return torch.bfloat16 if device.type == "cpu" else torch.float16
+    return torch.float16 if config.dtype is AmpDtype.FLOAT16 else torch.bfloat16
+
+
+def _loss_scale(config: AmpConfig, dtype: torch.dtype) -> float | None:
+    """A static scale, or None for a dynamic one."""
+    if config.loss_scale == "dynamic":
+        return None
+    if config.loss_scale == "auto":
+        return None if dtype is torch.float16 and config.level is not AmpLevel.O3 else 1.0
+    try:
+        scale = float(config.loss_scale)
+    except ValueError:
+        raise ConfigError(f"amp.loss_scale: {config.loss_scale!r} is no number, dynamic or auto; write for example 128.0") from None
+    if not 1 <= scale < 2.0**32:
+        raise ConfigError(f"amp.loss_scale: {scale} is not from 1 to 4e9: a scale lifts gradients; write for example 128.0, or dynamic")
+    return scale
+
+
+def _check_device(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError when a convolution and a product in the format fail on the device, forwards or backwards."""
+    name, other = str(dtype).removeprefix("torch."), "bfloat16" if dtype is torch.float16 else "float16"
+    try:
+        if device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise RuntimeError(f"{torch.cuda.get_device_name(device)} only emulates it")
+        images = torch.ones(1, 1, 3, 3, dtype=dtype, device=device)
+        weights = [torch.ones(shape, dtype=dtype, device=device, requires_grad=True) for shape in ((1, 1, 3, 3), (2, 9))]
+        features = nn.functional.conv2d(images, weights[0], padding=1)
+        torch.autograd.backward(nn.functional.linear(features.flatten(1), weights[1]).sum())
+    except RuntimeError as error:
+        raise ConfigError(f"amp.dtype={name}: {device} cannot compute in it ({error}); set amp.dtype={other}, or amp.level=O0") from error

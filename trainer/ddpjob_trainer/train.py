@@ -33,7 +33,8 @@ def run(config: Config) -> int:
 
     Raises TrainerError (its message is for the user) before training for bad input, RuntimeError when a peer is gone.
     """
-    fast_start.install()
+    if not config.model.compile:
+        fast_start.install()
     group = Group.from_env()
     if config.preflight.run:
         from ddpjob_trainer.preflight.flight import require
@@ -66,7 +67,7 @@ class Trainer:
         claim = agree_on_life(group)
         checkpoints.claim(claim)
         self.strategy = open_strategy(config, group, device)
-        model = build_model(config.model, data.shape, data.classes, config.data.seed).to(device)
+        model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
         tied = is_tied_to_micro_batches(model)
         self.strategy.shape = data.shape
         self.strategy.prepare(model)

@@ -13,6 +13,7 @@ from torch import nn
 from ddpjob_trainer import losses
 from ddpjob_trainer.batch_statistics import BatchStatistics
 from ddpjob_trainer.data import Batch
+from ddpjob_trainer.ema import MovingAverage
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.optim import build_optimizer, set_learning_rate
 from ddpjob_trainer.precision import Precision, Update
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from ddpjob_trainer.config import Config
 
 State = dict[str, Any]
-"""`{"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "groups": [...]}, "precision": {...}}`: names and shapes are
-those of the whole model in one process, so that another strategy and another number of ranks can go on from it."""
+"""`{"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "groups": [...]}, "precision": {...}, "average": {...}}`, the
+last with optim.ema_decay only: names and shapes are those of the whole model in one process, so that another strategy and another number of
+ranks can go on from it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Strategy:
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         """Raises ConfigError when the configuration or the number of ranks does not fit the strategy."""
         self.config, self.group, self.device = config, group, device
-        self.precision = Precision()
+        self.precision = Precision(config.amp, config.optim.clip_norm, device)
+        self.average: MovingAverage | None = None
 
     @property
     def place(self) -> Place:
@@ -73,6 +76,11 @@ class Strategy:
         self.statistics = BatchStatistics(self.model, self.group)
         self.parameters = self.precision.parameters(self.model)
         self.optimizer = build_optimizer(self.config.optim, [parameter for _, parameter in self.parameters])
+        if self.config.optim.ema_decay:
+            running = [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.is_floating_point()]
+            self.average = MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running])
+        if self.config.model.compile:
+            self.network.compile()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What exchanges gradients, around the model."""
@@ -94,13 +102,15 @@ class Strategy:
         """Add one micro-batch's gradients up; returns its sum of losses."""
         torch.manual_seed(micro.key)
         with self.statistics.of_micro(micro, count), self.precision.autocast():
-            loss = self.loss(self.network(batch.images), batch, micro)
+            # Statistics of all ranks' samples: one that does not count must not be among them.
+            images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
+            loss = self.loss(self.network(images), batch, micro)
         self.precision.backward(loss * self.weight(count))
         return loss.detach()
 
     def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
         """The sum of losses of a micro-batch; 0, with gradients of 0, for one that does not count."""
-        total = losses.loss_sum(scores, batch.labels)
+        total = losses.loss_sum(scores, batch.labels[: len(scores)], self.config.optim.label_smoothing)
         return total if micro.counts else total * 0.0
 
     def weight(self, count: int) -> float:
@@ -122,6 +132,8 @@ class Strategy:
         set_learning_rate(self.optimizer, rate)
         update = self.precision.step(self.optimizer, [parameter for _, parameter in self.parameters])
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update()
         return update
 
     # ------------------------------------------------------------ evaluation
@@ -133,22 +145,31 @@ class Strategy:
         return outputs
 
     def train_mode(self, training: bool) -> None:
-        """As nn.Module.train."""
+        """As nn.Module.train. In evaluation a moving average of the weights, if there is one, is in their place."""
         self.network.train(training)
+        if self.average is not None:
+            if training:
+                self.average.put_back()
+            else:
+                self.average.put_in_place()
+            self.precision.refresh()
 
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
         """The whole state, for a checkpoint; tensors may be those that training goes on with, and DTensors. All ranks together."""
         return {
-            "model": self.model.state_dict(),
+            "model": self.precision.model_state(self.model),
+            **({} if self.average is None else {"average": self.average.state()}),
             "optimizer": named_optimizer_state(self.optimizer, self.parameters),
             "precision": self.precision.state(),
         }
 
     def load(self, state: State) -> None:
         """Go on from a state, on every rank. Raises RuntimeError, ValueError or KeyError when it does not fit."""
-        self.model.load_state_dict(state["model"])
+        self.precision.load_model(self.model, state["model"])
+        if self.average is not None and "average" in state:
+            self.average.load(state["average"])
         load_named_optimizer_state(self.optimizer, self.parameters, state["optimizer"])
         self.precision.load(state["precision"])
 
@@ -169,9 +190,9 @@ def load_named_optimizer_state(optimizer: torch.optim.Optimizer, parameters: lis
     numbered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     if unknown := set(state["state"]) - set(numbered):
         raise KeyError(f"the optimizer's state has {', '.join(sorted(unknown)[:3])}, which the model has not")
-    groups, first = [], 0
-    for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
-        groups.append({**saved, "params": list(range(first, first + len(group["params"])))})
+    groups, first = [], 0  # Rates, decays and the like are the configuration's, which may have changed.
+    for group in optimizer.param_groups:
+        groups.append({**group, "params": list(range(first, first + len(group["params"])))})
         first += len(group["params"])
     by_number = {number: state["state"][name] for number, name in enumerate(numbered) if name in state["state"]}
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})

@@ -1,0 +1,58 @@
+"""An exponential moving average of the weights (Polyak and Juditsky 1992), which is evaluated in their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.errors import ConfigError
+
+
+class MovingAverage:
+    """Averages of tensors that training changes, by name: weights, and running statistics of normalisation.
+
+    average = decay * average + (1 - decay) * weights after each step; the first step's weights begin it, as in torch's AveragedModel.
+    In float32 and on each rank: the weights are the same on all. Raises ConfigError when `decay` is not between 0 and 1.
+    """
+
+    def __init__(self, decay: float, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        if not 0 < decay < 1:
+            raise ConfigError(f"optim.ema_decay: {decay} is not between 0 and 1; write for example 0.999, or 0 for no average")
+        self._decay, self._updates = decay, 0
+        self._names = [name for name, _ in tensors]
+        self._tensors = [tensor.detach() for _, tensor in tensors]
+        self._averages = [tensor.float().clone() for tensor in self._tensors]
+        self._aside: list[torch.Tensor] | None = None
+
+    def update(self) -> None:
+        """After an optimizer step."""
+        tensors = [tensor.float() for tensor in self._tensors]
+        if self._updates == 0:
+            torch._foreach_copy_(self._averages, tensors)
+        else:
+            torch._foreach_lerp_(self._averages, tensors, 1 - self._decay)
+        self._updates += 1
+
+    def put_in_place(self) -> None:
+        """Have the averages where the weights were, for an evaluation."""
+        self._aside = [tensor.clone() for tensor in self._tensors]
+        if self._updates:
+            torch._foreach_copy_(self._tensors, self._averages)
+
+    def put_back(self) -> None:
+        """The weights again, if they are aside."""
+        if self._aside is not None:
+            torch._foreach_copy_(self._tensors, self._aside)
+            self._aside = None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: `{"updates": n, "averages": {name: tensor}}`."""
+        return {"updates": self._updates, "averages": dict(zip(self._names, self._averages, strict=True))}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint. Raises KeyError or RuntimeError when it is of another model."""
+        torch._foreach_copy_(
+            self._averages, [state["averages"][name].to(own) for name, own in zip(self._names, self._averages, strict=True)]
+        )
+        self._updates = int(state["updates"])

@@ -1,0 +1,108 @@
+"""Batch normalisation over the micro-batches of all ranks together, on the CPU, where torch's SyncBatchNorm refuses to work.
+
+The arithmetic is torch's: every rank's mean and sum of squares are combined by their counts, so that shares may differ or be empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model with its batch normalisations replaced, names and values kept: on accelerators by torch's, on the CPU by ours."""
+    if device.type != "cpu":
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return converted
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.__class__ = CpuSyncBatchNorm
+    return model
+
+
+class CpuSyncBatchNorm(_BatchNorm):
+    """As nn.SyncBatchNorm; (n, channels, ...), n may be 0 on some of the ranks."""
+
+    is_synchronised = True
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """All ranks together in training; in evaluation each on its own, by the running statistics."""
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+            normalised: torch.Tensor = super().forward(input)
+            return normalised
+        self._check_input_dim(input)
+        outputs: torch.Tensor
+        outputs, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps)
+        if self.track_running_stats:
+            self._track(mean, variance * count / (count - 1))
+        return outputs
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+
+class _Normalise(torch.autograd.Function):
+    """(input, weight, bias, eps) -> (output, mean, biased variance, count); one all-gather forwards, one all-reduce backwards.
+
+    Forwards: Chan, Golub and LeVeque, Updating formulae for sample variances, 1979. Backwards: Ioffe and Szegedy, 2015.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, ...]:
+        axes = [0, *range(2, input.dim())]
+        values, channels = input.float(), input.shape[1]
+        own = values.numel() // channels
+        mean = values.mean(axes) if own else values.new_zeros(channels)
+        squares = (values - _wide(mean, input)).square_().sum(axes)
+        ours = torch.cat([mean, squares, values.new_tensor([own])])
+        every = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, ours)
+        means, sums, counts = torch.stack(every).double().tensor_split([channels, 2 * channels], 1)
+        count = counts.sum()
+        if count < 2:
+            raise ValueError(f"expected more than 1 value per channel over all ranks, got input size {tuple(input.shape)}")
+        total_mean = (means * counts).sum(0) / count
+        variance = (sums + counts * (means - total_mean).square()).sum(0) / count
+        inverse = (variance + eps).rsqrt().float()
+        total_mean = total_mean.float()
+        normalised = (values - _wide(total_mean, input)).mul_(_wide(inverse, input))
+        ctx.save_for_backward(normalised, weight, inverse)
+        ctx.count, ctx.axes = float(count), axes
+        outputs = normalised if weight is None else normalised * _wide(weight.float(), input)
+        outputs = outputs if bias is None else outputs + _wide(bias.float(), input)
+        statistics = total_mean, variance.float(), count.float()
+        ctx.mark_non_differentiable(*statistics)
+        return (outputs.to(input.dtype), *statistics)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        normalised, weight, inverse = ctx.saved_tensors
+        slope = gradients[0].float()
+        sums = torch.stack([slope.sum(ctx.axes), (slope * normalised).sum(ctx.axes)])
+        for_bias, for_weight = sums.clone()
+        dist.all_reduce(sums)
+        level, tilt = (sums / ctx.count).unbind()
+        scale = inverse if weight is None else inverse * weight.float()
+        inputs = (slope - _wide(level, slope) - normalised * _wide(tilt, slope)) * _wide(scale, slope)
+        own = (None, None) if weight is None else (for_weight.to(weight.dtype), for_bias.to(weight.dtype))
+        return inputs.to(gradients[0].dtype), *own, None
+
+
+def _wide(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(channels,) -> (1, channels, 1, ...) for tensors such as `like`."""
+    return values.reshape(1, -1, *[1] * (like.dim() - 2))
