@@ -26,8 +26,11 @@ class BatchStatistics:
     def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:
         self._group, self._ordered = group, ordered
         layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
-        self._running = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
-        self._counters = [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
+        # Their .data, so that a copy into them is no change in autograd's eyes: it keeps the buffers for the backward pass, where training
+        # does not read them, and in a pipeline that of one micro-batch may come after the forward pass of the next.
+        running = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
+        self._running = [buffer.data for buffer in running]
+        self._counters = [layer.num_batches_tracked.data for layer in layers if layer.num_batches_tracked is not None]
         self._before: list[torch.Tensor] | None = None
         self._parts: list[tuple[int, torch.Tensor]] = []
 
@@ -42,7 +45,7 @@ class BatchStatistics:
         torch._foreach_copy_([*self._running, *self._counters], self._before)
         yield
         if micro.counts:
-            flat = torch.cat([value.flatten() for value in self._running])
+            flat = torch.cat([value.flatten().to(self._running[0].device) for value in self._running])
             self._parts.append((micro.number, flat * (len(micro.samples) / count)))
 
     def exchange(self) -> None:

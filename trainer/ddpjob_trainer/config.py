@@ -22,7 +22,9 @@ from ddpjob_trainer.preflight import PreflightConfig
 from ddpjob_trainer.sinks import ReportConfig
 from ddpjob_trainer.strategies import StrategyName
 from ddpjob_trainer.strategies.ddp import DdpConfig
+from ddpjob_trainer.strategies.ddp_mp import DdpMpConfig
 from ddpjob_trainer.strategies.fsdp import FsdpConfig
+from ddpjob_trainer.strategies.pipeline import PipelineConfig
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,7 +63,8 @@ class Config:
 
     strategy: StrategyName = StrategyName.DDP
     """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank alone trains as it is. single: one
-    process, one device. dp: one process, several devices. fsdp: each rank keeps a part of the weights and of the optimizer's state."""
+    process, one device. dp: one process, several devices. fsdp: each rank keeps a part of the weights and of the optimizer's state.
+    ddp_mp: each process spreads its model over several devices. pipeline: ranks are stages of the model, micro-batches pass through them."""
     data: DataConfig
     model: ModelConfig
     optim: OptimConfig
@@ -73,6 +76,8 @@ class Config:
     preflight: PreflightConfig
     ddp: DdpConfig
     fsdp: FsdpConfig
+    ddp_mp: DdpMpConfig
+    pipeline: PipelineConfig
 
     @property
     def checkpoint_dir(self) -> Path:

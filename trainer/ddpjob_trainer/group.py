@@ -6,7 +6,8 @@ import datetime
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ class Group:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    process_group: Any = None
+    """None: all ranks."""
 
     @classmethod
     def from_env(cls) -> Group:
@@ -35,7 +38,7 @@ class Group:
 
     def sum_begin(self, values: torch.Tensor) -> Reduction:
         """Begin an all-reduce (sum, in place), on the tensor's own device; the result is there after `.wait()`."""
-        return Reduction(values, dist.all_reduce(values, async_op=True) if self.world > 1 else None)
+        return Reduction(values, dist.all_reduce(values, group=self.process_group, async_op=True) if self.world > 1 else None)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce (sum), in place."""
@@ -52,7 +55,7 @@ class Group:
         if self.world == 1:
             return [values]
         found = [torch.empty_like(values) for _ in range(self.world)]
-        dist.all_gather(found, values)
+        dist.all_gather(found, values, group=self.process_group)
         return found
 
     def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
@@ -65,14 +68,34 @@ class Group:
         if self.rank == source and content:
             buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         if size:
-            dist.broadcast(buffer, source)
+            dist.broadcast(buffer, group=self.process_group, group_src=source)
         return buffer.numpy().tobytes()
 
     def broadcast_tensors(self, tensors: list[torch.Tensor], source: int = 0) -> None:
         """Tensors of rank `source`, in place on every rank; on their own device."""
         if self.world > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, source)
+                dist.broadcast(tensor, group=self.process_group, group_src=source)
+
+    def send_begin(self, values: torch.Tensor, to: int) -> dist.Work:
+        """Begin to send a contiguous tensor to rank `to` of this group; it must not change before `.wait()`."""
+        work = dist.isend(values, group=self.process_group, group_dst=to)
+        assert work is not None
+        return work
+
+    def receive(self, values: torch.Tensor, source: int) -> torch.Tensor:
+        """What rank `source` of this group sends, into `values`."""
+        dist.recv(values, group=self.process_group, group_src=source)
+        return values
+
+    def subgroup(self, members: list[list[int]], timeout_seconds: float) -> Group:
+        """This rank's group among several that have no rank in common; its ranks are numbered anew. All ranks together."""
+        timeout, own = datetime.timedelta(seconds=timeout_seconds), Group()
+        for ranks in members:
+            process_group = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                own = replace(self, rank=ranks.index(self.rank), world=len(ranks), process_group=process_group)
+        return own
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -82,7 +82,8 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter
     weights = list(parameters)
     groups = _groups(config, weights)
     # The fused kernels of the CPU take half the time for SGD and a fifth for AdamW (11 million weights, one core).
-    fused = all(weight.device.type in ("cpu", "cuda") for weight in weights)
+    # torch has no fused SGD for DTensors (fsdp).
+    fused = all(weight.device.type in ("cpu", "cuda") and not hasattr(weight, "to_local") for weight in weights)
     rate, decay = config.lr, config.weight_decay
     match config.name:
         case OptimizerName.ADAMW:

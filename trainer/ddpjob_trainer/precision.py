@@ -153,9 +153,9 @@ class Precision:
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """One reading pass. float32: a norm that it cannot hold (3e38) counts as not finite."""
-        norms = torch._foreach_norm(gradients, 2.0, torch.float32)
+        parts = [part.to_local() if hasattr(part, "to_local") else part for part in gradients]
+        norms = torch._foreach_norm(parts, 2.0, torch.float32)
         norm = torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]))
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return norm if self.over_parts is None else self.over_parts(norm.square()).sqrt()
 
     def _step_if_finite(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor, weights: int) -> bool | torch.Tensor:

@@ -25,7 +25,7 @@ from ddpjob_trainer.optim import learning_rate
 from ddpjob_trainer.progress import Plan, Progress
 from ddpjob_trainer.sampler import Dealing, ElasticSampler, Micro, SamplerState, Step, steps_per_epoch
 from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE, Due, StopRequest
-from ddpjob_trainer.strategies import open_strategy
+from ddpjob_trainer.strategies import devices_per_rank, open_strategy
 
 
 def run(config: Config) -> int:
@@ -40,7 +40,7 @@ def run(config: Config) -> int:
         from ddpjob_trainer.preflight.flight import require
 
         require(config, group)
-    placement = devices.choose(config.train.backend, group.local_rank)
+    placement = devices.choose(config.train.backend, group.local_rank * devices_per_rank(config))
     devices.limit_threads(config.train.threads, group.local_world)
     data = open_data(config.data, placement.device)
     checkpoints = CheckpointFolder(config.checkpoint, config.checkpoint_dir, group)

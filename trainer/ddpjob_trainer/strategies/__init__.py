@@ -22,6 +22,8 @@ class StrategyName(enum.StrEnum):
     DP = "dp"
     DDP = "ddp"
     FSDP = "fsdp"
+    DDP_MP = "ddp_mp"
+    PIPELINE = "pipeline"
 
 
 _CLASSES = {
@@ -29,7 +31,14 @@ _CLASSES = {
     StrategyName.DP: "dp:Dp",
     StrategyName.DDP: "ddp:Ddp",
     StrategyName.FSDP: "fsdp:Fsdp",
+    StrategyName.DDP_MP: "ddp_mp:DdpMp",
+    StrategyName.PIPELINE: "pipeline:Pipeline",
 }
+
+
+def devices_per_rank(config: Config) -> int:
+    """How many devices a process computes on."""
+    return config.ddp_mp.devices if config.strategy is StrategyName.DDP_MP else 1
 
 
 def open_strategy(config: Config, group: Group, device: torch.device) -> Strategy:

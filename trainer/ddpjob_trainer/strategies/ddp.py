@@ -40,8 +40,12 @@ class Ddp(Strategy):
         """Buffers are not broadcast at each step: batch statistics are exchanged exactly, by the trainer."""
         if self.group.world == 1 or self.config.ddp.ordered:
             return model
-        devices = None if self.device.type == "cpu" else [self.device]
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(model, device_ids=self.device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+    @property
+    def device_ids(self) -> list[torch.device] | None:
+        """The device of the model; None where it is on several, or on the CPU."""
+        return None if self.device.type == "cpu" else [self.device]
 
     def weight(self, count: int) -> float:
         """DDP averages over ranks."""

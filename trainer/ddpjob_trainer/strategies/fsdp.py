@@ -43,13 +43,15 @@ class Fsdp(Strategy):
         """The same module, whose parameters become DTensors."""
         if self.group.world == 1:
             return model
+        self.precision.over_parts = self.group.sum
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.group.world,))
         for block in blocks(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.config.fsdp.reshard)
-        return fully_shard(model, mesh=mesh, reshard_after_forward=False)  # Its backward pass comes at once.
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)  # Its backward pass comes at once.
+        return model
 
     def weight(self, count: int) -> float:
         """FSDP averages over ranks."""

@@ -1,0 +1,71 @@
+"""strategy=ddp_mp: each replica's model is spread over several devices of its process; gradients are exchanged by DDP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.cutting import Skeleton, chain, cut
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.strategies.ddp import Ddp
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.config import Config
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DdpMpConfig:
+    """strategy=ddp_mp."""
+
+    devices: int = 2
+    """Devices of each process, and parts of the model. On the CPU all parts are on the one device."""
+
+
+class DdpMp(Ddp):
+    """The model keeps its modules and names; values cross to the next device where a part begins."""
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        if config.ddp_mp.devices < 1:
+            raise ConfigError(f"ddp_mp.devices: {config.ddp_mp.devices} is less than 1; write the number of devices for each process")
+        if config.ddp.ordered:
+            raise ConfigError("ddp.ordered: wants all gradients on one device; leave it out, or set strategy=ddp")
+        super().__init__(config, group, device)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """One for each part of the model."""
+        number, kind = self.config.ddp_mp.devices, self.device.type
+        if kind == "cpu":
+            return [self.device] * number
+        first, count = self.device.index, int(getattr(torch, kind).device_count())
+        if first + number > count:
+            raise ConfigError(
+                f"ddp_mp.devices={number}: this process needs {kind} devices {first} to {first + number - 1}, and {count} are visible;"
+                f" start {count // number} processes per node, or fewer devices for each"
+            )
+        return [torch.device(kind, first + part) for part in range(number)]
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The parts on their devices, and DDP around them."""
+        links, devices = chain(model), self.devices
+        parts = cut(links, Skeleton(links).costs(self.shape), len(devices), "ddp_mp.devices")
+        for part, device in zip(parts, devices, strict=True):
+            for link in part:
+                link.module.to(device)
+            part[0].module.register_forward_pre_hook(_sender(device))
+        model.register_forward_hook(lambda _, __, scores: scores.to(self.device))
+        return super().wrap(model)
+
+    @property
+    def device_ids(self) -> None:
+        """The model is on several."""
+        return
+
+
+def _sender(device: torch.device) -> Any:
+    """Moves a module's inputs to a device."""
+    return lambda _, inputs: tuple(value.to(device, non_blocking=True) for value in inputs)

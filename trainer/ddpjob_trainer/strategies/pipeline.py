@@ -1,0 +1,276 @@
+"""strategy=pipeline: a replica's stages are on different ranks, and its micro-batches pass through them at the same time.
+
+Rank = replica * stages + stage. Micro-batches are the trainer's own, so that normalisation statistics, dropout and mixed images are those
+of any other strategy; the schedules are PyTorch's (Huang et al., GPipe, 2019; Narayanan et al., PipeDream, 2019, for 1F1B).
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.batch_statistics import BatchStatistics
+from ddpjob_trainer.cutting import Link, Skeleton, chain, cut
+from ddpjob_trainer.data import Batch
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.randomness import derive
+from ddpjob_trainer.sampler import Micro
+from ddpjob_trainer.strategies.base import Place, State, Strategy
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.config import Config
+
+
+class PipelineSchedule(enum.StrEnum):
+    """The order of passes."""
+
+    GPIPE = "gpipe"
+    ONE_FORWARD_ONE_BACKWARD = "1f1b"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PipelineConfig:
+    """strategy=pipeline."""
+
+    stages: int = 0
+    """Parts of the model, each on a rank of its own; the number of ranks is a multiple of it. 0: as many as there are ranks."""
+    schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
+    """gpipe: all micro-batches forwards, then all backwards. 1f1b: backwards as soon as possible, which holds less in memory; as gpipe
+    where there are fewer micro-batches than stages."""
+    micro_batches: int = 4
+    """Micro-batches that each replica's part of a global batch falls into; data.micro_batches, where it is given, says how many there are
+    in all replicas together."""
+
+
+class Pipeline(Strategy):
+    """Each rank has one part of the model, with the whole model's names, and its part of the optimizer's state."""
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        super().__init__(config, group, device)
+        self.stages = _checked_stages(config, group)
+        replicas = group.world // self.stages
+        self.replica, self.stage = divmod(group.rank, self.stages)
+        timeout = config.train.timeout_seconds
+        lines = [[replica * self.stages + stage for stage in range(self.stages)] for replica in range(replicas)]
+        self._line = group.subgroup(lines, timeout)  # The stages of this replica.
+        self._twins = group.subgroup([list(ranks) for ranks in zip(*lines, strict=True)], timeout)  # This stage in all replicas.
+        self._schedules: dict[tuple[int, torch.Size], Any] = {}
+
+    @property
+    def place(self) -> Place:
+        """The last stage has the losses."""
+        return Place(self.replica, self.group.world // self.stages, self.stage == self.stages - 1)
+
+    @property
+    def portions(self) -> int:
+        """What is in the pipeline at the same time."""
+        return self.config.pipeline.micro_batches
+
+    def prepare(self, model: nn.Module) -> None:
+        """As every strategy; of the model only this rank's part is kept."""
+        links = chain(model)
+        self._skeleton = Skeleton(links)
+        parts = cut(links, self._skeleton.costs(self.shape), self.stages, "pipeline.stages")
+        self._ends = list(itertools.accumulate(map(len, parts)))
+        self._names = set(model.state_dict()) | {name for name, _ in model.named_parameters()}
+        self._first_that_draws = next((stage for stage, part in enumerate(parts) if _draws(part)), 0)
+        super().prepare(Part(parts[self.stage]))
+        self.statistics = BatchStatistics(self.model, self._twins)
+        if self.stages > 1:
+            self.precision.over_parts = self._line.sum
+
+    # ------------------------------------------------------------ training
+
+    def backward(self, micros: list[Micro], batches: Iterator[Batch], count: int) -> torch.Tensor:
+        """As every strategy. Micro-batches of one size go through the pipeline together, since its buffers have one shape."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        loaded = [(micro, next(batches)) for micro in micros]
+        for _, equal in itertools.groupby(loaded, key=lambda pair: pair[1].images.shape):
+            together = list(equal)
+            if self.stages == 1:
+                total += torch.stack([self.backward_one(micro, batch, count).double() for micro, batch in together]).sum()
+            else:
+                total += self._run(together, count)
+        self._sum_gradients()
+        self.statistics.exchange()
+        return total
+
+    def _run(self, together: list[tuple[Micro, Batch]], count: int) -> torch.Tensor:
+        images = [batch.images for _, batch in together]
+        self._coming, self._count, self._together = iter([micro for micro, _ in together]), count, together
+        self._losses = torch.zeros((), dtype=torch.float64, device=self.device)
+        inputs = [torch.cat(images)] if self.stage == 0 else []
+        last = self.stage == self.stages - 1
+        schedule = self._schedule(len(together), images[0].shape)
+        schedule.step(*inputs, **({"target": torch.arange(len(together))} if last else {}))
+        return self._losses
+
+    def _schedule(self, number: int, shape: torch.Size) -> Any:
+        """For `number` micro-batches with images of a shape."""
+        if (number, shape) not in self._schedules:
+            from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+            inputs, outputs = self._boundaries(shape)
+            module = _Pass(self.model, self._pass)
+            stage = PipelineStage(
+                module, self.stage, self.stages, self.device, inputs, outputs.requires_grad_(), group=self._line.process_group
+            )
+            interleave = self.config.pipeline.schedule is PipelineSchedule.ONE_FORWARD_ONE_BACKWARD and number >= self.stages
+            kind = Schedule1F1B if interleave else ScheduleGPipe
+            self._schedules[number, shape] = kind(stage, number, self._loss, scale_grads=False)
+        return self._schedules[number, shape]
+
+    def _boundaries(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes into this stage and out of it for images of a shape, on the meta device. All of it float32."""
+        outputs = self._skeleton.outputs(shape)
+        inputs = torch.empty(shape, device="meta")
+        if self.stage > 0:
+            inputs = torch.empty_like(outputs[self._ends[self.stage - 1] - 1]).requires_grad_()
+        return inputs, torch.empty_like(outputs[self._ends[self.stage] - 1])
+
+    def _pass(self, values: torch.Tensor) -> torch.Tensor:
+        """One micro-batch through this stage. Random numbers are the whole model's where only one stage draws any."""
+        micro = next(self._coming)
+        torch.manual_seed(micro.key if self.stage == self._first_that_draws else derive(micro.key, self.stage))
+        with self.statistics.of_micro(micro, self._count), self.precision.autocast():
+            outputs: torch.Tensor = self.network(values)
+        return outputs.float().contiguous()
+
+    def _loss(self, scores: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """The last stage's loss of micro-batch `number` of those that are under way, as its backward pass needs it."""
+        micro, batch = self._together[int(number)]
+        loss = self.loss(scores, batch, micro)
+        self._losses += loss.detach()
+        return self.precision.scaled(loss * self.weight(self._count))
+
+    def _sum_gradients(self) -> None:
+        """Over the replicas."""
+        if self._twins.world == 1:
+            return
+        weights = list(self.model.parameters())
+        gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+        flat = self._twins.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        for weight, piece in zip(weights, torch.split(flat, [weight.numel() for weight in weights]), strict=True):
+            weight.grad = piece.view_as(weight)
+
+    # ------------------------------------------------------------ evaluation
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """As every strategy: the scores come to every rank of the replica."""
+        if self.stages == 1:
+            return super().logits(images)
+        found, sent = [], []
+        for chunk in images.tensor_split(min(self.portions, len(images))):
+            shapes, _ = self._boundaries(chunk.shape)
+            values = chunk
+            if self.stage > 0:
+                values = self._line.receive(torch.empty(shapes.shape, device=self.device), self.stage - 1)
+            with self.precision.autocast():
+                values = self.model(values)
+            found.append(values.float().contiguous())
+            if self.stage < self.stages - 1:
+                sent.append(self._line.send_begin(found[-1], self.stage + 1))
+        for work in sent:
+            work.wait()
+        classes = self._skeleton.outputs(images.shape)[-1].shape[1:]
+        last = self.stage == self.stages - 1
+        scores = torch.cat(found) if last else torch.empty(len(images), *classes, device=self.device)
+        self._line.broadcast_tensors([scores], self.stages - 1)
+        return scores
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state(self) -> State:
+        """All stages' parts together, on the CPU of every rank."""
+        own = super().state()
+        if self.stages == 1:
+            return own
+        buffer = io.BytesIO()
+        torch.save(own, buffer)
+        contents = [self._line.broadcast_bytes(buffer.getvalue() if stage == self.stage else None, stage) for stage in range(self.stages)]
+        parts = [torch.load(io.BytesIO(content), map_location="cpu", weights_only=True) for content in contents]
+        merged: State = _merged(parts)
+        return merged
+
+    def load(self, state: State) -> None:
+        """Take this stage's part of the whole."""
+        own = set(self.model.state_dict()) | {name for name, _ in self.model.named_parameters()}
+        super().load(_without(state, self._names - own))
+
+
+class Part(nn.Module):
+    """Some links of a chain, one after the other, under the names that they have in the whole model."""
+
+    def __init__(self, links: list[Link]) -> None:
+        super().__init__()
+        self._chain = [link.module for link in links]  # A list: registered below, under their names.
+        for link in links:
+            *path, last = link.name.split(".")
+            owner: nn.Module = self
+            for name in path:
+                if name not in owner._modules:
+                    owner.add_module(name, nn.Module())
+                owner = owner.get_submodule(name)
+            owner.add_module(last, link.module)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """What the last link gives."""
+        for module in self._chain:
+            values = module(values)
+        return values
+
+
+class _Pass(nn.Module):
+    """What a schedule calls for each micro-batch."""
+
+    def __init__(self, model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self._run = model, run
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """One micro-batch."""
+        return self._run(values)
+
+
+def _checked_stages(config: Config, group: Group) -> int:
+    given, world = config.pipeline.stages, group.world
+    if given < 0 or (given and world % given):
+        raise ConfigError(
+            f"pipeline.stages={given}: {world} ranks are no multiple of it; start {max(given, 1)} ranks or a multiple of that,"
+            f" or set pipeline.stages=0 for as many stages as there are ranks"
+        )
+    if config.pipeline.micro_batches < 1:
+        raise ConfigError(f"pipeline.micro_batches: {config.pipeline.micro_batches} is less than 1; write for example 4")
+    if config.train.accumulate != 1:
+        raise ConfigError("train.accumulate: strategy=pipeline has pipeline.micro_batches for it; set that, and leave train.accumulate out")
+    if config.ddp.ordered:
+        raise ConfigError("ddp.ordered: with strategy=pipeline no rank has all gradients; leave it out, or set strategy=ddp")
+    return given or world
+
+
+def _draws(links: list[Link]) -> bool:
+    from torch.nn.modules.dropout import _DropoutNd
+
+    return any(isinstance(module, _DropoutNd) and module.p > 0 for link in links for module in link.module.modules())
+
+
+def _merged(parts: list[Any]) -> Any:
+    """Dicts with the keys of all; anything else is the same in all."""
+    if not isinstance(parts[0], dict):
+        return parts[0]
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: _merged([part[key] for part in parts if key in part]) for key in keys}
+
+
+def _without(tree: Any, names: set[str]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    return {key: _without(value, names) for key, value in tree.items() if key not in names}
