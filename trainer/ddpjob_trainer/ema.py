@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.precision import local
 
 
 class MovingAverage:
@@ -21,8 +22,9 @@ class MovingAverage:
             raise ConfigError(f"optim.ema_decay: {decay} is not between 0 and 1; write for example 0.999, or 0 for no average")
         self._decay, self._updates = decay, 0
         self._names = [name for name, _ in tensors]
-        self._tensors = [tensor.detach() for _, tensor in tensors]
-        self._averages = [tensor.float().clone() for tensor in self._tensors]
+        self._whole = [tensor.detach().float().clone() for _, tensor in tensors]
+        self._averages = [local(average) for average in self._whole]
+        self._tensors = [local(tensor.detach()) for _, tensor in tensors]
         self._aside: list[torch.Tensor] | None = None
 
     def update(self) -> None:
@@ -48,11 +50,19 @@ class MovingAverage:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: `{"updates": n, "averages": {name: tensor}}`."""
-        return {"updates": self._updates, "averages": dict(zip(self._names, self._averages, strict=True))}
+        return {"updates": self._updates, "averages": dict(zip(self._names, self._whole, strict=True))}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. Raises KeyError or RuntimeError when it is of another model."""
-        torch._foreach_copy_(
-            self._averages, [state["averages"][name].to(own) for name, own in zip(self._names, self._averages, strict=True)]
-        )
+        for name, average in zip(self._names, self._whole, strict=True):
+            local(average).copy_(_cut(state["averages"][name], average))
         self._updates = int(state["updates"])
+
+
+def _cut(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """This rank's part of a tensor, where `like` is a DTensor."""
+    if hasattr(whole, "to_local") or not hasattr(like, "to_local"):
+        return local(whole)
+    from torch.distributed.tensor import distribute_tensor
+
+    return local(distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None))

@@ -9,6 +9,7 @@ import enum
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -141,20 +142,21 @@ class Precision:
         for short, master in self._masters.values():
             master.grad = None if short.grad is None else short.grad.to(master.dtype)
             short.grad = None
-        weights = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
-        norm = self._norm([weight.grad for weight in weights if weight.grad is not None])
-        if self._clip_norm:
-            nn.utils.clip_grads_with_norm_(weights, self._clip_norm, norm)
-        skipped = self._step_if_finite(optimizer, norm, len(weights)) if self._scaler is None else self._scaled_step(optimizer)
+        norm = self._norm(gradients)
+        if self._clip_norm:  # As nn.utils.clip_grad_norm_.
+            factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            for device in {gradient.device for gradient in gradients}:
+                torch._foreach_mul_([gradient for gradient in gradients if gradient.device == device], factor.to(device))
+        skipped = self._step_if_finite(optimizer, norm, len(gradients)) if self._scaler is None else self._scaled_step(optimizer)
         self.refresh()
         return Update(norm if isinstance(skipped, torch.Tensor) else float(norm), skipped)
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """One reading pass. float32: a norm that it cannot hold (3e38) counts as not finite."""
-        parts = [part.to_local() if hasattr(part, "to_local") else part for part in gradients]
-        norms = torch._foreach_norm(parts, 2.0, torch.float32)
+        norms = torch._foreach_norm(gradients, 2.0, torch.float32)
         norm = torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]))
         return norm if self.over_parts is None else self.over_parts(norm.square()).sqrt()
 
@@ -208,13 +210,21 @@ class Precision:
             self._scaler.load_state_dict(state["scaler"])
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this rank has, in the same memory; any other tensor as it is."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 class _Scaler(torch.amp.GradScaler):
-    """GradScaler that takes float16 gradients too: at O3 there are no others."""
+    """GradScaler that takes float16 gradients too (at O3 there are no others), and this rank's parts of DTensors."""
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        here: Any = SimpleNamespace(param_groups=[{"params": [SimpleNamespace(grad=gradient) for gradient in gradients]}])
+        return super()._unscale_grads_(here, inv_scale, found_inf, True)
 
 
 def _scaler(device: torch.device, scale: float | None, window: int) -> _Scaler:

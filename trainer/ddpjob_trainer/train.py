@@ -238,7 +238,7 @@ class Trainer:
             ) from error
         self.sampler.load_state_dict(snapshot["sampler"])
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
-        if not self.config.data.micro_batches:
+        if not self.config.data.micro_batches and not self.config.model.sync_batchnorm:
             self.micro_batches = int(snapshot["micro_batches"])
         self.sampler.dealing = self._dealing()
 

@@ -13,8 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer.batch_statistics import BatchStatistics, ordered_parts
 from ddpjob_trainer.data import Batch
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.precision import AmpLevel
 from ddpjob_trainer.sampler import Micro
+from ddpjob_trainer.strategies import comm_hooks
 from ddpjob_trainer.strategies.base import Strategy
+from ddpjob_trainer.strategies.comm_hooks import CommHook
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -24,6 +28,14 @@ class DdpConfig:
     ordered: bool = False
     """Add gradients up in the order of the micro-batches, whichever rank has them (needs data.micro_batches above 0): weights are then the
     same to the bit on any number of ranks. Costs an all-gather of data.micro_batches gradients instead of one all-reduce."""
+    comm_hook: CommHook = CommHook.NONE
+    """What ranks send: none, whole gradients; fp16, bf16, gradients of half the length; powersgd, products of two narrow matrices (Vogels
+    et al. 2019; what these leave out is added to the next step's gradients). Results then depend on the number of ranks, by rounding or,
+    with powersgd, more. powersgd's memory of what it left out is not in checkpoints: a restart begins without."""
+    powersgd_rank: int = 1
+    """powersgd: columns of the matrices. More are closer to the gradients and longer."""
+    powersgd_start: int = 1000
+    """powersgd: first step, after each start of the ranks, that is compressed."""
 
 
 class Ddp(Strategy):
@@ -31,6 +43,9 @@ class Ddp(Strategy):
 
     def prepare(self, model: nn.Module) -> None:
         """As every strategy."""
+        comm_hooks.check(self.config.ddp)
+        if self.config.ddp.ordered and self.config.amp.level in (AmpLevel.O2, AmpLevel.O3):
+            raise ConfigError("ddp.ordered: keeps float32 sums to the bit; set amp.level=O0 or O1, or ddp.ordered=false")
         super().prepare(model)
         self._ordered = self.config.ddp.ordered
         if self._ordered:
@@ -40,7 +55,9 @@ class Ddp(Strategy):
         """Buffers are not broadcast at each step: batch statistics are exchanged exactly, by the trainer."""
         if self.group.world == 1 or self.config.ddp.ordered:
             return model
-        return DistributedDataParallel(model, device_ids=self.device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+        network = DistributedDataParallel(model, device_ids=self.device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+        comm_hooks.register(network, self.config.ddp)
+        return network
 
     @property
     def device_ids(self) -> list[torch.device] | None:
