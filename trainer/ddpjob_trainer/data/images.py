@@ -86,7 +86,7 @@ class ImageData:
             done += len(chunk.pixels)
         if bad:
             whole = next((place for place in range(len(numbers)) if place not in bad), None)
-            pixels[bad] = 0 if whole is None else pixels[whole]
+            pixels[bad] = 0 if whole is None else pixels[whole].clone()
             labels[bad] = UNREADABLE
         return Batch(self._normalise(pixels), labels.to(self._device, non_blocking=True), len(bad))
 

@@ -75,6 +75,8 @@ def pack(folder: Path, out: Path, size: int) -> None:
 def _pack_set(images: Folder, out: Path, size: int) -> None:
     planned = plan(images, size)
     _keep_plan(out / _PLAN, planned)
+    for leftover in out.glob(".shard-*.tmp"):
+        leftover.unlink()
     names = [f"shard-{number:06d}.tar" for number in range(len(planned))]
     waiting = [(out / name, shard) for name, shard in zip(names, planned, strict=True) if not (out / name).exists()]
     print(f"{out}: {len(images.labels)} images in {len(planned)} shards, {len(waiting)} to write", flush=True)
