@@ -53,6 +53,8 @@ class TrainConfig:
     """Test samples per rank and forward pass."""
     accumulate: int = 1
     """Portions in which a rank goes through its part of a global batch: less memory, gradients are exchanged once for all of them."""
+    nonfinite_limit: int = 3
+    """A step whose loss or gradient is not finite is left out on all ranks, and told; so many in a row end the training."""
     ledger: bool = False
     """Write down which samples each step took, on each rank; `python -m ddpjob_trainer ledger RUN` checks them."""
 

@@ -1,4 +1,4 @@
-"""Where training stands, told to metrics.jsonl in the run's folder, the terminal, the job's coordinator, and the sinks that are asked for."""
+"""Where training stands, told to RUN/metrics.jsonl, the terminal, the job's coordinator, and the sinks that are asked for."""
 
 from __future__ import annotations
 

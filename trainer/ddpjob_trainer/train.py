@@ -19,12 +19,15 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError, TrainingError
 from ddpjob_trainer.evaluate import evaluate
 from ddpjob_trainer.fence import Claim, place_from_env
 from ddpjob_trainer.group import Group, joined, wanted_world
+from ddpjob_trainer.guard import NonFiniteGuard
 from ddpjob_trainer.ledger import Ledger
 from ddpjob_trainer.models import build_model, is_tied_to_micro_batches
 from ddpjob_trainer.optim import learning_rate
+from ddpjob_trainer.profiling import Profile
 from ddpjob_trainer.progress import Plan, Progress
 from ddpjob_trainer.sampler import Dealing, ElasticSampler, Micro, SamplerState, Step, steps_per_epoch
 from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE, Due, StopRequest
+from ddpjob_trainer.stacks import StackDumps
 from ddpjob_trainer.strategies import devices_per_rank, open_strategy
 
 
@@ -82,6 +85,10 @@ class Trainer:
         plan = Plan(config.train.epochs, self.total_steps, data.train_size, claim.round)
         names = getattr(data, "class_names", None)
         self.progress = Progress(plan, config, group, writes=checkpoints.writes, class_names=names)
+        dynamic = bool(self.strategy.precision.state())  # nothing else has a state
+        self.guard = NonFiniteGuard(config.train.nonfinite_limit, group, self.progress.skipped, dynamic_scale=dynamic)
+        self.profile = Profile(config.report.profile_steps, config.run_dir, group.rank)
+        self.stacks = StackDumps(config.run_dir, group.rank, config.train.timeout_seconds)
 
     def _micro_batches(self, tied: bool) -> int:
         """How many a global batch has at a first start; 0: samples are dealt out."""
@@ -112,8 +119,10 @@ class Trainer:
             self.ledger.end(self.step)
             self.progress.end(self.step, time.monotonic() - began)
         self.progress.close()
+        self.profile.close()
         self.strategy.close()
         self.group.barrier()  # Nobody leaves before rank 0 has saved: torchrun ends the others when one leaves.
+        self.stacks.close()
         return EXIT_STEPPED_ASIDE if stopped else 0
 
     def _train_epoch(self) -> bool:
@@ -124,6 +133,8 @@ class Trainer:
         batches = self._batches([micro for step in steps for micro in step.micros], self.sampler.state.epoch)
         self.corrupt.begin_epoch()
         for step in steps:
+            self.stacks.alive()
+            self.profile.before(self.step + 1)
             agreement = self.stop.agreement(self._save_due(step))
             losses, counted = self._optimize(step, batches)
             loss_sum, samples = loss_sum + losses, samples + counted
@@ -142,16 +153,16 @@ class Trainer:
                 return True
         return self._evaluate_if_due()
 
-    def _optimize(self, step: Step, batches: Iterator[Batch]) -> tuple[torch.Tensor, int]:
-        """One optimizer step; returns this rank's sum of losses, and the samples that count of the global batch."""
+    def _optimize(self, step: Step, batches: Iterator[Batch]) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """One optimizer step; returns this rank's sum of losses, and the samples that count of the global batch, or zeros if left out."""
         rate = learning_rate(self.config.optim, self.step, self.steps_per_epoch, self.total_steps)
         self.ledger.step(self.step + 1, step if self.strategy.place.counts else replace(step, micros=[]))
         count = len(step.samples)
         losses = self.strategy.backward(step.micros, batches, count)
         if unreadable := self.corrupt.add(self.group):
             self.strategy.scale_gradients(count / max(1, count - unreadable))
-        self.strategy.update(rate)
-        return losses, count - unreadable
+        self.update = self.strategy.update(rate)
+        return self.guard.took(self.step + 1, step.mine, losses, count - unreadable, self.update)
 
     def _batches(self, micros: list[Micro], epoch: int) -> Iterator[Batch]:
         """The micro-batches on the device, and how long each was waited for."""
@@ -166,18 +177,29 @@ class Trainer:
 
     # ------------------------------------------------------------ what surrounds it
 
-    def _report(self, loss_sum: torch.Tensor, samples: int) -> None:
-        own = loss_sum.cpu().reshape(1) * self.strategy.place.counts
-        mean = self.group.sum(own).item() / samples
+    def _report(self, loss_sum: torch.Tensor, counted: int | torch.Tensor) -> None:
+        self.guard.look()
+        own, samples = loss_sum.cpu().reshape(1) * self.strategy.place.counts, int(counted)
+        mean = self.group.sum(own).item() / samples if samples else math.nan
         state = self.sampler.state
-        if not math.isfinite(mean):
+        if samples and not math.isfinite(mean):
             raise TrainingError(
                 f"the loss is {mean} at step {self.step} (epoch {state.epoch + 1}): lower optim.lr or lengthen optim.warmup_epochs;"
                 f" checkpoints in {self.checkpoints.path} are from before"
             )
         left = (self.config.train.epochs - state.epoch) * self.data.train_size - state.consumed
         rate = self.strategy.optimizer.param_groups[0]["lr"]
-        self.progress.report(epoch=state.epoch + 1, step=self.step, loss=mean, learning_rate=rate, samples=samples, samples_left=left)
+        self.progress.report(
+            epoch=state.epoch + 1,
+            step=self.step,
+            loss=mean,
+            learning_rate=rate,
+            samples=samples,
+            samples_left=left,
+            gradient_norm=float(self.update.norm),
+            skipped_steps=self.guard.skipped,
+            corrupt_images=self.corrupt.epoch,
+        )
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate the last epoch that is complete, unless it is done or not due. Returns whether all ranks agreed to stop."""
@@ -187,8 +209,8 @@ class Trainer:
             return False
         strategy = self.strategy
         strategy.train_mode(False)
-        batch, device = self.config.train.eval_batch, self.device
-        result = evaluate(strategy.logits, strategy.place, self.data, batch, device, self.group, self.stop, config=self.config.eval)
+        batch, device, settings, alive = self.config.train.eval_batch, self.device, self.config.eval, self.stacks.alive
+        result = evaluate(strategy.logits, strategy.place, self.data, batch, device, self.group, self.stop, config=settings, alive=alive)
         strategy.train_mode(True)
         if result is None:
             return True

@@ -7,6 +7,7 @@ import importlib.util
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from ddpjob_trainer.errors import ConfigError
 
-_WAITING_RECORDS, _CLOSING_SECONDS = 1000, 20.0
+_WAITING_RECORDS, _CLOSING_SECONDS, _STOPPING_SECONDS = 1000, 60.0, 5.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -33,7 +34,7 @@ class ReportConfig:
     """MLflow: name of the experiment."""
     profile_steps: tuple[int, ...] = ()
     """torch.profiler from step START on for COUNT steps, written [START, COUNT]: a trace of each rank for chrome://tracing or Perfetto, and
-    a table of the operators that take most time, in RUN/profile. The step before START warms the profiler up; COUNT steps are kept in memory."""
+    a table of the operators that take most time, in RUN/profile. Step START - 1 warms the profiler up; COUNT steps are kept in memory."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,11 @@ class _Background:
         except queue.Full:
             self._gone.set()
 
-    def end_close(self) -> None:
+    def end_close(self, seconds: float) -> None:
         if not self._gone.is_set():
-            self._thread.join(_CLOSING_SECONDS)
+            self._thread.join(seconds)
             if self._thread.is_alive():
-                self._give_up(f"did not finish within {_CLOSING_SECONDS:.0f} s")
+                self._give_up("did not finish in time")
 
     def _work(self) -> None:
         try:
@@ -117,11 +118,12 @@ class Sinks:
             part.write(step, known)
 
     def close(self, complete: bool) -> None:
-        """Let them finish, for 20 s at most."""
+        """Let them finish: for 60 s at most, and 5 s where the training was told to stop."""
+        deadline = time.monotonic() + (_CLOSING_SECONDS if complete else _STOPPING_SECONDS)
         for part in self._parts:
             part.begin_close(complete)
         for part in self._parts:
-            part.end_close()
+            part.end_close(max(0.0, deadline - time.monotonic()))
         self._parts = []
 
 

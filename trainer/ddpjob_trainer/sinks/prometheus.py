@@ -51,7 +51,7 @@ class Prometheus:
             self._server, _ = start_http_server(config.prometheus_port, registry=registry)
         except OSError as error:
             raise ConfigError(
-                f"report.prometheus_port: port {config.prometheus_port} cannot be listened at ({error.strerror}); give another, or 0 for none"
+                f"report.prometheus_port: port {config.prometheus_port} cannot be had ({error.strerror}); give another, or 0 for none"
             ) from error
 
     def collect(self) -> Iterator[Metric]:

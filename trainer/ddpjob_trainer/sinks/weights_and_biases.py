@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ class WeightsAndBiases:
         # The run's console stays the terminal's: capturing it would put a thread between us and every line.
         settings = wandb.Settings(console="off", silent=True)
         name = run.name
-        identity = kept(run.folder / _FILE, lambda: str(wandb.util.generate_id()))
+        identity = kept(run.folder / _FILE, lambda: secrets.token_hex(4))
         self._run: Any = wandb.init(
             project=config.wandb, id=identity, name=name, resume="allow", dir=str(run.folder), config=dict(run.config), settings=settings
         )
