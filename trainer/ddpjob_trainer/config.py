@@ -23,7 +23,9 @@ from ddpjob_trainer.sinks import ReportConfig
 from ddpjob_trainer.strategies import StrategyName
 from ddpjob_trainer.strategies.ddp import DdpConfig
 from ddpjob_trainer.strategies.ddp_mp import DdpMpConfig
+from ddpjob_trainer.strategies.deepspeed import DeepSpeedConfig
 from ddpjob_trainer.strategies.fsdp import FsdpConfig
+from ddpjob_trainer.strategies.horovod import HorovodConfig
 from ddpjob_trainer.strategies.pipeline import PipelineConfig
 
 
@@ -66,7 +68,8 @@ class Config:
     strategy: StrategyName = StrategyName.DDP
     """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank alone trains as it is. single: one
     process, one device. dp: one process, several devices. fsdp: each rank keeps a part of the weights and of the optimizer's state.
-    ddp_mp: each process spreads its model over several devices. pipeline: ranks are stages of the model, micro-batches pass through them."""
+    ddp_mp: each process spreads its model over several devices. pipeline: ranks are stages of the model, micro-batches pass through them.
+    horovod, deepspeed: by these libraries, which are installed apart. parameter_server: rank 0 steps, the others compute gradients."""
     data: DataConfig
     model: ModelConfig
     optim: OptimConfig
@@ -80,6 +83,8 @@ class Config:
     fsdp: FsdpConfig
     ddp_mp: DdpMpConfig
     pipeline: PipelineConfig
+    horovod: HorovodConfig
+    deepspeed: DeepSpeedConfig
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -28,7 +28,7 @@ from ddpjob_trainer.progress import Plan, Progress
 from ddpjob_trainer.sampler import Dealing, ElasticSampler, Micro, SamplerState, Step, steps_per_epoch
 from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE, Due, StopRequest
 from ddpjob_trainer.stacks import StackDumps
-from ddpjob_trainer.strategies import devices_per_rank, open_strategy
+from ddpjob_trainer.strategies import devices_per_rank, enter, open_strategy
 
 
 def run(config: Config) -> int:
@@ -38,6 +38,7 @@ def run(config: Config) -> int:
     """
     if not config.model.compile:
         fast_start.install()
+    enter(config)
     group = Group.from_env()
     if config.preflight.run:
         from ddpjob_trainer.preflight.flight import require

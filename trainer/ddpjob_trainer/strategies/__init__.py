@@ -21,6 +21,9 @@ class StrategyName(enum.StrEnum):
     SINGLE = "single"
     DP = "dp"
     DDP = "ddp"
+    HOROVOD = "horovod"
+    DEEPSPEED = "deepspeed"
+    PARAMETER_SERVER = "parameter_server"
     FSDP = "fsdp"
     DDP_MP = "ddp_mp"
     PIPELINE = "pipeline"
@@ -30,10 +33,21 @@ _CLASSES = {
     StrategyName.SINGLE: "single:Single",
     StrategyName.DP: "dp:Dp",
     StrategyName.DDP: "ddp:Ddp",
+    StrategyName.HOROVOD: "horovod:Horovod",
+    StrategyName.DEEPSPEED: "deepspeed:DeepSpeed",
+    StrategyName.PARAMETER_SERVER: "parameter_server:ParameterServer",
     StrategyName.FSDP: "fsdp:Fsdp",
     StrategyName.DDP_MP: "ddp_mp:DdpMp",
     StrategyName.PIPELINE: "pipeline:Pipeline",
 }
+
+
+def enter(config: Config) -> None:
+    """Before ranks look at their environment: a strategy with a launcher of its own translates what that has set. Raises ConfigError."""
+    if config.strategy is StrategyName.HOROVOD:
+        from ddpjob_trainer.strategies import horovod
+
+        horovod.enter()
 
 
 def devices_per_rank(config: Config) -> int:

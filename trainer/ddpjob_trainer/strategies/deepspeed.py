@@ -1,0 +1,294 @@
+"""strategy=deepspeed: DeepSpeed's engine with ZeRO: the optimizer's state, gradients and weights in parts over the ranks, by stage.
+
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020. A checkpoint holds the whole state by the
+model's names, as every strategy's does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpjob_trainer import devices
+from ddpjob_trainer.data import Batch
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.optim import set_learning_rate
+from ddpjob_trainer.precision import Update
+from ddpjob_trainer.sampler import Micro
+from ddpjob_trainer.strategies.base import State, Strategy, load_named_optimizer_state, named_optimizer_state
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.config import Config
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DeepSpeedConfig:
+    """strategy=deepspeed."""
+
+    stage: int = 1
+    """ZeRO: 0 shares nothing out, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    config: Path | None = None
+    """More settings of DeepSpeed, a JSON file. What the trainer decides (batch, precision, optimizer, schedule, clipping) is left out of
+    it; a line of output names what was."""
+
+
+_DECIDED = {
+    "train_batch_size": "data.batch",
+    "train_micro_batch_size_per_gpu": "data.batch and train.accumulate",
+    "gradient_accumulation_steps": "train.accumulate",
+    "optimizer": "optim.*",
+    "scheduler": "optim.schedule",
+    "gradient_clipping": "optim.clip_norm",
+    "fp16": "amp.*",
+    "bf16": "amp.*",
+    "amp": "amp.*",
+    "torch_autocast": "amp.*",
+}
+"""Keys of DeepSpeed's file, and those of the trainer that count instead."""
+
+
+class DeepSpeed(Strategy):
+    """DeepSpeed steps an optimizer of ours; micro-batches, weights of losses and the end of an accumulation are ours."""
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        self._stage = config.deepspeed.stage
+        if self._stage not in (0, 1, 2, 3):
+            raise ConfigError(f"deepspeed.stage: {self._stage} is not known; write 0, 1, 2 or 3")
+        super().__init__(config, group, device)
+        self.equal = self._stage >= 2  # Each backward pass hands gradients over to the ranks that keep them.
+        self._settings = settings(config, group)
+        self._deepspeed = _deepspeed(device)
+        self._alone = group.world == 1 and not dist.is_initialized()
+        if self._alone:
+            backend = devices.choose(config.train.backend, group.local_rank).backend
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+    def prepare(self, model: nn.Module) -> None:
+        """As every strategy."""
+        super().prepare(model)
+        engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self._settings, dist_init_required=False)
+        self._engine: Any = engine
+        self.network, self.optimizer = engine, engine.optimizer
+
+    # ------------------------------------------------------------ training
+
+    def weight(self, count: int) -> float:
+        """DeepSpeed averages over ranks."""
+        return self.group.world / count
+
+    def backward(self, micros: list[Micro], batches: Iterator[Batch], count: int) -> torch.Tensor:
+        """As every strategy. The last micro-batch is where an accumulation ends, whatever DeepSpeed has counted."""
+        total = torch.zeros((), device=self.device)
+        for place, micro in enumerate(micros):
+            self._engine.set_gradient_accumulation_boundary(place == len(micros) - 1)
+            total += self.backward_one(micro, next(batches), count)
+        self.statistics.exchange()
+        return total
+
+    def backward_one(self, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
+        """As every strategy, by DeepSpeed's engine."""
+        torch.manual_seed(micro.key)
+        with self.statistics.of_micro(micro, count), self.precision.autocast():
+            loss = self.loss(self.network(batch.images), batch, micro)
+        self._engine.backward(loss * self.weight(count))
+        return loss.detach()
+
+    def scale_gradients(self, factor: float) -> None:
+        """As every strategy, on this rank's part of the gradients."""
+        if self._stage == 0:
+            super().scale_gradients(factor)
+            return
+        for part in self._engine.optimizer.averaged_gradients.values():
+            torch._foreach_mul_(list(part), factor)
+
+    def update(self, rate: float) -> Update:
+        """As every strategy; with ZeRO, DeepSpeed leaves a step out whose gradients are not finite."""
+        set_learning_rate(self.optimizer, rate)
+        if self._stage == 0:  # DeepSpeed would take any gradient.
+            gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            if not torch.isfinite(torch.tensor(norm)):
+                self._engine.zero_grad()
+                return Update(norm, True)
+            self._engine.step()
+            return Update(norm, False)
+        self._engine.step()
+        return Update(float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow))
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """As every strategy."""
+        with self.precision.autocast():
+            outputs: torch.Tensor = self.network(images)
+        return outputs
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state(self) -> State:
+        """As every strategy: gathered from all ranks, which each hold all of it meanwhile."""
+        with self._gathered():
+            model = {name: value.clone() for name, value in self.model.state_dict().items()}
+        if self._stage == 0:
+            optimizer = named_optimizer_state(self.optimizer, self.parameters)
+        else:
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+            optimizer = {"state": dict(self._gathered_optimizer_state()), "groups": groups}
+        return {"model": model, "optimizer": optimizer, "precision": self.precision.state()}
+
+    def load(self, state: State) -> None:
+        """As every strategy: each rank takes its part of the whole."""
+        with self._gathered(changes=True):
+            self.model.load_state_dict(state["model"])
+        if self._stage == 0:
+            load_named_optimizer_state(self.optimizer, self.parameters, state["optimizer"])
+        else:
+            for name, weight in self.parameters:
+                self._fragments.safe_set_full_fp32_param(weight, state["model"][name].to(self.device, torch.float32))
+            self._load_optimizer_state(state["optimizer"])
+        self.precision.load(state["precision"])
+
+    @property
+    def _fragments(self) -> ModuleType:
+        from deepspeed.utils import tensor_fragment
+
+        module: ModuleType = tensor_fragment
+        return module
+
+    @property
+    def _flat(self) -> list[torch.Tensor]:
+        """The vectors that this rank's optimizer works on."""
+        zero = self._engine.optimizer
+        return list(zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups)
+
+    def _gathered(self, changes: bool = False) -> AbstractContextManager[Any]:
+        """Inside, the model's weights are whole; `changes`: rank 0's are everybody's afterwards."""
+        if self._stage < 3:
+            return nullcontext()
+        weights = list(self.model.parameters())
+        gathered: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(weights, modifier_rank=0 if changes else None)
+        return gathered
+
+    def _gathered_optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name, state) of each weight; numbers, such as a count of steps, are the same for all."""
+        own = self._engine.optimizer.optimizer.state.get(self._flat[0], {})
+        for name, weight in self.parameters if own else []:
+            numbers = {key: value for key, value in own.items() if not _is_per_weight(value)}
+            vectors = [key for key, value in own.items() if _is_per_weight(value)]
+            yield (
+                name,
+                numbers | {key: self._fragments.safe_get_full_optimizer_state(weight, key).view(self._shape(weight)) for key in vectors},
+            )
+
+    def _load_optimizer_state(self, saved: State) -> None:
+        """The reverse. Raises KeyError or ValueError when names, shapes or groups differ."""
+        names = {name for name, _ in self.parameters}
+        if saved["state"] and names != set(saved["state"]):
+            raise KeyError(f"the optimizer's state is for other weights, such as {sorted(names ^ set(saved['state']))[0]}")
+        for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+        zero = self._engine.optimizer
+        example: dict[str, Any] = next(iter(saved["state"].values()), {})
+        for flat in self._flat:
+            for key, value in example.items():
+                zero.optimizer.state[flat][key] = torch.zeros_like(flat) if _is_per_weight(value) else value
+        if not example:
+            return
+        if self._stage < 3:  # Its table of where each weight's state lies is made at the first step otherwise.
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+        for name, weight in self.parameters:
+            for key, value in saved["state"][name].items():
+                if not _is_per_weight(value):
+                    continue
+                if tuple(value.shape) != tuple(self._shape(weight)):
+                    raise ValueError(
+                        f"the optimizer's {key} of {name} has the shape {tuple(value.shape)}, not {tuple(self._shape(weight))}"
+                    )
+                self._fragments.safe_set_full_optimizer_state(weight, value.to(self.device, torch.float32), key)
+
+    @staticmethod
+    def _shape(weight: nn.Parameter) -> torch.Size:
+        shape: torch.Size = getattr(weight, "ds_shape", weight.shape)
+        return shape
+
+    def close(self) -> None:
+        """As every strategy."""
+        self._engine.destroy()
+        if self._alone:
+            dist.destroy_process_group()
+
+
+def settings(config: Config, group: Group) -> dict[str, Any]:
+    """DeepSpeed's own configuration. Raises ConfigError for a file that cannot be read, or asks for another stage."""
+    path, stage = config.deepspeed.config, config.deepspeed.stage
+    found: dict[str, Any] = {} if path is None else _read(path)
+    if left_out := sorted(key for key in _DECIDED if found.pop(key, "auto") != "auto"):
+        instead = ", ".join(f"{key} (here: {_DECIDED[key]})" for key in left_out)
+        if group.rank == 0:
+            print(f"deepspeed.config={path}: the trainer decides, and leaves out {instead}", file=sys.stderr, flush=True)
+    zero = found.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ConfigError(
+            f"deepspeed.config={path}: zero_optimization is no object; write for example {{}} and set deepspeed.stage={stage}"
+        )
+    if zero.get("stage", stage) not in (stage, "auto"):
+        raise ConfigError(
+            f"deepspeed.config={path}: zero_optimization.stage is {zero['stage']}, and deepspeed.stage is {stage};"
+            f" set deepspeed.stage={zero['stage']}, or leave it out of the file"
+        )
+    ours = {
+        # A size of 1: losses come with their weights, so that DeepSpeed has nothing to divide.
+        "train_batch_size": group.world,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {**zero, "stage": stage},
+    }
+    quiet = {"steps_per_print": 2**62, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return {**quiet, **found, **ours}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"deepspeed.config: {path} does not exist; give the path of DeepSpeed's JSON file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"deepspeed.config: {path} cannot be read as JSON ({error}); give DeepSpeed's JSON file") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"deepspeed.config: {path} holds no JSON object; write for example {{}}")
+    return found
+
+
+def _is_per_weight(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _deepspeed(device: torch.device) -> ModuleType:
+    """The library, quiet. Raises ConfigError when it is missing."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f"strategy=deepspeed: DeepSpeed does not import ({error}); pip install 'ddpjob[deepspeed]', or take strategy=fsdp, which"
+            " shares weights out too"
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # On a CPU it would compile a reduction over shared memory at its first start, which only serves ranks of one node.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    module: ModuleType = deepspeed
+    return module

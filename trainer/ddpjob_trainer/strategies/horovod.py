@@ -1,0 +1,196 @@
+"""strategy=horovod: one process per device, gradients added up by Horovod's DistributedOptimizer while they are computed.
+
+Ranks come from horovodrun, or from torchrun, --spawn and a DDPJob: rank 0 then serves the rendezvous that horovodrun would serve. Horovod
+moves gradients only; the trainer's own small collectives stay with torch.distributed.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.data import Batch
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.rendezvous import meeting
+from ddpjob_trainer.sampler import Micro
+from ddpjob_trainer.strategies.base import State, Strategy
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.config import Config
+
+
+class CompressionName(enum.StrEnum):
+    """Horovod's compressions by name."""
+
+    NONE = "none"
+    FP16 = "fp16"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HorovodConfig:
+    """strategy=horovod."""
+
+    compression: CompressionName = CompressionName.NONE
+    """none, or fp16: gradients travel, and are added up, in half precision."""
+
+
+class Horovod(Strategy):
+    """Each rank has the whole model."""
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        super().__init__(config, group, device)
+        self._hvd = _horovod()
+        os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, round(config.train.timeout_seconds))))
+        self._server = None if "HOROVOD_RANK" in os.environ else _meet(group)
+        self._hvd.init()
+        if (self._hvd.rank(), self._hvd.size()) != (group.rank, group.world):
+            raise ConfigError(
+                f"strategy=horovod: Horovod counts this process as rank {self._hvd.rank()} of {self._hvd.size()}, its launcher as"
+                f" {group.rank} of {group.world}; unset HOROVOD_* in the environment, or start with horovodrun alone"
+            )
+
+    def prepare(self, model: nn.Module) -> None:
+        """As every strategy."""
+        super().prepare(model)
+        self._broadcast()
+        if any(weight.dtype is torch.bfloat16 for weight in self.model.parameters()):
+            raise ConfigError("strategy=horovod: Horovod 0.28 cannot add bfloat16 up; set amp.dtype=float16, or amp.level=O1")
+        # Its hooks belong on the weights that gradients come to; the optimizer may work on float32 copies of them.
+        self._exchange: Any = self._hvd.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters()),
+            named_parameters=self.model.named_parameters(),
+            compression=getattr(self._hvd.Compression, self.config.horovod.compression),
+            op=self._hvd.Sum,
+        )
+
+    def backward(self, micros: list[Micro], batches: Iterator[Batch], count: int) -> torch.Tensor:
+        """As every strategy. Ranks may have different numbers of micro-batches: each sends what its last one has made."""
+        self._exchange.set_backward_passes_per_step(len(micros))
+        losses = super().backward(micros, batches, count)
+        self._exchange.synchronize()
+        return losses
+
+    def load(self, state: State) -> None:
+        """As every strategy."""
+        super().load(state)
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        """Weights, statistics and the optimizer's state of rank 0, on every rank."""
+        self._hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        if self.optimizer.state:  # Horovod makes a state where there is none, by a step that decays the weights.
+            self._hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
+
+    def close(self) -> None:
+        """As every strategy."""
+        self._hvd.shutdown()
+        if self._server is not None:
+            self._server.stop()
+
+
+def enter() -> None:
+    """Under horovodrun, say to torch.distributed what horovodrun says to Horovod, and where rank 0 is. Before ranks look at RANK.
+
+    Raises ConfigError when Horovod is missing, or is to be elastic in its own way.
+    """
+    if "RANK" in os.environ or "HOROVOD_RANK" not in os.environ:
+        return
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ConfigError(
+            "strategy=horovod: horovodrun with a changing number of processes hands its own kind of state on, and not the trainer's;"
+            " start it with -np N alone, or use torchrun --nnodes MIN:MAX or a DDPJob, whose ranks may come and go with this strategy"
+        )
+    hvd = _horovod()
+    hvd.init()
+    names = {"RANK": hvd.rank, "WORLD_SIZE": hvd.size, "LOCAL_RANK": hvd.local_rank, "LOCAL_WORLD_SIZE": hvd.local_size}
+    os.environ.update({name: str(number()) for name, number in names.items()})
+    host = _own_address(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1"))
+    found = hvd.broadcast_object((host, _free_port(host)) if hvd.rank() == 0 else None, root_rank=0)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = found[0], str(found[1])
+
+
+def _horovod() -> ModuleType:
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise ConfigError(
+            f"strategy=horovod: Horovod does not import ({error}). Its last release has to be built against this torch:"
+            " python scripts/install_horovod.py in ddpjob's repository does it; or take strategy=ddp, which computes the same"
+        ) from error
+    module: ModuleType = hvd
+    return module
+
+
+def _meet(group: Group) -> Any:
+    """Set HOROVOD_* as horovodrun does; returns rank 0's rendezvous server, None elsewhere. All ranks together."""
+    # A node is named by its first rank: several of them may be on one machine, with one host name.
+    first = group.gather(group.rank - group.local_rank)
+    local_ranks, local_sizes = group.gather(group.local_rank), group.gather(group.local_world)
+    peers = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == group.local_rank]
+    names = {
+        "HOSTNAME": f"node-{first[group.rank]}",
+        "RANK": group.rank,
+        "SIZE": group.world,
+        "LOCAL_RANK": group.local_rank,
+        "LOCAL_SIZE": group.local_world,
+        "CROSS_RANK": peers.index(group.rank),
+        "CROSS_SIZE": len(peers),
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+    }
+    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in names.items()})
+    if group.world == 1:
+        return None
+    server = None
+    if group.rank == 0:
+        from horovod.runner.common.util.hosts import SlotInfo
+        from horovod.runner.http.http_server import RendezvousServer
+
+        server = RendezvousServer()
+        port = server.start()
+        server.init(
+            [
+                SlotInfo(f"node-{node}", rank, local, local_ranks[:rank].count(local), group.world, size, local_ranks.count(local))
+                for rank, (node, local, size) in enumerate(zip(first, local_ranks, local_sizes, strict=True))
+            ]
+        )
+    address = _own_address(meeting().address)
+    found = group.broadcast_bytes(f"{address} {port}".encode() if server is not None else None, 0).decode().split()
+    os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = found
+    os.environ.setdefault("HOROVOD_GLOO_IFACE", _interface(address))
+    return server
+
+
+def _own_address(other: str) -> str:
+    """The address by which this machine reaches a host, rank 0's or an agent's: others reach it by the same one. Sends nothing."""
+    kind, _, _, _, target = socket.getaddrinfo(other or socket.gethostname(), 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _interface(address: str) -> str:
+    """The name of the network interface that has an address."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return str(name)
+    raise ConfigError(
+        f"strategy=horovod: no network interface has the address {address}; set HOROVOD_GLOO_IFACE to the one that ranks reach"
+    )
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,195 @@
+"""strategy=parameter_server: rank 0 holds the weights and steps, the other ranks compute gradients; torch.distributed.rpc carries both.
+
+In rounds: each worker pushes its gradients, the server adds them up in the order of ranks, steps, and the workers pull the new weights. Li
+et al., Scaling Distributed Machine Learning with the Parameter Server, 2014; this is its synchronous form, which computes what one process
+computes.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ddpjob_trainer.data import Batch
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.optim import set_learning_rate
+from ddpjob_trainer.precision import Update
+from ddpjob_trainer.rendezvous import open_store
+from ddpjob_trainer.sampler import Micro
+from ddpjob_trainer.strategies.base import Place, State, Strategy, load_named_optimizer_state, named_optimizer_state
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.config import Config
+
+_SERVER = 0
+_SCHEME = "ddpjob"
+
+
+class ParameterServer(Strategy):
+    """Every rank has the whole model; the server's is the one that counts, and only the server has an optimizer's state."""
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        if group.world < 2:
+            raise ConfigError(
+                "strategy=parameter_server: one rank is the server, so that there must be a worker beside it; start 2 ranks or more"
+                " (torchrun --nproc-per-node=2, --spawn 2, a DDPJob of 2 pods), or set strategy=single"
+            )
+        super().__init__(config, group, device)
+        self._serves = group.rank == _SERVER
+        _join(group, config.train.timeout_seconds)
+
+    @property
+    def place(self) -> Place:
+        """The server sees no samples, the workers share them."""
+        parts = self.group.world - 1
+        return Place(parts, parts, counts=False) if self._serves else Place(self.group.rank - 1, parts)
+
+    def backward(self, micros: list[Micro], batches: Iterator[Batch], count: int) -> torch.Tensor:
+        """As every strategy; afterwards the server has the gradients."""
+        if not self._serves:
+            losses = super().backward(micros, batches, count)
+            found = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self.model.parameters()]
+            _call(_push, self.group.rank, _flat(found).cpu())
+            self.group.barrier()
+            return losses
+        for micro in micros:
+            next(batches)  # A rank always has one, which does not count here.
+            with self.statistics.of_micro(replace(micro, counts=False), count):
+                pass
+        self.statistics.exchange()
+        self.group.barrier()  # Every worker has pushed, or is gone, which a collective tells.
+        total, *others = _shelf.take(range(1, self.group.world))
+        for gradients in others:
+            total += gradients
+        weights = list(self.model.parameters())
+        for weight, gradient in zip(weights, _like(weights, total), strict=True):
+            weight.grad = gradient
+        return torch.zeros((), device=self.device)
+
+    def update(self, rate: float) -> Update:
+        """The server steps, the workers take what came of it."""
+        if self._serves:
+            update = super().update(rate)
+            _shelf.put(_flat(self._weights()).cpu(), self.precision.state(), update)
+            self.group.barrier()
+        else:
+            self.group.barrier()
+            weights, precision, update = _call(_pull)
+            torch._foreach_copy_(self._weights(), _like(self._weights(), weights))
+            self.precision.refresh()
+            self.precision.load(precision)
+            set_learning_rate(self.optimizer, rate)
+            self.model.zero_grad(set_to_none=True)
+        return update
+
+    def _weights(self) -> list[torch.Tensor]:
+        """What the optimizer works on."""
+        return [weight.detach() for _, weight in self.parameters]
+
+    def state(self) -> State:
+        """As every strategy; where each node has a folder of its own, the server's optimizer state goes to all."""
+        state = super().state()
+        if not self.config.checkpoint.shared:
+            content = io.BytesIO()
+            torch.save(named_optimizer_state(self.optimizer, self.parameters), content)
+            sent = self.group.broadcast_bytes(content.getvalue(), _SERVER)
+            state["optimizer"] = torch.load(io.BytesIO(sent), weights_only=True, map_location=self.device)
+        return state
+
+    def load(self, state: State) -> None:
+        """As every strategy."""
+        self.model.load_state_dict(state["model"])
+        load_named_optimizer_state(self.optimizer, self.parameters, state["optimizer"])
+        if not self._serves:  # It was loaded to be checked; all ranks fail together when it does not fit.
+            self.optimizer.state.clear()
+        self.precision.load(state["precision"])
+
+    def close(self) -> None:
+        """As every strategy."""
+        from torch.distributed import rpc
+
+        rpc.shutdown()
+
+
+class _Shelf:
+    """What lies on the server between two calls: each worker's gradients, then the weights. Calls come in threads of their own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._latest: Any = None
+
+    def push(self, rank: int, gradients: torch.Tensor) -> None:
+        with self._lock:
+            self._gradients[rank] = gradients
+
+    def take(self, ranks: range) -> list[torch.Tensor]:
+        """All ranks' gradients, in the order of ranks."""
+        with self._lock:
+            found = [self._gradients[rank] for rank in ranks]
+            self._gradients.clear()
+        return found
+
+    def put(self, weights: torch.Tensor, precision: State, update: Update) -> None:
+        with self._lock:
+            self._latest = weights, precision, update
+
+    def pull(self) -> Any:
+        with self._lock:
+            return self._latest
+
+
+_shelf = _Shelf()
+
+
+def _push(rank: int, gradients: torch.Tensor) -> None:
+    """Runs on the server."""
+    _shelf.push(rank, gradients)
+
+
+def _pull() -> Any:
+    """Runs on the server: (weights, state of the precision, what became of the step)."""
+    return _shelf.pull()
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    from torch.distributed import rpc
+
+    return rpc.rpc_sync(f"rank-{_SERVER}", function, args=arguments)
+
+
+def _join(group: Group, timeout_seconds: float) -> None:
+    """Join the RPC group, which meets in the store that the process group has met in: no port more. Raises ConfigError."""
+    if not dist.is_available() or not dist.rpc.is_available():
+        raise ConfigError("strategy=parameter_server: this torch is built without torch.distributed.rpc; set strategy=ddp, or take another")
+    from torch.distributed import rpc
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    def meet(*_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
+        store = dist.PrefixStore("parameter_server", open_store(group, timeout_seconds))  # type: ignore[attr-defined]
+        yield store, group.rank, group.world
+
+    register_rendezvous_handler(_SCHEME, meet)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_SCHEME}://", rpc_timeout=timeout_seconds)
+    join: Any = rpc.init_rpc
+    with warnings.catch_warnings():  # It checks its members by a process group of a kind that torch no longer likes to see.
+        warnings.filterwarnings("ignore", message="You are using a Backend")
+        join(f"rank-{group.rank}", rank=group.rank, world_size=group.world, rpc_backend_options=options)
+
+
+def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten().float() for tensor in tensors])
+
+
+def _like(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The pieces of `flat` in the shapes, formats and places of `tensors`."""
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor).to(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
