@@ -29,6 +29,7 @@ TINY = [
     "train.ledger=true",
     "checkpoint.every_seconds=0",
     "train.timeout_seconds=60",
+    "eval.pictures=false",
 ]
 
 

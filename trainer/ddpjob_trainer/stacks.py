@@ -6,6 +6,7 @@ RUN/stacks/rank-N.txt, and a thread copies what comes there to stderr. A job's o
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -53,6 +54,8 @@ class StackDumps:
             self._file.close()
             if empty:
                 self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # Another rank's stacks are in it.
+                self._path.parent.rmdir()
 
     def _open(self) -> IO[bytes] | None:
         try:

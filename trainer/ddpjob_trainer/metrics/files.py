@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,18 @@ from ddpjob_trainer.metrics.curves import Curve
 from ddpjob_trainer.metrics.tally import EvalConfig, Evaluation
 
 FOLDER = "eval"
-_DRAWING_SECONDS = 120
+_DRAWING_SECONDS, _PAUSE_SECONDS = 120, 60.0
 
 
 class EvaluationFiles:
-    """Writes evaluations of one run, on rank 0. Pictures are drawn by another process, so that training goes on meanwhile."""
+    """Writes evaluations of one run, on rank 0. Pictures are drawn by another process, so that training goes on meanwhile: of an evaluation
+    each minute at most, for drawing costs a second or two of a core, and of the last one."""
 
     def __init__(self, folder: Path, config: EvalConfig, names: Sequence[str] | None = None) -> None:
         self._folder, self._config, self._names = folder, config, names
         self._painters: list[subprocess.Popen[bytes]] = []
+        self._drawn = time.monotonic()
+        self._undrawn: Path | None = None
 
     def write(self, name: str, evaluation: Evaluation, **where: Any) -> Path:
         """FOLDER/NAME.json and what belongs to it; `where` (epoch, step ...) goes into the JSON. Raises OSError."""
@@ -36,13 +40,21 @@ class EvaluationFiles:
             write_atomically(self._folder / f"{name}-confusion.csv", f"{rows}\n".encode())
         write_atomically(target, json.dumps(where | document(evaluation, self._names)).encode())
         if self._config.pictures and (evaluation.confusion is not None or evaluation.curves is not None):
-            command = [sys.executable, "-m", "ddpjob_trainer.metrics.pictures", str(target)]
-            self._painters = [painter for painter in self._painters if painter.poll() is None]
-            self._painters.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+            self._undrawn = target
+            if time.monotonic() - self._drawn > _PAUSE_SECONDS:
+                self._draw(target)
         return target
 
+    def _draw(self, target: Path) -> None:
+        self._drawn, self._undrawn = time.monotonic(), None
+        command = [sys.executable, "-m", "ddpjob_trainer.metrics.pictures", str(target)]
+        self._painters = [painter for painter in self._painters if painter.poll() is None]
+        self._painters.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+
     def wait(self) -> None:
-        """Until the pictures are drawn."""
+        """Until the pictures of the last evaluation are drawn."""
+        if self._undrawn is not None:
+            self._draw(self._undrawn)
         for painter in self._painters:
             try:
                 painter.wait(_DRAWING_SECONDS)

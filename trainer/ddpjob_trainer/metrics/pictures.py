@@ -6,6 +6,7 @@ Readable for ten classes (every class by itself) and for a thousand (what they d
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,5 +211,6 @@ def _worst_pairs(panel: Axes, matrix: Matrix, names: list[str], most: int = 24) 
 
 
 if __name__ == "__main__":
+    os.nice(10)  # The ranks on this machine come first.
     for name in sys.argv[1:]:
         draw(Path(name))
