@@ -8,7 +8,11 @@ from ddpjob_trainer.strategies.single import Single
 
 
 class Dp(Single):
-    """Without a GPU, or with one, DataParallel passes the batch through."""
+    """Without a GPU, or with one, DataParallel passes the batch through.
+
+    With several, batch normalisation takes the statistics of each device's part of a micro-batch, and keeps the first device's, and dropout
+    draws on each device: the one strategy whose results depend on the number of devices.
+    """
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model on every visible device."""

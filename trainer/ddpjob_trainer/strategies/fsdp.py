@@ -67,15 +67,25 @@ class Fsdp(Strategy):
         """Gradients stay whole, on each rank, until the last micro-batch."""
         return self._without_exchange() if self.group.world > 1 else super().without_exchange()
 
+    def train_mode(self, training: bool) -> None:
+        """As every strategy; what an evaluation has gathered may be of other weights than those to train with."""
+        super().train_mode(training)
+        if self.group.world > 1:
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in self.network.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     def load(self, state: State) -> None:
         """Each rank takes its part of whole tensors."""
         if self.group.world == 1:
             super().load(state)
             return
-        sharded = dict(self.parameters)
-        model = {name: _part(value, sharded.get(name)) for name, value in state["model"].items()}
+        parameters = dict(self.parameters)
+        model = {name: _part(value, parameters.get(name)) for name, value in state["model"].items()}
         moments = {
-            name: {key: _part(value, sharded.get(name)) for key, value in values.items()}
+            name: {key: _part(value, parameters.get(name)) for key, value in values.items()}
             for name, values in state["optimizer"]["state"].items()
         }
         super().load({**state, "model": model, "optimizer": {**state["optimizer"], "state": moments}})

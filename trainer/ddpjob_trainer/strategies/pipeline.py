@@ -253,6 +253,11 @@ def _checked_stages(config: Config, group: Group) -> int:
         raise ConfigError("train.accumulate: strategy=pipeline has pipeline.micro_batches for it; set that, and leave train.accumulate out")
     if config.ddp.ordered:
         raise ConfigError("ddp.ordered: with strategy=pipeline no rank has all gradients; leave it out, or set strategy=ddp")
+    if config.model.sync_batchnorm:
+        raise ConfigError(
+            "model.sync_batchnorm: with strategy=pipeline ranks are at different layers and micro-batches; leave it out (statistics are"
+            " those of a micro-batch, the same on any number of ranks), or set strategy=ddp"
+        )
     return given or world
 
 
