@@ -24,7 +24,7 @@ from ddpjob_trainer.preflight.report import Report
 
 CHECKS: tuple[Check[Any], ...] = (versions.CHECK, accelerators.CHECK, *names.CHECKS, *folders.CHECKS, *machine.CHECKS)
 _NEEDED_FOR_A_GROUP = {"ranks", "versions", "devices", "own address", "reachability"}
-_CONNECT_SECONDS, _CLOCK_SECONDS, _BYE_SECONDS = 3.0, 2.0, 3.0
+_CONNECT_SECONDS, _CLOCK_SECONDS, _BYE_SECONDS, _LEAVE_SECONDS = 3.0, 2.0, 3.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Flight:
         store = dist.PrefixStore("group", self._board.store)  # type: ignore[attr-defined]
         try:
             measure = lambda: collective.measure(self._config, self._group, store, step)  # noqa: E731
-            outcome = within(2 * step + 5, self._board.stage_now, measure)
+            outcome = within(2 * step + _LEAVE_SECONDS, self._board.stage_now, measure)
         except Exception as error:  # As above: a finding.
             outcome = Outcome(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         self._board.put("sum", asdict(outcome))
@@ -215,7 +215,7 @@ class Flight:
             return Result("all-reduce", status, f"not tried: {', '.join(broken)}" if broken else "one rank")
         self._add_up()
         step = self._settings.step_seconds
-        found = self._board.gather("sum", nodes.name, 2 * step + 5, "the all-reduce")
+        found = self._board.gather("sum", nodes.name, 2 * step + _LEAVE_SECONDS, "the all-reduce")
         stages = {rank: self._board.stage_of(rank) for rank in nodes.name if rank not in found}
         outcomes = {rank: Outcome(**outcome) for rank, outcome in found.items()}
         backend = self._backend()

@@ -111,19 +111,25 @@ def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
     The node in most of the failing pairs comes first; of two nodes of which only one direction fails it is the target, because a
     firewall is mostly for what comes in; if both directions between two nodes fail, nothing tells which it is, and both are named.
     """
-    remaining, found = set(failing), dict[int, str]()
+    pairs = set(failing)
+    remaining, found = set(pairs), set[int]()
     while remaining:
         score = {node: sum(node in pair for pair in remaining) for pair in remaining for node in pair}
-        most = max(score.values())
-        worst = sorted(node for node in score if score[node] == most)
+        worst = sorted(node for node in score if score[node] == max(score.values()))
         targets = {target for _, target in remaining}
         chosen = [node for node in worst if node in targets] or worst
-        alone = len(worst) == 2 and (worst[0], worst[1]) in remaining and (worst[1], worst[0]) in remaining
-        for node in chosen if alone else chosen[:1]:
-            comes_in, goes_out = (any(pair[side] == node for pair in remaining) for side in (1, 0))
-            found[node] = "in and out" if comes_in and goes_out else "in" if comes_in else "out"
-        remaining = {pair for pair in remaining if not set(pair) & found.keys()}
-    return found
+        undecided = len(worst) == 2 and {(worst[0], worst[1]), (worst[1], worst[0])} <= remaining
+        found |= set(chosen if undecided else chosen[:1])
+        remaining = {pair for pair in remaining if not set(pair) & found}
+    return {node: _side(node, pairs, found) for node in sorted(found)}
+
+
+def _side(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
+    """By what fails with nodes that are not to blame themselves, if there are any."""
+    own = {pair for pair in pairs if node in pair}
+    telling = {pair for pair in own if not set(pair) - {node} & blamed} or own
+    comes_in, goes_out = (any(pair[side] == node for pair in telling) for side in (1, 0))
+    return "in and out" if comes_in and goes_out else "in" if comes_in else "out"
 
 
 def judge(rows: dict[int, list[Failure]], listeners: dict[int, Listener], names: dict[int, str]) -> Result:

@@ -1,0 +1,447 @@
+"""Preflight: each fault is made for real, and the table must name it, its culprit and the remedy; without it, everything is OK."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpjob_trainer import config
+from ddpjob_trainer.errors import PreflightError
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.preflight import clock, flight, folders
+from networks import Network, need_namespaces, network, own_mount
+from ranks import TINY, free_port, metrics, run
+
+QUICK = ["preflight.join_seconds=20", "preflight.step_seconds=8"]
+Prepare = Callable[[int], None]
+
+
+@dataclass
+class Flown:
+    """What a preflight of forked ranks, each a node of its own, came to."""
+
+    codes: list[int | None]
+    said: list[str]
+    results: dict[str, dict[str, Any]]
+    seconds: float
+
+    def assert_only(self, check: str, status: str, culprit: str, value: str, remedy: str) -> None:
+        """This check alone is worse than OK (what depends on it may be skipped), and says so. All ranks have ended in agreement."""
+        worse = {name: result["status"] for name, result in self.results.items() if result["status"] not in ("OK", "SKIPPED")}
+        assert worse == {check: status}, self.said
+        found = self.results[check]
+        assert ", ".join(found["culprit"]) == culprit, found
+        assert value in found["value"] and remedy in found["remedy"], found
+        assert next(iter(self.results)) == check, "the worst comes first"
+        assert self.codes == [1 if status == "FAIL" else 0] * len(self.codes), self.said
+
+
+def fly(
+    folder: Path, world: int, *arguments: str, prepare: Prepare | None = None, env: Callable[[int], dict[str, str]] | None = None,
+    absent: tuple[int, ...] = (), stopping: int | None = None, place: Network | None = None,
+) -> Flown:  # fmt: skip
+    """Run all ranks but the absent ones; one that stops itself is ended when the others are done."""
+    port, began = free_port(), time.monotonic()
+    context = multiprocessing.get_context("fork")
+    processes: list[Any] = []
+    for rank in range(world):
+        own = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": place.address(0) if place else "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "DDPJOB_POD": f"node-{'abcdefgh'[rank]}",
+            "DDPJOB_CHECKPOINT_DIR": str(folder / "c"),
+            **({"GLOO_SOCKET_IFNAME": "eth0"} if place else {}),
+            **(env(rank) if env else {}),
+        }
+        if rank not in absent:
+            processes.append(context.Process(target=_rank, args=(own, [*QUICK, "train.threads=1", *arguments], prepare, folder, place)))
+            processes[-1].start()
+    for rank, process in sorted(enumerate(processes), key=lambda entry: entry[0] == stopping):
+        process.join(0 if rank == stopping else 60)
+        if process.exitcode is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    report = folder / "report.json"
+    rows = json.loads(report.read_text())["results"] if report.exists() else []
+    said = [(folder / f"rank-{rank}.txt").read_text() for rank in range(world) if rank not in absent]
+    return Flown([process.exitcode for process in processes], said, {row["check"]: row for row in rows}, time.monotonic() - began)
+
+
+def _rank(env: dict[str, str], arguments: list[str], prepare: Prepare | None, folder: Path, place: Network | None) -> None:
+    os.environ.update(env)
+    rank, code = int(env["RANK"]), 70
+    sys.stdout = sys.stderr = (folder / f"rank-{rank}.txt").open("w")
+    torch.set_num_threads(1)
+    try:
+        if place is not None:
+            place.enter(rank)
+        if prepare is not None:
+            prepare(rank)
+        verdict = flight.conduct(config.load(None, arguments), Group.from_env())
+        if verdict.report is not None:
+            verdict.report.write(folder / "report.json")
+            verdict.report.show()
+        code = int(verdict.failed)
+    except PreflightError as error:
+        print(f"error: {error}")
+        code = 1
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for in vain here does not come later either."""
+    monkeypatch.setattr(flight, "_CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(flight, "_LEAVE_SECONDS", 1.0)
+    monkeypatch.setattr(folders, "_LOOK_AGAIN_SECONDS", 0.5)
+
+
+def on(rank: int, action: Callable[[], object]) -> Prepare:
+    """Only on one rank."""
+    return lambda current: action() and None if current == rank else None  # type: ignore[func-returns-value]
+
+
+def all_ok(flown: Flown) -> None:
+    assert {result["status"] for result in flown.results.values()} == {"OK"}, flown.said
+    assert set(flown.codes) == {0}
+
+
+# ---------------------------------------------------------------- nothing wrong
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    """Three nodes on one machine; the file that shows whether folders are shared is gone afterwards."""
+    flown = fly(tmp_path, 3)
+    all_ok(flown)
+    assert "right on 3 ranks (gloo)" in flown.results["all-reduce"]["value"]
+    assert "all 6 directed pairs" in flown.results["reachability"]["value"]
+    assert flown.seconds < 15 and list((tmp_path / "c").iterdir()) == []
+    assert flown.said[0].startswith("preflight of 3 rank(s) on 3 node(s): 14 OK") and flown.said[1:] == ["", ""]
+
+
+def test_alone(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 1)
+    all_ok(flown)
+    assert flown.results["all-reduce"]["value"] == "one rank"
+
+
+# ---------------------------------------------------------------- software
+
+
+def test_another_torch_version_is_named_before_a_group_is_tried(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 3, prepare=on(2, lambda: setattr(torch, "__version__", "1.7.0")))
+    flown.assert_only("versions", "FAIL", "rank 2 on node-c", "but 1.7.0 on 1 of 3 ranks", f"install torch {torch.__version__} there")
+    assert flown.results["all-reduce"]["status"] == "SKIPPED" and "not tried: versions" in flown.results["all-reduce"]["value"]
+
+
+def test_another_python_is_a_warning(tmp_path: Path) -> None:
+    import platform
+
+    flown = fly(tmp_path, 2, prepare=on(1, lambda: setattr(platform, "python_version", lambda: "3.9.1")))
+    flown.assert_only("versions", "WARN", "rank 1 on node-b", "but 3.9.1 on 1 of 2 ranks", "run the same image")
+
+
+# ---------------------------------------------------------------- network
+
+
+@pytest.fixture(scope="module")
+def three_nodes() -> Iterator[Network]:
+    """A network of three."""
+    need_namespaces()
+    with network(3) as made:
+        yield made
+
+
+@pytest.fixture
+def nodes(three_nodes: Network) -> Iterator[Network]:
+    """The same, with no filter left from another test."""
+    yield three_nodes
+    for node in range(3):
+        three_nodes.run(node, "iptables -F")
+
+
+def test_three_networks_without_a_fault(nodes: Network, tmp_path: Path) -> None:
+    flown = fly(tmp_path, 3, place=nodes)
+    all_ok(flown)
+    assert flown.results["own address"]["value"] == "10.77.0.1 (eth0), 10.77.0.2 (eth0), 10.77.0.3 (eth0)"
+
+
+def test_one_direction_blocked_of_three_nodes(nodes: Network, tmp_path: Path) -> None:
+    """What a host's firewall does: connections that begin here are let out, none is let in. The store is on another node, and works."""
+    nodes.run(1, "iptables -A INPUT -p tcp --syn -j DROP")
+    flown = fly(tmp_path, 3, place=nodes)
+    remedy = "let in TCP ports 1024-65535 on eth0 at node-b from the other nodes"
+    flown.assert_only("reachability", "FAIL", "node-b (in)", "2 of 6 directed pairs fail; node-a -> node-b (10.77.0.2, port ", remedy)
+    assert flown.results["all-reduce"]["status"] == "SKIPPED"
+    assert flown.seconds < 20
+
+
+def test_one_direction_blocked_of_two_nodes(nodes: Network, tmp_path: Path) -> None:
+    nodes.run(1, "iptables -A INPUT -p tcp --syn -j DROP")
+    flown = fly(tmp_path, 2, place=nodes)
+    flown.assert_only("reachability", "FAIL", "node-b (in)", "1 of 2 directed pairs fail", "at node-b")
+
+
+def test_both_directions_blocked_but_for_the_store(nodes: Network, tmp_path: Path) -> None:
+    """What a cloud's security group does that opens the documented port alone: rank 0's outgoing packets from any other port are lost."""
+    for chain, side in (("INPUT", "--sport"), ("OUTPUT", "--dport")):
+        nodes.run(2, f"iptables -A {chain} -p tcp {side} 1024:65535 -m multiport ! --ports 29400:29499 -j DROP")
+    flown = fly(tmp_path, 3, place=nodes, env=lambda _: {"MASTER_PORT": "29450"})
+    value = "4 of 6 directed pairs fail; node-a -> node-c (10.77.0.3, port "
+    flown.assert_only("reachability", "FAIL", "node-c (in and out)", value, "open TCP ports 1024-65535 both ways on eth0 at node-c")
+
+
+def test_full_packets_that_are_lost(nodes: Network, tmp_path: Path) -> None:
+    """A path whose MTU is smaller than the interfaces say lets a connection begin, and then stands still."""
+    nodes.run(1, "iptables -A INPUT -p tcp -m length --length 1200:65535 -j DROP")
+    flown = fly(tmp_path, 3, place=nodes)
+    flown.assert_only("reachability", "FAIL", "node-b (in and out)", "full packets are lost", "compare the MTU of the nodes' interfaces")
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_so_and_is_named(nodes: Network, tmp_path: Path) -> None:
+    nodes.run(0, "iptables -A INPUT -p tcp -s 10.77.0.3 -j DROP")
+    flown = fly(tmp_path, 3, "preflight.join_seconds=4", place=nodes)
+    assert flown.codes == [1, 1, 1]
+    assert "rank 2 on node-c cannot reach rank 0 at 10.77.0.1:" in flown.said[2] and "does not answer on TCP port" in flown.said[2]
+    assert flown.results["ranks"]["culprit"] == ["rank 2: nothing heard of it"]
+    assert flown.results["reachability"]["status"] == "OK", "the others were tried all the same"
+    assert flown.seconds < 25
+
+
+def test_an_interface_that_gloo_would_not_find_others_by(nodes: Network, tmp_path: Path) -> None:
+    """The host's name is no address of this network, so that gloo falls back to the loopback."""
+    flown = fly(tmp_path, 2, place=nodes, env=lambda rank: {"GLOO_SOCKET_IFNAME": "" if rank else "eth0"})
+    flown.assert_only("own address", "FAIL", "node-b", "the host's name is 127.0.0.1 there", "set GLOO_SOCKET_IFNAME (to eth0, it seems)")
+
+
+def test_an_interface_that_does_not_exist(nodes: Network, tmp_path: Path) -> None:
+    flown = fly(tmp_path, 2, place=nodes, env=lambda rank: {"GLOO_SOCKET_IFNAME": "eth7" if rank else "eth0"})
+    assert flown.results["own address"]["culprit"] == ["rank 1 on node-b"]
+    assert "interface eth7" in flown.results["own address"]["value"] and "there are lo, eth0" in flown.results["own address"]["value"]
+
+
+def test_a_name_of_rank_0_that_is_not_known(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 2, "preflight.join_seconds=2", absent=(0,), env=lambda _: {"MASTER_ADDR": "rank0.invalid"})
+    assert flown.codes == [1]
+    assert "the name rank0.invalid is not known here" in flown.said[0] and "check MASTER_ADDR and this node's DNS" in flown.said[0]
+
+
+# ---------------------------------------------------------------- ranks that do not come
+
+
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 3, "preflight.join_seconds=3", absent=(1,))
+    assert flown.codes == [1, 1]
+    assert flown.results["ranks"]["value"] == "2 of 3 here"
+    assert flown.results["ranks"]["culprit"] == ["rank 1: nothing heard of it"]
+    assert flown.results["all-reduce"]["status"] == "SKIPPED"
+    assert 3 < flown.seconds < 15
+
+
+def test_rank_0_that_never_comes(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 2, "preflight.join_seconds=2", absent=(0,))
+    assert flown.codes == [1] and "check that rank 0 runs" in flown.said[0]
+
+
+def test_a_rank_that_stops_on_the_way_is_named_with_what_it_was_at(tmp_path: Path) -> None:
+    """It stops for good in the middle of its look; it is not there to be asked, and the others end without it."""
+
+    def stop(self: flight.Flight) -> dict[str, Any]:
+        self._board.stage("looking at the data folder")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return {}
+
+    prepare = on(1, lambda: setattr(flight.Flight, "_look", stop))
+    flown = fly(tmp_path, 3, "preflight.join_seconds=5", "preflight.step_seconds=2", prepare=prepare, stopping=1)
+    assert flown.results["ranks"]["culprit"] == ["rank 1 on node-b: silent since looking at the data folder"], flown.said
+    assert flown.codes == [1, -signal.SIGKILL, 1] and flown.seconds < 20
+
+
+# ---------------------------------------------------------------- clocks, memory, folders
+
+
+def test_clock_skew(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 3, prepare=on(2, lambda: setattr(clock, "now", lambda: time.time() + 7.0)))
+    assert flown.results["clocks"]["culprit"] == ["node-c (+7.0 s)"]
+    assert 6.5 < float(flown.results["clocks"]["value"].split()[0]) < 7.5 and "run NTP there" in flown.results["clocks"]["remedy"]
+    assert (flown.results["clocks"]["status"], flown.codes) == ("WARN", [0, 0, 0])
+
+
+def test_clock_skew_of_rank_0_is_not_blamed_on_the_others(tmp_path: Path) -> None:
+    """And what Kerberos would refuse is a failure."""
+    flown = fly(tmp_path, 3, prepare=on(0, lambda: setattr(clock, "now", lambda: time.time() - 1000)))
+    flown.assert_only("clocks", "FAIL", "node-a (-1000.0 s)", " s apart", "run NTP there")
+
+
+def images(folder: Path) -> list[str]:
+    """A folder of images, as far as preflight looks at it."""
+    for part in ("train", "val"):
+        for name in ("cat", "dog"):
+            (folder / part / name).mkdir(parents=True)
+            (folder / part / name / "1.jpg").write_bytes(b"image")
+    return ["data.name=imagefolder", f"data.dir={folder}"]
+
+
+def test_small_shared_memory(tmp_path: Path) -> None:
+    """128 / 2 images of 224 x 224 x 3 bytes in four batches ahead are 38 MiB; one node has 16."""
+    need_namespaces()
+    flown = fly(tmp_path, 2, *images(tmp_path / "data"), prepare=on(1, lambda: own_mount(Path("/dev/shm"), "size=16m")))
+    remedy = "set storage.sharedMemory of the DDPJob to 74Mi"
+    flown.assert_only("/dev/shm", "FAIL", "node-b", "16 MiB free of 16 MiB; data.workers need 37 MiB", remedy)
+
+
+def test_small_shared_memory_is_enough_without_workers(tmp_path: Path) -> None:
+    need_namespaces()
+    arguments = [*images(tmp_path / "data"), "data.workers=0"]
+    all_ok(fly(tmp_path, 2, *arguments, prepare=on(1, lambda: own_mount(Path("/dev/shm"), "size=16m"))))
+
+
+def test_read_only_checkpoint_folder(tmp_path: Path) -> None:
+    need_namespaces()
+    (tmp_path / "c").mkdir()
+    flown = fly(tmp_path, 2, prepare=on(1, lambda: own_mount(tmp_path / "c", "ro")))
+    worse = {name: (row["status"], row["culprit"]) for name, row in flown.results.items() if row["status"] == "FAIL"}
+    assert worse == {"checkpoint folder": ("FAIL", ["node-b"]), "shared folder": ("FAIL", ["node-b"])}
+    assert "cannot be written: Read-only file system" in flown.results["checkpoint folder"]["value"]
+    assert "mount it writable for uid 0, or set checkpoint.dir" in flown.results["checkpoint folder"]["remedy"]
+
+
+def test_checkpoint_folder_that_is_not_shared(tmp_path: Path) -> None:
+    need_namespaces()
+    (tmp_path / "c").mkdir()
+    prepare = on(1, lambda: own_mount(tmp_path / "c", "size=2g"))
+    flown = fly(tmp_path, 3, prepare=prepare)
+    flown.assert_only("shared folder", "FAIL", "node-b", "is not rank 0's there", "or set checkpoint.shared=false")
+
+
+def test_checkpoint_folder_that_is_shared_against_the_configuration(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 2, "checkpoint.shared=false")
+    flown.assert_only("shared folder", "FAIL", "node-b", "is rank 0's there", "set checkpoint.shared=true")
+
+
+def test_folders_of_each_node_that_are_not_shared_are_right_when_the_configuration_says_so(tmp_path: Path) -> None:
+    all_ok(fly(tmp_path, 2, "checkpoint.shared=false", env=lambda rank: {"DDPJOB_CHECKPOINT_DIR": str(tmp_path / str(rank))}))
+
+
+def test_little_space(tmp_path: Path) -> None:
+    need_namespaces()
+    (tmp_path / "c").mkdir()
+    flown = fly(tmp_path, 2, "checkpoint.shared=false", prepare=on(1, lambda: own_mount(tmp_path / "c", "size=8m")))
+    flown.assert_only(
+        "checkpoint folder", "WARN", "node-b", "8 MiB free", "make room, lower checkpoint.keep, or take a larger volume; 1.0 GiB"
+    )
+
+
+def test_space_for_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+    need_namespaces()
+    (tmp_path / "c").mkdir()
+
+    def mount_and_fill() -> None:
+        own_mount(tmp_path / "c", "size=20m")
+        (tmp_path / "c" / "step-000000008.pt").write_bytes(bytes(2**23))
+
+    flown = fly(tmp_path, 2, "checkpoint.shared=false", "preflight.free_gb=0.001", prepare=on(1, mount_and_fill))
+    flown.assert_only("checkpoint folder", "WARN", "node-b", "12 MiB free", "16 MiB are wanted")
+
+
+def test_data_folder_missing_on_one_rank(tmp_path: Path) -> None:
+    arguments = images(tmp_path / "data")[:1]
+    flown = fly(tmp_path, 3, *arguments, env=lambda rank: {"DDPJOB_DATA_DIR": str(tmp_path / ("data" if rank != 1 else "lost"))})
+    flown.assert_only("data folder", "FAIL", "node-b", "No such file or directory", "mount the data there, or correct data.dir")
+
+
+def test_data_folder_with_fewer_files_on_one_rank(tmp_path: Path) -> None:
+    arguments = images(tmp_path / "data")[:1]
+    images(tmp_path / "less")
+    (tmp_path / "less" / "train" / "dog" / "1.jpg").unlink()
+    flown = fly(tmp_path, 3, *arguments, env=lambda rank: {"DDPJOB_DATA_DIR": str(tmp_path / ("less" if rank == 1 else "data"))})
+    flown.assert_only("data folder", "FAIL", "node-b", "4 files, but 3", "copy the data anew there")
+
+
+def test_a_file_system_that_does_not_answer_is_named_in_time(tmp_path: Path) -> None:
+    """A pipe without a writer: opening it waits for ever, as a dead NFS mount does."""
+    folder = tmp_path / "dead"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe")
+    flown = fly(tmp_path, 2, "data.name=imagefolder", f"data.dir={folder}", "preflight.step_seconds=2")
+    found = flown.results["data folder"]
+    assert found["culprit"] == ["rank 0 on node-a", "rank 1 on node-b"]
+    assert found["value"] == "no answer within 2 s while looking at the data folder" and "a mount" in found["remedy"]
+    assert flown.seconds < 15
+
+
+# ---------------------------------------------------------------- the all-reduce
+
+
+def test_a_wrong_sum(tmp_path: Path) -> None:
+    plain = Group.sum
+
+    def bent(self: Group, values: torch.Tensor) -> torch.Tensor:
+        if values.numel() > 1000:
+            values[17] += 1
+        return plain(self, values)
+
+    flown = fly(tmp_path, 2, prepare=on(1, lambda: setattr(Group, "sum", bent)))
+    culprits = "rank 0 on node-a, rank 1 on node-b"
+    flown.assert_only("all-reduce", "FAIL", culprits, "1 of 262144 sums are wrong on cpu (gloo)", "a fault of the network, the driver")
+
+
+def test_a_rank_that_hangs_in_the_all_reduce(tmp_path: Path) -> None:
+    """It never answers; the others' collective ends by its timeout."""
+    began = flight.collective.measure
+    hang = on(1, lambda: setattr(flight.collective, "measure", lambda *args: (time.sleep(60), began(*args))))
+    flown = fly(tmp_path, 2, "preflight.step_seconds=2", prepare=hang)
+    found = flown.results["all-reduce"]
+    assert found["status"] == "FAIL" and "rank 1 on node-b" in found["culprit"], found
+    assert flown.codes == [1, 1] and flown.seconds < 30
+
+
+# ---------------------------------------------------------------- before training, and as a command
+
+
+def test_training_begins_after_a_good_preflight_and_not_after_a_bad_one(tmp_path: Path) -> None:
+    arguments = [*TINY, "train.epochs=1", "preflight.run=true", f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(2, arguments)] == [0, 0]
+    assert metrics(tmp_path / "run", "eval")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    ended = run(2, arguments, prepare=on(1, lambda: setattr(torch, "__version__", "1.7.0")))
+    assert [end.code for end in ended] == [1, 1]
+    assert all("PreflightError: preflight: versions at rank 1 on" in end.error for end in ended), ended
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
+
+
+def test_command_under_torchrun(tmp_path: Path) -> None:
+    """Exit code 1, and the table is out before torchrun ends the ranks."""
+    (tmp_path / "file").touch()
+    base = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "ddpjob_trainer", "preflight"]
+    command = [*base, f"--json={tmp_path / 'report.json'}", f"checkpoint.dir={tmp_path / 'file' / 'c'}", "train.threads=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["failed"], report["ranks"], report["nodes"]) == (True, 2, 1)
+    assert "preflight of 2 rank(s) on 1 node(s)" in done.stdout and "Not a directory" in done.stdout
+
+
+def test_command_by_spawn(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ddpjob_trainer", "--spawn=2", "preflight", f"checkpoint.dir={tmp_path}", "train.threads=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "right on 2 ranks (gloo)" in done.stdout, done.stdout + done.stderr
