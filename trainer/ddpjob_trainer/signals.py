@@ -75,7 +75,7 @@ class StopRequest:
         os.set_blocking(writer, False)
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_as_it_was)
+        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_as_it_was)
         threading.Thread(target=self._watch, args=(reader,), name="sigterm", daemon=True).start()
 
     @property
@@ -135,7 +135,17 @@ def grace_from_env() -> float | None:
         raise ConfigError(f"{_GRACE_VARIABLE}={text!r}: must be a number of seconds; leave it to the operator, or unset it") from None
 
 
+def _hold() -> None:
+    """Around a fork SIGTERM waits: a child that got it before `_as_it_was` would write into the pipe of its parent."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
 def _as_it_was() -> None:
     """In a forked process SIGTERM ends that, and does not reach the rank's pipe, which it has inherited."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import io
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"checkpoint.load: {path} is {error}") from error
     except OSError as error:
         raise CheckpointError(f"checkpoint.load: {path} cannot be read: {error.strerror}; give an existing file") from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+    except Exception as error:  # torch's reader fails in many ways on what it has not written
         raise CheckpointError(
             f"checkpoint.load: {path} is no file of torch.save, or a damaged one: {str(error).splitlines()[0]}"
         ) from error
