@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
+from ddpjob_trainer.precision import AmpLevel, Precision
 from ddpjob_trainer.strategies.base import State, Strategy
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class Fsdp(Strategy):
         if config.ddp.ordered:
             raise ConfigError("ddp.ordered: strategy=fsdp adds gradients up inside its collectives; leave it out, or set strategy=ddp")
         super().__init__(config, group, device)
+        if group.world > 1:
+            self.precision = _Precision(config.amp, config.optim.clip_norm, device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The same module, whose parameters become DTensors."""
@@ -45,12 +49,21 @@ class Fsdp(Strategy):
             return model
         self.precision.over_parts = self.group.sum
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.group.world,))
-        for block in blocks(model):
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.config.fsdp.reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)  # Its backward pass comes at once.
+        gathered = MixedPrecisionPolicy()
+        if self.config.amp.level is AmpLevel.O2:
+            gathered = MixedPrecisionPolicy(param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
+        plain = MixedPrecisionPolicy(cast_forward_inputs=False)
+        for block in [*blocks(model), model]:  # The model last: what is left of it. Its backward pass follows at once.
+            reshard = self.config.fsdp.reshard and block is not model
+            norms: list[nn.Module] = [
+                module for module in block.modules() if isinstance(module, _BatchNorm) and not hasattr(module, "reshard")
+            ]
+            if norms and self.config.amp.level is AmpLevel.O2:
+                fully_shard(norms, mesh=mesh, reshard_after_forward=reshard, mp_policy=plain)
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=gathered)
         return model
 
     def weight(self, count: int) -> float:
@@ -89,6 +102,14 @@ class Fsdp(Strategy):
             for name, values in state["optimizer"]["state"].items()
         }
         super().load({**state, "model": model, "optimizer": {**state["optimizer"], "state": moments}})
+
+
+class _Precision(Precision):
+    """O2: what ranks keep of the weights is the float32 copy, and they are gathered in amp.dtype; nothing to convert."""
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """As Precision's."""
+        return model if self.config.level is AmpLevel.O2 else super().convert(model)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
