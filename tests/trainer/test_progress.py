@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
+import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpjob_trainer import plot
+from ddpjob_trainer import history, plot
 from ddpjob_trainer.coordinator import CoordinatorLink
+from ddpjob_trainer.display import Status
 from ddpjob_trainer.errors import TrainerError
-from ranks import TINY, good, metrics, run, stop_at
+from ddpjob_trainer.live import LiveView, sparkline
+from ranks import TINY, finish, good, metrics, run, start, stop_at
+from rich.console import Console
 
 
 @pytest.fixture
@@ -78,26 +84,80 @@ def test_the_log_survives_restarts_and_a_cut_line(tmp_path: Path) -> None:
     log = tmp_path / "run" / "metrics.jsonl"
     log.write_text(log.read_text() + '{"event": "step", "ti')
     good(1, arguments)
-    history = plot.read(tmp_path / "run")
-    assert [life["step"] for life in history.lives] == [0, 3] and [len(life) for life in history.steps] == [3, 13]
-    assert len(history.gaps) == 1
-    picture = tmp_path / "out.png"
-    subprocess.run([sys.executable, "-m", "ddpjob_trainer", "plot", str(tmp_path / "run"), "-o", str(picture)], check=True)
+    told = history.read(tmp_path / "run")
+    assert [(life["step"], life["restarts"]) for life in told.lives] == [(0, 0), (3, 1)]
+    assert [len(life) for life in told.steps] == [3, 13]
+    assert len(told.gaps) == 1 and [world for _, _, world in told.worlds] == [1, 1]
+    assert plot.main([str(tmp_path / "run")]) == 0
     from PIL import Image
 
-    pixels = Image.open(picture).convert("RGB")
-    assert pixels.size == (1500, 1275)
+    pixels = Image.open(tmp_path / "run" / "plot.png").convert("RGB")
+    assert pixels.size == (1500, 1500)
     colours = {colour for _, colour in pixels.getcolors(10**6)}
-    assert {(0x25, 0x63, 0xEB), (0xEA, 0x58, 0x0C), (0x0D, 0x94, 0x88), (0xB9, 0x1C, 0x1C)} <= colours, (
-        "all lines and the restart are drawn"
-    )
+    lines = {(0x25, 0x63, 0xEB), (0xEA, 0x58, 0x0C), (0x0D, 0x94, 0x88), (0x7C, 0x3A, 0xED), (0xB9, 0x1C, 0x1C)}
+    assert lines <= colours, "all lines and the restart are drawn"
+    both = tmp_path / "both.svg"
+    assert plot.main([str(tmp_path / "run"), str(tmp_path / "run"), "--by", "step", "-o", str(both)]) == 0
+    assert both.read_text().count(f"<!-- {tmp_path.name}") == 2, "each run has its place in the legend"
 
 
 def test_plot_of_nothing_says_what_to_name(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="name the folder of a run"):
-        plot.read(tmp_path)
+        history.read(tmp_path)
 
 
 def test_an_exploding_loss_stops_the_run(tmp_path: Path) -> None:
     (ended,) = run(1, [*TINY, "optim.lr=1e30", f"checkpoint.dir={tmp_path}"])
-    assert ended.code == 1 and "the loss is nan" in ended.error and "lower optim.lr" in ended.error
+    assert ended.code == 1 and "3 steps in a row were left out" in ended.error and "Lower optim.lr" in ended.error
+
+
+def test_lines_tell_what_is_odd_only_when_there_is_some() -> None:
+    usual = Status(epoch=1, epochs=2, step=3, steps=4, loss=0.5, learning_rate=0.1, samples_per_second=1234.5, eta=75, data_wait=0.031)
+    assert usual.line() == "epoch 1/2  step 3/4 (75%)  loss 0.5000  1,234 samples/s  data wait 3%  eta 1:15"
+    odd = replace(usual, accuracy=0.981, gradient_norm=1.25, skipped_steps=2, corrupt_images=7)
+    assert "accuracy 98.10%" in odd.line() and odd.line().endswith("gradient norm 1.25  skipped steps 2  corrupt images 7")
+
+
+def test_the_live_view_shows_what_the_training_does() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30, color_system=None)
+    view = LiveView("digits", console)
+    seen = time.time() - 61
+    base = Status(epoch=2, epochs=9, step=50, steps=100, loss=1.0, learning_rate=0.1, samples_per_second=900, eta=60, data_wait=0.5)
+    for step in range(1, 51):
+        view.show(replace(base, step=step, loss=2 / step, accuracy=0.25 + step / 100, world=3, restarts=2, checkpoint_time=seen))
+    view.note("a [bold]note[/bold] stays as it is")
+    with console.capture() as capture:
+        console.print(view.render())
+    view.close()
+    shown = capture.get()
+    for part in ("epoch 2/9", "50%  step 50/100  eta 1:00", "0.0400", "75.00%", "900", "data wait", "50%"):
+        assert part in shown, part
+    assert "ranks 3   restarts 2   checkpoint 1:01 ago" in shown
+    assert "█" in shown and "▁" in shown, "the loss fell"
+    assert "a [bold]note[/bold] stays as it is" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_sparklines() -> None:
+    assert sparkline([], 5) == "" and sparkline([3, 3], 5) == "▁▁"
+    assert sparkline([0, 7], 5) == "▁█" and sparkline([7, 7], 5, from_zero=True) == "██"
+    assert sparkline(list(range(16)), 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
+    """A real training on a real pseudo-terminal."""
+    reader, writer = os.openpty()
+
+    def on_terminal(rank: int) -> None:
+        os.environ.update(TERM="xterm-256color", COLUMNS="120", LINES="40")
+        sys.stdout = os.fdopen(writer, "w")
+
+    (rank,) = start(1, [*TINY, f"checkpoint.dir={tmp_path}"], on_terminal)
+    os.close(writer)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        while chunk := os.read(reader, 4096):
+            shown += chunk
+    os.close(reader)
+    text = shown.decode()
+    assert [end.code for end in finish([rank])] == [0], text
+    assert "step 16/16" in text and "images/s" in text and "ranks 1" in text and "epoch 2/2: test accuracy" in text

@@ -15,7 +15,7 @@ COMMANDS = {
     "preflight": ("ddpjob_trainer.preflight.command", "[key=value ...]", "check machines, network and folders, on all ranks; --json FILE"),
     "checkpoint": ("ddpjob_trainer.checkpoints.show", "FILE|DIR", "show what checkpoints hold, and whether they are whole"),
     "evaluate": ("ddpjob_trainer.metrics.command", "CHECKPOINT [key=value ...]", "test a checkpoint, also under torchrun"),
-    "plot": ("ddpjob_trainer.plot", "RUN -o FILE.png", "draw loss, accuracy and speed"),
+    "plot": ("ddpjob_trainer.plot", "RUN [RUN ...]", "draw loss, accuracy, speed and ranks of a run, or of several over each other"),
     "shards": ("ddpjob_trainer.data.pack", "FOLDER OUT", "pack an image folder into tar shards"),
 }
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddpjob_trainer.coordinator import CoordinatorLink, wall_clock
 from ddpjob_trainer.display import Display, Status, duration, open_display
 from ddpjob_trainer.group import Group
+from ddpjob_trainer.history import METRICS
 from ddpjob_trainer.metrics.files import FOLDER, EvaluationFiles
 from ddpjob_trainer.metrics.tally import Evaluation
 from ddpjob_trainer.sinks import Run, Sinks, open_sinks
@@ -20,8 +21,6 @@ from ddpjob_trainer.sinks.base import check_report
 
 if TYPE_CHECKING:
     from ddpjob_trainer.config import Config
-
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
