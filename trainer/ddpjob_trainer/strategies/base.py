@@ -77,10 +77,14 @@ class Strategy:
         self.parameters = self.precision.parameters(self.model)
         self.optimizer = build_optimizer(self.config.optim, [parameter for _, parameter in self.parameters])
         if self.config.optim.ema_decay:
-            running = [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.is_floating_point()]
-            self.average = MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running])
+            self.average = self.moving_average()
         if self.config.model.compile:
             self.network.compile()
+
+    def moving_average(self) -> MovingAverage:
+        """Of the weights, and of running statistics."""
+        running = [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.is_floating_point()]
+        return MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running])
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What exchanges gradients, around the model."""

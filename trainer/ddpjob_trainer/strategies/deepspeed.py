@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,13 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpjob_trainer import devices
-from ddpjob_trainer.data import Batch
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
-from ddpjob_trainer.optim import set_learning_rate
-from ddpjob_trainer.precision import Update
-from ddpjob_trainer.sampler import Micro
-from ddpjob_trainer.strategies.base import State, Strategy, load_named_optimizer_state, named_optimizer_state
+from ddpjob_trainer.optim import OptimizerName, set_learning_rate
+from ddpjob_trainer.precision import AmpLevel, Precision, Update
+from ddpjob_trainer.strategies.base import State, Strategy
 
 if TYPE_CHECKING:
     from ddpjob_trainer.config import Config
@@ -64,12 +62,11 @@ class DeepSpeed(Strategy):
     """DeepSpeed steps an optimizer of ours; micro-batches, weights of losses and the end of an accumulation are ours."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
-        self._stage = config.deepspeed.stage
-        if self._stage not in (0, 1, 2, 3):
-            raise ConfigError(f"deepspeed.stage: {self._stage} is not known; write 0, 1, 2 or 3")
         super().__init__(config, group, device)
-        self.equal = self._stage >= 2  # Each backward pass hands gradients over to the ranks that keep them.
+        self._stage = config.deepspeed.stage
         self._settings = settings(config, group)
+        self.precision: _ByEngine = _ByEngine(config.amp, config.optim.clip_norm, device)
+        self.equal = self._stage >= 2  # Each backward pass hands gradients over to the ranks that keep them.
         self._deepspeed = _deepspeed(device)
         self._alone = group.world == 1 and not dist.is_initialized()
         if self._alone:
@@ -81,7 +78,10 @@ class DeepSpeed(Strategy):
         super().prepare(model)
         engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self._settings, dist_init_required=False)
         self._engine: Any = engine
-        self.network, self.optimizer = engine, engine.optimizer
+        self._engine.set_gradient_accumulation_boundary(True)
+        self.network, self.optimizer, self.precision.engine = engine, engine.optimizer, engine
+        if self.average is not None:  # The weights lie elsewhere now.
+            self.average = self.moving_average()
 
     # ------------------------------------------------------------ training
 
@@ -89,22 +89,12 @@ class DeepSpeed(Strategy):
         """DeepSpeed averages over ranks."""
         return self.group.world / count
 
-    def backward(self, micros: list[Micro], batches: Iterator[Batch], count: int) -> torch.Tensor:
-        """As every strategy. The last micro-batch is where an accumulation ends, whatever DeepSpeed has counted."""
-        total = torch.zeros((), device=self.device)
-        for place, micro in enumerate(micros):
-            self._engine.set_gradient_accumulation_boundary(place == len(micros) - 1)
-            total += self.backward_one(micro, next(batches), count)
-        self.statistics.exchange()
-        return total
-
-    def backward_one(self, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
-        """As every strategy, by DeepSpeed's engine."""
-        torch.manual_seed(micro.key)
-        with self.statistics.of_micro(micro, count), self.precision.autocast():
-            loss = self.loss(self.network(batch.images), batch, micro)
-        self._engine.backward(loss * self.weight(count))
-        return loss.detach()
+    @contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        """An accumulation ends with a rank's last micro-batch, whatever DeepSpeed has counted."""
+        self._engine.set_gradient_accumulation_boundary(False)
+        yield
+        self._engine.set_gradient_accumulation_boundary(True)
 
     def scale_gradients(self, factor: float) -> None:
         """As every strategy, on this rank's part of the gradients."""
@@ -115,17 +105,13 @@ class DeepSpeed(Strategy):
             torch._foreach_mul_(list(part), factor)
 
     def update(self, rate: float) -> Update:
-        """As every strategy; with ZeRO, DeepSpeed leaves a step out whose gradients are not finite."""
-        set_learning_rate(self.optimizer, rate)
+        """As every strategy. With ZeRO it is DeepSpeed that clips, and leaves a step out whose gradients are not finite."""
         if self._stage == 0:  # DeepSpeed would take any gradient.
-            gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients))
-            if not torch.isfinite(torch.tensor(norm)):
-                self._engine.zero_grad()
-                return Update(norm, True)
-            self._engine.step()
-            return Update(norm, False)
+            return super().update(rate)
+        set_learning_rate(self.optimizer, rate)
         self._engine.step()
+        if self.average is not None:
+            self.average.update()
         return Update(float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow))
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
@@ -138,32 +124,38 @@ class DeepSpeed(Strategy):
 
     def state(self) -> State:
         """As every strategy: gathered from all ranks, which each hold all of it meanwhile."""
+        if self._stage == 0:
+            return super().state()
         with self._gathered():
             model = {name: value.clone() for name, value in self.model.state_dict().items()}
-        if self._stage == 0:
-            optimizer = named_optimizer_state(self.optimizer, self.parameters)
-        else:
-            groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-            optimizer = {"state": dict(self._gathered_optimizer_state()), "groups": groups}
-        return {"model": model, "optimizer": optimizer, "precision": self.precision.state()}
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        return {
+            "model": model,
+            **({} if self.average is None else {"average": self.average.state()}),
+            "optimizer": {"state": dict(self._gathered_optimizer_state()), "groups": groups},
+            "precision": self.precision.state(),
+        }
 
     def load(self, state: State) -> None:
         """As every strategy: each rank takes its part of the whole."""
+        if self._stage == 0:
+            super().load(state)
+            return
         with self._gathered(changes=True):
             self.model.load_state_dict(state["model"])
-        if self._stage == 0:
-            load_named_optimizer_state(self.optimizer, self.parameters, state["optimizer"])
-        else:
-            for name, weight in self.parameters:
-                self._fragments.safe_set_full_fp32_param(weight, state["model"][name].to(self.device, torch.float32))
-            self._load_optimizer_state(state["optimizer"])
+        for name, weight in self.parameters:
+            self._fragments.safe_set_full_fp32_param(weight, state["model"][name].to(self.device, torch.float32))
+        if self.average is not None and "average" in state:
+            self.average.load(state["average"])
+        self._load_optimizer_state(state["optimizer"])
         self.precision.load(state["precision"])
 
     @property
     def _fragments(self) -> ModuleType:
-        from deepspeed.utils import tensor_fragment
+        """Functions that put a weight's vectors together from all ranks, and take them apart."""
+        from deepspeed import utils
 
-        module: ModuleType = tensor_fragment
+        module: ModuleType = utils
         return module
 
     @property
@@ -192,12 +184,10 @@ class DeepSpeed(Strategy):
             )
 
     def _load_optimizer_state(self, saved: State) -> None:
-        """The reverse. Raises KeyError or ValueError when names, shapes or groups differ."""
+        """The reverse. Raises KeyError or ValueError when names or shapes differ."""
         names = {name for name, _ in self.parameters}
         if saved["state"] and names != set(saved["state"]):
             raise KeyError(f"the optimizer's state is for other weights, such as {sorted(names ^ set(saved['state']))[0]}")
-        for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            group.update({key: value for key, value in values.items() if key != "params"})
         zero = self._engine.optimizer
         example: dict[str, Any] = next(iter(saved["state"].values()), {})
         for flat in self._flat:
@@ -230,9 +220,20 @@ class DeepSpeed(Strategy):
             dist.destroy_process_group()
 
 
+class _ByEngine(Precision):
+    """DeepSpeed's engine runs backward passes: it moves gradients at their end."""
+
+    engine: Any = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """As every precision."""
+        self.engine.backward(loss)
+
+
 def settings(config: Config, group: Group) -> dict[str, Any]:
     """DeepSpeed's own configuration. Raises ConfigError for a file that cannot be read, or asks for another stage."""
     path, stage = config.deepspeed.config, config.deepspeed.stage
+    _check(config)
     found: dict[str, Any] = {} if path is None else _read(path)
     if left_out := sorted(key for key in _DECIDED if found.pop(key, "auto") != "auto"):
         instead = ", ".join(f"{key} (here: {_DECIDED[key]})" for key in left_out)
@@ -253,10 +254,28 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
         "train_batch_size": group.world,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optim.clip_norm,
         "zero_optimization": {**zero, "stage": stage},
     }
     quiet = {"steps_per_print": 2**62, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     return {**quiet, **found, **ours}
+
+
+def _check(config: Config) -> None:
+    stage, amp = config.deepspeed.stage, config.amp
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"deepspeed.stage: {stage} is not known; write 0, 1, 2 or 3")
+    if amp.level in (AmpLevel.O2, AmpLevel.O3) or (amp.level is AmpLevel.O1 and amp.loss_scale != "auto"):
+        raise ConfigError(
+            f"amp.level={amp.level}, amp.loss_scale={amp.loss_scale}: strategy=deepspeed has float32 weights and scales no losses;"
+            " set amp.level=O1 with amp.dtype=bfloat16, or amp.level=O0, or strategy=ddp or fsdp"
+        )
+    if stage and config.optim.name is OptimizerName.LARS:
+        raise ConfigError(
+            f"optim.name=lars: it needs whole layers, and deepspeed.stage={stage} hands the optimizer parts of them; set deepspeed.stage=0"
+        )
+    if stage == 3 and config.optim.ema_decay:
+        raise ConfigError("optim.ema_decay: deepspeed.stage=3 keeps weights in parts; set deepspeed.stage=2, or optim.ema_decay=0")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -279,7 +298,6 @@ def _deepspeed(device: torch.device) -> ModuleType:
     """The library, quiet. Raises ConfigError when it is missing."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     try:
         import deepspeed
     except ImportError as error:
@@ -287,7 +305,7 @@ def _deepspeed(device: torch.device) -> ModuleType:
             f"strategy=deepspeed: DeepSpeed does not import ({error}); pip install 'ddpjob[deepspeed]', or take strategy=fsdp, which"
             " shares weights out too"
         ) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # It warns of every optimizer that is not its own.
     # On a CPU it would compile a reduction over shared memory at its first start, which only serves ranks of one node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed

@@ -24,7 +24,7 @@ from ddpjob_trainer.optim import set_learning_rate
 from ddpjob_trainer.precision import Update
 from ddpjob_trainer.rendezvous import open_store
 from ddpjob_trainer.sampler import Micro
-from ddpjob_trainer.strategies.base import Place, State, Strategy, load_named_optimizer_state, named_optimizer_state
+from ddpjob_trainer.strategies.base import Place, State, Strategy, named_optimizer_state
 
 if TYPE_CHECKING:
     from ddpjob_trainer.config import Config
@@ -41,6 +41,10 @@ class ParameterServer(Strategy):
             raise ConfigError(
                 "strategy=parameter_server: one rank is the server, so that there must be a worker beside it; start 2 ranks or more"
                 " (torchrun --nproc-per-node=2, --spawn 2, a DDPJob of 2 pods), or set strategy=single"
+            )
+        if config.model.sync_batchnorm:
+            raise ConfigError(
+                "model.sync_batchnorm: the server of strategy=parameter_server has no samples; leave it out, or set strategy=ddp"
             )
         super().__init__(config, group, device)
         self._serves = group.rank == _SERVER
@@ -72,7 +76,7 @@ class ParameterServer(Strategy):
         weights = list(self.model.parameters())
         for weight, gradient in zip(weights, _like(weights, total), strict=True):
             weight.grad = gradient
-        return torch.zeros((), device=self.device)
+        return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def update(self, rate: float) -> Update:
         """The server steps, the workers take what came of it."""
@@ -88,6 +92,8 @@ class ParameterServer(Strategy):
             self.precision.load(precision)
             set_learning_rate(self.optimizer, rate)
             self.model.zero_grad(set_to_none=True)
+            if self.average is not None:
+                self.average.update()
         return update
 
     def _weights(self) -> list[torch.Tensor]:
@@ -106,11 +112,9 @@ class ParameterServer(Strategy):
 
     def load(self, state: State) -> None:
         """As every strategy."""
-        self.model.load_state_dict(state["model"])
-        load_named_optimizer_state(self.optimizer, self.parameters, state["optimizer"])
+        super().load(state)
         if not self._serves:  # It was loaded to be checked; all ranks fail together when it does not fit.
             self.optimizer.state.clear()
-        self.precision.load(state["precision"])
 
     def close(self) -> None:
         """As every strategy."""
@@ -177,8 +181,9 @@ def _join(group: Group, timeout_seconds: float) -> None:
         store = dist.PrefixStore("parameter_server", open_store(group, timeout_seconds))  # type: ignore[attr-defined]
         yield store, group.rank, group.world
 
-    register_rendezvous_handler(_SCHEME, meet)
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_SCHEME}://", rpc_timeout=timeout_seconds)
+    register: Any = register_rendezvous_handler
+    register(_SCHEME, meet)
     join: Any = rpc.init_rpc
     with warnings.catch_warnings():  # It checks its members by a process group of a kind that torch no longer likes to see.
         warnings.filterwarnings("ignore", message="You are using a Backend")
