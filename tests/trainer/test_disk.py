@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from ddpjob_trainer.checkpoints import CheckpointConfig, CheckpointFolder, folde
 from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.fence import Claim
 from ddpjob_trainer.group import Group
+from ddpjob_trainer.progress import MetricsLog
 from ranks import TINY, metrics, run
 
 FORMATS = pytest.mark.parametrize("format", ["torch", "dcp"])
@@ -121,6 +123,23 @@ def failing(first: int, last: int) -> Any:
         folder.torch_file.write = full  # type: ignore[assignment]
 
     return prepare
+
+
+def test_the_metrics_log_of_a_full_disk_loses_lines_and_not_the_training(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = MetricsLog(volume)
+    log.write("step", step=1)
+    with (volume / "ballast").open("wb", buffering=0) as ballast:
+        while ballast.write(b"x" * 4096) == 4096 and os.statvfs(volume).f_bavail:
+            pass
+    for step in range(2, 200):
+        log.write("step", step=step, filler="x" * 100)
+    assert capsys.readouterr().err.count("metrics.jsonl cannot be written (No space left on device)") == 1
+    (volume / "ballast").unlink()
+    log.write("step", step=200)
+    lines = (volume / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["step"] == 1 and json.loads(lines[-1])["step"] == 200
+    broken = [line for line in lines if not line.endswith("}")]
+    assert len(broken) <= 1, "a line that was cut stands alone"
 
 
 ARGUMENTS = [*TINY, "checkpoint.every_steps=1", "checkpoint.every_epochs=0"]

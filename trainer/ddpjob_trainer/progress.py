@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpjob_trainer.atomic import write_all
 from ddpjob_trainer.coordinator import CoordinatorLink, wall_clock
 from ddpjob_trainer.display import Display, Status, duration, open_display
 from ddpjob_trainer.group import Group
@@ -41,15 +43,25 @@ class MetricsLog:
         path = run_dir / METRICS
         content = path.read_bytes() if path.exists() else b""
         self.lives = content.count(b'{"event": "start"')
-        self._file = path.open("a", encoding="utf-8")
-        if content and not content.endswith(b"\n"):  # A writer was killed in the middle of a line.
-            self._file.write("\n")
+        self._path, self._file = path, path.open("ab", buffering=0)
+        self._cut = bool(content) and not content.endswith(b"\n")  # A writer was killed in the middle of a line.
+        self._warned = False
 
     def write(self, event: str, **fields: Any) -> None:
-        """One line: what happened, when, and its numbers (those that are not finite as null: JSON knows no NaN)."""
+        """One line: what happened, when, and its numbers (those that are not finite as null: JSON knows no NaN).
+
+        On a full disk lines are lost, told of once, and training goes on.
+        """
         finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()}
-        self._file.write(json.dumps({"event": event, "time": wall_clock()} | finite) + "\n")
-        self._file.flush()
+        line = json.dumps({"event": event, "time": wall_clock()} | finite) + "\n"
+        try:
+            write_all(self._file, (("\n" if self._cut else "") + line).encode())
+            self._cut = False
+        except OSError as error:
+            self._cut = True
+            if not self._warned:
+                print(f"warning: {self._path} cannot be written ({error.strerror}): lines are lost", file=sys.stderr, flush=True)
+            self._warned = True
 
 
 class Progress:
