@@ -1,0 +1,39 @@
+"""CIFAR-10 as tutorials train it: torchvision's data set, PIL transforms, a DataLoader with workers."""
+
+from __future__ import annotations
+
+import torch
+import torchvision
+import torchvision.transforms as transforms
+from models_of_cases import model_of
+from plain_loop import options, train
+
+
+class Cifar10(torchvision.datasets.CIFAR10):
+    """Data that was made has not the official files' checksums."""
+
+    def _check_integrity(self) -> bool:
+        return True
+
+    def _load_meta(self) -> None:
+        self.classes = [str(number) for number in range(10)]
+
+
+def main() -> None:
+    """One epoch."""
+    given = options()
+    transform = transforms.Compose(
+        [
+            transforms.RandomCrop(32, padding=4),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+        ]
+    )
+    data = Cifar10(str(given.data), train=True, transform=transform)
+    loader = torch.utils.data.DataLoader(data, batch_size=given.batch, shuffle=True, num_workers=given.workers)
+    train(model_of(given.model, (3, 32, 32), 10), loader, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""ImageNet as the official example trains it (pytorch/examples, imagenet/main.py): ImageFolder, PIL transforms, DataLoader workers."""
+
+from __future__ import annotations
+
+import torch
+from models_of_cases import model_of
+from plain_loop import options, train
+from torchvision import datasets, transforms
+
+
+def main() -> None:
+    """One epoch."""
+    given = options()
+    data = datasets.ImageFolder(
+        str(given.data / "train"),
+        transforms.Compose(
+            [
+                transforms.RandomResizedCrop(224),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225]),
+            ]
+        ),
+    )
+    pin = torch.cuda.is_available()
+    loader = torch.utils.data.DataLoader(data, batch_size=given.batch, shuffle=True, num_workers=given.workers, pin_memory=pin)
+    train(model_of(given.model, (3, 224, 224), len(data.classes)), loader, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What the official examples share: the loop, with their meters, and how its speed is told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def options() -> argparse.Namespace:
+    """Of either loop."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--warm", type=int, required=True, help="steps before the clock starts")
+    parser.add_argument("--steps", type=int, required=True, help="steps in all")
+    return parser.parse_args()
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...]) -> list[float]:
+    """As in the ImageNet example."""
+    with torch.no_grad():
+        _, pred = output.topk(max(topk), 1, True, True)
+        correct = pred.t().eq(target.view(1, -1).expand(max(topk), -1))
+        return [correct[:k].reshape(-1).float().sum(0).mul_(100.0 / target.size(0)).item() for k in topk]
+
+
+def train(model: nn.Module, loader: Iterable[tuple[torch.Tensor, torch.Tensor]], given: argparse.Namespace) -> None:
+    """One epoch; prints images and seconds after the warm-up."""
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=1e-4)
+    losses = began = 0.0
+    model.train()
+    for step, (images, target) in enumerate(loader, 1):
+        output = model(images)
+        loss = criterion(output, target)
+        losses += loss.item() * images.size(0)
+        accuracy(output, target, (1, 5))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == given.warm:
+            began = time.time()
+        if step == given.steps:
+            print(json.dumps({"images": (given.steps - given.warm) * given.batch, "seconds": time.time() - began}), flush=True)
+            return
+    raise SystemExit(f"the data set ended before step {given.steps}")
