@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from ddpjob_trainer.checkpoints import folder, torch_file
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.errors import ConfigError, TrainingError
 from ddpjob_trainer.group import Group
+from ddpjob_trainer.progress import Progress
 from ddpjob_trainer.signals import StopRequest, grace_from_env
 from ranks import TINY, finish, metrics, start, stop_at, until
 
@@ -68,6 +69,50 @@ def test_a_stop_waits_for_the_checkpoint_under_way_then_saves_its_own(tmp_path: 
     assert [line["step"] for line in metrics(tmp_path / "run", "checkpoint")] == [3, 5]
     assert {path.name for path in tmp_path.glob("*.pt")} == {"step-000000003.pt", "step-000000005.pt"}
     assert [line["step"] for line in metrics(tmp_path / "run", "stop")] == [5]
+
+
+def test_a_checkpoint_under_way_is_waited_for_where_nobody_says_when_the_end_comes(tmp_path: Path) -> None:
+    """The disk takes 7 s, longer than the patience with a step: rank 0 waits for it at an epoch's end, and rank 1 for rank 0."""
+
+    def prepare(rank: int) -> None:
+        write = torch_file.write
+
+        def slowly(*args: Any) -> None:
+            time.sleep(7.0)
+            write(*args)
+
+        folder.torch_file.write = slowly  # type: ignore[assignment]
+
+    ranks = start(2, [*TINY, "checkpoint.every_steps=7", "checkpoint.keep_best=1", f"checkpoint.dir={tmp_path}"], prepare)
+    until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(metrics(tmp_path / "run", "step")) == 8)
+    time.sleep(0.3)
+    for process, _ in ranks:
+        os.kill(process.pid, signal.SIGTERM)
+    assert [end.code for end in finish(ranks)] == [75, 75]
+    assert {path.name for path in tmp_path.glob("step*")} >= {"step-000000007.pt", "step-000000008.pt"}
+
+
+def test_an_error_in_training_does_not_cut_the_checkpoint_under_way(tmp_path: Path) -> None:
+    def prepare(rank: int) -> None:
+        write = torch_file.write
+
+        def slowly(*args: Any) -> None:
+            time.sleep(3.0)
+            write(*args)
+
+        folder.torch_file.write = slowly  # type: ignore[assignment]
+        report = Progress.report
+
+        def fail_later(self: Progress, **fields: Any) -> None:
+            report(self, **fields)
+            if fields["step"] == 5:
+                raise TrainingError("the loss is not finite")
+
+        Progress.report = fail_later  # type: ignore[method-assign]
+
+    ends = finish(start(1, [*TINY, "checkpoint.every_steps=3", f"checkpoint.dir={tmp_path}"], prepare))
+    assert ends[0].code == 1 and "not finite" in ends[0].error
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step-000000003.pt"]
 
 
 HELPER = "import sys, time; print('ready', flush=True); time.sleep(60)"

@@ -24,7 +24,7 @@ from ddpjob_trainer.group import Group, Reduction
 
 EXIT_STEPPED_ASIDE = 75
 EXIT_TERMINATED = 128 + signal.SIGTERM
-_PATIENCE_SECONDS = 4.0
+_PATIENCE_SECONDS, _TORCHRUNS_SECONDS = 4.0, 30.0  # the latter between its SIGTERM and its SIGKILL
 _GRACE_VARIABLE, _LAUNCHERS_SECONDS, _OWN_SECONDS = "DDPJOB_GRACE_SECONDS", 2.0, 1.0
 
 
@@ -67,6 +67,7 @@ class StopRequest:
         self._agreed = threading.Event()
         self._last_step = time.monotonic()
         self._slowest_step = 0.0
+        self._saving = False
         self._grace = grace_from_env()
 
     def listen(self) -> None:
@@ -90,7 +91,7 @@ class StopRequest:
         self._last_step = now
         state = self._saver.state if self._saver else SaverState()
         flags = torch.tensor([float(flag) for flag in (self.requested, save_due, state.busy, state.failed, state.fenced)])
-        return Agreement(self._group.sum_begin(flags), self._agreed, self._saver)
+        return Agreement(self._group.sum_begin(flags), self)
 
     def _watch(self, reader: int) -> None:
         while signal.SIGTERM not in os.read(reader, 64):
@@ -104,25 +105,37 @@ class StopRequest:
             os._exit(EXIT_TERMINATED)
 
     def _patience(self) -> float:
-        """Seconds that the ranks have to agree. Until the pod's end there is still the launcher's share, and one second to say so."""
+        """Seconds that the ranks have to agree. Until the pod's end there is still the launcher's share, and one second to say so.
+
+        Where nobody says when the end comes, a step must do; or a checkpoint that a rank had on its way, for which the others may wait.
+        """
         if self._grace is None:
-            return _PATIENCE_SECONDS + 2 * self._slowest_step
+            return _TORCHRUNS_SECONDS - _OWN_SECONDS if self._saving else _PATIENCE_SECONDS + 2 * self._slowest_step
         return max(0.5, self._grace - _LAUNCHERS_SECONDS - _OWN_SECONDS)
+
+    def _settled(self, stop: bool, busy: bool) -> None:
+        self._saving = busy
+        if stop:
+            self._agreed.set()
+
+    def _give_up(self, fenced: bool) -> None:
+        """Raises CheckpointError, on every rank."""
+        if self._saver is not None:
+            raise self._saver.failure(fenced)
 
 
 class Agreement:
     """What the ranks agree on at the end of a step."""
 
-    def __init__(self, flags: Reduction, agreed: threading.Event, saver: Saver | None) -> None:
-        self._flags, self._agreed, self._saver = flags, agreed, saver
+    def __init__(self, flags: Reduction, request: StopRequest) -> None:
+        self._flags, self._request = flags, request
 
     def wait(self) -> tuple[bool, bool]:
         """(stop, save): the same on every rank. Raises CheckpointError on every rank when one cannot save any more."""
         stop, due, busy, failed, fenced = (float(flag) for flag in self._flags.wait())
-        if failed and self._saver is not None:
-            raise self._saver.failure(fenced > 0)
-        if stop:
-            self._agreed.set()
+        if failed:
+            self._request._give_up(fenced > 0)
+        self._request._settled(stop > 0, busy > 0)
         return stop > 0, due >= Due.NOW or (due >= Due.WHEN_FREE and not busy)
 
 

@@ -50,7 +50,7 @@ def run(config: Config) -> int:
     checkpoints = CheckpointFolder(config.checkpoint, config.checkpoint_dir, group)
     if checkpoints.writes or config.train.ledger:
         prepare_folder(config.run_dir, "train.run_dir")
-    with joined(group, placement, config.train.timeout_seconds):
+    with joined(group, placement, config.train.timeout_seconds), checkpoints:
         trainer = Trainer(config, group, placement.device, data, checkpoints)
         trainer.resume()
         return trainer.train()

@@ -21,13 +21,14 @@ from ddpjob_trainer.checkpoints.facts import Facts
 from ddpjob_trainer.checkpoints.retention import Entry
 from ddpjob_trainer.checkpoints.snapshot import Snapshot, Staging
 from ddpjob_trainer.checkpoints.writer import Landed, Writer
-from ddpjob_trainer.errors import CheckpointError, FencedError
+from ddpjob_trainer.errors import CheckpointError, FencedError, TrainerError
 from ddpjob_trainer.fence import Claim
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.signals import Due, SaverState
 
 _NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
 _NOTHING, _BROKEN = -1, -2
+_ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
 
 class CheckpointFolder:
@@ -124,6 +125,13 @@ class CheckpointFolder:
         if any(ends):
             raise self.failure(2 in ends)
 
+    def __enter__(self) -> CheckpointFolder:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Training ends, maybe by an error: give a checkpoint that is on its way some time. Peers that are to restart wait for our end."""
+        self._writer.wait(_ERROR_SECONDS if isinstance(error, TrainerError) else _LOST_PEER_SECONDS)
+
     def failure(self, fenced: bool) -> CheckpointError:
         """Why training ends on all ranks, said by this one."""
         if self._writer.failure is not None:
@@ -154,7 +162,8 @@ class CheckpointFolder:
 
     def _tidy(self) -> None:
         """Delete what need not be kept, and mark the best. In the background."""
-        scores, self._unmarked = self._scores, False
+        self._unmarked = False  # In this order: what is scored from now on is marked by the next one.
+        scores = self._scores
         for entry in retention.expendable(self._entries(), scores, self._config):
             discard(entry.path)
             self._known.pop(entry.path, None)

@@ -53,10 +53,10 @@ class Writer:
         self._thread = threading.Thread(target=self._work, args=(act, path, step, pause_seconds), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until no checkpoint is on its way. `failure` tells how it went."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Until no checkpoint is on its way, or so long. `failure` tells how it went."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def landed(self) -> list[Landed]:
         """What has come to disk since the last call, oldest first."""
