@@ -80,14 +80,12 @@ class NonFiniteGuard:
             return
         self._in_a_row += 1
         samples = {rank: self._samples_of(rank, taken.samples) for rank, bad in enumerate(saw) if bad}
-        what = (
-            f"the loss is not finite at step {taken.step} on {_parts(samples)}"
-            if samples
-            else f"the gradient overflows at step {taken.step}"
-        )
+        where = f"the loss is not finite on {_parts(samples)}" if samples else "the gradient overflows"
+        what = f"step {taken.step}: {where}"
         if self._in_a_row >= self._limit:
+            row = "it was" if self._in_a_row == 1 else f"{self._in_a_row} steps in a row were"
             raise TrainingError(
-                f"{what}; {self._in_a_row} step{'s' if self._in_a_row > 1 else ''} in a row were left out (train.nonfinite_limit)."
+                f"{what}; {row} left out (train.nonfinite_limit={self._limit})."
                 f" Lower optim.lr, lengthen optim.warmup_epochs, set optim.clip_norm, or look at these samples; checkpoints are from before"
             )
         self._tell(taken.step, f"{what}; the step is left out on all ranks ({self._in_a_row} of {self._limit} in a row)", samples)

@@ -29,7 +29,7 @@ class StackDumps:
         self._limit = _SHARE_OF_TIMEOUT * timeout_seconds
         self._path = run_dir / FOLDER / f"rank-{rank}.txt"
         self._rank = rank
-        self._steps = 0
+        self._began = time.monotonic()
         self._closing = threading.Event()
         self._file: IO[bytes] | None = self._open()
         self._copied = self._size()
@@ -40,7 +40,7 @@ class StackDumps:
 
     def alive(self) -> None:
         """A step, or a round of an evaluation, has begun."""
-        self._steps += 1
+        self._began = time.monotonic()
 
     def close(self) -> None:
         """Watch no more. SIGUSR1 is ignored from now on: it must not end a rank that is about to leave."""
@@ -69,17 +69,19 @@ class StackDumps:
         return os.fstat(self._file.fileno()).st_size if self._file is not None else 0
 
     def _arm(self) -> None:
-        faulthandler.dump_traceback_later(self._limit, file=self._file or sys.stderr)
+        left = self._limit - (time.monotonic() - self._began)
+        faulthandler.dump_traceback_later(max(0.1, left), file=self._file or sys.stderr)
 
     def _watch(self) -> None:
-        seen, armed = self._steps, time.monotonic()
+        armed_for, told = self._began, False
         while not self._closing.wait(_LOOK_SECONDS):
-            if self._steps != seen:
-                seen, armed = self._steps, time.monotonic()
+            if self._began != armed_for:
+                armed_for, told = self._began, False
                 self._arm()
-            elif armed and time.monotonic() - armed > self._limit + _LOOK_SECONDS:
-                armed = 0.0
-                print(f"rank {self._rank}: no step for {self._limit:.0f} s; its stacks are in {self._path}", file=sys.stderr, flush=True)
+            elif not told and time.monotonic() - armed_for > self._limit:
+                told = True
+                where = f"its stacks are in {self._path}"
+                print(f"rank {self._rank}: no step for {self._limit:.1f} s; {where}", file=sys.stderr, flush=True)
             self._copy()
         self._copy()
 
