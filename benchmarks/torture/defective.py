@@ -30,12 +30,12 @@ def forget_momentum():
 
 def no_resume():
     """A start cannot read a checkpoint: the job can never go on after a kill."""
-    from ddpjob_trainer import checkpoint
+    from ddpjob_trainer.checkpoints import torch_file
 
     def broken(content):
         raise RuntimeError("this trainer cannot read its own checkpoints")
 
-    checkpoint.decode = broken
+    torch_file.decode = broken
 
 
 DEFECTS = {"lose-sample": lose_sample, "forget-consumed": forget_consumed, "forget-momentum": forget_momentum, "no-resume": no_resume}
