@@ -81,6 +81,7 @@ class Precision:
         self.dtype = _dtype(self.config, self._device)
         self._scale = _loss_scale(self.config, self.dtype)
         self._scaler = None if self._scale == 1 else _scaler(self._device, self._scale, self.config.scale_window)
+        self._waits = self._device.type == "cpu"  # To look at a number on an accelerator takes until it has worked off what it was given.
         self._originals: dict[str, torch.Tensor] = {}
         self._masters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         if self._device.type == "cuda":
@@ -161,7 +162,7 @@ class Precision:
         return norm if self.over_parts is None else self.over_parts(norm.square()).sqrt()
 
     def _step_if_finite(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor, weights: int) -> bool | torch.Tensor:
-        fused = optimizer.defaults.get("fused") and self._device.type != "cpu"
+        fused = optimizer.defaults.get("fused") and not self._waits
         if fused and len(optimizer.state) >= weights:  # A first step that is left out would leave fused SGD's momentum uninitialised.
             skipped = ~torch.isfinite(norm)
             optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
@@ -222,9 +223,15 @@ class _Scaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        here: Any = SimpleNamespace(param_groups=[{"params": [SimpleNamespace(grad=gradient) for gradient in gradients]}])
+        parts = [_part(weight) for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+        here: Any = SimpleNamespace(param_groups=[{"params": parts}])
         return super()._unscale_grads_(here, inv_scale, found_inf, True)
+
+
+def _part(weight: torch.Tensor) -> torch.Tensor:
+    part = local(weight.detach())
+    part.grad = None if weight.grad is None else local(weight.grad)
+    return part
 
 
 def _scaler(device: torch.device, scale: float | None, window: int) -> _Scaler:
