@@ -21,6 +21,7 @@ from ddpjob_trainer import config
 from ddpjob_trainer.errors import PreflightError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.preflight import clock, flight, folders
+from ddpjob_trainer.preflight.report import Report
 from networks import Network, need_namespaces, network, own_mount
 from ranks import TINY, free_port, metrics, run
 
@@ -93,11 +94,12 @@ def _rank(env: dict[str, str], arguments: list[str], prepare: Prepare | None, fo
             place.enter(rank)
         if prepare is not None:
             prepare(rank)
-        verdict = flight.conduct(config.load(None, arguments), Group.from_env())
-        if verdict.report is not None:
-            verdict.report.write(folder / "report.json")
-            verdict.report.show()
-        code = int(verdict.failed)
+
+        def publish(report: Report) -> None:
+            report.write(folder / "report.json")
+            report.show()
+
+        code = int(flight.conduct(config.load(None, arguments), Group.from_env(), publish).failed)
     except PreflightError as error:
         print(f"error: {error}")
         code = 1
@@ -439,6 +441,7 @@ def test_command_under_torchrun(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["failed"], report["ranks"], report["nodes"]) == (True, 2, 1)
     assert "preflight of 2 rank(s) on 1 node(s)" in done.stdout and "Not a directory" in done.stdout
+    assert "error: preflight: checkpoint folder at" in done.stderr and "left behind" not in done.stderr
 
 
 def test_command_by_spawn(tmp_path: Path) -> None:

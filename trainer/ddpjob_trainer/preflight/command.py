@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
 from ddpjob_trainer import fast_start, leaving
 from ddpjob_trainer.command_line import read_settings, take_option
-from ddpjob_trainer.errors import PreflightError
+from ddpjob_trainer.errors import ConfigError, PreflightError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.preflight.flight import conduct
+from ddpjob_trainer.preflight.report import Report
 
 _LINGER_SECONDS = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    """Check; rank 0 prints the table. Returns 0 when nothing failed, 1 when something did, on every rank. Raises TrainerError."""
+    """Check; rank 0 prints the table. Returns 0.
+
+    Raises PreflightError on every rank when a check failed, so that a job's status says why; ConfigError for a wrong command line.
+    """
     if "--help" in arguments or "-h" in arguments:
         print(__doc__)
         return 0
-    json_file, rest = take_option(arguments, "--json")
+    name, rest = take_option(arguments, "--json")
     config = read_settings(rest)
+    if name is not None and not Path(name).absolute().parent.is_dir():
+        raise ConfigError(f"--json {name}: its folder does not exist; give a file in one that does")
+
+    def publish(report: Report) -> None:
+        report.show()
+        if name is not None:
+            report.write(Path(name))
+
     fast_start.install()
     leaving.leave_fast()  # A thread that waits for a dead mount must not keep the process.
     try:
-        verdict = conduct(config, Group.from_env())
-    except PreflightError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        verdict = conduct(config, Group.from_env(), publish)
+    except PreflightError:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(_LINGER_SECONDS)  # torchrun ends all ranks when one leaves: rank 0's table must be out before.
-        return leaving.with_code(1)
-    if verdict.report is not None:
-        verdict.report.show()
-        if json_file is not None:
-            verdict.report.write(Path(json_file))
-    return leaving.with_code(1 if verdict.failed else 0)
+        raise
+    if verdict.failed:
+        raise PreflightError(verdict.sentence)
+    return leaving.with_code(0)

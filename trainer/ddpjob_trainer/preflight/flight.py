@@ -29,23 +29,23 @@ _CONNECT_SECONDS, _CLOCK_SECONDS, _BYE_SECONDS, _LEAVE_SECONDS = 3.0, 2.0, 3.0, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The same on every rank, but for the report, which rank 0 has."""
+    """The same on every rank; `sentence` is empty unless it failed."""
 
     failed: bool
     sentence: str
-    report: Report | None = None
 
 
-def conduct(config: Config, group: Group) -> Verdict:
-    """Check all ranks together; ends within seconds, whatever happens. Raises PreflightError where the other ranks cannot be met."""
-    return Flight(config, group).run()
+def conduct(config: Config, group: Group, publish: Callable[[Report], None]) -> Verdict:
+    """Check all ranks together; ends within seconds, whatever happens. Raises PreflightError where the other ranks cannot be met.
+
+    Rank 0 calls `publish` before any rank knows the verdict: a launcher ends all ranks when the first one leaves.
+    """
+    return Flight(config, group, publish).run()
 
 
 def require(config: Config, group: Group) -> None:
     """Before training. Raises PreflightError on every rank when a check fails; rank 0 prints the table."""
-    verdict = conduct(config, group)
-    if verdict.report is not None:
-        verdict.report.show()
+    verdict = conduct(config, group, Report.show)
     if verdict.failed:
         raise PreflightError(verdict.sentence)
 
@@ -53,8 +53,8 @@ def require(config: Config, group: Group) -> None:
 class Flight:
     """One rank's part."""
 
-    def __init__(self, config: Config, group: Group) -> None:
-        self._config, self._group, self._settings = config, group, config.preflight
+    def __init__(self, config: Config, group: Group, publish: Callable[[Report], None]) -> None:
+        self._config, self._group, self._settings, self._publish = config, group, config.preflight, publish
         self._began = time.monotonic()
         self._leads_node = group.local_rank == 0
 
@@ -170,9 +170,13 @@ class Flight:
         results += self._together(nodes, facts)
         results.append(self._collective(nodes, results))
         report = Report.of(self._group.world, len(nodes.leaders), time.monotonic() - self._began, results)
-        board.tell("verdict", {"failed": report.failed, "sentence": report.first_failure()})
+        verdict = Verdict(report.failed, report.first_failure())
+        try:
+            self._publish(report)
+        finally:
+            board.tell("verdict", asdict(verdict))
         board.gather("bye", [rank for rank in facts if rank > 0], _BYE_SECONDS, "a farewell")
-        return Verdict(report.failed, report.first_failure(), report)
+        return verdict
 
     def _joined(self, hellos: dict[int, Any], facts: dict[int, Any]) -> Result:
         world = self._group.world
@@ -225,11 +229,11 @@ class Flight:
         return devices.choose(self._config.train.backend, self._group.local_rank).backend
 
     def _remove_token(self) -> None:
-        remove: Callable[[], None] = lambda: folders.token_path(self._context).unlink(missing_ok=True)  # noqa: E731
+        token = folders.token_path(self._context)
         try:
-            within(self._settings.step_seconds, "removing the file in the checkpoint folder", remove)
+            within(self._settings.step_seconds, f"removing {token}", lambda: token.unlink() if token.exists() else None)
         except (OSError, PreflightError) as error:
-            print(f"warning: {folders.token_path(self._context)} was left behind: {error}", file=sys.stderr, flush=True)
+            print(f"warning: {token} was left behind: {error}", file=sys.stderr, flush=True)
 
 
 def seen_of(check: Check[Any], facts: dict[int, Any], nodes: Nodes, config: Config, world: int) -> Seen[Any]:
