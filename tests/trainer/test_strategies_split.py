@@ -68,12 +68,14 @@ def test_losses_and_weights_are_those_of_one_process(case: str, alone: Path, tmp
 
 
 def test_each_strategy_goes_on_from_the_one_before(alone: Path, tmp_path: Path) -> None:
-    """Stopped by SIGTERM at one rank within an epoch, on another number of ranks, seven times."""
+    """Stopped by SIGTERM at one rank within an epoch, on another number of ranks, seven times; from both formats of checkpoints."""
     arguments = [*PROBLEM, f"checkpoint.dir={tmp_path}"]
     lives = [("ddp", 2), ("fsdp", 3), ("pipeline", 2), ("dp", 1), ("fsdp", 2), ("ddp_mp", 3), ("pipeline", 3)]
     for number, (strategy, world) in enumerate(lives):
-        ended = run(world, [*arguments, f"strategy={strategy}"], prepare=stop_at(2 * number + 3))
+        form = "dcp" if number < 3 else "torch"
+        ended = run(world, [*arguments, f"strategy={strategy}", f"checkpoint.format={form}"], prepare=stop_at(2 * number + 3))
         assert [end.code for end in ended] == [75] * world, ended
+        assert max(tmp_path.glob("step-*")).suffix == (".dcp" if form == "dcp" else ".pt")
     good(1, [*arguments, "strategy=single"])
     assert [row["world"] for row in metrics(tmp_path / "run", "start")] == [*(world for _, world in lives), 1]
     assert_same(tmp_path, alone, exact=False)

@@ -7,6 +7,7 @@ of any other strategy; the schedules are PyTorch's (Huang et al., GPipe, 2019; N
 from __future__ import annotations
 
 import enum
+import importlib
 import io
 import itertools
 from collections.abc import Callable, Iterator
@@ -85,6 +86,7 @@ class Pipeline(Strategy):
         super().prepare(Part(parts[self.stage]))
         self.statistics = BatchStatistics(self.model, self._twins)
         if self.stages > 1:
+            importlib.import_module("torch.distributed.pipelining")  # Takes more than a second: not in the first step.
             self.precision.over_parts = self._line.sum
 
     # ------------------------------------------------------------ training
@@ -111,6 +113,8 @@ class Pipeline(Strategy):
         last = self.stage == self.stages - 1
         schedule = self._schedule(len(together), images[0].shape)
         schedule.step(*inputs, **({"target": torch.arange(len(together))} if last else {}))
+        if not last:
+            self.precision.scaled(self._losses)  # GradScaler wants to have been called where gradients are unscaled.
         return self._losses
 
     def _schedule(self, number: int, shape: torch.Size) -> Any:
