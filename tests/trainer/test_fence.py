@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from ddpjob_trainer.checkpoints import CheckpointConfig, CheckpointFolder
 from ddpjob_trainer.errors import ConfigError, FencedError
 from ddpjob_trainer.fence import EXIT_FENCED, Claim, place_from_env
 from ddpjob_trainer.group import Group
+from ddpjob_trainer.ledger import Ledger
 from ddpjob_trainer.train import agree_on_life
-from ranks import TINY, until
+from ranks import TINY, run, until
 
 
 def life(folder: Path, monkeypatch: pytest.MonkeyPatch, fence: str) -> CheckpointFolder:
@@ -115,6 +117,25 @@ def test_a_frozen_process_that_wakes_up_after_its_successor(defect: str, tmp_pat
     assert torch.load(shared / f"step-{theirs[-1]:09d}.pt", weights_only=True)["step"] == theirs[-1]
     last = log.read_text().splitlines()[-1]
     assert last.startswith("error: checkpoint folder") and "generation 0, round 10" in last and "Traceback" not in log.read_text()
+
+
+def test_all_ranks_end_as_fenced_when_the_writer_is(tmp_path: Path) -> None:
+    """Rank 0 finds out in the background; rank 1 must not be taken for a failure of its own."""
+
+    def prepare(rank: int) -> None:
+        write = Ledger.step
+
+        def step_and_claim(self: Ledger, number: int, taken: Any) -> None:
+            write(self, number, taken)
+            if rank == 0 and number == 4:
+                Claim(7, 0, 99).take(tmp_path)
+
+        Ledger.step = step_and_claim  # type: ignore[method-assign]
+
+    ends = run(2, [*TINY, "train.epochs=50", "checkpoint.every_steps=2", f"checkpoint.dir={tmp_path}"], prepare=prepare)
+    assert all(end.error.startswith("FencedError: ") for end in ends), ends
+    assert "(generation 7, round 0)" in ends[0].error and "its message says why" in ends[1].error
+    assert max(steps(tmp_path)) <= 4
 
 
 def test_a_start_that_is_older_than_the_folder_ends_with_the_code(tmp_path: Path) -> None:
