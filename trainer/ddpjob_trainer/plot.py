@@ -74,6 +74,8 @@ def _label(history: History) -> str:
 
 
 def _dress(panels: list[Axes], histories: list[History]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     panels[0].set_yscale("log")
     panels[0].set_ylabel("loss (log scale)")
     panels[0].legend(frameon=False, loc="upper right", fontsize=9)
@@ -83,7 +85,7 @@ def _dress(panels: list[Axes], histories: list[History]) -> None:
     panels[3].set_ylabel("ranks")
     most = max(world for history in histories for _, _, world in history.worlds)
     panels[3].set_ylim(0, most * 1.25)
-    panels[3].yaxis.get_major_locator().set_params(integer=True)
+    panels[3].yaxis.set_major_locator(MaxNLocator(integer=True))
     values = [100 * row["accuracy"] for history in histories for row in history.evaluations]
     if values:
         room = max(1.0, 0.15 * (max(values) - min(values)))

@@ -129,7 +129,8 @@ class Trainer:
     def _train_epoch(self) -> bool:
         """The rest of the sampler's epoch, a checkpoint, an evaluation. Returns whether all ranks agreed to stop."""
         self.progress.restart_clock()
-        loss_sum, samples = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        samples: int | torch.Tensor = 0
         steps = list(self.sampler.rest_of_epoch())
         batches = self._batches([micro for step in steps for micro in step.micros], self.sampler.state.epoch)
         self.corrupt.begin_epoch()

@@ -35,7 +35,7 @@ class Curve:
             return self
         wanted = torch.linspace(1.0, 0.0, limit - 1, dtype=torch.float64)
         keep = torch.searchsorted(-self.recall[:-1].contiguous(), -wanted, right=True) - 1
-        keep = torch.cat([torch.tensor([0]), keep]).unique()
+        keep = torch.unique_consecutive(torch.cat([keep, torch.tensor([0])]).sort().values)
         ends = torch.cat([keep, torch.tensor([len(self.thresholds)])])
         return Curve(self.precision[ends], self.recall[ends], self.thresholds[keep])
 

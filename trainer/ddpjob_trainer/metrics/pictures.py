@@ -116,7 +116,7 @@ def _bars(panel: Axes, precision: npt.NDArray[np.float64], names: list[str]) -> 
     panel.barh(places, precision, color=[colormaps["tab20"](number % 20) for number in range(len(precision))], height=0.7)
     for place, value in zip(places, precision, strict=True):
         at, side = (value - 0.01, "right") if value > 0.25 else (value + 0.01, "left")
-        panel.text(at, place, f"{value:.4f}", ha=side, va="center", fontsize=8)
+        panel.text(at, float(place), f"{value:.4f}", ha=side, va="center", fontsize=8)
     panel.set_yticks(places, names)
     panel.invert_yaxis()
     panel.set(xlabel="average precision of each class", xlim=(0, 1))

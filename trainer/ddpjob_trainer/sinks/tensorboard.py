@@ -14,7 +14,7 @@ class TensorBoard:
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1, flush_secs=10)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1, flush_secs=10)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars."""
