@@ -64,7 +64,8 @@ def judge(offsets: dict[int, Offset | None], names: dict[int, str], limit: float
     bound = max(offset.bound for offset in known.values())
     value = f"{spread:.3f} s apart (measured to within {max(0.001, bound):.3f} s)"
     if wrong := [leader for leader in apart if apart[leader] > limit]:
-        status = Status.FAIL if max(apart.values()) > _KERBEROS_SECONDS else Status.WARN
+        far = max(apart.values()) > _KERBEROS_SECONDS
+        status, harm = (Status.FAIL, "Kerberos and S3 refuse it") if far else (Status.WARN, "logs cannot be put in order")
         shown = tuple(f"{names[leader]} ({known[leader].seconds - middle:+.1f} s)" for leader in wrong)
-        return Result("clocks", status, value, shown, "run NTP there (chronyc tracking, timedatectl): logs cannot be put in order")
+        return Result("clocks", status, value, shown, f"run NTP there (chronyc tracking, timedatectl): {harm}")
     return Result("clocks", Status.OK, value)
