@@ -14,7 +14,7 @@ from ddpjob_trainer.data import UNREADABLE, corrupt, images, open_data
 from ddpjob_trainer.errors import DataError
 from ddpjob_trainer.models import build_model
 from ddpjob_trainer.sampler import permutation
-from ranks import Ended, final_losses, good, run
+from ranks import Ended, final_losses, good, metrics, run
 
 BATCH, SIZE = 6, 24
 CORRUPT = (1, 2, 14, 20)  # of the sorted training files: two of them in one micro-batch of the first epoch or the second
@@ -75,6 +75,8 @@ def test_training_is_that_of_a_plain_loop_over_the_readable_ones_on_1_2_and_3_ra
     expected = reference(folder)
     for world in (1, 2, 3):
         np.testing.assert_allclose(trained(world, folder, tmp_path / str(world)), expected, rtol=2e-5, err_msg=f"{world} ranks")
+        counts = [row.get("corruptImages", 0) for row in metrics(tmp_path / str(world) / "run", "step")]
+        assert (counts[3], counts[7]) == (len(CORRUPT), len(CORRUPT)), "told with the progress, counted anew in each epoch"
 
 
 def no_scaling(rank: int) -> None:
@@ -156,5 +158,4 @@ def test_too_many_end_the_training_at_the_same_step_on_any_number_of_ranks(folde
         ended: list[Ended] = run(world, [*arguments(folder, "data.corrupt_limit=0.125"), f"checkpoint.dir={where}"])
         said = "4 of 24 training images cannot be read, more than data.corrupt_limit=0.125 allows"
         assert all(end.code == 1 and said in end.error for end in ended), ended
-        metrics = where / "run" / "metrics.jsonl"
-        assert metrics.read_text().count('"event": "step"') == last
+        assert len(metrics(where / "run", "step")) == last

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +217,63 @@ def test_values_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             opened(*arguments)
+
+
+def test_a_small_set_lies_on_the_training_device(tmp_path: Path) -> None:
+    """`meta` stands for an accelerator: shapes without content, and no way back to the CPU."""
+    write_cifar_binary(tmp_path)
+    settings = config.load(None, ["data.name=cifar10", f"data.dir={tmp_path}"]).data
+    data = open_data(settings, torch.device("meta"))
+    (batch,) = data.train_batches([[3, 1, 2]], 0)
+    assert batch.images.device.type == batch.labels.device.type == "meta" and batch.images.shape == (3, 3, 32, 32)
+    assert batch.to(torch.device("meta")) is batch
+
+
+def test_test_images_are_never_augmented(tmp_path: Path) -> None:
+    write_cifar_binary(tmp_path)
+    plain, augmented = (opened("data.name=cifar10", f"data.dir={tmp_path}", f"data.augment={on}") for on in ("false", "true"))
+    (one,), (other,) = (data.test_batches([list(range(10))]) for data in (plain, augmented))
+    assert torch.equal(one.images, other.images)
+    (one,), (other,) = (data.train_batches([list(range(50))], 0) for data in (plain, augmented))
+    assert not torch.equal(one.images, other.images)
+
+
+def test_workers_live_over_epochs_and_serve_the_test_set_too(tmp_path: Path) -> None:
+    """Also after an epoch that was left in the middle: what was read ahead is not taken for the next one's."""
+    write_image_folder(tmp_path)
+    arguments = ["data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16"]
+    data, reference = opened(*arguments, "data.workers=2"), opened(*arguments, "data.workers=0")
+    parts = [[0, 1, 2, 3, 4], [5, 6, 7], [], [8]]
+
+    def same(mine: Any, theirs: Any) -> None:
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one.images, other.images) and torch.equal(one.labels, other.labels)
+
+    same(data.train_batches(parts, 0), reference.train_batches(parts, 0))
+    workers = children()
+    assert len(workers) == 2
+    left = data.train_batches(parts, 1)
+    next(left)
+    same(data.test_batches(parts), reference.test_batches(parts))
+    same(data.train_batches(parts, 2), reference.train_batches(parts, 2))
+    assert children() == workers
+
+
+def children() -> set[int | None]:
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+def test_the_share_of_time_waited_for_data_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading an image takes 20 ms here, and a step a few ms: nearly all time is waited, from the first step on."""
+    from ddpjob_trainer.data import imagefolder
+
+    write_image_folder(tmp_path)
+    read = imagefolder._content
+    monkeypatch.setattr(imagefolder, "_content", lambda path: (time.sleep(0.02), read(path))[1])
+    arguments = ["data.name=imagefolder", f"data.dir={tmp_path}", "data.batch=4", "data.image_size=8", "data.workers=0", "model.width=4"]
+    good(1, [*arguments, "train.epochs=1", "train.log_every=1", f"checkpoint.dir={tmp_path}/slow"])
+    waits = [row["dataWait"] for row in metrics(tmp_path / "slow" / "run", "step")]
+    assert len(waits) == 3 and min(waits) > 0.5
+    monkeypatch.setattr(imagefolder, "_content", read)
+    good(1, ["data.name=digits", "model.width=32", "train.epochs=1", "train.log_every=1", f"checkpoint.dir={tmp_path}/fast"])
+    assert max(row["dataWait"] for row in metrics(tmp_path / "fast" / "run", "step")[1:]) < 0.5

@@ -96,14 +96,16 @@ def _scaled(box: Box, down: float, across: float) -> Box:
 
 
 def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     broken = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
     try:
         with Image.open(io.BytesIO(content)) as image:
             return np.array(image.convert("RGB"))
+    except UnidentifiedImageError as error:
+        raise UnreadableImage("of no known image format" if content else "an empty file") from error
     except broken as error:
-        raise UnreadableImage(str(error).replace(repr(content), "") or type(error).__name__) from error
+        raise UnreadableImage(str(error) or type(error).__name__) from error
 
 
 def _planes(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
