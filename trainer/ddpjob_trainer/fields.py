@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import difflib
 import enum
+import functools
 import inspect
 import itertools
 import os
@@ -126,6 +127,7 @@ def walk(kind: type[Any], prefix: str = "") -> Iterator[FieldInfo]:
             yield FieldInfo(prefix + field.name, hints[field.name], field.default, docs.get(field.name, ""), field.metadata.get("env"))
 
 
+@functools.cache  # Reading it takes milliseconds, and every checkpoint asks.
 def _docs(kind: type[Any]) -> dict[str, str]:
     tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
