@@ -74,6 +74,15 @@ def test_every_changed_byte_is_found(whole: bytes, data: st.DataObject) -> None:
     assert facts == check(whole) and place > len(whole) - 200, "only white space within the comment may differ"
 
 
+@pytest.mark.parametrize(
+    ("said", "changed"), [(b'"step": 7', b'"step": 8'), (b'"epoch": 1', b'"epoch": 2'), (b'"world": 2', b'"world": 3')]
+)
+def test_what_a_checkpoint_says_of_itself_is_under_the_checksum(said: bytes, changed: bytes, whole: bytes) -> None:
+    assert whole.count(said) == 1
+    with pytest.raises(CheckpointError, match=r"corrupt \(its checksum does not match\)"):
+        check(whole.replace(said, changed))
+
+
 def opened(path: Path, *, life: int = 1, **settings: Any) -> CheckpointFolder:
     made = CheckpointFolder(CheckpointConfig(**settings), path, Group())
     made.claim(Claim(0, 0, life))
