@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -12,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from ddpjob_trainer import evaluate as evaluate_module
 from ddpjob_trainer.data import Batch
-from ddpjob_trainer.errors import ConfigError, DataError, TrainingError
+from ddpjob_trainer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from ddpjob_trainer.evaluate import EvalConfig, Evaluation, evaluate
 from ddpjob_trainer.group import Group
-from ddpjob_trainer.metrics import curves
+from ddpjob_trainer.metrics import command, curves
 from ddpjob_trainer.metrics.tally import PrKind, Tally
 from ddpjob_trainer.signals import StopRequest
 from ddpjob_trainer.strategies.base import Place
@@ -271,8 +273,6 @@ def test_an_empty_test_set_gives_no_numbers_but_ends() -> None:
 
 @pytest.mark.parametrize("classes", [3, 60])
 def test_files_and_pictures(classes: int, tmp_path: Path) -> None:
-    import json
-
     from ddpjob_trainer.metrics.files import EvaluationFiles
     from PIL import Image
     from sklearn.metrics import precision_recall_fscore_support
@@ -304,3 +304,88 @@ def test_thinning_keeps_the_ends_and_the_best_of_each_recall() -> None:
     assert (thin.recall[0], thin.recall[-1], thin.precision[-1]) == (1.0, 0.0, 1.0)
     best_at_full_recall = whole.precision[whole.recall == 1.0].max()
     assert thin.precision[thin.recall == 1.0].max() == best_at_full_recall
+
+
+# ------------------------------------------------------------ a real training, and the command
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs of digits on two ranks, evaluated with curves."""
+    folder = tmp_path_factory.mktemp("trained")
+    ended = ranks.run(2, [*ranks.TINY, f"checkpoint.dir={folder}", "eval.pr=exact", "train.eval_every=2"])
+    assert [end.code for end in ended] == [0, 0], ended
+    return folder
+
+
+def test_a_training_leaves_the_evaluation_of_its_epochs(trained: Path) -> None:
+    told = json.loads((trained / "run" / "eval" / "epoch-002.json").read_text())
+    (row,) = ranks.metrics(trained / "run", "eval")
+    assert {key: row[key] for key in ("epoch", "step", "loss", "accuracy", "top5", "mae", "macroAP", "microAP")} == {
+        key: told[key] for key in ("epoch", "step", "loss", "accuracy", "top5", "mae", "macroAP", "microAP")
+    }
+    assert told["samples"] == sum(entry["support"] for entry in told["classes"]) == 359
+
+
+def test_the_command_gives_what_scikit_learn_gives_for_the_checkpoint(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """The whole way: file, configuration in it, data, model, scores; the reference reads the file by torch.load alone."""
+    from ddpjob_trainer import config
+    from ddpjob_trainer.data import open_data
+    from ddpjob_trainer.models import build_model
+    from sklearn.metrics import average_precision_score, f1_score, log_loss
+
+    path = trained / "step-000000016.pt"
+    assert command.main([str(path), "-o", str(tmp_path), "eval.pictures=true", "train.eval_batch=100"]) == 0
+    shown = capsys.readouterr().out
+    told = json.loads((tmp_path / "step-000000016.json").read_text())
+    assert f"{path}: 359 test samples" in shown and f"accuracy  {told['accuracy']:.6f}" in shown and "and its pictures" in shown
+
+    settings = config.load(None, ranks.TINY)
+    data = open_data(settings.data)
+    model = build_model(settings.model, data.shape, data.classes, 1).eval()
+    model.load_state_dict(torch.load(path, weights_only=True)["model"])
+    (batch,) = data.test_batches([list(range(359))])
+    with torch.no_grad():
+        chances = model(batch.images).double().softmax(1).numpy()
+    assert told["loss"] == pytest.approx(log_loss(batch.labels, chances), abs=1e-5)
+    assert told["accuracy"] == np.mean(chances.argmax(1) == batch.labels.numpy())
+    assert told["macroAP"] == pytest.approx(average_precision_score(np.eye(10)[batch.labels], chances), abs=1e-4)
+    scores = f1_score(batch.labels, chances.argmax(1), average=None, zero_division=0)
+    assert [entry["f1"] for entry in told["classes"]] == pytest.approx(scores.tolist(), abs=1e-12)
+    assert json.loads((trained / "run" / "eval" / "epoch-002.json").read_text())["accuracy"] == told["accuracy"]
+
+
+def test_the_command_on_three_ranks_gives_the_same(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [str(trained), "eval.pr=binned", "eval.pictures=false"]
+    assert command.main([*arguments, "-o", str(tmp_path / "alone")]) == 0
+    monkeypatch.setattr(ranks.train, "run", lambda settings: command.main([*arguments, "train.threads=1", "-o", str(tmp_path / "three")]))
+    assert [end.code for end in ranks.run(3, [])] == [0, 0, 0]
+    alone, three = (json.loads((tmp_path / name / "step-000000016.json").read_text()) for name in ("alone", "three"))
+    assert three.pop("loss") == pytest.approx(alone.pop("loss"), abs=1e-6)
+    assert three == alone
+
+
+def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
+    path = str(trained / "step-000000016.pt")
+    with pytest.raises(CheckpointError, match=r"is of another model: .*Set model\.\*"):
+        command.main([path, "model.width=8"])
+    with pytest.raises(CheckpointError, match=r"cannot be read: No such file or directory; give an existing file"):
+        command.main([str(tmp_path / "none.pt")])
+    with pytest.raises(ConfigError, match=r"unknown key 'eval\.prr'; did you mean 'eval\.pr'"):
+        command.main([path, "eval.prr=exact"])
+
+
+def test_a_plain_state_dict_needs_a_configuration(trained: Path, tmp_path: Path) -> None:
+    weights = torch.load(trained / "step-000000016.pt", weights_only=True)["model"]
+    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "plain.pth")
+    assert command.main([str(tmp_path / "plain.pth"), *ranks.TINY, "-o", str(tmp_path / "eval")]) == 0
+    told = json.loads((tmp_path / "eval" / "plain.json").read_text())
+    assert told["accuracy"] == ranks.metrics(trained / "run", "eval")[0]["accuracy"]
+
+
+def test_the_command_evaluates_the_moving_average_as_training_does(tmp_path: Path) -> None:
+    ranks.good(1, [*ranks.TINY, f"checkpoint.dir={tmp_path}", "optim.ema_decay=0.8", "train.eval_every=2"])
+    assert command.main([str(tmp_path), "-o", str(tmp_path / "again")]) == 0
+    told = json.loads((tmp_path / "again" / "step-000000016.json").read_text())
+    (row,) = ranks.metrics(tmp_path / "run", "eval")
+    assert told["loss"] == pytest.approx(row["loss"], abs=1e-6) and told["accuracy"] == row["accuracy"]

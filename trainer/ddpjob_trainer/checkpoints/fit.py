@@ -88,8 +88,13 @@ def _fitting(path: Path, keep: tuple[str, ...], model: Tensors) -> dict[str, tor
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """A model's tensors by name, from a checkpoint of this trainer (a file, a folder of parts, or the folder of all, whose best or newest
     counts), or from a file of torch.save that holds a state dict, at the top or under model or state_dict. Raises CheckpointError."""
+    return weights_in(read_whole(path), path)
+
+
+def read_whole(path: Path) -> Any:
+    """All that is in what `read_weights` takes. Raises CheckpointError."""
     try:
-        found = _read(path)
+        return _read(path)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.load: {path} is {error}") from error
     except OSError as error:
@@ -98,6 +103,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"checkpoint.load: {path} is no file of torch.save, or a damaged one: {str(error).splitlines()[0]}"
         ) from error
+
+
+def weights_in(found: Any, path: Path) -> dict[str, torch.Tensor]:
+    """The model's tensors by name of what `path` holds. Raises CheckpointError."""
     for key in ("model", "state_dict", "model_state_dict"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]

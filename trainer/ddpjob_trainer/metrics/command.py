@@ -21,7 +21,7 @@ from ddpjob_trainer.group import Group, joined
 from ddpjob_trainer.metrics.files import FOLDER, EvaluationFiles
 from ddpjob_trainer.metrics.tally import Evaluation
 from ddpjob_trainer.models import build_model
-from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE, StopRequest
+from ddpjob_trainer.signals import StopRequest
 from ddpjob_trainer.strategies.base import Place
 
 _OF_A_CHECKPOINT = ("data.", "model.", "eval.", "train.eval_batch", "train.backend", "train.threads", "train.timeout_seconds")
@@ -32,7 +32,8 @@ def main(arguments: list[str]) -> int:
     """The command line; also as each rank of torchrun. Returns the exit code. Raises TrainerError."""
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer evaluate",
-        description="Evaluate a checkpoint on its test set, in float32, with the configuration that it was trained with.",
+        description="Evaluate a checkpoint on its test set, in float32, with the configuration that it was trained with;"
+        " the moving average of the weights, if there is one, as in training.",
     )
     parser.add_argument("checkpoint", type=Path, help="a checkpoint's file or folder, the folder of all (best or newest), or a state dict")
     parser.add_argument("values", nargs="*", metavar="key=value", help="configuration that differs, such as data.dir=DIR eval.pr=exact")
@@ -49,21 +50,24 @@ def main(arguments: list[str]) -> int:
         settings = config.load(options.config, options.values, base=was)
         devices.limit_threads(settings.train.threads, group.local_world)
         result = _evaluated(settings, snapshot["model"], options.checkpoint, placement.device, group)
-        if result is None:
-            return EXIT_STEPPED_ASIDE
         if group.rank == 0:
             _tell(result, settings, options, snapshot)
     return 0
 
 
 def _read(path: Path, group: Group) -> dict[str, Any]:
-    """`{"model": {name: tensor}, "config": {key: value}, "step": number}` on every rank; rank 0 reads. Raises CheckpointError on all."""
+    """`{"model": {name: tensor}, "config": {key: value}, "step": number}` on every rank; rank 0 reads. Raises CheckpointError on all.
+
+    A moving average of the weights (optim.ema_decay) takes their place, as in the training's own evaluations.
+    """
     sent: dict[str, Any] = {}
     if group.rank == 0:
         try:
-            weights = fit.read_weights(path)
-            whole = fit._read(path)
-            sent = {"model": weights, "config": dict(whole.get("config", {})), "step": whole.get("step")}
+            found = fit.read_whole(path)
+            weights = fit.weights_in(found, path)
+            if (average := found.get("average")) and average["updates"]:
+                weights = {**weights, **average["averages"]}
+            sent = {"model": weights, "config": found.get("config", {}), "step": found.get("step")}
         except CheckpointError as error:
             sent = {"problem": str(error).removeprefix("checkpoint.load: ")}
     buffer = io.BytesIO()
@@ -74,19 +78,17 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
     return got
 
 
-def _evaluated(
-    settings: config.Config, weights: Mapping[str, torch.Tensor], path: Path, device: torch.device, group: Group
-) -> Evaluation | None:
+def _evaluated(settings: config.Config, weights: Mapping[str, torch.Tensor], path: Path, device: torch.device, group: Group) -> Evaluation:
     data = open_data(settings.data, device)
     model = build_model(settings.model, data.shape, data.classes, settings.data.seed)
     if wrong := fit.differences(weights, model.state_dict()):
         raise CheckpointError(f"{path} is of another model: {'; '.join(wrong[:3])}. Set model.* and data.* as it was trained with")
     model.load_state_dict(dict(weights))
     network: nn.Module = model.to(device).eval()
-    stop = StopRequest(group)
-    stop.listen()
-    place = Place(group.rank, group.world)
-    return evaluate(network, place, data, settings.train.eval_batch, device, group, stop, config=settings.eval)
+    place, stop = Place(group.rank, group.world), StopRequest(group)  # that does not listen: SIGTERM ends the process
+    result = evaluate(network, place, data, settings.train.eval_batch, device, group, stop, config=settings.eval)
+    assert result is not None
+    return result
 
 
 def _tell(result: Evaluation, settings: config.Config, options: argparse.Namespace, snapshot: Mapping[str, Any]) -> None:
