@@ -65,7 +65,7 @@ def fly(
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": place.address(0) if place else "127.0.0.1",
             "MASTER_PORT": str(port),
-            "DDPJOB_POD": f"node-{'abcdefgh'[rank]}",
+            "DDPJOB_POD": f"node-{chr(97 + rank)}",
             "DDPJOB_CHECKPOINT_DIR": str(folder / "c"),
             **({"GLOO_SOCKET_IFNAME": "eth0"} if place else {}),
             **(env(rank) if env else {}),

@@ -10,7 +10,22 @@ from typing import Any
 
 import pytest
 from ddpjob_trainer import config
-from ddpjob_trainer.preflight import accelerators, board, clock, collective, folders, machine, names, reach, report, versions
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.preflight import (
+    accelerators,
+    board,
+    clock,
+    collective,
+    command,
+    flight,
+    folders,
+    machine,
+    names,
+    reach,
+    report,
+    versions,
+)
 from ddpjob_trainer.preflight.check import Nodes, Result, Seen, Status
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,7 +120,7 @@ def test_shared_memory_of_gpus() -> None:
     docker, enough = machine.SharedMemory(2**26, 2**26, 0, True), machine.SharedMemory(GIB, GIB, 0, True)
     result = machine.judge_shared_memory(seen([enough, docker], 1))
     assert (result.status, result.culprit) == (Status.WARN, ("b",)) and "--shm-size=1g" in result.remedy
-    assert machine.judge_shared_memory(seen([replace(docker, accelerators=False)])).status is Status.OK
+    assert machine.judge_shared_memory(seen([replace(docker, gpus=False)])).status is Status.OK
 
 
 def test_master_address() -> None:
@@ -208,6 +223,17 @@ def test_report_on_a_terminal_and_as_lines(capsys: pytest.CaptureFixture[str], m
     made.show()
     shown = capsys.readouterr().out
     assert "┏━━" in shown and "[no]" in shown and "mend it" in shown
+
+
+@pytest.mark.parametrize("key", ["join_seconds", "step_seconds"])
+def test_times_that_are_none(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"preflight.{key}: 0.0 is not above 0"):
+        flight.conduct(config.load(None, [f"preflight.{key}=0"]), Group(), lambda _: None)
+
+
+def test_a_json_file_in_no_folder() -> None:
+    with pytest.raises(ConfigError, match=r"--json /nowhere/r.json: its folder does not exist"):
+        command.main(["--json=/nowhere/r.json"])
 
 
 def test_what_takes_too_long_is_left_behind() -> None:

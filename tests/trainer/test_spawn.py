@@ -70,8 +70,8 @@ def test_ranks_meet_and_train_as_one_process_does(method: str, tmp_path: Path, s
     where = {"env": "env://", "file": f"file://{meeting}"}[method]
     if method == "file":
         meeting.write_bytes(b"what an earlier launch left: a store that names dead ranks")
-    arguments = ["--spawn", "2", f"--init={where}", *SHORT, f"checkpoint.dir={tmp_path / 'c'}"]
-    process = launch(tmp_path, *arguments)
+    checked = ["preflight.run=true"] if method == "file" else []  # It meets at the same file.
+    process = launch(tmp_path, "--spawn", "2", f"--init={where}", *SHORT, *checked, f"checkpoint.dir={tmp_path / 'c'}")
     assert process.wait(120) == 0, output(tmp_path)
     assert "training on 2 rank(s)" in output(tmp_path)
     assert final_losses(tmp_path / "c" / "run") == pytest.approx(single_losses, rel=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,10 +62,16 @@ def open_store(group: Group, timeout_seconds: float) -> Any:
 
     Raises RendezvousError when it cannot be reached within the time or rank 0 cannot listen.
     """
-    return _open(meeting(), group, os.environ.get("DDPJOB_FENCE") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), timeout_seconds)
+    place, life = meeting(), os.environ.get("DDPJOB_FENCE") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if (place, group, life) not in _stores:
+        _stores[place, group, life] = _open(place, group, life, timeout_seconds)
+    return _stores[place, group, life]
 
 
-@functools.cache
+_stores: dict[tuple[Meeting, Group, str], Any] = {}
+"""A file or a port is opened once: preflight and training meet at the same store."""
+
+
 def _open(place: Meeting, group: Group, life: str, timeout_seconds: float) -> Any:
     import torch.distributed as dist
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpjob_trainer import devices
 from ddpjob_trainer.config import Config
-from ddpjob_trainer.errors import PreflightError
+from ddpjob_trainer.errors import ConfigError, PreflightError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.preflight import accelerators, clock, collective, folders, machine, names, reach, versions
 from ddpjob_trainer.preflight.board import Board, node_name, say, within
@@ -55,6 +55,9 @@ class Flight:
 
     def __init__(self, config: Config, group: Group, publish: Callable[[Report], None]) -> None:
         self._config, self._group, self._settings, self._publish = config, group, config.preflight, publish
+        for key in ("join_seconds", "step_seconds"):
+            if getattr(self._settings, key) <= 0:
+                raise ConfigError(f"preflight.{key}: {getattr(self._settings, key)} is not above 0")
         self._began = time.monotonic()
         self._leads_node = group.local_rank == 0
 
@@ -250,4 +253,6 @@ def judge(check: Check[Any], facts: dict[int, Any], nodes: Nodes, config: Config
     if problems:
         remedy = "a mount, a name server or a driver does not answer there" if "no answer" in next(iter(problems.values())) else ""
         return Result(check.name, Status.FAIL, next(iter(problems.values())), nodes.ranks(problems), remedy)
+    if not any(check.name in fact for fact in facts.values()):
+        return Result(check.name, Status.SKIPPED, "no rank with LOCAL_RANK 0 is here")
     return check.judge(seen_of(check, facts, nodes, config, world))

@@ -19,21 +19,21 @@ _NCCL_BYTES = 2**30
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Bytes of /dev/shm, and what this node's data loading needs of it."""
+    """Bytes of /dev/shm, what this node's data loading needs of it, and whether several GPUs use it to talk."""
 
     total: int
     free: int
     needed: int
-    accelerators: bool
+    gpus: bool
 
 
 def look_shared_memory(context: Context) -> SharedMemory:
     """The file system itself. Raises OSError where there is none."""
-    from ddpjob_trainer import devices
+    import torch
 
     usage = shutil.disk_usage(SHARED_MEMORY)
     needed = loader_bytes(context.config, context.group.world, context.group.local_world)
-    return SharedMemory(usage.total, usage.free, needed, devices._accelerator() != "cpu" and context.group.local_world > 1)
+    return SharedMemory(usage.total, usage.free, needed, torch.cuda.is_available() and context.group.local_world > 1)
 
 
 def loader_bytes(config: Config, world: int, local_world: int) -> int:
@@ -52,7 +52,7 @@ def judge_shared_memory(seen: Seen[SharedMemory]) -> Result:
         size = gigabytes(2 * max(seen.values[rank].needed for rank in small)).replace(" ", "").removesuffix("B")
         remedy = f"set storage.sharedMemory of the DDPJob to {size} (docker: --shm-size), or lower data.workers or data.batch"
         return Result("/dev/shm", Status.FAIL, value, seen.nodes.names(small), remedy)
-    tight = [rank for rank, value in seen.values.items() if value.accelerators and value.free < _NCCL_BYTES]
+    tight = [rank for rank, value in seen.values.items() if value.gpus and value.free < _NCCL_BYTES]
     if tight:
         remedy = "set storage.sharedMemory of the DDPJob to 1Gi or more (docker: --shm-size=1g): NCCL between a node's GPUs uses it"
         return Result("/dev/shm", Status.WARN, value, seen.nodes.names(tight), remedy)

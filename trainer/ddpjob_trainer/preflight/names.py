@@ -150,6 +150,7 @@ def judge_address(seen: Seen[Address]) -> Result:
                 f"set GLOO_SOCKET_IFNAME (to {name}, it seems), or give the host's name its real address in /etc/hosts",
             )
     found = [f"{value.address}{f' ({value.interface})' if value.interface else ''}" for _, value in sorted(seen.values.items())]
+    found = list(dict.fromkeys(found))
     return Result("own address", Status.OK, ", ".join(found[:4]) + (", ..." if len(found) > 4 else ""))
 
 
