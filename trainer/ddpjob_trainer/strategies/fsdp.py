@@ -51,6 +51,8 @@ class Fsdp(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()  # fully_shard takes none in channels_last; images and activations may be.
         mesh = init_device_mesh(self.device.type, (self.group.world,))
         gathered = MixedPrecisionPolicy()
         if self.config.amp.level is AmpLevel.O2:
