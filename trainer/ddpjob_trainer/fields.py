@@ -119,7 +119,7 @@ class FieldInfo:
 def walk(kind: type[Any], prefix: str = "") -> Iterator[FieldInfo]:
     """Every leaf field of a dataclass of dataclasses, in order of definition."""
     hints = typing.get_type_hints(kind)
-    docs = _docs(kind)
+    docs = _docs(kind)  # type: ignore[arg-type]
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):
             yield from walk(typing.cast(type[Any], hints[field.name]), f"{prefix}{field.name}.")

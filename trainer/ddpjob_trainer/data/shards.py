@@ -80,7 +80,7 @@ def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) ->
 
 def open_shards(config: DataConfig, device: torch.device) -> ImageData:
     """The data set in `data.dir` or at `data.url`. Raises DataError."""
-    root = config.url.rstrip("/") or str(existing_folder(config, f"{_REMEDY}; or set data.url"))
+    root = config.url.rstrip("/") if config.url else str(existing_folder(config, f"{_REMEDY}; or set data.url"))
     train, test = (cached_index(f"{root}/{part}", config.index, _REMEDY) for part in ("train", "val"))
     classes = _classes(root, train)
     for part, index in (("train", train), ("val", test)):

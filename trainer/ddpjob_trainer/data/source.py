@@ -43,7 +43,7 @@ class DataConfig:
     files of KEY.jpg and KEY.cls (WebDataset's layout), as `python -m ddpjob_trainer shards` makes them. synthetic: made here."""
     dir: Path | None = field(default=None, metadata=from_env("DDPJOB_DATA_DIR"))
     """Folder of the data set (not needed for digits and synthetic)."""
-    url: str = ""
+    url: str | None = None
     """shards: where train/ and val/ are when data.dir does not hold them, such as s3://bucket/imagenet or https://host/imagenet; s3 and gs
     need s3fs or gcsfs installed. Images are read by byte range."""
     index: Path | None = None
