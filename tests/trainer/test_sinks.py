@@ -144,7 +144,7 @@ def test_a_missing_package_is_named(values: dict[str, Any], package: str, messag
         base.check_report(ReportConfig(**values))
 
 
-def test_values_that_make_no_sense_are_named(tmp_path: Path) -> None:
+def test_values_that_make_no_sense_are_named(tmp_path: Path, capfd: Any) -> None:
     with pytest.raises(ConfigError, match=r"report\.prometheus_port: 70000 is no port"):
         base.check_report(ReportConfig(prometheus_port=70000))
     for steps in ("[5]", "[0, 2]", "[3, 0]"):
@@ -154,6 +154,8 @@ def test_values_that_make_no_sense_are_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} cannot be had .*give another"):
             open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path))
+        open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path, step=4)).close(complete=True)
+    assert f"port {port} cannot be had" in capfd.readouterr().err, "a restart is not ended by it"
 
 
 class Broken:

@@ -150,11 +150,21 @@ def check_report(config: ReportConfig) -> None:
 
 
 def open_sinks(config: ReportConfig, run: Run) -> Sinks:
-    """The sinks that are asked for, opening in the background. Raises ConfigError as `check_report`, or when the port cannot be had."""
+    """The sinks that are asked for, opening in the background.
+
+    Raises ConfigError as `check_report`, or when the port cannot be had at a first start; a restart goes on without.
+    """
     check_report(config)
     parts = []
     for name, (wanted, _, _, module) in _KINDS.items():
-        if wanted(config):
+        if not wanted(config):
+            continue
+        try:
             prepared: Callable[[], Sink] = importlib.import_module(f"ddpjob_trainer.sinks.{module}").prepare(config, run)
-            parts.append(_Background(name, prepared))
+        except ConfigError as error:
+            if not run.restarts:
+                raise
+            print(f"warning: {error}; training goes on without {name}", file=sys.stderr, flush=True)
+            continue
+        parts.append(_Background(name, prepared))
     return Sinks(parts)
