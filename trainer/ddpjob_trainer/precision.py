@@ -157,7 +157,7 @@ class Precision:
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """One reading pass. float32: a norm that it cannot hold (3e38) counts as not finite."""
-        norms = torch._foreach_norm(gradients, 2.0, torch.float32)
+        norms = torch._foreach_norm(gradients, 2.0, torch.float32) if gradients else (torch.zeros(()),)
         norm = torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]))
         return norm if self.over_parts is None else self.over_parts(norm.square()).sqrt()
 
