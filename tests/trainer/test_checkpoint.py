@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -15,9 +16,10 @@ import torch
 from ddpjob_trainer import config, train
 from ddpjob_trainer.atomic import write_atomically
 from ddpjob_trainer.checkpoints import CheckpointConfig, CheckpointFolder, folder, torch_file
+from ddpjob_trainer.checkpoints.config import Format
 from ddpjob_trainer.checkpoints.facts import Facts
 from ddpjob_trainer.checkpoints.torch_file import check, decode
-from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.errors import CheckpointError, FencedError
 from ddpjob_trainer.fence import Claim
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.signals import Due
@@ -144,6 +146,23 @@ def test_a_zombie_of_an_older_life_writes_nothing(tmp_path: Path) -> None:
         opened(tmp_path, life=3)
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step-000000001.pt"]
     assert json.loads((tmp_path / "fence.json").read_text())["life"] == 2
+
+
+@pytest.mark.parametrize("format", list(Format))
+def test_a_life_that_is_followed_while_it_writes_does_not_rename(format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The successor claims the folder when the content is on disk and has no name yet."""
+    old = opened(tmp_path, format=format)
+    sync = os.fsync
+
+    def sync_and_lose(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        sync(descriptor)
+        CheckpointFolder(CheckpointConfig(), tmp_path, Group()).claim(Claim(1, 0, 2))
+
+    monkeypatch.setattr(os, "fsync", sync_and_lose)
+    with pytest.raises(FencedError, match="belongs to generation 0, round 0 and writes nothing more"):
+        save(old, 2)
+    assert list(tmp_path.glob("step*")) == []
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:

@@ -148,10 +148,14 @@ class CheckpointFolder:
         """In the background."""
         self._staging.settle()
         self._check_claim()  # Nothing is made anew in a folder that has vanished.
-        if self._parts:
-            parts.write(path, self._claim.life, taken, facts, self._parts_group, self._check_claim)
-        else:
-            torch_file.write(path, taken, facts, self._check_claim)
+        try:
+            if self._parts:
+                parts.write(path, self._claim.life, taken, facts, self._parts_group, self._check_claim)
+            else:
+                torch_file.write(path, taken, facts, self._check_claim)
+        except OSError:
+            self._check_claim()  # The next life clears up what it takes for left behind: then that is the reason.
+            raise
         if self.writes:
             self._known[path] = Entry(facts.step, path, facts.epoch)
             self._tidy()
