@@ -56,6 +56,17 @@ def middle(content: bytes, size: int) -> torch.Tensor:
     return resized[:, top : top + size, left : left + size]
 
 
+def size_of(content: bytes) -> tuple[int, int]:
+    """Height and width of an encoded image, by its header. Raises UnreadableImage."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return image.height, image.width
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UnreadableImage(str(error)) from error
+
+
 def _resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     if pixels.shape[1:] == (height, width):
         return pixels

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 
 from ddpjob_trainer.data.augment import RandAugment, resized_crop_box
 from ddpjob_trainer.data.corrupt import Warnings
-from ddpjob_trainer.data.decode import UnreadableImage, crop, middle
+from ddpjob_trainer.data.dali import DaliDecoder
+from ddpjob_trainer.data.decode import Box, UnreadableImage, crop, middle
 from ddpjob_trainer.data.pool import Chunk, Pool, Request
-from ddpjob_trainer.data.source import UNREADABLE, Batch, Corrupt, DataConfig, Normalise
+from ddpjob_trainer.data.source import UNREADABLE, Batch, Corrupt, DataConfig, Decoder, Normalise
 from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.randomness import uniform
 
@@ -52,6 +54,7 @@ class ImageData:
         self._randaugment = RandAugment.of(config) if config.augment else None
         self._warnings = Warnings()
         self._pool = Pool(self._read, config.workers, pinned=device.type != "cpu")
+        self._dali = self._open_dali() if config.decoder is Decoder.DALI and config.augment else None
 
     def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:
         """One augmented batch per list of sample numbers."""
@@ -71,7 +74,8 @@ class ImageData:
                 taken.append(part)
                 yield Request(test, epoch, part)
 
-        for chunks in self._pool.run(requests()):
+        run = self._pool.run if test or self._dali is None else self._dali.run
+        for chunks in run(requests()):
             yield self._batch(source, taken.pop(0), chunks)
 
     def _batch(self, source: Encoded, numbers: list[int], chunks: list[Chunk]) -> Batch:
@@ -94,6 +98,18 @@ class ImageData:
         if self._config.corrupt is Corrupt.STOP:
             raise DataError(f"image {name} cannot be read ({reason}): remove or replace it, or set data.corrupt=skip")
         self._warnings.skipped(name, reason)
+
+    def _open_dali(self) -> DaliDecoder:
+        if self._randaugment is not None:
+            raise ConfigError("data.decoder=dali: RandAugment works on what the workers decode; set data.decoder=auto or leave it out")
+
+        def choose(request: Request, place: int) -> tuple[Callable[[int, int], Box], bool]:
+            assert request.epoch is not None
+            draws = uniform(self._config.seed, request.epoch, np.array(request.numbers[place : place + 1]), _DRAWS)[0]
+            return partial(resized_crop_box, draws[:40].reshape(10, 4)), bool(draws[40] < 0.5)
+
+        size, workers = self._config.image_size, self._config.workers
+        return DaliDecoder(self._train.read, choose, self._read, size=size, workers=workers, device=self._device)
 
     # ------------------------------------------------------------ in a worker
 

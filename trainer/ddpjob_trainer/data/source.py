@@ -33,6 +33,13 @@ class Corrupt(enum.StrEnum):
     STOP = "stop"
 
 
+class Decoder(enum.StrEnum):
+    """What decodes training images."""
+
+    AUTO = "auto"
+    DALI = "dali"
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DataConfig:
     """The data set and how it is dealt out."""
@@ -73,6 +80,9 @@ class DataConfig:
     """imagefolder, shards: side of the square images the model sees."""
     workers: int = 2
     """imagefolder, shards: processes per rank that read and decode images; 0: the training process does."""
+    decoder: Decoder = Decoder.AUTO
+    """imagefolder, shards: auto: libjpeg-turbo in the workers. dali: NVIDIA DALI in data.workers threads, on the GPU where there is one;
+    the same crops, other rounding. Not with RandAugment."""
     corrupt: Corrupt = Corrupt.SKIP
     """imagefolder, shards: an image that cannot be decoded is named and weighs nothing (skip), or ends the training (stop)."""
     corrupt_limit: float = 0.01

@@ -1,0 +1,125 @@
+"""data.decoder=dali: NVIDIA DALI decodes training images, on a GPU where there is one, with the very crops that the workers would take.
+
+A test image is always decoded by the workers, and so is a batch that DALI cannot decode: they tell which image is broken.
+https://docs.nvidia.com/deeplearning/dali: decoders.image_slice decodes only what lies in the crop.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ddpjob_trainer.data.decode import Box, UnreadableImage, size_of
+from ddpjob_trainer.data.pool import Chunk, Request
+from ddpjob_trainer.errors import ConfigError
+
+_AHEAD = 2
+
+Contents = list[bytes | OSError]
+Crop = tuple[tuple[int, int], tuple[int, int], int]
+"""Upper left corner, height and width, 1 for mirrored."""
+
+
+class DaliDecoder:
+    """Two batches are decoded ahead, in threads of this process, while a third is trained on."""
+
+    def __init__(
+        self,
+        read: Callable[[list[int]], Contents],
+        choose: Callable[[Request, int], tuple[Callable[[int, int], Box], bool]],
+        otherwise: Callable[[Request], Chunk],
+        *,
+        size: int,
+        workers: int,
+        device: torch.device,
+    ) -> None:
+        """`choose(request, place)`: the crop of an image by its height and width, and whether it is mirrored. `otherwise`: without DALI.
+
+        Raises ConfigError when DALI is not installed.
+        """
+        self._read, self._choose, self._otherwise = read, choose, otherwise
+        self._size, self._threads, self._device = size, max(1, workers), device
+        try:
+            self._dali = importlib.import_module("nvidia.dali")
+        except ImportError as error:
+            raise ConfigError(
+                f"data.decoder=dali: NVIDIA DALI cannot be imported ({error}); pip install nvidia-dali-cuda120 or nvidia-dali-cuda130,"
+                f" or set data.decoder=auto"
+            ) from error
+        self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="read")
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="dali")
+        self._pipelines: dict[int, Any] = {}
+
+    def run(self, requests: Iterator[Request]) -> Iterator[list[Chunk]]:
+        """As Pool.run: for each request its pixels, in order."""
+        waiting: deque[Future[Chunk]] = deque()
+        for request in requests:
+            waiting.append(self._ahead.submit(self._decode, request))
+            if len(waiting) > _AHEAD:
+                yield [waiting.popleft().result()]
+        while waiting:
+            yield [waiting.popleft().result()]
+
+    def _decode(self, request: Request) -> Chunk:
+        size = len(request.numbers)
+        contents: Contents = [b""] * size
+        parts = [request.numbers[first :: self._threads] for first in range(self._threads)]
+        for first, part in enumerate(self._readers.map(self._read, parts)):
+            contents[first :: self._threads] = part
+        try:
+            crops = [self._crop(request, place, content) for place, content in enumerate(contents)]
+            return Chunk(self._pixels(contents, crops), []) if crops else self._otherwise(request)
+        except UnreadableImage:
+            return self._otherwise(request)
+        except RuntimeError:  # DALI's decoder refuses an image: its pipeline is of no more use.
+            self._pipelines.pop(size, None)
+            return self._otherwise(request)
+
+    def _pixels(self, contents: Contents, crops: list[Crop]) -> torch.Tensor:
+        """(n, 3, size, size) uint8, a copy: DALI uses its memory again."""
+        pipeline = self._pipelines.get(len(crops)) or self._build(len(crops))
+        pipeline.feed_input("contents", [np.frombuffer(content, dtype=np.uint8) for content in contents if isinstance(content, bytes)])
+        for name, column in zip(("corners", "sizes", "mirrored"), zip(*crops, strict=True), strict=True):
+            pipeline.feed_input(name, [np.array(value, dtype=np.int32) for value in column])
+        (images,) = pipeline.run()
+        dense = images.as_tensor()
+        found = from_dlpack(dense) if self._device.type == "cuda" else torch.from_numpy(np.array(dense))
+        return found.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+
+    def _crop(self, request: Request, place: int, content: bytes | OSError) -> Crop:
+        if isinstance(content, OSError):
+            raise UnreadableImage(str(content))
+        choose, mirrored = self._choose(request, place)
+        box = choose(*size_of(content))
+        return (box.top, box.left), (box.height, box.width), int(mirrored)
+
+    def _build(self, size: int) -> Any:
+        fn, types = importlib.import_module("nvidia.dali.fn"), importlib.import_module("nvidia.dali.types")
+        on_gpu = self._device.type == "cuda"
+        pipeline = self._dali.Pipeline(
+            batch_size=size,
+            num_threads=self._threads,
+            device_id=(self._device.index or 0) if on_gpu else None,
+            exec_async=False,
+            exec_pipelined=False,
+            prefetch_queue_depth=1,
+        )
+        with pipeline:
+            contents = fn.external_source(name="contents", dtype=types.UINT8, ndim=1)
+            corners, sizes = (fn.external_source(name=name, dtype=types.INT32, ndim=1) for name in ("corners", "sizes"))
+            mirrored = fn.external_source(name="mirrored", dtype=types.INT32, ndim=0)
+            images = fn.decoders.image_slice(
+                contents, corners, sizes, axes=[0, 1], device="mixed" if on_gpu else "cpu", output_type=types.RGB
+            )
+            images = fn.resize(images, size=[self._size] * 2, interp_type=types.INTERP_LINEAR, antialias=True)
+            pipeline.set_outputs(fn.flip(images, horizontal=mirrored))
+        pipeline.build()
+        self._pipelines[size] = pipeline
+        return pipeline
