@@ -13,6 +13,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.models import ModelConfig, build_model
 from ddpjob_trainer.strategies.ddp_mp import DdpMp
+from ddpjob_trainer.strategies.fsdp import blocks
 from ddpjob_trainer.strategies.pipeline import Part
 from torch import nn
 
@@ -71,6 +72,22 @@ def test_no_other_cut_is_cheaper() -> None:
             assert dearest(mine) == min(dearest(bounds) for bounds in itertools.combinations(starts, parts - 1))
         with pytest.raises(ConfigError, match=f"some.key: .* write {len(starts) + 1} at most"):
             cut(links, costs, len(starts) + 2, "some.key")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("small_cnn", ["features"]),
+        ("resnet18_cifar", ["stem", *(f"blocks.{number}" for number in range(8))]),
+        ("torchvision:resnet18", [f"layer{layer}.{number}" for layer in range(1, 5) for number in range(2)]),
+        ("torchvision:vit_b_16", [f"encoder.layers.encoder_layer_{number}" for number in range(12)] + ["heads"]),
+    ],
+)
+def test_fsdp_gathers_block_by_block(name: str, expected: list[str]) -> None:
+    with torch.device("meta"):
+        model = build_model(ModelConfig(name=name), (3, 224, 224), 10, 0, torch.device("meta"))
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[block] for block in blocks(model)] == expected
 
 
 def spread(monkeypatch: pytest.MonkeyPatch, devices: list[torch.device]) -> DdpMp:

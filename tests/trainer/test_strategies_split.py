@@ -82,6 +82,17 @@ def test_each_strategy_goes_on_from_the_one_before(alone: Path, tmp_path: Path) 
     assert verify(read([tmp_path / "run"])).epochs == {1: 1438, 2: 1438}
 
 
+@pytest.mark.parametrize(("world", "keys"), [(3, ["strategy=fsdp"]), (4, ["strategy=pipeline", "pipeline.stages=2"])])
+def test_ranks_without_samples_take_part(world: int, keys: list[str], tmp_path: Path) -> None:
+    """Samples that are dealt out one by one, and a last batch of one sample."""
+    arguments = ["data.name=synthetic", "data.shape=1,8,8", "data.size=7", "data.batch=3", "checkpoint.every_seconds=0"]
+    arguments += ["model.width=4", "train.epochs=2", "train.log_every=1", "train.ledger=true"]
+    good(1, [*arguments, "strategy=single", f"checkpoint.dir={tmp_path / '1'}"])
+    good(world, [*arguments, *keys, f"checkpoint.dir={tmp_path / 'more'}"])
+    assert_same(tmp_path / "more", tmp_path / "1", exact=False)
+    assert verify(read([tmp_path / "more" / "run"])).epochs == {1: 7, 2: 7}
+
+
 @pytest.mark.parametrize(("strategy", "world"), [("dp", 1), ("fsdp", 2), ("pipeline", 2), ("ddp_mp", 2)])
 def test_torchrun_starts_it(strategy: str, world: int, alone: Path, tmp_path: Path) -> None:
     agent = torchrun(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +47,10 @@ class Fsdp(Strategy):
         """The same module, whose parameters become DTensors."""
         if self.group.world == 1:
             return model
-        self.precision.over_parts = self.group.sum
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        self.precision.over_parts = self.group.sum
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # fully_shard takes none in channels_last; images and activations may be.
         mesh = init_device_mesh(self.device.type, (self.group.world,))
@@ -73,14 +73,15 @@ class Fsdp(Strategy):
         return self.group.world / count
 
     @contextmanager
-    def _without_exchange(self) -> Iterator[None]:
-        self.network.set_requires_gradient_sync(False)  # type: ignore[operator]
-        yield
-        self.network.set_requires_gradient_sync(True)  # type: ignore[operator]
-
-    def without_exchange(self) -> AbstractContextManager[Any]:
+    def without_exchange(self) -> Iterator[None]:
         """Gradients stay whole, on each rank, until the last micro-batch."""
-        return self._without_exchange() if self.group.world > 1 else super().without_exchange()
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(self.network, FSDPModule):
+            self.network.set_requires_gradient_sync(False)
+        yield
+        if isinstance(self.network, FSDPModule):
+            self.network.set_requires_gradient_sync(True)
 
     def train_mode(self, training: bool) -> None:
         """As every strategy; what an evaluation has gathered may be of other weights than those to train with."""
