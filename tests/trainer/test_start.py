@@ -30,7 +30,16 @@ print(torch._dynamo.config.__spec__.name)
 
 def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) -> None:
     """Two ranks, so that DistributedDataParallel takes part."""
-    command = [sys.executable, "-c", PROGRAM, "data.name=digits", "model.width=4", "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        "data.name=digits",
+        "model.width=4",
+        "train.epochs=1",
+        "eval.pictures=false",
+        f"checkpoint.dir={tmp_path}",
+    ]
     env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env | {"RANK": rank, "LOCAL_RANK": rank})
@@ -58,7 +67,16 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_a_rank_forked_after_preload_trains_and_imports_nothing_of_ours(tmp_path: Path) -> None:
     """With the compiler's stand-in, and no thread that a fork would lose."""
-    command = [sys.executable, "-c", PRELOADED, "data.name=digits", "model.width=4", "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-c",
+        PRELOADED,
+        "data.name=digits",
+        "model.width=4",
+        "train.epochs=1",
+        "eval.pictures=false",
+        f"checkpoint.dir={tmp_path}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert done.returncode == 0, done.stderr
     threads, code, imported = json.loads(done.stdout.splitlines()[-1])

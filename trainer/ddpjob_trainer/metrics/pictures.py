@@ -85,7 +85,7 @@ def _curves(panel: Axes, result: dict[str, Any]) -> None:
         panel.step(pooled["recall"], pooled["precision"], where="post", color=_INK, linewidth=2.2, label="all decisions pooled (micro)")
     panel.set(xlabel="recall", ylabel="precision", xlim=(0, 1.01), ylim=(0, 1.02))
     panel.grid(color=_GRID, linewidth=0.8)
-    panel.legend(frameon=False, loc="lower left", fontsize=8, ncols=2 if 6 < len(curves) <= _EACH_BY_ITSELF else 1)
+    panel.legend(framealpha=0.85, edgecolor="none", loc="lower left", fontsize=8, ncols=2 if 6 < len(curves) <= _EACH_BY_ITSELF else 1)
 
 
 def _each_curve(panel: Axes, curves: dict[str, Any], names: list[str]) -> None:
