@@ -1,0 +1,89 @@
+"""One training started and shared out in every way there is: same model, data, global batch and number of epochs, on this machine.
+
+    python benchmarks/strategies [--rounds 3] [--ranks 2] [--strategies ddp,horovod] [--epochs 3] [--csv FILE] [--chart FILE.png]
+        [KEY=VALUE ...]
+
+Rounds are interleaved: each runs every case once. The first epoch of a run warms up and does not count. KEY=VALUE are the trainer's, such
+as model.name=torchvision:resnet50 data.shape=3,224,224; without them ResNet-18 on GPUs, the small network on the CPU, and made images.
+What this machine cannot run is listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import report
+from cases import CASES, accelerators
+from marks import write_between
+from runs import Measured, NotMeasured, arguments, run, samples
+
+
+def main() -> int:
+    """0 when something was measured and nothing failed; what cannot be run here is no failure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [case.name for case in CASES]
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="the trainer's configuration")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each case runs (default 3)")
+    parser.add_argument("--ranks", type=int, default=accelerators() or 2, help="processes (default: one for each GPU, or 2)")
+    parser.add_argument("--strategies", default=",".join(names), help=f"some of {', '.join(names)} (default: all)")
+    parser.add_argument("--epochs", type=int, default=3, help="of a run; the first does not count (default 3)")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is given up (default 1800)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="where the single measurements go")
+    parser.add_argument("--chart", type=Path, metavar="FILE.png", help="where the picture goes")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="a document with marks <!-- strategies: begin/end -->, for the table")
+    given = parser.parse_args()
+    wanted = [name.strip() for name in given.strategies.split(",")]
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"--strategies: {', '.join(unknown)} is not known; there are {', '.join(names)}")
+    if given.epochs < 2 or given.rounds < 1 or given.ranks < 1:
+        parser.error("--epochs must be at least 2 (the first does not count), --rounds and --ranks at least 1")
+    if wrong := [setting for setting in given.settings if "=" not in setting]:
+        parser.error(f"{wrong[0]}: settings of the trainer are written KEY=VALUE")
+
+    cases = [case for case in CASES if case.name in wanted]
+    missing = {case.name: reason for case in cases if (reason := case.lacks(given.ranks))}
+    failed: set[str] = set()
+    found: dict[str, list[Measured]] = {}
+    for number in range(1, given.rounds + 1):
+        for case in cases:
+            if case.name in missing:
+                continue
+            try:
+                measured = run(case, given.ranks, given.settings, given.epochs, given.timeout)
+            except NotMeasured as error:
+                missing[case.name] = str(error)
+                failed.add(case.name)
+                found.pop(case.name, None)
+                print(f"round {number}: {case.name}: {error}", file=sys.stderr, flush=True)
+                continue
+            found.setdefault(case.name, []).append(measured)
+            speed = max(measured.speeds)
+            print(f"round {number}: {case.name}: {speed:,.0f} samples/s, loss {measured.loss:.4f}", file=sys.stderr, flush=True)
+    if not found:
+        print("\n".join(f"not measured: {name}: {reason}" for name, reason in missing.items()), file=sys.stderr)
+        return 1
+
+    size = samples(given.settings)
+    settings = dict(argument.split("=", 1) for argument in arguments(given.settings, given.epochs))
+    what = (
+        f"{settings['model.name']} on {size:,} images of {settings['data.shape']}, global batch {settings['data.batch']},"
+        f" {given.ranks} ranks, {report.device()}; {given.rounds} rounds, load average {os.getloadavg()[0]:.1f}"
+    )
+    table = f"{what}\n\n{report.table(cases, found, missing, size)}"
+    print(table)
+    if given.csv:
+        report.write_csv(given.csv, found, missing, size)
+    if given.chart:
+        report.draw(given.chart, cases, found, missing, size, what)
+    if given.table:
+        write_between(given.table, "strategies", table)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
