@@ -216,6 +216,19 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(amp: list[str], optimiz
         torch.testing.assert_close(strategy.state()["model"][name], value, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_images_that_are_not_finite_spoil_no_running_statistics(level: str) -> None:
+    """Else one such image would make every later evaluation NaN."""
+    strategy = opened(f"amp.level={level}")
+    steps(strategy, range(2))
+    before = {name: value.clone() for name, value in strategy.model.named_buffers() if value.is_floating_point()}
+    given = batch(2)
+    given.images[1, 0, 4, 4] = float("inf")
+    strategy.backward([Micro(0, list(range(6)), 0)], iter([given]), 6)
+    assert bool(strategy.update(0.1).skipped)
+    assert all(torch.equal(value, before[name]) for name, value in strategy.model.named_buffers() if name in before)
+
+
 def test_the_dynamic_scale_falls_and_grows_as_gradscaler_says() -> None:
     strategy = opened("amp.level=O1", "amp.dtype=float16", "amp.scale_window=3")
     scale = lambda: strategy.precision.state()["scaler"]["scale"]  # noqa: E731

@@ -59,6 +59,9 @@ class BatchStatistics:
             total += part
         if not self._ordered:
             self._group.sum(total)
+        # A step that is left out, for a loss or an overflow that is not finite, must not be in the statistics for ever.
+        before = torch.cat([value.flatten().to(total.device) for value in self._before[: len(self._running)]])
+        total = torch.where(total.isfinite(), total, before)
         pieces = torch.split(total, [value.numel() for value in self._running])
         torch._foreach_copy_(self._running, [piece.view_as(value) for piece, value in zip(pieces, self._running, strict=True)])
         torch._foreach_copy_(self._counters, [value + 1 for value in self._before[len(self._running) :]])
