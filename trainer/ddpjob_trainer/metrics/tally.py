@@ -32,7 +32,7 @@ class EvalConfig:
     on rank 0, which needs about 35 bytes per test sample and class for it. binned: 16 bytes per class and bin on each rank, whatever
     the size of the test set; scores in one bin count as equal."""
     pr_bins: int = 2000
-    """binned: number of bins, of equal width in log odds. Average precision comes out lower than the exact one, by 0.001 or so with 2000."""
+    """binned: number of bins, of equal width in log odds. Average precision is about 0.001 lower than the exact one with 2000."""
     confusion: bool = True
     """Confusion matrix, and precision, recall and F1 of each class from it: 8 bytes per pair of classes; not above 4096 classes."""
     pictures: bool = True
