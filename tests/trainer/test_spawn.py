@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,21 @@ from ddpjob_trainer.errors import ConfigError, RendezvousError
 from ranks import TINY, final_losses, free_port, good, until
 
 SHORT = [*TINY, "train.epochs=1", "train.threads=1"]
+
+
+_launched: list[tuple[subprocess.Popen[str], Path]] = []
+
+
+@pytest.fixture(autouse=True)
+def _end_and_tell() -> Iterator[None]:
+    """What a failed test leaves is ended (ranks follow their launcher), and what it said is shown."""
+    yield
+    while _launched:
+        process, cwd = _launched.pop()
+        print(f"exit code {process.poll()}\n{output(cwd)}")
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def launch(cwd: Path, *arguments: str, program: str = "") -> subprocess.Popen[str]:
@@ -127,7 +143,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """A terminal sends it to the launcher's whole process group."""
     process = launch(tmp_path, "--spawn=2", *SHORT, "train.epochs=4000", f"checkpoint.dir={tmp_path / 'c'}")
     metrics = tmp_path / "c" / "run" / "metrics.jsonl"
-    until(lambda: metrics.exists() and '"step"' in metrics.read_text())
+    until(lambda: metrics.exists() and '"step"' in metrics.read_text(), 120)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(30) == 75, output(tmp_path)
     assert '"event": "stop"' in metrics.read_text()
@@ -139,7 +155,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     process = launch(tmp_path, "--spawn=2", *SHORT, "train.epochs=4000", f"checkpoint.dir={tmp_path / 'c'}")
     metrics = tmp_path / "c" / "run" / "metrics.jsonl"
-    until(lambda: metrics.exists() and '"step"' in metrics.read_text())
+    until(lambda: metrics.exists() and '"step"' in metrics.read_text(), 120)
     assert len(processes_with(str(tmp_path))) > 2
     process.kill()
     process.wait()
@@ -150,7 +166,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
 def test_a_second_signal_ends_ranks_that_do_not_answer(tmp_path: Path) -> None:
     process = launch(tmp_path, "--spawn=2", *SHORT, "train.epochs=4000", f"checkpoint.dir={tmp_path / 'c'}")
     ledger = tmp_path / "c" / "run" / "ledger"
-    until(lambda: len(list(ledger.glob("rank-*.jsonl"))) == 2)
+    until(lambda: len(list(ledger.glob("rank-*.jsonl"))) == 2, 120)
     (path,) = ledger.glob("rank-1-*.jsonl")
     os.kill(int(path.stem.split("-")[-2]), signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
