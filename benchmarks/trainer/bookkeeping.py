@@ -47,8 +47,8 @@ def measure(turns: int, seconds: float, width: int) -> list[tuple[float, float]]
                 (bare, lambda: _bare_times(times)),
                 (trainer, lambda: _trainer_times(run / "metrics.jsonl")),
             ]
-            for _, lines in told:
-                _until(lambda lines=lines: len(lines()) > 2)
+            for process, lines in told:
+                _wait_for_steps(process, lines)
             _send(trainer, signal.SIGSTOP)
             _send(bare, signal.SIGSTOP)
             order = [0, *([1, 0] * turns)]
@@ -96,11 +96,11 @@ def _trainer_times(path: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["time"]) for row in rows if row["event"] == "step" and row["step"] % 10 == 0]
 
 
-def _until(condition: Callable[[], bool], seconds: float = 120) -> None:
+def _wait_for_steps(process: subprocess.Popen[bytes], lines: Lines, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"no steps within {seconds} s")
+    while len(lines()) < 3:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"{process.args}: no steps within {seconds} s, exit code {process.returncode}")
         time.sleep(0.1)
 
 
