@@ -114,7 +114,7 @@ def enter() -> None:
     names = {"RANK": hvd.rank, "WORLD_SIZE": hvd.size, "LOCAL_RANK": hvd.local_rank, "LOCAL_WORLD_SIZE": hvd.local_size}
     os.environ.update({name: str(number()) for name, number in names.items()})
     host = _own_address(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1"))
-    found = hvd.broadcast_object((host, _free_port(host)) if hvd.rank() == 0 else None, root_rank=0)
+    found = hvd.broadcast_object((host, _free_port(host)) if hvd.rank() == 0 else None, root_rank=0, name="meeting")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = found[0], str(found[1])
 
 
