@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ddpjob_trainer import atomic
 from ddpjob_trainer.checkpoints import CheckpointConfig, CheckpointFolder
-from ddpjob_trainer.checkpoints.config import Metric
+from ddpjob_trainer.checkpoints import folder as folder_module
+from ddpjob_trainer.checkpoints.config import Format, Metric
 from ddpjob_trainer.checkpoints.retention import Entry, expendable
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.fence import Claim
@@ -96,6 +98,40 @@ def test_a_whole_one_older_than_a_broken_one_is_not_deleted_for_it(tmp_path: Pat
     save(again, 7)
     assert [path.name for path in sorted(tmp_path.glob("step*"))] == ["step-000000007.pt", "step-000000008.pt"]
     assert opened(tmp_path, keep=1).newest() == {"step": 7, "sampler": {"epoch": 0, "consumed": 1}}
+
+
+def test_a_folder_of_parts_is_never_seen_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed within the removal: what is left has no checkpoint's name, and goes at the next start."""
+    folder = opened(tmp_path, keep=1, format=Format.DCP)
+    save(folder, 1)
+
+    def killed(path: Path) -> None:
+        (path / "__0_0.distcp").unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        atomic.remove(tmp_path / "step-000000001.dcp")
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "fence.json"] == [".step-000000001.dcp.gone.tmp"]
+    opened(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["fence.json"]
+
+
+def test_an_old_one_that_cannot_be_removed_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(folder_module, "remove", refuse)
+    folder = opened(tmp_path, keep=1)
+    save(folder, 1)
+    save(folder, 2)
+    assert "step-000000001.pt cannot be removed: Operation not permitted" in capsys.readouterr().err
+    monkeypatch.undo()
+    save(folder, 3)
+    assert [path.name for path in tmp_path.glob("step*")] == ["step-000000003.pt"], "tried again"
 
 
 def test_best_is_found_by_its_link_also_after_a_restart(tmp_path: Path) -> None:

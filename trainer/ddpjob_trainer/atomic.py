@@ -54,6 +54,15 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
+def remove(path: Path) -> None:
+    """Remove a file, or a folder, which is never seen in part: it loses its name first. Raises OSError."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    going = path.rename(path.with_name(f".{path.name}.gone.tmp"))
+    shutil.rmtree(going)
+
+
 def discard(path: Path) -> None:
     """Remove a file or a folder if it is there and can be removed: on a volume that has gone, what is left behind is cleaned up later."""
     if path.is_dir() and not path.is_symlink():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpjob_trainer.atomic import discard
+from ddpjob_trainer.atomic import discard, remove
 from ddpjob_trainer.checkpoints import best, parts, retention, torch_file
 from ddpjob_trainer.checkpoints.config import CheckpointConfig, Format
 from ddpjob_trainer.checkpoints.facts import Facts
@@ -165,17 +165,23 @@ class CheckpointFolder:
             self._claim.check(self.path)
 
     def _tidy(self) -> None:
-        """Delete what need not be kept, and mark the best. In the background."""
+        """Mark the best, then delete what need not be kept: the mark never points to nothing. In the background."""
         self._unmarked = False  # In this order: what is scored from now on is marked by the next one.
         scores = self._scores
-        for entry in retention.expendable(self._entries(), scores, self._config):
-            discard(entry.path)
-            self._known.pop(entry.path, None)
+        entries = self._entries()
+        going = retention.expendable(entries, scores, self._config)
         if self._config.keep_best:
-            entries = {entry.step: entry for entry in self._entries() if entry.whole}
-            left = {step: value for step, value in scores.items() if step in entries}
-            order = retention.ranked(list(entries.values()), left, self._config.best_by)
-            best.mark_best(self.path, self._config.best_by, left, order[0].path if order else None)
+            staying = [entry for entry in entries if entry.whole and entry not in going]
+            order = retention.ranked(staying, scores, self._config.best_by)
+            best.mark_best(
+                self.path, self._config.best_by, {entry.step: scores[entry.step] for entry in order}, order[0].path if order else None
+            )
+        for entry in going:
+            try:
+                remove(entry.path)
+                self._known.pop(entry.path, None)
+            except OSError as error:
+                print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
 
     # ------------------------------------------------------------ resuming
 
