@@ -389,3 +389,19 @@ def test_the_command_evaluates_the_moving_average_as_training_does(tmp_path: Pat
     told = json.loads((tmp_path / "again" / "step-000000016.json").read_text())
     (row,) = ranks.metrics(tmp_path / "run", "eval")
     assert told["loss"] == pytest.approx(row["loss"], abs=1e-6) and told["accuracy"] == row["accuracy"]
+
+
+def test_classes_have_the_names_of_their_folders(tmp_path: Path) -> None:
+    from ddpjob_trainer.data import DataConfig, DataName, open_data
+    from PIL import Image
+
+    for part in ("train", "val"):
+        for number, name in enumerate(("cat", "dog")):
+            (tmp_path / "data" / part / name).mkdir(parents=True)
+            Image.new("RGB", (40, 40), (number * 200, 0, 0)).save(tmp_path / "data" / part / name / "1.png")
+    data: Any = open_data(DataConfig(name=DataName.IMAGEFOLDER, dir=tmp_path / "data", image_size=8, workers=0))
+    assert data.class_names == ["cat", "dog"]
+    arguments = ["data.name=imagefolder", f"data.dir={tmp_path}/data", "data.image_size=8", "data.workers=0", "data.batch=2"]
+    ranks.good(1, [*ranks.TINY, *arguments, "train.epochs=1", f"checkpoint.dir={tmp_path}"])
+    told = json.loads((tmp_path / "run" / "eval" / "epoch-001.json").read_text())
+    assert [entry["name"] for entry in told["classes"]] == ["cat", "dog"]

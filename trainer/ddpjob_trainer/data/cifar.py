@@ -39,6 +39,8 @@ class _Layout:
     std: tuple[float, float, float]
 
 
+_CIFAR10_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
 _LAYOUTS = {
     DataName.CIFAR10: _Layout(
         "cifar-10-batches-py",
@@ -88,13 +90,15 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
     train = read(folder, layout.binary_train if binary else layout.train, layout)
     test = read(folder, layout.binary_test if binary else layout.test, layout)
     train, test = ((images.to(device), labels.to(device)) for images, labels in (train, test))
-    return MemoryData(
+    data = MemoryData(
         train,
         test,
         classes=layout.classes,
         normalise=Normalise(255.0, layout.mean, layout.std, device),
         augment=_augmentation(config, train[0]) if config.augment else None,
     )
+    data.class_names = _CIFAR10_NAMES if config.name is DataName.CIFAR10 else None
+    return data
 
 
 def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:

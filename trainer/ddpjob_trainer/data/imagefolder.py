@@ -64,4 +64,6 @@ def open_folders(root: Path) -> tuple[Folder, Folder]:
 def open_folder(config: DataConfig, device: torch.device) -> ImageData:
     """The data set in `data.dir`. Raises DataError."""
     train, test = open_folders(existing_folder(config, _REMEDY))
-    return ImageData(config, device, train, test, len(train.classes))
+    data = ImageData(config, device, train, test, len(train.classes))
+    data.class_names = train.classes
+    return data

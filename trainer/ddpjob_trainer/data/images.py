@@ -48,6 +48,7 @@ class ImageData:
             raise ConfigError(f"data.corrupt_limit: {config.corrupt_limit} is no share; write a number from 0 to 1, such as 0.01")
         self._config, self._device, self._train, self._test = config, device, train, test
         self.classes = classes
+        self.class_names: list[str] | None = None
         self.shape = (3, config.image_size, config.image_size)
         self.train_size, self.test_size = len(train.labels), len(test.labels)
         self._normalise = Normalise(255.0, _MEAN, _STD, device)

@@ -28,6 +28,7 @@ class MemoryData:
         channels, height, width = train[0].shape[1:]
         self.shape = (int(channels), int(height), int(width))
         self.classes = classes
+        self.class_names: list[str] | None = None
         self.train_size, self.test_size = len(train[1]), len(test[1])
 
     def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:

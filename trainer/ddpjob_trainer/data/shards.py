@@ -82,7 +82,8 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
     """The data set in `data.dir` or at `data.url`. Raises DataError."""
     root = config.url.rstrip("/") if config.url else str(existing_folder(config, f"{_REMEDY}; or set data.url"))
     train, test = (cached_index(f"{root}/{part}", config.index, _REMEDY) for part in ("train", "val"))
-    classes = _classes(root, train)
+    names = _class_names(root, train)
+    classes = len(names) if names else int(train.labels.max()) + 1
     for part, index in (("train", train), ("val", test)):
         odd = np.flatnonzero((index.labels < 0) | (index.labels >= classes))
         if len(odd):
@@ -91,10 +92,12 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
                 f"{root}/{part} holds label {index.labels[odd[0]]}, outside of 0..{classes - 1} ({len(odd)} images, the first {where}):"
                 f" list all classes in {root}/{CLASSES}, one a line, or make the shards anew"
             )
-    return ImageData(config, device, Shards(train), Shards(test), classes)
+    data = ImageData(config, device, Shards(train), Shards(test), classes)
+    data.class_names = names
+    return data
 
 
-def _classes(root: str, train: Index) -> int:
-    """As many as the lines of classes.txt; without that file, as the training set's labels say."""
+def _class_names(root: str, train: Index) -> list[str] | None:
+    """The lines of classes.txt; without that file there are as many classes as the training set's labels say."""
     files, path = train.files(), f"{root}/{CLASSES}"
-    return len(files.cat_file(path).decode().splitlines()) if files.exists(path) else int(train.labels.max()) + 1
+    return files.cat_file(path).decode().splitlines() if files.exists(path) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 
 from ddpjob_trainer import config, devices, fast_start
 from ddpjob_trainer.checkpoints import fit
-from ddpjob_trainer.data import open_data
+from ddpjob_trainer.data import DataSet, open_data
 from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.evaluate import evaluate
 from ddpjob_trainer.group import Group, joined
@@ -49,9 +48,11 @@ def main(arguments: list[str]) -> int:
         was = {key: value for key, value in snapshot["config"].items() if key.startswith(_OF_A_CHECKPOINT)}
         settings = config.load(options.config, options.values, base=was)
         devices.limit_threads(settings.train.threads, group.local_world)
-        result = _evaluated(settings, snapshot["model"], options.checkpoint, placement.device, group)
+        data = open_data(settings.data, placement.device)
+        result = _evaluated(settings, data, snapshot["model"], options.checkpoint, placement.device, group)
         if group.rank == 0:
-            _tell(result, settings, options, snapshot)
+            files = EvaluationFiles(_folder(options), settings.eval, getattr(data, "class_names", None))
+            _tell(result, files, options.checkpoint, snapshot["step"])
     return 0
 
 
@@ -78,8 +79,9 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
     return got
 
 
-def _evaluated(settings: config.Config, weights: Mapping[str, torch.Tensor], path: Path, device: torch.device, group: Group) -> Evaluation:
-    data = open_data(settings.data, device)
+def _evaluated(
+    settings: config.Config, data: DataSet, weights: Mapping[str, torch.Tensor], path: Path, device: torch.device, group: Group
+) -> Evaluation:
     model = build_model(settings.model, data.shape, data.classes, settings.data.seed)
     if wrong := fit.differences(weights, model.state_dict()):
         raise CheckpointError(f"{path} is of another model: {'; '.join(wrong[:3])}. Set model.* and data.* as it was trained with")
@@ -91,15 +93,17 @@ def _evaluated(settings: config.Config, weights: Mapping[str, torch.Tensor], pat
     return result
 
 
-def _tell(result: Evaluation, settings: config.Config, options: argparse.Namespace, snapshot: Mapping[str, Any]) -> None:
+def _folder(options: argparse.Namespace) -> Path:
     path: Path = options.checkpoint
-    folder: Path = options.output or (path if path.is_dir() and path.suffix != ".dcp" else path.parent) / FOLDER
-    files = EvaluationFiles(folder, settings.eval)
-    name = f"step-{snapshot['step']:09d}" if snapshot["step"] is not None else path.stem
-    target = files.write(name, result, step=snapshot["step"], checkpoint=str(path))
+    return options.output or (path if path.is_dir() and path.suffix != ".dcp" else path.parent) / FOLDER
+
+
+def _tell(result: Evaluation, files: EvaluationFiles, path: Path, step: int | None) -> None:
+    target = files.write(path.stem if step is None else f"step-{step:09d}", result, step=step, checkpoint=str(path))
     lost = f", {result.unreadable} unreadable" if result.unreadable else ""
     print(f"{path}: {result.samples} test samples{lost}")
     for key, value in result.scalars().items():
         print(f"  {key:9} {value:.6f}")
     files.wait()
-    print(f"wrote {target}" + (" and its pictures" if any(folder.glob(f"{name}-*.png")) else ""), file=sys.stdout, flush=True)
+    drawn = any(target.parent.glob(f"{target.stem}-*.png"))
+    print(f"wrote {target}" + (" and its pictures" if drawn else ""), flush=True)
