@@ -151,3 +151,16 @@ def test_the_curve_goes_on_where_it_was(tmp_path: Path) -> None:
     good(2, [*WORSE, f"checkpoint.dir={tmp_path}/a"], prepare=broken_at(range(1, 2), 1))
     good(1, [*WORSE, f"checkpoint.dir={tmp_path}/b"], prepare=broken_at(range(1, 2), 0))
     assert final_losses(tmp_path / "a" / "run")[1:] == pytest.approx(final_losses(tmp_path / "b" / "run")[1:], rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "parameter_server"])
+def test_every_strategy_leaves_it_out_on_all_ranks(strategy: str, tmp_path: Path) -> None:
+    """The rank with samples sees it: the last stage of a pipeline, the worker of a parameter server."""
+    micros = ["data.micro_batches=2"] if strategy == "pipeline" else []
+    steps = range(5, 7) if strategy == "pipeline" else range(3, 4)
+    arguments = [*WORSE, f"strategy={strategy}", *micros, f"checkpoint.dir={tmp_path}"]
+    good(2, arguments, prepare=broken_at(steps, 1))
+    told = metrics(tmp_path / "run", "skipped")
+    assert [(row["step"], list(row["samples"])) for row in told] == [(3, ["1"])]
+    rows = metrics(tmp_path / "run", "step")
+    assert len(rows) == 8 and [row["step"] for row in rows if row["loss"] is None] == [3]
