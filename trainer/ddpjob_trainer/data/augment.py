@@ -73,7 +73,7 @@ class RandAugment:
     def __call__(self, image: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
         """One image (3, height, width) uint8."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive(seed, epoch, number, _RANDAUGMENT))
+            torch.default_generator.manual_seed(derive(seed, epoch, number, _RANDAUGMENT))
             augmented: torch.Tensor = self._transform(image)
         return augmented
 

@@ -17,6 +17,7 @@ from ddpjob_trainer.ema import MovingAverage
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.optim import build_optimizer, set_learning_rate
 from ddpjob_trainer.precision import Precision, Update
+from ddpjob_trainer.randomness import seed_torch
 from ddpjob_trainer.sampler import Micro
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Strategy:
 
     def backward_one(self, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
         """Add one micro-batch's gradients up; returns its sum of losses."""
-        torch.manual_seed(micro.key)
+        seed_torch(micro.key, self.device)
         with self.statistics.of_micro(micro, count), self.precision.autocast():
             # Statistics of all ranks' samples: one that does not count must not be among them.
             images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
