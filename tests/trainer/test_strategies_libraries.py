@@ -22,8 +22,8 @@ from ddpjob_trainer.strategies import StrategyName
 from ddpjob_trainer.strategies.deepspeed import settings
 from ranks import TINY, Ended, Prepare, final_losses, finish, metrics, start, stop_at, torchrun
 
-# Five micro-batches with statistics of their own, so that ranks have different numbers of them; five steps.
-SETTINGS = [*TINY, "train.epochs=1", "data.batch=300", "train.timeout_seconds=600", "data.micro_batches=5", "model.norm=batch"]
+# Five micro-batches with statistics of their own, so that ranks have different numbers of them; eight steps.
+SETTINGS = [*TINY, "train.epochs=1", "train.timeout_seconds=600", "data.micro_batches=5", "model.norm=batch"]
 # Each sample by itself: rounding cannot make a batch's mean jump over a kink of the network, so that weights can be compared too.
 SMOOTH = ["model.norm=group"]
 
@@ -153,10 +153,10 @@ def test_losses_weights_and_optimizer_are_those_of_one_process(
 def test_sigterm_then_another_strategy_and_number_of_ranks(
     walk: list[tuple[str, int]], alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
-    """Each life takes a step or two, saves and leaves; the last one ends the training."""
+    """Each life takes two steps, saves and leaves; the last one ends the training."""
     for life, (strategy, world) in enumerate(walk):
         last = life == len(walk) - 1
-        prepare = library(strategy) if last else both(library(strategy), stop_at(2 + life))
+        prepare = library(strategy) if last else both(library(strategy), stop_at(2 + 2 * life))
         ended = run(world, [*SETTINGS, *strategy.split(), f"checkpoint.dir={tmp_path}"], prepare=prepare)
         assert [end.code for end in ended] == [0 if last else 75] * world, ended
     assert [row["world"] for row in metrics(tmp_path / "run", "start")] == [world for _, world in walk]
