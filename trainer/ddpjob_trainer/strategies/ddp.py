@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,9 @@ from ddpjob_trainer.sampler import Micro
 from ddpjob_trainer.strategies import comm_hooks
 from ddpjob_trainer.strategies.base import Strategy
 from ddpjob_trainer.strategies.comm_hooks import CommHook
+
+_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
+"""As newer versions of torch call it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,7 +59,8 @@ class Ddp(Strategy):
         """Buffers are not broadcast at each step: batch statistics are exchanged exactly, by the trainer."""
         if self.group.world == 1 or self.config.ddp.ordered:
             return model
-        network = DistributedDataParallel(model, device_ids=self.device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+        options: dict[str, Any] = {_BUFFERS: False}
+        network = DistributedDataParallel(model, device_ids=self.device_ids, gradient_as_bucket_view=True, **options)
         comm_hooks.register(network, self.config.ddp)
         return network
 
