@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -38,9 +39,16 @@ def assert_same(folder: Path, reference: Path, *, exact: bool) -> None:
         torch.testing.assert_close(weights(folder)[name], value, rtol=10 * rtol, atol=rtol)
 
 
+def import_once() -> None:
+    """Here, and not in each forked rank, which takes a second or two."""
+    for name in ("torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.flop_counter"):
+        importlib.import_module(name)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """strategy=single, undisturbed."""
+    import_once()
     folder = tmp_path_factory.mktemp("alone")
     good(1, [*PROBLEM, "strategy=single", f"checkpoint.dir={folder}"])
     return folder

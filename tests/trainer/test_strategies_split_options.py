@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import TINY, final_losses, good, metrics
+from test_strategies_split import import_once
 
 PROBLEM = [*TINY, "train.epochs=1", "model.norm=batch", "data.micro_batches=4"]
 
@@ -27,6 +28,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a run of strategy=single with an option."""
+    import_once()
     done: dict[str, Path] = {}
 
     def folder(option: str) -> Path:

@@ -105,13 +105,17 @@ class Strategy:
 
     def backward_one(self, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
         """Add one micro-batch's gradients up; returns its sum of losses."""
-        seed_torch(micro.key, self.device)
+        self.seed(micro.key)
         with self.statistics.of_micro(micro, count), self.precision.autocast():
             # Statistics of all ranks' samples: one that does not count must not be among them.
             images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
             loss = self.loss(self.network(images), batch, micro)
         self.precision.backward(loss * self.weight(count))
         return loss.detach()
+
+    def seed(self, key: int) -> None:
+        """Before a micro-batch: what dropout draws is a function of its key."""
+        seed_torch(key, self.device)
 
     def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
         """The sum of losses of a micro-batch; 0, with gradients of 0, for one that does not count."""

@@ -11,6 +11,7 @@ from torch import nn
 from ddpjob_trainer.cutting import Skeleton, chain, cut
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
+from ddpjob_trainer.randomness import derive, seed_torch
 from ddpjob_trainer.strategies.ddp import Ddp
 
 if TYPE_CHECKING:
@@ -59,6 +60,13 @@ class DdpMp(Ddp):
             part[0].module.register_forward_pre_hook(_sender(device))
         model.register_forward_hook(lambda _, __, scores: scores.to(self.device))
         return super().wrap(model)
+
+    def seed(self, key: int) -> None:
+        """Each device has its own generator."""
+        super().seed(key)
+        for number, device in enumerate(self.devices):
+            if device != self.device:
+                seed_torch(derive(key, number), device)
 
     @property
     def device_ids(self) -> None:

@@ -143,7 +143,7 @@ class Pipeline(Strategy):
     def _pass(self, values: torch.Tensor) -> torch.Tensor:
         """One micro-batch through this stage. Random numbers are the whole model's where only one stage draws any."""
         micro = next(self._coming)
-        torch.manual_seed(micro.key if self.stage == self._first_that_draws else derive(micro.key, self.stage))
+        self.seed(micro.key if self.stage == self._first_that_draws else derive(micro.key, self.stage))
         with self.statistics.of_micro(micro, self._count), self.precision.autocast():
             outputs: torch.Tensor = self.network(values)
         return outputs.float().contiguous()
