@@ -123,9 +123,7 @@ def deviation(folder: Path, reference: Path) -> float:
     return float(np.abs(np.array(final_losses(folder / "run")) - np.array(final_losses(reference / "run"))).max())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world"), [(HOROVOD, 3), (SERVER, 3), *((stage, world) for stage, world in zip(DEEPSPEED, (2, 3, 2, 3), strict=True))]
-)
+@pytest.mark.parametrize(("strategy", "world"), [(HOROVOD, 3), (SERVER, 3), (DEEPSPEED[0], 2), (DEEPSPEED[2], 3), (DEEPSPEED[3], 2)])
 def test_losses_weights_and_optimizer_are_those_of_one_process(
     strategy: str, world: int, smooth: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
@@ -200,7 +198,7 @@ def test_a_defect_leaves_the_curve(strategy: str, defect: Prepare, alone: Path, 
     assert any(end.code for end in ended) or deviation(tmp_path, alone) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("strategy", [HOROVOD, SERVER, DEEPSPEED[2]])
+@pytest.mark.parametrize("strategy", [HOROVOD, SERVER])
 def test_a_killed_rank_ends_the_others_which_then_resume(
     strategy: str, alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
