@@ -39,7 +39,10 @@ class Pool:
         self._loader: DataLoader[Chunk] | None = None
 
     def run(self, requests: Iterator[Request]) -> Iterator[list[Chunk]]:
-        """For each request its parts, in order: it is divided so that all workers share it. Raises DataError where `read` does."""
+        """For each request its parts, in order: it is divided so that all workers share it. Raises DataError where `read` does.
+
+        One run at a time: a new one ends the one before it.
+        """
         first = next(requests, None)
         if first is None:
             return

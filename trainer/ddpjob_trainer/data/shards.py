@@ -7,6 +7,7 @@ https://github.com/webdataset/webdataset describes the layout.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from ddpjob_trainer.errors import DataError
 
 CLASSES = "classes.txt"
 _REMEDY = "`python -m ddpjob_trainer shards FOLDER OUT` makes OUT/train and OUT/val from folders of images"
-_TRIES = 3
+_TRIES, _PAUSE = 3, 0.2
 
 
 class Shards:
@@ -73,6 +74,7 @@ def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) ->
                 raise DataError(
                     f"{path} cannot be read from byte {start} on, {tries} times: {reason}; see that data.url answers, and resume"
                 )
+            time.sleep(_PAUSE * 4 ** (tries - 1))
             tries += 1
             content = files.cat_ranges([path], [start], [end], on_error="return")[0]
         yield content
