@@ -33,6 +33,7 @@ class CpuSyncBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """All ranks together in training; in evaluation each on its own, by the running statistics."""
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
