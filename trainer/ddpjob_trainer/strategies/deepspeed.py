@@ -175,6 +175,7 @@ class DeepSpeed(Strategy):
     def _gathered_optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(name, state) of each weight; numbers, such as a count of steps, are the same for all."""
         own = self._engine.optimizer.optimizer.state.get(self._flat[0], {})
+        self._link()
         for name, weight in self.parameters if own else []:
             numbers = {key: value for key, value in own.items() if not _is_per_weight(value)}
             vectors = [key for key, value in own.items() if _is_per_weight(value)]
@@ -182,6 +183,12 @@ class DeepSpeed(Strategy):
                 name,
                 numbers | {key: self._fragments.safe_get_full_optimizer_state(weight, key).view(self._shape(weight)) for key in vectors},
             )
+
+    def _link(self) -> None:
+        """Have ZeRO 1 and 2 look up again where each weight's state lies: they do it once, when only the first group has stepped."""
+        if self._stage < 3:
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _load_optimizer_state(self, saved: State) -> None:
         """The reverse. Raises KeyError or ValueError when names or shapes differ."""
@@ -195,9 +202,7 @@ class DeepSpeed(Strategy):
                 zero.optimizer.state[flat][key] = torch.zeros_like(flat) if _is_per_weight(value) else value
         if not example:
             return
-        if self._stage < 3:  # Its table of where each weight's state lies is made at the first step otherwise.
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
+        self._link()
         for name, weight in self.parameters:
             for key, value in saved["state"][name].items():
                 if not _is_per_weight(value):
