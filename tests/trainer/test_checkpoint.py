@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -129,8 +130,8 @@ def test_all_broken_is_an_error_and_nothing_is_overwritten(tmp_path: Path) -> No
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(path.read_bytes()[:1000])
     before = {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole .* nothing was overwritten"):
-        train.run(config.load(None, [*TINY, f"checkpoint.dir={tmp_path}"]))
+    (end,) = run(1, [*TINY, f"checkpoint.dir={tmp_path}"])
+    assert end.code == 1 and re.search(r"CheckpointError: no checkpoint in .* is whole .* nothing was overwritten", end.error)
     assert {path: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
 
 
@@ -150,14 +151,14 @@ def test_a_zombie_of_an_older_life_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", list(Format))
 def test_a_life_that_is_followed_while_it_writes_does_not_rename(format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The successor claims the folder when the content is on disk and has no name yet."""
+    """The successor claims the folder when the content is on disk and has no name yet, and has not seen it when it cleared up."""
     old = opened(tmp_path, format=format)
     sync = os.fsync
 
     def sync_and_lose(descriptor: int) -> None:
         monkeypatch.setattr(os, "fsync", sync)
         sync(descriptor)
-        CheckpointFolder(CheckpointConfig(), tmp_path, Group()).claim(Claim(1, 0, 2))
+        Claim(1, 0, 2).take(tmp_path)
 
     monkeypatch.setattr(os, "fsync", sync_and_lose)
     with pytest.raises(FencedError, match="belongs to generation 0, round 0 and writes nothing more"):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ddpjob_trainer import atomic
-from ddpjob_trainer.checkpoints import CheckpointConfig, CheckpointFolder
-from ddpjob_trainer.checkpoints import folder as folder_module
+from ddpjob_trainer.checkpoints import CheckpointConfig, CheckpointFolder, shelf
 from ddpjob_trainer.checkpoints.config import Format, Metric
 from ddpjob_trainer.checkpoints.retention import Entry, expendable
 from ddpjob_trainer.errors import ConfigError
@@ -124,7 +123,7 @@ def test_an_old_one_that_cannot_be_removed_is_told_of(
     def refuse(path: Path) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(folder_module, "remove", refuse)
+    monkeypatch.setattr(shelf, "remove", refuse)
     folder = opened(tmp_path, keep=1)
     save(folder, 1)
     save(folder, 2)
@@ -132,6 +131,15 @@ def test_an_old_one_that_cannot_be_removed_is_told_of(
     monkeypatch.undo()
     save(folder, 3)
     assert [path.name for path in tmp_path.glob("step*")] == ["step-000000003.pt"], "tried again"
+
+
+def test_one_that_somebody_removed_does_not_count(tmp_path: Path) -> None:
+    folder = opened(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        save(folder, step)
+        if step == 2:
+            (tmp_path / "step-000000002.pt").unlink()
+    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-000000001.pt", "step-000000003.pt"]
 
 
 def test_best_is_found_by_its_link_also_after_a_restart(tmp_path: Path) -> None:

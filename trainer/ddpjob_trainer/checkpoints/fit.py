@@ -101,7 +101,7 @@ def read_whole(path: Path) -> Any:
         raise CheckpointError(f"checkpoint.load: {path} cannot be read: {error.strerror}; give an existing file") from error
     except Exception as error:  # torch's reader fails in many ways on what it has not written
         raise CheckpointError(
-            f"checkpoint.load: {path} is no file of torch.save, or a damaged one: {str(error).splitlines()[0]}"
+            f"checkpoint.load: {path} is no file of torch.save, or a damaged one: {str(error).partition(chr(10))[0]}"
         ) from error
 
 

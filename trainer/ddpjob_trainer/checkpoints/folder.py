@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import datetime
-import os
-import re
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ddpjob_trainer.atomic import discard, remove
+from ddpjob_trainer.atomic import discard
 from ddpjob_trainer.checkpoints import best, parts, retention, torch_file
 from ddpjob_trainer.checkpoints.config import CheckpointConfig, Format
 from ddpjob_trainer.checkpoints.facts import Facts
 from ddpjob_trainer.checkpoints.retention import Entry
+from ddpjob_trainer.checkpoints.shelf import BROKEN, NOTHING, Shelf, prepare_folder
 from ddpjob_trainer.checkpoints.snapshot import Snapshot, Staging
 from ddpjob_trainer.checkpoints.writer import Landed, Writer
 from ddpjob_trainer.errors import CheckpointError, FencedError, TrainerError
@@ -26,8 +23,6 @@ from ddpjob_trainer.fence import Claim
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.signals import Due, SaverState
 
-_NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
-_NOTHING, _BROKEN = -1, -2
 _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
 
@@ -39,9 +34,8 @@ class CheckpointFolder:
         self._config, self.path, self._group = config, path, group
         self.writes = group.rank == 0 if config.shared else group.local_rank == 0
         self._parts = config.format is Format.DCP
-        self._writer, self._staging = Writer(config.failures), Staging()
+        self._shelf, self._writer, self._staging = Shelf(path), Writer(config.failures), Staging()
         self._saved_step, self._owed = -1, False
-        self._known: dict[Path, Entry] = {}
         self._scores: dict[int, float] = {}
         self._unmarked = False
         self._parts_group: Any = None
@@ -102,7 +96,7 @@ class CheckpointFolder:
         state = snapshot["sampler"]
         facts = Facts(step, state["epoch"] if state["consumed"] == 0 else None, self._group.world)
         taken = self._staging.take(snapshot, whole=not self._parts, wanted=self.writes or self._parts)
-        path = self.path / f"step-{step:09d}{parts.SUFFIX if self._parts else torch_file.SUFFIX}"
+        path = self._shelf.place(step, in_parts=self._parts)
         if taken:
             self._writer.start(lambda: self._write(path, taken, facts), path, step, time.monotonic() - began)
         else:
@@ -157,7 +151,7 @@ class CheckpointFolder:
             self._check_claim()  # The next life clears up what it takes for left behind: then that is the reason.
             raise
         if self.writes:
-            self._known[path] = Entry(facts.step, path, facts.epoch)
+            self._shelf.add(Entry(facts.step, path, facts.epoch))
             self._tidy()
 
     def _check_claim(self) -> None:
@@ -168,7 +162,7 @@ class CheckpointFolder:
         """Mark the best, then delete what need not be kept: the mark never points to nothing. In the background."""
         self._unmarked = False  # In this order: what is scored from now on is marked by the next one.
         scores = self._scores
-        entries = self._entries()
+        entries = self._shelf.entries()
         going = retention.expendable(entries, scores, self._config)
         if self._config.keep_best:
             staying = [entry for entry in entries if entry.whole and entry not in going]
@@ -177,11 +171,7 @@ class CheckpointFolder:
                 self.path, self._config.best_by, {entry.step: scores[entry.step] for entry in order}, order[0].path if order else None
             )
         for entry in going:
-            try:
-                remove(entry.path)
-                self._known.pop(entry.path, None)
-            except OSError as error:
-                print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
+            self._shelf.remove(entry)
 
     # ------------------------------------------------------------ resuming
 
@@ -190,12 +180,12 @@ class CheckpointFolder:
 
         A broken one is named in a warning. Raises CheckpointError when all are broken, on every rank.
         """
-        step, content = self._newest_of_mine() if self.writes else (_NOTHING, None)
+        step, content = self._shelf.newest_whole() if self.writes else (NOTHING, None)
         steps = self._group.gather(step)
         if max(steps) < 0:
-            if _BROKEN in steps:
+            if BROKEN in steps:
                 raise CheckpointError(
-                    f"no checkpoint in {self.path} is whole (the warnings of rank {steps.index(_BROKEN)} name each);"
+                    f"no checkpoint in {self.path} is whole (the warnings of rank {steps.index(BROKEN)} name each);"
                     f" nothing was overwritten. Restore one, or move them away or set checkpoint.dir to train anew"
                 )
             return None
@@ -207,7 +197,7 @@ class CheckpointFolder:
         self._saved_step = max(steps)
         source = steps.index(max(steps))
         if self._group.gather(isinstance(content, Path))[source]:
-            return self._read_parts(self.path / f"step-{max(steps):09d}{parts.SUFFIX}")
+            return self._read_parts(self._shelf.place(max(steps), in_parts=True))
         return torch_file.decode(self._group.broadcast_bytes(content if isinstance(content, bytes) else None, source))
 
     def _read_parts(self, path: Path) -> Snapshot:
@@ -223,50 +213,3 @@ class CheckpointFolder:
         if snapshot is None or not all(seen):
             raise CheckpointError(f"rank {seen.index(0)} cannot read {path}; its message says why")
         return snapshot
-
-    def _newest_of_mine(self) -> tuple[int, bytes | Path | None]:
-        """(step, content of the file or path of the folder)."""
-        found = list(self._files())
-        for step, path in found:
-            try:
-                content: bytes | Path = path if path.suffix == parts.SUFFIX else path.read_bytes()
-                facts = parts.check(path) if isinstance(content, Path) else torch_file.check(content)
-                if facts.step == step:
-                    return step, content
-                problem = "of another step than its name says"
-            except CheckpointError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = f"not readable: {error.strerror}"
-            self._known[path] = Entry(step, path, whole=False)
-            print(f"warning: checkpoint {path} is {problem}; trying the next older one", file=sys.stderr, flush=True)
-        return (_BROKEN if found else _NOTHING), None
-
-    def _entries(self) -> list[Entry]:
-        """What is in the folder. Only the newest are read as a whole at a start; of older ones their own word is taken."""
-        for step, path in self._files():
-            if path not in self._known:
-                try:
-                    facts = parts.read_facts(path) if path.suffix == parts.SUFFIX else torch_file.read_facts(path)
-                    self._known[path] = Entry(step, path, facts.epoch)
-                except CheckpointError:
-                    self._known[path] = Entry(step, path, whole=False)
-        return list(self._known.values())
-
-    def _files(self) -> Iterator[tuple[int, Path]]:
-        """(step, path), newest first."""
-        matches = ((_NAME.fullmatch(path.name), path) for path in self.path.iterdir())
-        yield from sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
-
-
-def prepare_folder(path: Path, keys: str) -> None:
-    """Make a folder and prove that it can be written. Raises CheckpointError naming the path, the reason and the remedy."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".probe-") as probe:
-            probe.write(b"0")
-            probe.flush()
-    except OSError as error:
-        raise CheckpointError(
-            f"folder {path} cannot be written ({error.strerror}): mount it writable for uid {os.getuid()}, or set {keys} to another folder"
-        ) from error
