@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from ddpjob_trainer.ledger_check import read, verify
-from ranks import TINY, final_losses, good, metrics, run, stop_at, torchrun
+from ranks import TINY, final_losses, good, metrics, run, stop_at
 
 # Batch normalisation and dropout: a micro-batch that is cut otherwise, or meets other random numbers, shows. 1438 images: the last step of
 # an epoch has 38, in micro-batches of 10, 10, 9 and 9.
@@ -99,19 +99,6 @@ def test_ranks_without_samples_take_part(world: int, keys: list[str], tmp_path: 
     good(world, [*arguments, *keys, f"checkpoint.dir={tmp_path / 'more'}"])
     assert_same(tmp_path / "more", tmp_path / "1", exact=False)
     assert verify(read([tmp_path / "more" / "run"])).epochs == {1: 7, 2: 7}
-
-
-@pytest.mark.parametrize(("strategy", "world"), [("dp", 1), ("fsdp", 2), ("pipeline", 2), ("ddp_mp", 2)])
-def test_torchrun_starts_it(strategy: str, world: int, alone: Path, tmp_path: Path) -> None:
-    agent = torchrun(
-        world, [*PROBLEM, "train.epochs=1", "optim.schedule=constant", f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], tmp_path
-    )
-    try:
-        assert agent.wait(120) == 0, (tmp_path / "out.txt").read_text()
-    finally:
-        agent.kill()
-    assert final_losses(tmp_path / "run")[0] == pytest.approx(final_losses(alone / "run")[0], rel=TOLERANCE)
-    assert len(metrics(tmp_path / "run", "eval")) == 1
 
 
 def held(folder: Path) -> Callable[[int], None]:
