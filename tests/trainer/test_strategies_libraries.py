@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from ddpjob_trainer import config
+from ddpjob_trainer import config, strategies
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.strategies import StrategyName
@@ -74,6 +75,7 @@ def deepspeed() -> None:
     """Imported once, here; forked ranks have it."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'ddpjob[deepspeed]'")
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # Its engine asks for it, and it brings the compiler.
 
 
 @pytest.fixture
@@ -119,6 +121,19 @@ def both(*prepares: Prepare) -> Prepare:
     return prepare
 
 
+def halves_and_doubles(strategy: str) -> Prepare:
+    """Gradients come at half their size, and are scaled as where samples cannot be read: to the bit the same, where that works."""
+
+    def prepare(rank: int) -> None:
+        module, _, name = strategies._CLASSES[StrategyName(strategy.split()[0].removeprefix("strategy="))].partition(":")
+        kind = getattr(importlib.import_module(f"ddpjob_trainer.strategies.{module}"), name)
+        weight, update = kind.weight, kind.update
+        kind.weight = lambda self, count: weight(self, count) / 2
+        kind.update = lambda self, rate: (self.scale_gradients(2.0), update(self, rate))[1]
+
+    return prepare
+
+
 def deviation(folder: Path, reference: Path) -> float:
     """Largest difference between two loss curves."""
     return float(np.abs(np.array(final_losses(folder / "run")) - np.array(final_losses(reference / "run"))).max())
@@ -128,7 +143,11 @@ def deviation(folder: Path, reference: Path) -> float:
 def test_losses_weights_and_optimizer_are_those_of_one_process(
     strategy: str, world: int, smooth: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
-    good(world, [*SETTINGS, *SMOOTH, *strategy.split(), f"checkpoint.dir={tmp_path}"], prepare=library(strategy))
+    good(
+        world,
+        [*SETTINGS, *SMOOTH, *strategy.split(), f"checkpoint.dir={tmp_path}"],
+        prepare=both(library(strategy), halves_and_doubles(strategy)),
+    )
     assert deviation(tmp_path, smooth) < TOLERANCE
     ours, theirs = newest(tmp_path), newest(smooth)
     assert ours["model"].keys() == theirs["model"].keys()
@@ -220,6 +239,21 @@ def test_a_killed_rank_ends_the_others_which_then_resume(
     assert ended[1].code == -signal.SIGKILL and all(end.code not in (0, 75) for end in ended), ended
     good(2, arguments, prepare=library(strategy))
     assert deviation(tmp_path, alone) < TOLERANCE
+
+
+def test_a_worker_keeps_the_servers_state_where_folders_are_not_shared(alone: Path, tmp_path: Path) -> None:
+    """Three nodes; the server's folder is lost between two lives."""
+
+    def node(rank: int) -> dict[str, str]:
+        return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "DDPJOB_CHECKPOINT_DIR": str(tmp_path / str(rank))}
+
+    arguments = [*SETTINGS, SERVER, "checkpoint.shared=false"]
+    assert [end.code for end in finish(start(3, arguments, stop_at(4), node), timeout=180)] == [75] * 3
+    shutil.rmtree(tmp_path / "0")
+    assert [end.code for end in finish(start(3, arguments, env=node), timeout=180)] == [0] * 3
+    losses = [row["loss"] for row in metrics(tmp_path / "0" / "run", "step")]
+    np.testing.assert_allclose(losses, final_losses(alone / "run")[-len(losses) :], rtol=TOLERANCE)
+    assert 0 < len(losses) < 8
 
 
 @pytest.mark.slow
