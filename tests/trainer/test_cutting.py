@@ -8,13 +8,12 @@ import random
 import pytest
 import torch
 from ddpjob_trainer import config as configuration
-from ddpjob_trainer.cutting import Link, Skeleton, chain, cut
+from ddpjob_trainer.cutting import Link, Part, Skeleton, chain, cut
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.models import ModelConfig, build_model
 from ddpjob_trainer.strategies.ddp_mp import DdpMp
 from ddpjob_trainer.strategies.fsdp import blocks
-from ddpjob_trainer.strategies.pipeline import Part
 from torch import nn
 
 CPU = torch.device("cpu")

@@ -68,6 +68,28 @@ def _links(model: nn.Module, *names: str) -> list[Link]:
     return found
 
 
+class Part(nn.Module):
+    """Some links of a chain, one after the other, under the names that they have in the whole model."""
+
+    def __init__(self, links: list[Link]) -> None:
+        super().__init__()
+        self._chain = [link.module for link in links]  # A list: registered below, under their names.
+        for link in links:
+            *path, last = link.name.split(".")
+            owner: nn.Module = self
+            for name in path:
+                if name not in owner._modules:
+                    owner.add_module(name, nn.Module())
+                owner = owner.get_submodule(name)
+            owner.add_module(last, link.module)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """What the last link gives."""
+        for module in self._chain:
+            values = module(values)
+        return values
+
+
 class Skeleton:
     """The chain without its weights (on the meta device): what comes out of each link, at no cost."""
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.batch_statistics import BatchStatistics
-from ddpjob_trainer.cutting import Link, Skeleton, chain, cut
+from ddpjob_trainer.cutting import Link, Part, Skeleton, chain, cut
 from ddpjob_trainer.data import Batch
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
@@ -208,28 +208,6 @@ class Pipeline(Strategy):
         """Take this stage's part of the whole."""
         own = set(self.model.state_dict()) | {name for name, _ in self.model.named_parameters()}
         super().load(_without(state, self._names - own))
-
-
-class Part(nn.Module):
-    """Some links of a chain, one after the other, under the names that they have in the whole model."""
-
-    def __init__(self, links: list[Link]) -> None:
-        super().__init__()
-        self._chain = [link.module for link in links]  # A list: registered below, under their names.
-        for link in links:
-            *path, last = link.name.split(".")
-            owner: nn.Module = self
-            for name in path:
-                if name not in owner._modules:
-                    owner.add_module(name, nn.Module())
-                owner = owner.get_submodule(name)
-            owner.add_module(last, link.module)
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """What the last link gives."""
-        for module in self._chain:
-            values = module(values)
-        return values
 
 
 class _Pass(nn.Module):
