@@ -36,7 +36,7 @@ def test_over_its_budget_a_job_fails_with_the_traceback(jobs: Jobs) -> None:
 
 
 def test_suspend_and_resume(jobs: Jobs) -> None:
-    jobs.apply(steps_job("pause", 40))
+    jobs.apply(steps_job("pause", 1000))
     jobs.wait_phase("pause", "Running")
     patch(jobs, "pause", runPolicy={"suspend": True})
     jobs.wait_phase("pause", "Suspended")
@@ -114,7 +114,7 @@ def test_clean_pod_policies(jobs: Jobs) -> None:
 
 
 def test_the_classical_layout_survives_its_master(jobs: Jobs) -> None:
-    jobs.apply(steps_job("classic", 60, rendezvous={"placement": "Master"}))
+    jobs.apply(steps_job("classic", 120, rendezvous={"placement": "Master"}))
     jobs.wait_phase("classic", "Running")
     assert not jobs.pods("coordinator")
     jobs.kill("classic-0-0")
@@ -125,7 +125,7 @@ def test_the_classical_layout_survives_its_master(jobs: Jobs) -> None:
 
 
 def test_a_lost_coordinator_begins_a_new_generation(jobs: Jobs) -> None:
-    jobs.apply(steps_job("orphan", 60))
+    jobs.apply(steps_job("orphan", 120))
     jobs.wait_phase("orphan", "Running")
     jobs.kill("orphan-coordinator-0")
     jobs.wait_phase("orphan", "Complete", timeout=120)
@@ -136,7 +136,7 @@ def test_a_lost_coordinator_begins_a_new_generation(jobs: Jobs) -> None:
 
 def test_any_command_gets_what_torchrun_reads(jobs: Jobs) -> None:
     script = steps_job("x")["spec"]["script"]
-    command = ["/bin/sh", "-c", f"exec python3 -m torch.distributed.run {script} --steps=60"]
+    command = ["/bin/sh", "-c", f"exec python3 -m torch.distributed.run {script} --steps=120"]
     jobs.apply(job("shell", command=command))
     jobs.wait_phase("shell", "Running")
     jobs.kill("shell-0-0")

@@ -44,7 +44,7 @@ def always_started(operator: OperatorProcess, seen: Path) -> Iterator[list[int]]
 def test_it_dies_before_and_after_every_call(jobs: Jobs, operator: OperatorProcess, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     with always_started(operator, seen) as lives:
-        jobs.apply(steps_job("often", 60, runPolicy={"ttlSecondsAfterFinished": 3600}))
+        jobs.apply(steps_job("often", 150, runPolicy={"ttlSecondsAfterFinished": 3600}))
         jobs.wait_phase("often", "Running", timeout=240)
         jobs.wait("the first steps", lambda: jobs.step("often") >= 3, timeout=60)
         jobs.kill("often-1-0")

@@ -6,7 +6,7 @@ from jobs import Jobs, steps_job
 
 
 def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) -> None:
-    jobs.apply(steps_job("two", 60))
+    jobs.apply(steps_job("two", 100))
     jobs.wait_phase("two", "Running")
     jobs.wait("the first steps", lambda: jobs.step("two") >= 3)
     before = jobs.pods()
@@ -14,7 +14,7 @@ def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) ->
     assert {pod["spec"]["nodeName"] for pod in before.values()} == {"n1", "n2"}, "one pod per node"
 
     jobs.kill("two-1-0")
-    jobs.wait("the replacement", lambda: "two-1-1" in jobs.pods(), timeout=5)
+    jobs.wait("the replacement", lambda: "two-1-1" in jobs.pods(), timeout=15)
     jobs.wait_phase("two", "Complete")
 
     status = jobs.status("two")
@@ -23,7 +23,7 @@ def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) ->
     assert (restarts["counted"], restarts["uncounted"]) == (0, 1)
     assert [(r["pod"], r["reason"], r["counted"]) for r in restarts["recent"]] == [("two-1-0", "Deleted", False)]
     assert status["round"] == 1
-    assert status["progress"]["step"] == 60
+    assert status["progress"]["step"] == 100
     logs = jobs.kubectl("logs", "two-0-0")
     assert logs.count("rank 0 of 2 begins") + logs.count("rank 1 of 2 begins") == 2, "its workers began twice"
 

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -66,6 +68,22 @@ def test_posts_are_half_a_second_apart_and_the_newest_wins(coordinator: Any) -> 
     link.post({"step": -1})
     link.close()
     assert 2 <= len(posts) <= 5 and posts[-1][2] == {"step": -1}
+
+
+def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc reads the environment for it, and getenv in a thread crashes the process while another thread sets a variable."""
+    lookers: list[threading.Thread] = []
+    look = socket.getaddrinfo
+
+    def looked(*arguments: Any, **more: Any) -> Any:
+        lookers.append(threading.current_thread())
+        return look(*arguments, **more)
+
+    monkeypatch.setattr("socket.getaddrinfo", looked)
+    link = CoordinatorLink("localhost:1", "token")
+    link.post({"step": 1})
+    link.close()
+    assert lookers[0] is threading.main_thread() and len(lookers) > 1
 
 
 def test_a_coordinator_that_is_gone_delays_nothing() -> None:

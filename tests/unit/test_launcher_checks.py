@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import ddpjob.podfiles
@@ -79,6 +80,17 @@ def test_a_link_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) ->
     link.start()
     link._thread.join(5)
     assert ends == [(1, "Error", "the link to the coordinator has failed: LookupError: unknown encoding: idna")]
+
+
+def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc reads the environment for it, and getenv in a thread crashes the process while another thread sets a variable."""
+    lookers: list[threading.Thread] = []
+    link = Link("host:1", {}, "Standard", 1.0, lambda *end: None)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: lookers.append(threading.current_thread()))
+    monkeypatch.setattr(link, "_connect", lambda: link.close())
+    link.start()
+    link._thread.join(5)
+    assert lookers[:1] == [threading.main_thread()]
 
 
 def test_addresses_and_lines() -> None:

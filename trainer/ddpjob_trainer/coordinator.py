@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import encodings.idna  # noqa: F401  (the thread must not be the first to import what host names are encoded by)
 import http.client
 import json
 import os
+import socket
 import threading
 import time
 from typing import Any
@@ -21,6 +23,9 @@ class CoordinatorLink:
         self._newest: dict[str, Any] | None = None
         self._changed = threading.Condition()
         self._closing = False
+        with contextlib.suppress(OSError):
+            # A process' first look-up makes glibc read the environment, which in a thread ends in a crash when a variable is set meanwhile.
+            socket.getaddrinfo("localhost", None)
         self._thread = threading.Thread(target=self._work, name="coordinator-link", daemon=True)
         self._thread.start()
 

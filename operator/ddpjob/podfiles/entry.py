@@ -264,9 +264,14 @@ class StepCounter:
     def start(self) -> None:
         """At the first step: the posting thread, and a last post at the process' end."""
         import atexit
+        import contextlib
         import encodings.idna  # noqa: F401  (the thread must not be the first to import what names are encoded by)
+        import socket
         import threading
 
+        with contextlib.suppress(OSError):
+            # Nor the first to look a name up: glibc reads the environment then, and crashes when the script sets a variable meanwhile.
+            socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0)
 

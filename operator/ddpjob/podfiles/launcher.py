@@ -10,6 +10,7 @@ DDPJOB_RECOVERY=Fast: rounds without c10d, and workers forked from a process tha
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ REQUIRED = ("DDPJOB_COORDINATOR", "DDPJOB_TOKEN", "DDPJOB_POD", "DDPJOB_INDEX", 
 
 def main() -> NoReturn:
     """Run until the job is done or this node has to end; never returns."""
+    faulthandler.enable()
     if os.getpid() == 1:
         reaper.become_init()
         die_with_parent()
@@ -49,9 +51,9 @@ def main() -> NoReturn:
     nursery, cold = warm_up() if mode == wire.FAST else (None, "")  # before any thread is started
     watch_signals(lambda number: on_signal(number, link, departure))
     departure.close_link = link.close
-    link.start()
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a replaced node never learns of rank 0's store
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
+    link.start()
     try:
         torchrun(sys.argv[1:], link, departure, mode, nursery, cold)
         departure.leave(wire.EXIT_DONE, "Done", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import encodings.idna  # noqa: F401  (names are encoded by it; a thread that imports it first may meet the main thread in the middle of that)
 import socket
 import threading
@@ -52,6 +53,9 @@ class Link:
 
     def start(self) -> None:
         """Begin to connect; returns at once."""
+        with contextlib.suppress(OSError):
+            # A process' first look-up makes glibc read the environment, which in a thread ends in a crash when a variable is set meanwhile.
+            socket.getaddrinfo("localhost", None)
         self._thread.start()
         threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
 
