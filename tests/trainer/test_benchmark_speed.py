@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,3 +36,19 @@ def test_made_jpegs_are_as_large_as_imagenets(tmp_path: Path) -> None:
 def test_overhead_is_the_median_of_the_turns() -> None:
     text = bookkeeping.table([(0.100, 0.101), (0.100, 0.103), (0.100, 0.102)], 32)
     assert "| 100.00 | 102.00 | +2.00% (" in text
+
+
+def test_a_turn_tells_the_time_of_a_step_and_freezes_the_process_again(tmp_path: Path) -> None:
+    times = tmp_path / "times"
+    script = f"import time\nfor n in range(100000):\n time.sleep(0.01)\n open({str(times)!r}, 'a').write(f'{{n}} {{time.time()}}\\n')"
+    process = bookkeeping._start(["-c", script])
+    try:
+        bookkeeping._wait_for_steps(process, lambda: bookkeeping._bare_times(times))
+        step = bookkeeping._turn(process, lambda: bookkeeping._bare_times(times), 2.0)
+        assert 0.01 < step < 0.5
+        time.sleep(0.2)
+        size = times.stat().st_size
+        time.sleep(0.3)
+        assert times.stat().st_size == size, "frozen"
+    finally:
+        bookkeeping.kill_all(process)
