@@ -7,7 +7,6 @@ import io
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
