@@ -77,7 +77,7 @@ def draw(path: Path, cases: list[Case], found: dict[str, list[Measured]], missin
     axes.barh(places, medians, height=0.66, color=[_COLOURS[case.kind] for case in shown], zorder=2)
     axes.hlines(places, [min(own) for own in times], [max(own) for own in times], color=_INK, linewidth=1.4, zorder=3)
     for place, median, own in zip(places, medians, times, strict=True):
-        ratio = f"   {median / reference:.2f} of ddp" if reference else ""
+        ratio = f"   {median / reference:.2f} times ddp" if reference else ""
         axes.annotate(
             f"{median:.2f} s{ratio}", (max(own), place), xytext=(6, 0), textcoords="offset points", va="center", color=_INK, fontsize=9
         )
