@@ -42,7 +42,7 @@ def trainer_arguments(epochs: int) -> list[str]:
     return [
         "data.name=digits", "data.batch=64", "model.width=16", f"train.epochs={epochs}", "train.ledger=true", "train.eval_every=1000",
         "train.log_every=10", "optim.lr=0.05", "optim.warmup_epochs=1", "checkpoint.every_steps=5", "checkpoint.every_seconds=0",
-        "train.timeout_seconds=120", "train.threads=1",
+        "train.timeout_seconds=120", "train.threads=1", "eval.pictures=false",
     ]  # fmt: skip
 
 
