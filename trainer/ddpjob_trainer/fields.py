@@ -188,6 +188,8 @@ def _scalar(value: Any, kind: Any) -> Any:
     if kind is bool:
         text = str(value).lower()
         return True if text in _TRUE else False if text in _FALSE else None
+    if value is None and kind is str:  # `key=` with nothing behind it
+        return ""
     if isinstance(value, bool) or value is None or isinstance(value, list | dict):
         return None
     try:
