@@ -303,7 +303,7 @@ def test_the_second_replica_takes_over(installed_operator: Release, jobs: Jobs) 
     began = time.monotonic()
     processes.wait_for("another holder", lambda: release.holder() not in ("", first), timeout=60)
     # The Lease of one that died is waited for (10 s), and seen by a try each 2 s.
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 20
     jobs.apply(steps_job("after", 5))
     jobs.wait_phase("after", "Complete")
 

@@ -14,7 +14,7 @@ def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) ->
     assert {pod["spec"]["nodeName"] for pod in before.values()} == {"n1", "n2"}, "one pod per node"
 
     jobs.kill("two-1-0")
-    jobs.wait("the replacement", lambda: "two-1-1" in jobs.pods(), timeout=15)
+    jobs.wait("the replacement", lambda: "two-1-1" in jobs.pods(), timeout=5)
     jobs.wait_phase("two", "Complete")
 
     status = jobs.status("two")

@@ -83,6 +83,17 @@ def test_a_failure_shortens_the_wait_and_is_the_cause() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
 
 
+def test_an_error_of_communication_is_the_consequence_of_who_does_not_come_back() -> None:
+    world = second(2)
+    first = world.resume(0, 7, 0, 2)
+    world.fail(first, "RuntimeError: gloo: Connection closed by peer")
+    world.ready(first, world.hello(1, attempt=1))
+    world.pass_time(5.1)
+    assert world.round.number == 1_000_001
+    assert world.incidents() == [("PeerLost", None, 1)]
+    assert "node rank(s) 1 of round 7 did not come back" in world.report()["incidents"][0]["message"]
+
+
 def test_a_broken_round_whose_members_are_all_back_goes_on_at_once() -> None:
     world = second(2)
     first = world.resume(0, 7, 0, 2, "Ready")

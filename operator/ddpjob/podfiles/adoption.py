@@ -127,16 +127,17 @@ class Adoption:
     def _end(self) -> None:
         course, current = self._course, self._course.round
         course.hold_until = None
-        if current is not None and not current.broken and not course.over:
-            if current.complete:
-                course.runs(current)
-            else:
+        if current is not None and not course.over:
+            if not current.complete:
                 self._miss(current)
+            elif not current.broken:
+                course.runs(current)
         course.advance()
 
     def _miss(self, current: Round) -> None:
         missing = ", ".join(str(rank) for rank in range(current.world) if rank not in current.joined)
         why = f"node rank(s) {missing} of round {current.number} did not come back to the coordinator that was started anew"
-        current.fallback = Verdict("PeerLost", self._clock(), {"message": why, "traceback": ""}, 0, sure=False)
+        fields = {"message": why, "traceback": ""}
+        current.absent = Verdict("PeerLost", self._clock(), fields, len(current.failures) + len(current.losses), sure=False)
         self._course.broken(current)
         self._course.tell_all(current, why)

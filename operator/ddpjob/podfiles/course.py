@@ -355,7 +355,10 @@ class Course:
         if current.cause is not None:
             return current.cause
         finishes = [Finish(current.members[rank].place, when) for rank, when in current.finished.items() if rank in current.members]
-        return judge(current.failures, current.losses, finishes, current.told_at) or current.fallback
+        verdict = judge(current.failures, current.losses, finishes, current.told_at)
+        if current.absent is not None and (verdict is None or not verdict.sure):
+            return current.absent
+        return verdict or current.fallback
 
     def _judge(self, current: Round) -> None:
         if current.judged:

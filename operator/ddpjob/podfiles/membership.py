@@ -61,6 +61,7 @@ class Round:
     told_at: float | None = None
     told_planned: bool = False
     cause: Verdict | None = None  # known from the beginning: a hang, a planned restart
+    absent: Verdict | None = None  # somebody was never heard of again: explains all but a failure that is sure
     fallback: Verdict | None = None  # where nothing better is heard of
     judged: bool = False
 
