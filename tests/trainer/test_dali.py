@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,13 @@ def is_installed() -> bool:
 
 
 needs_dali = pytest.mark.skipif(not is_installed(), reason="NVIDIA DALI is not installed: pip install nvidia-dali-cuda130 (200 MB)")
+
+
+@pytest.fixture(autouse=True)
+def _no_pipeline_stays() -> Iterator[None]:
+    """Its end in a forked process, where its threads are not, is a crash; other tests fork ranks."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

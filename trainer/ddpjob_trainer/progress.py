@@ -83,11 +83,16 @@ class Progress:
         self._evaluation: Evaluation | None = None
         self._checkpoint_time: float | None = None
 
-    def start(self, step: int, epoch: int) -> None:
-        """A life of the job begins after `step` steps."""
+    def start(self, step: int, epoch: int, onlookers: int = 0) -> None:
+        """A life of the job begins after `step` steps; `onlookers` ranks have no samples."""
         self._write("start", step=step, epoch=epoch, world=self._group.world, restarts=self.restarts)
         where = f"going on after step {step} of {self._plan.steps}, in epoch {epoch}" if step else f"{self._plan.steps} steps to do"
         self._display.note(f"training on {self._group.world} rank(s): {where}")
+        if onlookers:
+            self._display.note(
+                f"warning: {onlookers} of them look on: a global batch has no more parts to share out (data.micro_batches, data.batch);"
+                " fewer ranks are as fast"
+            )
         if self._group.rank == 0:
             run = Run(self._config.run_dir, self._config.train.name, self._config.flat(), step, self.restarts)
             self._sinks = open_sinks(self._config.report, run)

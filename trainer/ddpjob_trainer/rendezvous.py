@@ -79,7 +79,9 @@ def _open(place: Meeting, group: Group, life: str, timeout_seconds: float) -> An
     serves = group.rank == 0 and not place.agents
     try:
         if place.file:
-            return dist.FileStore(place.file, group.world)  # type: ignore[attr-defined]
+            files = dist.FileStore(place.file, group.world)  # type: ignore[attr-defined]
+            files.set_timeout(timeout)  # Bounds the wait for a file that is gone, too.
+            return files
         store = dist.TCPStore(  # type: ignore[attr-defined]
             place.address, place.port, group.world, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=serves
         )

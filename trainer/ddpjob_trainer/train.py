@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import torch
@@ -52,8 +53,9 @@ def run(config: Config) -> int:
         prepare_folder(config.run_dir, "train.run_dir")
     with joined(group, placement, config.train.timeout_seconds), checkpoints:
         trainer = Trainer(config, group, placement.device, data, checkpoints)
-        trainer.resume()
-        return trainer.train()
+        with closing(trainer.stacks):
+            trainer.resume()
+            return trainer.train()
 
 
 def agree_on_life(group: Group) -> Claim:
@@ -107,7 +109,7 @@ class Trainer:
         began = time.monotonic()
         self.stop.listen()
         self.ledger.start(self.step, self.data.train_size, self.config.train.epochs)
-        self.progress.start(self.step, self.sampler.state.epoch + 1)
+        self.progress.start(self.step, self.sampler.state.epoch + 1, self._onlookers())
         stopped = self._evaluate_if_due()
         while not stopped and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
@@ -123,7 +125,6 @@ class Trainer:
         self.profile.close()
         self.strategy.close()
         self.group.barrier()  # Nobody leaves before rank 0 has saved: torchrun ends the others when one leaves.
-        self.stacks.close()
         return EXIT_STEPPED_ASIDE if stopped else 0
 
     def _train_epoch(self) -> bool:
@@ -272,6 +273,11 @@ class Trainer:
             state = self.strategy.state()
             weights = fit.load_weights(path, self.config.checkpoint.load_except, state["model"], self.group)
             self.strategy.load({**state, "model": weights})
+
+    def _onlookers(self) -> int:
+        """Parts of the group that a full global batch leaves without a micro-batch that counts."""
+        busy = min(self.micro_batches or self.config.data.batch, self.config.data.batch)
+        return max(0, self.strategy.place.parts - busy)
 
     def _check_that_ranks_have_work(self) -> None:
         """Raises ConfigError at a first start. Later ranks may come that have to look on; they take part with weight zero."""
