@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import shutil
@@ -21,6 +21,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.strategies import StrategyName
 from ddpjob_trainer.strategies.deepspeed import settings
+from libraries import horovod_installer, horovod_site
 from ranks import TINY, Ended, Prepare, final_losses, finish, metrics, start, stop_at, torchrun
 
 # Five micro-batches with statistics of their own, so that ranks have different numbers of them; eight steps.
@@ -48,26 +49,17 @@ def good(world: int, arguments: list[str], prepare: Prepare | None = None) -> No
 
 @pytest.fixture(scope="module")
 def installer() -> ModuleType:
-    """scripts/install_horovod.py as a module."""
-    spec = importlib.util.spec_from_file_location("install_horovod", Path(__file__).parents[2] / "scripts" / "install_horovod.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """scripts/install_horovod.py."""
+    return horovod_installer()
 
 
 @pytest.fixture(scope="module")
-def horovod(installer: ModuleType) -> str:
-    """A folder with a real Horovod, built for this torch at its first use on this machine: that takes a few minutes."""
-    facts = installer.probe(sys.executable)
-    site = installer.wheel_folder(facts) / "site"
-    if not (site / "horovod").exists():
-        if installer.cached_wheel(facts) is None and (missing := installer.missing_tools()):
-            pytest.skip(f"Horovod is not built, and this machine lacks {'; '.join(missing)}")
-        installer.install(sys.executable, site)
-    sys.path.append(str(site))
+def horovod() -> str:
+    """A folder with a real Horovod."""
+    site = str(horovod_site())
+    sys.path.append(site)
     importlib.import_module("horovod.torch")  # Once, here; forked ranks have it.
-    return str(site)
+    return site
 
 
 @pytest.fixture(scope="module")
