@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -448,3 +449,23 @@ def test_command_by_spawn(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ddpjob_trainer", "--spawn=2", "preflight", f"checkpoint.dir={tmp_path}", "train.threads=1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and "right on 2 ranks (gloo)" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_folder_of_the_file_in_which_ranks_meet_goes(tmp_path: Path) -> None:
+    """As when a volume is unmounted: each rank says so, and nobody waits for more than the time to join."""
+    place = tmp_path / "meeting"
+    place.mkdir()
+    look = flight.Flight._look
+
+    def remove_first(self: flight.Flight) -> dict[str, Any]:
+        self._board.gather("hello", range(2), 20, "a sign")
+        shutil.rmtree(place, ignore_errors=True)
+        return look(self)
+
+    def prepare(rank: int) -> None:
+        flight.Flight._look = remove_first  # type: ignore[method-assign]
+
+    flown = fly(tmp_path, 2, "preflight.join_seconds=4", prepare=prepare, env=lambda _: {"DDPJOB_TRAINER_INIT": f"file://{place}/file"})
+    assert flown.codes == [1, 1] and flown.results == {}, flown.said
+    assert all(f"{place}/file" in said and "its folder is" in said for said in flown.said), flown.said
+    assert flown.seconds < 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -77,6 +78,9 @@ def _open(place: Meeting, group: Group, life: str, timeout_seconds: float) -> An
 
     timeout = datetime.timedelta(seconds=timeout_seconds)
     serves = group.rank == 0 and not place.agents
+    if place.file and not Path(place.file).parent.is_dir():
+        # torch would wait for it for five minutes, and no other thread of Python would run meanwhile.
+        raise RendezvousError(f"rank {group.rank} cannot open {place}: its folder is not there. {_remedy(place, serves)}")
     try:
         if place.file:
             files = dist.FileStore(place.file, group.world)  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from ddpjob_trainer.preflight.check import Check, Context, Nodes, Result, Seen, 
 from ddpjob_trainer.preflight.collective import Outcome
 from ddpjob_trainer.preflight.reach import Failure, Listener
 from ddpjob_trainer.preflight.report import Report
+from ddpjob_trainer.rendezvous import meeting
 
 CHECKS: tuple[Check[Any], ...] = (versions.CHECK, accelerators.CHECK, *names.CHECKS, *folders.CHECKS, *machine.CHECKS)
 _NEEDED_FOR_A_GROUP = {"ranks", "versions", "devices", "own address", "reachability"}
@@ -40,7 +41,14 @@ def conduct(config: Config, group: Group, publish: Callable[[Report], None]) -> 
 
     Rank 0 calls `publish` before any rank knows the verdict: a launcher ends all ranks when the first one leaves.
     """
-    return Flight(config, group, publish).run()
+    import torch.distributed as dist
+
+    try:
+        return Flight(config, group, publish).run()
+    except dist.DistError as error:
+        place = meeting()
+        remedy = "see that its folder is there on every node, and stays" if place.file else "look at rank 0's output"
+        raise PreflightError(f"rank {group.rank} on {node_name()} lost the store at {place}: {error}; {remedy}") from error
 
 
 def require(config: Config, group: Group) -> None:
