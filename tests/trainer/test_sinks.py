@@ -34,6 +34,13 @@ def a_run(folder: Path, step: int = 0) -> Run:
     return Run(folder, "name", {"optim.lr": 0.1, "data.dir": None}, step, restarts=1 if step else 0)
 
 
+def written_by(deadline: float, file: Path, word: bytes) -> None:
+    """W&B's own process writes, and may do so after `finish` has returned."""
+    while word not in file.read_bytes():
+        assert time.monotonic() < deadline, file.read_bytes()
+        time.sleep(0.1)
+
+
 def two_lives(folder: Path, report: ReportConfig) -> None:
     for step, complete in LIVES:
         sinks = open_sinks(report, a_run(folder, step))
@@ -65,7 +72,8 @@ def test_wandb_offline_keeps_one_run_over_restarts(tmp_path: Path, monkeypatch: 
     identity = (tmp_path / "wandb.id").read_text().strip()
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{identity}.wandb"] * 2
-    assert b"train/loss" in files[1].read_bytes() and b"optim.lr" in files[0].read_bytes()
+    for file, word in zip(files, (b"optim.lr", b"train/loss"), strict=True):
+        written_by(time.monotonic() + 20, file, word)
 
 
 @pytest.mark.usefixtures("patient")
