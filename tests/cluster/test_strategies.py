@@ -13,33 +13,31 @@ from jobs import Jobs, Json, job
 from libraries import horovod_site
 from testcluster import python_host
 
-EPOCHS = 30
-# Each sample by itself (no batch normalisation), so that sums in another order stay close over hundreds of steps.
+EPOCHS = 20
+# A small learning rate: where a sum in another order puts a value on the other side of a kink of the network, little comes of it.
 PROBLEM = [
     "data.name=digits",
     "data.batch=200",
     "model.width=4",
     "model.norm=group",
-    "optim.lr=0.02",
+    "optim.lr=0.002",
     f"train.epochs={EPOCHS}",
     f"train.eval_every={EPOCHS}",
     "train.log_every=1",
     "train.ledger=true",
     "checkpoint.every_seconds=1",
 ]
-TOLERANCE = 1e-3
-"""Of every loss. A sample that is left out of a step changes the next one by as much; see tests/trainer for the exact comparison."""
+TOLERANCE = 1e-4
+"""Of every loss; 5e-7 is seen. Momentum that is lost at a restart makes 1e-3 of it, a sample left out of each step 6e-2."""
 
 SHARED = {
-    "ddp": [],
-    "fsdp": [],
-    "ddp-mp": ["ddp_mp.devices=2"],
-    "pipeline": ["data.micro_batches=4"],
-    "parameter-server": [],
-    "horovod": [],
-    "deepspeed": ["deepspeed.stage=2"],
+    "fsdp": ("Fast", []),
+    "pipeline": ("Fast", ["data.micro_batches=4"]),
+    "parameter-server": ("Fast", []),
+    "horovod": ("Fast", []),
+    "deepspeed": ("Standard", ["deepspeed.stage=2"]),
 }
-"""Those of two nodes, with their keys."""
+"""Those that share a job of two nodes otherwise than ddp does, with their mode of recovery and keys."""
 
 
 def strategy_job(name: str, folder: Path, *keys: str, nodes: int, **spec: object) -> Json:
@@ -79,7 +77,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", SHARED)
 def test_each_strategy_trains_on_through_the_loss_of_a_pod(name: str, alone: dict[int, float], jobs: Jobs, tmp_path: Path) -> None:
-    jobs.apply(strategy_job(name, tmp_path, *SHARED[name], nodes=2))
+    mode, keys = SHARED[name]
+    jobs.apply(strategy_job(name, tmp_path, *keys, nodes=2, recovery={"mode": mode}))
     jobs.wait("the first epochs", lambda: jobs.step(name) >= 8)
     jobs.kill(f"{name}-{len(name) % 2}-0")
     jobs.wait_phase(name, "Complete", timeout=120)
