@@ -8,7 +8,9 @@ TORCH_INDEX_URL ?=
 # More of pytest's options, for instance: make test PYTEST='-m "not cluster"'
 PYTEST ?=
 
-# Bytecode is written at the first import: compiling all of torch and sympy would take a minute for modules that nobody imports.
+# Bytecode is written at the first import: compiling all of torch and sympy would take a minute for modules that nobody imports. Where the
+# environment forbids to write it, each process would compile what it imports, which doubles the time that torch takes.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check install --no-compile
 DEMO_READY = $(VENV)/.ddpjob-demo
 DEV_READY = $(VENV)/.ddpjob-dev
@@ -55,5 +57,6 @@ $(DEMO_READY): pyproject.toml | $(VENV)/bin/python
 $(DEV_READY): pyproject.toml $(DEMO_READY)
 	$(PIP_INSTALL) -e ".[dev]"
 	# The test cluster's pods see this environment read-only: what they import must have its bytecode already, or each start compiles it.
-	$(VENV)/bin/python -c 'import torch, torch._dynamo, torch.distributed.run, torch.utils.data, torchvision.models'
+	$(VENV)/bin/python -c 'import torch, torch._dynamo, torch.distributed.run, torch.utils.data, torchvision.models, deepspeed'
+	$(VENV)/bin/python -c 'import torch.distributed.fsdp, torch.distributed.pipelining, torch.distributed.rpc, sklearn.datasets, matplotlib.pyplot'
 	@touch $@
