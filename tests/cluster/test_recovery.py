@@ -32,7 +32,7 @@ def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -
     jobs.apply(steps_job("fast", 100000, spares=1, recovery={"mode": "Fast"}, scheduling={"onePodPerNode": False}))
     jobs.wait("a spare", lambda: jobs.status("fast").get("nodes", {}).get("display") == "2/2 +1")
     jobs.wait("the first steps", lambda: jobs.step("fast") >= 3)
-    assert jobs.condition("fast", "FastRecovery")["status"] == "True"
+    jobs.wait("what the mode promises", lambda: jobs.condition("fast", "FastRecovery").get("status") == "True")
     (survivor, victim), (spare,) = sorted(jobs.pods()), jobs.pods("spare")
 
     jobs.kill(victim)
