@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,8 @@ from testcluster import cgroups, pki
 from testcluster.processes import kill, recorded, run, spawn, succeeds, wait_for
 from testcluster.settings import Settings, node_number
 
+DEVICE_PLUGINS = "/var/lib/kubelet/device-plugins/kubelet.sock"
+"""Where a kubelet listens for device plugins, whatever its --root-dir: all kubelets of this machine use this one name."""
 PAUSE_IMAGE = "localhost/pause:1"
 CNI_PLUGINS = Path("/usr/lib/cni")
 
@@ -190,4 +193,16 @@ def _start_kubelet(settings: Settings, node: str, programs: Path) -> None:
     ]
     kubelet += ["--hostname-override", node, "--node-ip", settings.addresses.node(node_number(node))]
     kubelet += ["--root-dir", home / "kubelet", "--cert-dir", home / "certificates"]
-    spawn(settings, f"{node}-kubelet", settings.node_netns(node), kubelet, _path(programs))
+    # A kubelet removes the socket and binds it anew. It ends with "address already in use" when another one does so in between, so that
+    # they do it one after the other.
+    with Path("/run/ddpjob-cluster-kubelet.lock").open("a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        started = spawn(settings, f"{node}-kubelet", settings.node_netns(node), kubelet, _path(programs))
+        wait_for(f"{started.name} to listen", lambda: not started.alive() or _listens(started.pid), timeout=60)
+
+
+def _listens(pid: int) -> bool:
+    try:
+        return DEVICE_PLUGINS in Path(f"/proc/{pid}/net/unix").read_text()  # The sockets of its network namespace.
+    except OSError:
+        return False  # It has ended meanwhile.
