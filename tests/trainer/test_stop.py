@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import write_image_folder
 from ddpjob_trainer import train
 from ddpjob_trainer.ledger_check import read, verify
 from ranks import TINY, finish, good, metrics, start, torchrun, until
@@ -37,6 +38,31 @@ def test_sigterm_to_torchrun_saves_and_a_later_start_goes_on(tmp_path: Path) -> 
     good(1, [*arguments, f"train.epochs={-(-stop['step'] // 8)}"])
     assert metrics(tmp_path / "run", "start")[1]["step"] == stop["step"]
     assert len(verify(read([tmp_path])).lives) == 2
+
+
+@pytest.mark.parametrize("how", ["torchrun", "ctrl-c", "killed"])
+def test_a_rank_that_is_told_to_end_saves_and_leaves_no_worker_behind(how: str, tmp_path: Path) -> None:
+    """torchrun and a terminal signal the whole process group: a worker that died of it would take the rank with it before it has saved."""
+    write_image_folder(tmp_path / "images", 8)
+    arguments = [*TINY, "data.name=imagefolder", f"data.dir={tmp_path}/images", "data.image_size=16", "data.batch=4", "data.workers=1"]
+    agent = torchrun(1, [*arguments, "train.epochs=4000", f"checkpoint.dir={tmp_path}"], tmp_path)
+    try:
+        until(lambda: steps(tmp_path) > 3)
+        rank = rank_pid(tmp_path, 0)
+        workers = [int(pid) for pid in Path(f"/proc/{rank}/task/{rank}/children").read_text().split()]
+        if how == "torchrun":
+            agent.send_signal(signal.SIGTERM)
+        else:
+            os.killpg(os.getpgid(rank), signal.SIGINT) if how == "ctrl-c" else os.kill(rank, signal.SIGKILL)
+        agent.wait(60)
+    finally:
+        agent.kill()
+    said = (tmp_path / "out.txt").read_text()
+    assert workers and "DataLoader worker" not in said
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 10)
+    if how == "torchrun":
+        (stop,) = metrics(tmp_path / "run", "stop")
+        assert (tmp_path / f"step-{stop['step']:09d}.pt").exists() and "exitcode  : 1" not in said
 
 
 def test_sigterm_to_one_rank_stops_all_with_75(tmp_path: Path) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -13,6 +18,7 @@ from ddpjob_trainer.errors import DataError
 
 _CHUNK = 16
 _REQUESTS_AHEAD = 2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Request(NamedTuple):
@@ -74,6 +80,9 @@ class Pool:
             pin_memory=self._pinned,
             prefetch_factor=max(2, -(-_REQUESTS_AHEAD * size // (_CHUNK * workers))) if workers else None,
             persistent_workers=workers > 0,
+            worker_init_fn=_stay_with_the_rank,
+            # Only a fork has the images' list at no cost, and needs nothing that can be pickled.
+            multiprocessing_context="fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None,
             generator=torch.Generator(),  # Else each epoch would draw from the generator that dropout uses.
         )
 
@@ -94,6 +103,17 @@ class _Reader(Dataset[Chunk]):
 
     def __getitem__(self, request: Request) -> Chunk:
         return self._read(request)
+
+
+def _stay_with_the_rank(_: int) -> None:
+    """A worker is the rank's to end: torchrun's SIGTERM and Ctrl-C go to the rank's process group, which a worker's end would break off
+    before it has saved. On Linux the kernel ends the worker when the rank has gone; elsewhere the loader looks each few seconds."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # It went before the kernel was told.
+            os._exit(1)
 
 
 def _as_it_is(chunk: Any) -> Any:
