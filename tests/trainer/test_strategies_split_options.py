@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import TINY, final_losses, good, metrics
+from ranks import TINY, final_losses, good, metrics, run, stop_at
 from test_strategies_split import import_once
 
 PROBLEM = [*TINY, "train.epochs=1", "model.norm=batch", "data.micro_batches=4"]
@@ -21,6 +21,7 @@ OPTIONS = {
     "all of the optimizer's": ([*OPTIMIZER, "optim.ema_decay=0.8", "train.epochs=2"], 1e-4),
     "AdamW, channels last": (["optim.name=adamw", "optim.lr=0.001", "model.channels_last=true"], 1e-3),
     "statistics of all ranks": (["model.sync_batchnorm=true", "data.micro_batches=0"], 1e-4),
+    "none": ([], 1e-4),
     "O2 and a loss scale": (["amp.level=O2", "amp.loss_scale=128", "optim.clip_norm=0.3"], 2e-3),
 }
 
@@ -52,12 +53,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("O2 and a loss scale", "fsdp"),
         ("O2 and a loss scale", "pipeline"),
         ("O2 and a loss scale", "ddp_mp"),
+        # Gradients that come as one vector, for weights that lie otherwise in memory or in another format.
+        ("AdamW, channels last", "ddp ddp.ordered=true"),
+        ("AdamW, channels last", "pipeline pipeline.stages=1"),
+        ("AdamW, channels last", "parameter_server"),
+        ("O2 and a loss scale", "pipeline pipeline.stages=1"),
+        ("O2 and a loss scale", "parameter_server"),
     ],
 )
 def test_an_option_comes_out_as_in_one_process(option: str, strategy: str, alone: Callable[[str], Path], tmp_path: Path) -> None:
     keys, tolerance = OPTIONS[option]
     reference = alone(option)
-    good(2, [*PROBLEM, *keys, f"strategy={strategy}", f"checkpoint.dir={tmp_path}"])
+    good(2, [*PROBLEM, *keys, *f"strategy={strategy}".split(), f"checkpoint.dir={tmp_path}"])
     np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(reference / "run"), rtol=tolerance)
     for mine, other in zip(metrics(tmp_path / "run", "eval"), metrics(reference / "run", "eval"), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=tolerance)
@@ -69,6 +76,17 @@ def test_an_option_comes_out_as_in_one_process(option: str, strategy: str, alone
     if "average" in wanted:
         for name, value in wanted["average"]["averages"].items():
             torch.testing.assert_close(saved["average"]["averages"][name], value, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_momentum_follows_weights_to_channels_last(form: str, alone: Callable[[str], Path], tmp_path: Path) -> None:
+    reference = alone("none")
+    arguments = [*PROBLEM, f"checkpoint.format={form}", f"checkpoint.dir={tmp_path}"]
+    first = ["strategy=single"] if form == "torch" else ["strategy=fsdp", "model.channels_last=true"]
+    world = 1 if form == "torch" else 2
+    assert [end.code for end in run(world, [*arguments, *first], prepare=stop_at(4))] == [75] * world
+    good(1, [*arguments, "strategy=single", "model.channels_last=true"])
+    np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(reference / "run"), rtol=OPTIONS["none"][1])
 
 
 def overflow(folder: Path) -> Callable[[int], None]:

@@ -203,5 +203,19 @@ def load_named_optimizer_state(optimizer: torch.optim.Optimizer, parameters: lis
     for group in optimizer.param_groups:
         groups.append({**group, "params": list(range(first, first + len(group["params"])))})
         first += len(group["params"])
-    by_number = {number: state["state"][name] for number, name in enumerate(numbered) if name in state["state"]}
+    own = dict(parameters)
+    by_number = {
+        number: {key: laid_out_as(value, own[name]) for key, value in state["state"][name].items()}
+        for number, name in enumerate(numbered)
+        if name in state["state"]
+    }
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+
+
+def laid_out_as(value: Any, weight: torch.Tensor) -> Any:
+    """A weight's gradient or moment, in memory as the weight is: fused optimizers step through both from end to end. Others as they are."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != weight.shape or hasattr(weight, "to_local"):
+        return value
+    if value.stride() == weight.stride():
+        return value
+    return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)

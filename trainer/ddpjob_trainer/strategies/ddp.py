@@ -18,7 +18,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.precision import AmpLevel
 from ddpjob_trainer.sampler import Micro
 from ddpjob_trainer.strategies import comm_hooks
-from ddpjob_trainer.strategies.base import Strategy
+from ddpjob_trainer.strategies.base import Strategy, laid_out_as
 from ddpjob_trainer.strategies.comm_hooks import CommHook
 
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
@@ -98,7 +98,7 @@ class Ddp(Strategy):
         for part in others:
             summed += part
         for weight, piece in zip(weights, torch.split(summed, [weight.numel() for weight in weights]), strict=True):
-            weight.grad = piece.view_as(weight)
+            weight.grad = laid_out_as(piece.view_as(weight), weight)
         return total
 
 

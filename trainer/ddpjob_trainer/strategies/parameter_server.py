@@ -24,7 +24,7 @@ from ddpjob_trainer.optim import set_learning_rate
 from ddpjob_trainer.precision import Update
 from ddpjob_trainer.rendezvous import open_store
 from ddpjob_trainer.sampler import Micro
-from ddpjob_trainer.strategies.base import Place, State, Strategy, named_optimizer_state
+from ddpjob_trainer.strategies.base import Place, State, Strategy, laid_out_as, named_optimizer_state
 
 if TYPE_CHECKING:
     from ddpjob_trainer.config import Config
@@ -70,6 +70,7 @@ class ParameterServer(Strategy):
                 pass
         self.statistics.exchange()
         self.group.barrier()  # Every worker has pushed, or is gone, which a collective tells.
+        self.precision.scaled(torch.zeros((), device=self.device))  # GradScaler wants to have been called where gradients are unscaled.
         total, *others = _shelf.take(range(1, self.group.world))
         for gradients in others:
             total += gradients
@@ -82,6 +83,7 @@ class ParameterServer(Strategy):
         """The server steps, the workers take what came of it."""
         if self._serves:
             update = super().update(rate)
+            update = Update(float(update.norm), bool(update.skipped))  # Numbers: workers have no use for the server's device.
             _shelf.put(_flat(self._weights()).cpu(), self.precision.state(), update)
             self.group.barrier()
         else:
@@ -197,4 +199,4 @@ def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _like(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
     """The pieces of `flat` in the shapes, formats and places of `tensors`."""
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [piece.view_as(tensor).to(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+    return [laid_out_as(piece.view_as(tensor).to(tensor), tensor) for piece, tensor in zip(pieces, tensors, strict=True)]

@@ -24,7 +24,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.randomness import derive
 from ddpjob_trainer.sampler import Micro
-from ddpjob_trainer.strategies.base import Place, State, Strategy
+from ddpjob_trainer.strategies.base import Place, State, Strategy, laid_out_as
 
 if TYPE_CHECKING:
     from ddpjob_trainer.config import Config
@@ -163,7 +163,7 @@ class Pipeline(Strategy):
         gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
         flat = self._twins.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         for weight, piece in zip(weights, torch.split(flat, [weight.numel() for weight in weights]), strict=True):
-            weight.grad = piece.view_as(weight)
+            weight.grad = laid_out_as(piece.view_as(weight).to(weight.dtype), weight)
 
     # ------------------------------------------------------------ evaluation
 
