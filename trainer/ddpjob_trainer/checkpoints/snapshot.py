@@ -38,7 +38,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory: dict[Path, torch.Tensor] = {}
-        self._event: Any = None
+        self._events: list[Any] = []
 
     def take(self, snapshot: Snapshot, *, whole: bool, wanted: bool = True) -> Snapshot:
         """A copy of `snapshot`; the one before it is gone. `settle()` before it is read.
@@ -47,7 +47,7 @@ class Staging:
         not want the copy takes part without making one, and gets an empty one.
         """
         used: dict[Path, torch.Tensor] = {}
-        self._event = None
+        devices: set[torch.device] = set()
 
         def copy(path: Path, tensor: torch.Tensor) -> Any:
             tensor = tensor.detach()
@@ -59,19 +59,18 @@ class Staging:
             used[path] = self._buffer(path, local)
             used[path].copy_(local, non_blocking=local.is_cuda)
             if local.is_cuda:
-                self._event = self._event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+                devices.add(local.device)
             return used[path] if local is tensor else _with_local(tensor, used[path])
 
         taken = map_tensors(snapshot, copy)
-        if self._event is not None:
-            self._event.record()
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]  # A rank may have several devices.
         self._memory = used
         return taken if wanted else {}
 
     def settle(self) -> None:
         """Wait until the copies of the last `take` are complete; from any thread."""
-        if self._event is not None:
-            self._event.synchronize()
+        for event in self._events:
+            event.synchronize()
 
     def _buffer(self, path: Path, like: torch.Tensor) -> torch.Tensor:
         known = self._memory.get(path)
