@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ddpjob_trainer.fence import Claim
 from ddpjob_trainer.group import Group
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import TINY, final_losses, good, metrics, run, stop_at
+from ranks import TINY, final_losses, finish, good, metrics, run, start, stop_at, until
 
 PARTS = [*TINY, "checkpoint.format=dcp"]
 
@@ -189,3 +190,18 @@ def test_only_the_newest_life_puts_parts_in_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="belongs to generation 0, round 0 and writes nothing more"):
         zombie.finish()
     assert [entry.name for entry in tmp_path.iterdir()] == ["fence.json"]
+
+
+def test_a_claim_that_rank_0_cannot_read_for_a_while_leaves_the_ranks_in_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The other writers must not go on waiting for it in the collective of an attempt that it gave up."""
+    ranks = start(2, [*PARTS, "train.epochs=4000", "checkpoint.every_steps=3", "checkpoint.failures=9999", f"checkpoint.dir={tmp_path}"])
+    until(lambda: (tmp_path / "step-000000003.dcp").exists())
+    fence = tmp_path / "fence.json"
+    claim = fence.read_text()
+    fence.write_text("{")
+    until(lambda: "tries again" in capfd.readouterr().err)
+    fence.write_text(claim)
+    before = set(tmp_path.glob("step-*.dcp"))
+    until(lambda: set(tmp_path.glob("step-*.dcp")) - before, 20)
+    os.kill(ranks[1][0].pid, signal.SIGTERM)
+    assert [end.code for end in finish(ranks)] == [75, 75]

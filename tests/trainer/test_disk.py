@@ -17,7 +17,8 @@ from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.fence import Claim
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.progress import MetricsLog
-from ranks import TINY, metrics, run
+from ddpjob_trainer.stacks import StackDumps
+from ranks import TINY, good, metrics, run
 
 FORMATS = pytest.mark.parametrize("format", ["torch", "dcp"])
 
@@ -172,3 +173,30 @@ def test_a_failure_at_the_end_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     ends = run(2, [*TINY, "checkpoint.shared=false"], prepare=prepare, env=lambda rank: own[rank])
     assert [end.code for end in ends] == [1, 1]
     assert "another rank cannot save" in ends[0].error and "No space left on device" in ends[1].error
+
+
+def test_a_mark_that_cannot_be_written_is_no_failed_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints = opened(tmp_path, keep_best=1, failures=1)
+    (tmp_path / "best.json").mkdir()
+    save(checkpoints, 1)
+    checkpoints.scored(1, {"accuracy": 0.5})
+    save(checkpoints, 2)
+    checkpoints.finish()
+    assert not checkpoints.state.failed and "Is a directory: older checkpoints stay" in capsys.readouterr().err
+    (tmp_path / "best.json").rmdir()
+    checkpoints.finish()
+    assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000001.pt", "tried again"
+
+
+def test_an_evaluation_that_cannot_be_written_is_told_of_and_training_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "eval").touch()
+    good(1, [*TINY, f"checkpoint.dir={tmp_path}"])
+    assert capfd.readouterr().out.count("run/eval cannot be written (File exists): the files of this evaluation are lost") == 2
+
+
+def test_stacks_on_a_volume_that_is_gone_do_not_hide_why_training_ends(tmp_path: Path) -> None:
+    stacks = StackDumps(tmp_path, 0, 60)
+    shutil.rmtree(tmp_path / "stacks")
+    (tmp_path / "stacks").touch()
+    stacks.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ def test_ends_of_epochs_stay_for_good() -> None:
 def test_a_broken_one_counts_for_nothing_and_goes_when_it_is_old() -> None:
     found = entries(range(5, 45, 5), broken=(20, 35, 40))
     assert left(found, {40: 1.0, 10: 0.1}, keep=2, keep_best=1, keep_every_epochs=2) == [10, 25, 30, 35, 40]
+
+
+@pytest.mark.parametrize("metric", Metric)
+def test_a_score_that_is_no_number_is_the_worst(metric: Metric) -> None:
+    scores = {10: math.nan, 20: 0.5, 30: -math.inf}
+    assert left(entries(range(5, 45, 5)), scores, keep=1, keep_best=1, best_by=metric) == [20, 40]
 
 
 @given(

@@ -173,7 +173,11 @@ class Progress:
             self._post(self._last)
         self._sinks.write(step, {f"eval/{name}": value for name, value in evaluation.scalars().items()} | {"eval/epoch": epoch})
         if self._files is not None:
-            self._files.write(f"epoch-{epoch:03}", evaluation, epoch=epoch, step=step)
+            try:
+                self._files.write(f"epoch-{epoch:03}", evaluation, epoch=epoch, step=step)
+            except OSError as error:
+                where = error.filename or self._config.run_dir / FOLDER
+                self._display.note(f"warning: {where} cannot be written ({error.strerror or error}): the files of this evaluation are lost")
 
     def checkpoint(self, step: int, seconds: float) -> None:
         """A checkpoint is on disk."""

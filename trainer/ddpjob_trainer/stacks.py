@@ -50,11 +50,12 @@ class StackDumps:
         signal.signal(SIGNAL, signal.SIG_IGN)
         faulthandler.unregister(SIGNAL)
         if self._file is not None:
-            empty = self._size() == 0
-            self._file.close()
-            if empty:
-                self._path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # Another rank's stacks are in it.
+            # Another rank's stacks may be in the folder, or the volume be gone: that must not hide why training ends.
+            with contextlib.suppress(OSError):
+                empty = self._size() == 0
+                self._file.close()
+                if empty:
+                    self._path.unlink(missing_ok=True)
                 self._path.parent.rmdir()
 
     def _open(self) -> IO[bytes] | None:
@@ -82,8 +83,10 @@ class StackDumps:
                 told = True
                 where = f"its stacks are in {self._path}"
                 print(f"rank {self._rank}: no step for {self._limit:.1f} s; {where}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                self._copy()
+        with contextlib.suppress(OSError):
             self._copy()
-        self._copy()
 
     def _copy(self) -> None:
         if (size := self._size()) > self._copied:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +113,7 @@ class CheckpointFolder:
         self._writer.wait()
         failure = self._writer.failure
         if failure is None and self.writes and self._unmarked:
-            self._writer.start(self._tidy, self.path, self._saved_step, 0.0)
+            self._writer.start(self._try_to_tidy, self.path, self._saved_step, 0.0)
             self._writer.wait()
             self._writer.landed()
         ends = self._group.gather(0 if failure is None else 2 if isinstance(failure, FencedError) else 1)
@@ -141,22 +142,31 @@ class CheckpointFolder:
     def _write(self, path: Path, taken: Snapshot, facts: Facts) -> None:
         """In the background."""
         self._staging.settle()
-        self._check_claim()  # Nothing is made anew in a folder that has vanished.
         try:
-            if self._parts:
+            if self._parts:  # Its ranks learn together of a claim that is lost, else the others would wait for this one.
                 parts.write(path, self._claim.life, taken, facts, self._parts_group, self._check_claim)
             else:
+                self._check_claim()  # Nothing is made anew in a folder that has vanished.
                 torch_file.write(path, taken, facts, self._check_claim)
         except OSError:
             self._check_claim()  # The next life clears up what it takes for left behind: then that is the reason.
             raise
         if self.writes:
             self._shelf.add(Entry(facts.step, path, facts.epoch))
-            self._tidy()
+            self._try_to_tidy()
 
     def _check_claim(self) -> None:
         if self.writes and self._config.shared:
             self._claim.check(self.path)
+
+    def _try_to_tidy(self) -> None:
+        """The checkpoint itself is on disk: what fails here is tried again after the next one."""
+        try:
+            self._tidy()
+        except OSError as error:
+            self._unmarked = self._config.keep_best > 0
+            where, why = error.filename or self.path, error.strerror or error
+            print(f"warning: {where}: {why}: older checkpoints stay, and the best one may be unmarked", file=sys.stderr, flush=True)
 
     def _tidy(self) -> None:
         """Mark the best, then delete what need not be kept: the mark never points to nothing. In the background."""

@@ -28,19 +28,20 @@ _MANIFEST, _TREE, _TENSOR = "manifest.json", "tree.pt", "__tensor__"
 _CHUNK = 1 << 22
 
 
-def write(path: Path, life: int, snapshot: Snapshot, facts: Facts, group: Any, before_rename: Check) -> None:
+def write(path: Path, life: int, snapshot: Snapshot, facts: Facts, group: Any, may_write: Check) -> None:
     """Put a checkpoint in place, atomically; all ranks of `group` (None: one process alone) together, and all raise when one fails.
 
-    Raises OSError, CheckpointError, and what `before_rename` raises (it is called on the first rank only).
+    Raises OSError, CheckpointError, and what `may_write` raises: it is called on the first rank only, before the first byte and before the
+    rename.
     """
     temporary = path.parent / f".{path.name}.{life}.tmp"
     first = group is None or dist.get_rank(group) == 0
     tensors, tree = _split(snapshot)
     try:
-        together(group, lambda: _begin(temporary, tree) if first else None)
+        together(group, lambda: _begin(temporary, tree, may_write) if first else None)
         _write_tensors(tensors, temporary, group)
         mine = together(group, lambda: _checksums(temporary, 0 if group is None else dist.get_rank(group)))
-        together(group, lambda: _finish(temporary, path, facts, mine, before_rename) if first else None)
+        together(group, lambda: _finish(temporary, path, facts, mine, may_write) if first else None)
     except BaseException:
         if first:
             discard(temporary)
@@ -135,7 +136,8 @@ def _join(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return tree
 
 
-def _begin(temporary: Path, tree: Any) -> None:
+def _begin(temporary: Path, tree: Any, may_write: Check) -> None:
+    may_write()
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
@@ -181,7 +183,7 @@ def _checksums(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
     return {name: {"size": (temporary / name).stat().st_size, "sha256": _sha256(temporary / name)} for name in names}
 
 
-def _finish(temporary: Path, path: Path, facts: Facts, parts: list[dict[str, Any]], before_rename: Check) -> None:
+def _finish(temporary: Path, path: Path, facts: Facts, parts: list[dict[str, Any]], may_write: Check) -> None:
     for rank, files in enumerate(parts):
         for name, entry in files.items():
             part = temporary / name
@@ -193,7 +195,7 @@ def _finish(temporary: Path, path: Path, facts: Facts, parts: list[dict[str, Any
     said = facts.written(files={name: entry for files in parts for name, entry in sorted(files.items())})
     write_atomically(temporary / _MANIFEST, json.dumps({**said, "sha256": _digest(said)}, indent=1).encode())
     sync_folder(temporary)
-    before_rename()
+    may_write()
     if path.exists():  # a broken one of this step, else training would have gone on from it; a folder cannot be renamed onto another
         path.rename(temporary.with_suffix(".old.tmp"))
     temporary.rename(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,11 @@ def expendable(found: Collection[Entry], scores: dict[int, float], config: Check
 
 
 def ranked(found: Collection[Entry], scores: dict[int, float], metric: Metric) -> list[Entry]:
-    """The evaluated ones, best first; of equals the older first, which took less training."""
+    """The evaluated ones, best first; of equals the older first, which took less training. A score that is not finite is the worst."""
     sign = -1 if metric is Metric.ACCURACY else 1
-    return sorted((entry for entry in found if entry.step in scores), key=lambda entry: (sign * scores[entry.step], entry.step))
+
+    def place(entry: Entry) -> tuple[float, int]:
+        score = scores[entry.step]
+        return (sign * score if math.isfinite(score) else math.inf, entry.step)
+
+    return sorted((entry for entry in found if entry.step in scores), key=place)
