@@ -26,9 +26,11 @@ from ddpjob_trainer.preflight import (
     report,
     versions,
 )
-from ddpjob_trainer.preflight.check import Nodes, Result, Seen, Status
+from ddpjob_trainer.preflight.check import Context, Nodes, Result, Seen, Status
+from ddpjob_trainer.rendezvous import open_store
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import TCPStore
 
 GIB = 2**30
 GPU = accelerators.Device("cuda", "cpu:gloo,cuda:nccl", "", "NVIDIA A100", "550.54.15", 2, 39 * GIB, 40 * GIB)
@@ -123,15 +125,44 @@ def test_shared_memory_of_gpus() -> None:
     assert machine.judge_shared_memory(seen([replace(docker, gpus=False)])).status is Status.OK
 
 
+def test_training_does_not_inherit_the_short_patience_of_preflight_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for agents in ("False", "True"):  # The store as it is, and with a prefix.
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agents)
+        monkeypatch.setenv("MASTER_PORT", str(server.port))
+        group = Group(rank=1, world=2)
+        store = open_store(group, 3.0)
+        assert open_store(group, 900.0) is store and store.timeout.total_seconds() == 900.0
+
+
 def test_master_address() -> None:
     here, there = names.Master("one", "localhost", ("127.0.0.1", "::1")), names.Master("two", "localhost", ("127.0.0.1",))
     result = names.judge_master(seen([here, there], 1))
-    assert (result.status, result.culprit) == (Status.FAIL, ("a", "b")) and "localhost is each node itself" in result.value
+    assert (result.status, result.culprit) == (Status.FAIL, ("b",)) and "localhost is each node itself" in result.value
     assert names.judge_master(seen([here, here], 1)).status is Status.OK, "nodes that share a loopback are one machine"
     other = names.judge_master(
         seen([names.Master(str(i), "m", (address,)) for i, address in enumerate(("10.0.0.1", "10.0.0.1", "1.2.3.4"))], 1)
     )
     assert (other.status, other.culprit) == (Status.WARN, ("c",)) and "m is 10.0.0.1, but 1.2.3.4 there" in other.value
+    debian = seen([names.Master("one", "a", ("127.0.1.1",)), *[names.Master("two", "a", ("10.0.0.1",))] * 2], 1)
+    assert names.judge_master(debian).status is Status.OK, "its own name is a loopback address on rank 0's node, as Debian has it"
+
+
+def test_the_interface_that_nccl_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are beginnings of names unless they follow a =; one that has an IPv6 address only is as good."""
+    context = Context(config.load(None, []), Group(), 1, "")
+    for told in ("l", "nothing,lo", "=lo", "l:29500"):
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", told)
+        assert (names.look_address(context).interface, names.look_address(context).address) == ("lo", "127.0.0.1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=l")
+    with pytest.raises(OSError, match=r"interface l \(.*NCCL_SOCKET_IFNAME\)"):
+        names.look_address(context)
+    (tmp_path / "if_inet6").write_text(
+        "fe800000000000000000000000000001 05 40 20 80     ib0\n20010db8000000000000000000000007 05 40 00 80     ib0\n"
+    )
+    monkeypatch.setattr(names, "_IPV6", tmp_path / "if_inet6")
+    assert names.interface_address("ib0") == "2001:db8::7"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +225,7 @@ def test_slow_network() -> None:
     assert (silent.status, silent.culprit) == (Status.FAIL, ("rank 1 on b",))
 
 
-def test_data_that_is_too_much_to_count(tmp_path: Path) -> None:
+def test_data_that_is_too_much_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first two levels are compared instead."""
     for part in ("train", "val"):
         for label in range(3):
@@ -206,6 +237,23 @@ def test_data_that_is_too_much_to_count(tmp_path: Path) -> None:
     assert folders.judge_data(seen([whole, partly], 1)).status is Status.OK
     result = folders.judge_data(seen([whole, replace(partly, classes=7), whole], 1))
     assert (result.status, result.culprit) == (Status.FAIL, ("b",)) and "first two levels" in result.value
+    assert folders.judge_data(seen([whole, partly, hurried], 1)).status is Status.OK, "unknown is no difference"
+    assert folders.judge_data(seen([hurried, hurried], 1)).status is Status.OK
+    monkeypatch.setattr(folders.time, "monotonic", itertools.count().__next__)
+    assert folders._count(tmp_path, 3).classes == 8, "known after three folders, before any that lies deeper"
+
+
+def test_data_that_only_some_nodes_have_yet(tmp_path: Path) -> None:
+    """data.download fetches it to the others; the list of shards, a desktop's and a file system's own entries are no samples."""
+    for name in ("a.tar", "b/c.tar"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    there = folders._count(tmp_path, 60)
+    assert folders.judge_data(seen([folders.Data(str(tmp_path), needed=False), there], 1)).status is Status.OK
+    for name in ("index.npz", ".index.npz.lock", ".DS_Store", "b/.hidden"):
+        (tmp_path / name).touch()
+    (tmp_path / "lost+found").mkdir(mode=0)
+    assert folders._count(tmp_path, 60) == there
 
 
 def test_report_on_a_terminal_and_as_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

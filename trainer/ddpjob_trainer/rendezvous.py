@@ -66,6 +66,7 @@ def open_store(group: Group, timeout_seconds: float) -> Any:
     place, life = meeting(), os.environ.get("DDPJOB_FENCE") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if (place, group, life) not in _stores:
         _stores[place, group, life] = _open(place, group, life, timeout_seconds)
+    _stores[place, group, life].set_timeout(datetime.timedelta(seconds=timeout_seconds))  # Preflight has opened it with a shorter one.
     return _stores[place, group, life]
 
 

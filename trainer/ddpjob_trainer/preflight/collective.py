@@ -18,6 +18,7 @@ from ddpjob_trainer.preflight.check import Nodes, Result, Status, gigabytes
 
 _SMALL, _LARGE = 2**18, 2**22  # float32 elements: 1 MiB, 16 MiB
 _PATIENT_SECONDS = 0.1
+_WATCHDOG_SECONDS = 300.0
 _PATTERN = 97
 
 
@@ -36,9 +37,9 @@ def measure(config: Config, group: Group, store: Any, seconds: float) -> Outcome
     import torch.distributed as dist
 
     placement = devices.choose(config.train.backend, group.local_rank)
-    dist.init_process_group(
-        placement.backend, timeout=datetime.timedelta(seconds=seconds), store=store, rank=group.rank, world_size=group.world
-    )
+    # NCCL's watchdog ends the process when the group's time is over; who waits for this has a deadline of its own, and a table to show.
+    timeout = datetime.timedelta(seconds=seconds if placement.device.type == "cpu" else 10 * seconds + _WATCHDOG_SECONDS)
+    dist.init_process_group(placement.backend, timeout=timeout, store=store, rank=group.rank, world_size=group.world)
     try:
         for device in dict.fromkeys((torch.device("cpu"), placement.device)):
             if problem := _wrong(group, device):

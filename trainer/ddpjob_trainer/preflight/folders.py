@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpjob_trainer.data.shard_index import FILE as INDEX
 from ddpjob_trainer.preflight.check import Check, Context, Result, Seen, Status, gigabytes, odd
 
 _LOOK_AGAIN_SECONDS = 3.0
@@ -106,7 +108,7 @@ def judge_shared(sees: dict[int, bool], seen: Seen[Checkpoints]) -> Result:
 
 @dataclass(frozen=True)
 class Data:
-    """`needed`: the data set has a folder. `classes`: entries of the first two levels; `files`: all, -1 when counting took too long."""
+    """`needed`: the data set has a folder. `classes`: entries of the first two levels; `files`: all; -1 when counting took too long."""
 
     path: str
     needed: bool = True
@@ -132,13 +134,16 @@ def look_data(context: Context) -> Data:
 
 
 def _count(root: Path, seconds: float) -> Data:
+    """Level by level, so that the first two are known soon. What a file system, a desktop or one node's first start leaves is no data."""
     deadline = time.monotonic() + seconds
     upper = files = 0
     read = False
-    waiting = [(str(root), 0)]
+    waiting = deque([(str(root), 0)])
     while waiting:
-        folder, depth = waiting.pop()
+        folder, depth = waiting.popleft()
         for entry in os.scandir(folder):
+            if entry.name.startswith(".") or entry.name in (INDEX, "lost+found"):
+                continue
             upper += depth < 2
             if entry.is_dir():
                 waiting.append((entry.path, depth + 1))
@@ -148,7 +153,7 @@ def _count(root: Path, seconds: float) -> Data:
                 with Path(entry.path).open("rb") as file:
                     file.read(1)
                 read = True
-        if time.monotonic() > deadline:
+        if waiting and time.monotonic() > deadline:
             return Data(str(root), classes=upper if all(depth > 1 for _, depth in waiting) else -1)
     return Data(str(root), problem="" if files else "it is empty", classes=upper, files=files)
 
@@ -156,21 +161,25 @@ def _count(root: Path, seconds: float) -> Data:
 def judge_data(seen: Seen[Data]) -> Result:
     """FAIL where it is missing, cannot be read, or holds another number of files than elsewhere."""
     name = "data folder"
-    first = next(iter(seen.values.values()))
-    if not any(value.needed for value in seen.values.values()):
+    first = next((value for value in seen.values.values() if value.needed), next(iter(seen.values.values())))
+    if not first.needed:
         return Result(name, Status.OK, f"not needed ({first.path})")
     wrong = [rank for rank, value in seen.values.items() if value.problem]
     if wrong:
         value = seen.values[wrong[0]]
         remedy = "mount the data there, or correct data.dir (a DDPJob: storage.data)"
         return Result(name, Status.FAIL, f"{value.path or 'no folder'}: {value.problem}", seen.nodes.names(wrong), remedy)
-    counted = all(value.files >= 0 for value in seen.values.values())
-    norm, ranks = odd({rank: str(value.files if counted else value.classes) for rank, value in seen.values.items()})
+    there = {rank: value for rank, value in seen.values.items() if value.needed}  # data.download fetches it to the others.
+    counted = all(value.files >= 0 for value in there.values())
+    counts = {rank: value.files if counted else value.classes for rank, value in there.items()}
+    known = {rank: str(count) for rank, count in counts.items() if count >= 0}
+    if not known:
+        return Result(name, Status.OK, f"{first.path}, too many entries to count in preflight.step_seconds")
+    norm, ranks = odd(known)
     what = "files" if counted else "entries in its first two levels (too many files to count)"
     if ranks:
-        there = seen.values[ranks[0]].files if counted else seen.values[ranks[0]].classes
         remedy = "copy the data anew there: ranks must see the same samples"
-        return Result(name, Status.FAIL, f"{norm} {what}, but {there}", seen.nodes.names(ranks), remedy)
+        return Result(name, Status.FAIL, f"{norm} {what}, but {known[ranks[0]]}", seen.nodes.names(ranks), remedy)
     return Result(name, Status.OK, f"{first.path}, {norm} {what}")
 
 

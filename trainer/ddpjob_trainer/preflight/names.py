@@ -15,6 +15,7 @@ from ddpjob_trainer.preflight.check import Check, Context, Result, Seen, Status,
 from ddpjob_trainer.rendezvous import meeting
 
 _SIOCGIFADDR = 0x8915
+_IPV6 = Path("/proc/net/if_inet6")
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,24 @@ def look_master(context: Context) -> Master:
 
 
 def judge_master(seen: Seen[Master]) -> Result:
-    """FAIL where several nodes look for rank 0 on themselves; other addresses on some nodes are right behind a NAT, and else a mistake."""
+    """FAIL where a node looks for rank 0 on itself, and is not rank 0's; other addresses on some nodes are right behind a NAT, and else
+    a mistake."""
     first = next(iter(seen.values.values()))
     if not first.name:
         return Result("master address", Status.OK, "not needed: one rank" if seen.world == 1 else "a file")
     loopback = [
         rank for rank, value in seen.values.items() if any(ipaddress.ip_address(a).is_loopback for a in map(_plain, value.addresses))
     ]
-    if loopback and len({value.stack for value in seen.values.values()}) > 1:
+    at_home = seen.values[0].stack if 0 in seen.values else first.stack
+    lost = [rank for rank in loopback if seen.values[rank].stack != at_home]
+    if lost:
         remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address in the network that the nodes share"
-        return Result("master address", Status.FAIL, f"{first.name} is each node itself", seen.nodes.names(loopback), remedy)
-    norm, ranks = odd({rank: ", ".join(value.addresses) for rank, value in seen.values.items()})
+        return Result("master address", Status.FAIL, f"{first.name} is each node itself", seen.nodes.names(lost), remedy)
+    # Debian's /etc/hosts gives a node's own name a loopback address: right for the ranks that are there, and for nobody else.
+    told = {
+        rank: ", ".join(value.addresses) for rank, value in seen.values.items() if rank not in loopback or len(loopback) == len(seen.values)
+    }
+    norm, ranks = odd(told)
     if ranks:
         other = ", ".join(seen.values[ranks[0]].addresses)
         remedy = "right behind a NAT; else correct /etc/hosts or the DNS there"
@@ -82,13 +90,12 @@ def look_address(context: Context) -> Address:
 
     Raises OSError when the interface that is named does not exist.
     """
-    named = next((os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if os.environ.get(name)), "")
-    named = "" if named.startswith("^") else named.removeprefix("=").split(",")[0]
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
+    if named := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         address = interface_address(named)
         return Address(network_stack(), address, address, named)
     gloo = _host_address()
-    if named:
+    if (wanted := os.environ.get("NCCL_SOCKET_IFNAME", "")) and not wanted.startswith("^"):
+        named = named_interface(wanted)
         return Address(network_stack(), interface_address(named), gloo, named)
     if not ipaddress.ip_address(_plain(gloo)).is_loopback or context.group.world == context.group.local_world:
         return Address(network_stack(), gloo, gloo, interface_of(gloo))
@@ -114,12 +121,28 @@ def _way_to(name: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def named_interface(wanted: str) -> str:
+    """The first interface with an address that NCCL_SOCKET_IFNAME names: a list of beginnings of names, or of whole names after =.
+
+    The first word of it when there is none.
+    """
+    exact, words = wanted.startswith("="), [word.partition(":")[0] for word in wanted.removeprefix("=").split(",")]
+    for _, name in socket.if_nameindex():
+        if any(name == word if exact else name.startswith(word) for word in words):
+            with contextlib.suppress(OSError):
+                interface_address(name)
+                return name
+    return words[0]
+
+
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface. Raises OSError naming it."""
+    """The IPv4 address of a network interface, else its global IPv6 address. Raises OSError naming it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         except OSError as error:
+            if address := _global_address(name):
+                return address
             there = ", ".join(entry for _, entry in socket.if_nameindex())
             raise OSError(
                 error.errno, f"interface {name} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME): {error.strerror}; there are {there}"
@@ -127,8 +150,18 @@ def interface_address(name: str) -> str:
         return socket.inet_ntoa(answer[20:24])
 
 
+def _global_address(name: str) -> str:
+    """An interface's IPv6 address that other nodes can use; empty when it has none."""
+    with contextlib.suppress(OSError):
+        for line in _IPV6.read_text().splitlines():
+            address, _, _, scope, _, interface = line.split()
+            if interface == name and scope == "00":
+                return str(ipaddress.IPv6Address(bytes.fromhex(address)))
+    return ""
+
+
 def interface_of(address: str) -> str:
-    """The interface that has an IPv4 address; empty when it is none of this machine's."""
+    """The interface that has an address; empty when it is none of this machine's."""
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):
             if interface_address(name) == address:
