@@ -106,3 +106,21 @@ def test_manifests_and_make_targets_in_the_texts_are_right(page: Path, tmp_path:
             read_job(path)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_examples_are_accepted_by_the_definition_and_the_trainer(example: Path) -> None:
+    from ddpjob.cli.run import read_job
+    from ddpjob_trainer.command_line import read_settings
+
+    spec = read_job(example)["spec"]
+    if spec.get("module") == "ddpjob_trainer":
+        read_settings(spec["args"])
+
+
+def test_the_tests_named_in_the_trainer_s_page_exist() -> None:
+    named = re.findall(r"`(?:tests/(\w+)/)?(test_\w+)\.py(?:::(\w+))?`", (ROOT / "docs" / "trainer.md").read_text())
+    assert len(named) > 30
+    for folder, module, function in named:
+        source = (ROOT / "tests" / (folder or "trainer") / f"{module}.py").read_text()
+        assert not function or f"def {function}(" in source, f"{module}.py::{function}"
