@@ -175,6 +175,20 @@ def test_o0_clips_as_torch_does() -> None:
     same(strategy.model, model)
 
 
+def test_data_parallel_threads_compute_in_the_format() -> None:
+    """Autocast's format is a thread's own."""
+    strategy = opened("strategy=dp", "amp.level=O1")
+    assert strategy.network(batch(0).images).dtype is torch.bfloat16
+
+
+def test_masters_are_where_their_weights_are() -> None:
+    """A strategy may have spread the model over devices since."""
+    precision = Precision(AmpConfig(level=AmpLevel.O2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    precision.convert(model)[1].to("meta")
+    assert [weight.device.type for _, weight in precision.parameters(model)] == ["cpu", "cpu", "meta", "meta"]
+
+
 # ------------------------------------------------------------ steps left out
 
 

@@ -19,7 +19,7 @@ import torch
 from ddpjob_trainer import config, strategies
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
-from ddpjob_trainer.strategies import StrategyName
+from ddpjob_trainer.strategies import StrategyName, open_strategy
 from ddpjob_trainer.strategies.deepspeed import settings
 from libraries import horovod_installer, horovod_site
 from ranks import TINY, Ended, Prepare, final_losses, finish, metrics, start, stop_at, torchrun
@@ -275,6 +275,37 @@ def test_fp16_compression_is_close_and_not_equal(alone: Path, tmp_path: Path, li
     assert deviation(tmp_path, alone) > deviation(alone, alone)
 
 
+def test_deepspeed_counts_its_steps_once(deepspeed: None, tmp_path: Path) -> None:
+    """After a restart, with two groups of parameters."""
+    arguments = [*SETTINGS, *SMOOTH, *DEEPSPEED[1].split(), "optim.name=adamw", "optim.lr=0.001", f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(2, arguments, prepare=stop_at(4))] == [75] * 2
+    good(2, arguments)
+    assert {float(state["step"]) for state in newest(tmp_path)["optimizer"]["state"].values()} == {8.0}
+
+
+def test_deepspeed_computes_in_short_formats_and_needs_no_launcher(deepspeed: None, tmp_path: Path) -> None:
+    """Its engine leaves CUDA's autocast before it calls the model."""
+
+    def bare(rank: int) -> None:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        forward = DeepSpeedEngine.forward
+
+        def without_autocast(self: DeepSpeedEngine, *inputs: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                outputs: torch.Tensor = forward(self, *inputs)
+            return outputs
+
+        DeepSpeedEngine.forward = without_autocast
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+
+    arguments = [*SETTINGS, "amp.level=O1"]
+    good(1, [*arguments, "strategy=single", f"checkpoint.dir={tmp_path / 'single'}"])
+    good(1, [*arguments, *DEEPSPEED[1].split(), f"checkpoint.dir={tmp_path / 'deepspeed'}"], prepare=bare)
+    assert deviation(tmp_path / "deepspeed", tmp_path / "single") < TOLERANCE
+
+
 def test_gradients_that_are_not_finite_leave_the_step_out(tmp_path: Path, library: Callable[[str], Prepare]) -> None:
     """A rate that overflows float32 at once: weights stay as they were, on every strategy."""
 
@@ -344,6 +375,19 @@ def test_deepspeed_settings_that_do_not_fit(content: str | None, arguments: list
         file.write_text(content)
     with pytest.raises(ConfigError, match=remedy):
         settings(read(f"deepspeed.config={file}", *arguments), Group())
+
+
+@pytest.mark.parametrize("arguments", [["amp.level=O1", "amp.dtype=float16"], ["amp.loss_scale=128"]])
+def test_deepspeed_scales_no_losses(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"strategy=deepspeed scales no losses; set amp.dtype=bfloat16 and leave amp.loss_scale out"):
+        open_strategy(read(*arguments), Group(), torch.device("cpu"))
+
+
+def test_a_horovod_without_cuda_serves_no_gpu(horovod: str) -> None:
+    if importlib.import_module("horovod.torch").cuda_built():
+        pytest.skip("this Horovod is built with CUDA")
+    with pytest.raises(ConfigError, match=r"HOROVOD_GPU_OPERATIONS=NCCL python scripts/install_horovod.py .* set train.backend=gloo"):
+        open_strategy(config.load(None, [HOROVOD]), Group(), torch.device("cuda"))
 
 
 def test_other_strategies_import_none_of_the_libraries() -> None:

@@ -118,7 +118,7 @@ class Precision:
             if hasattr(own[name], "full_tensor"):
                 raise ConfigError("amp.level=O2: its float32 copy is of whole weights, and strategy=fsdp cuts them up; set amp.level=O1")
             if own[name].dtype is not original.dtype:
-                self._masters[name] = (own[name], nn.Parameter(original))
+                self._masters[name] = (own[name], nn.Parameter(original.to(own[name].device)))
         self._originals = {}
         return [(name, self._masters[name][1] if name in self._masters else parameter) for name, parameter in own.items()]
 
@@ -129,6 +129,11 @@ class Precision:
                 torch._foreach_copy_([short for short, _ in self._masters.values()], [master for _, master in self._masters.values()])
 
     # ------------------------------------------------------------ a step
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are multiplied by a scale."""
+        return self._scaler is not None
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss as a backward pass takes it."""
@@ -209,6 +214,20 @@ class Precision:
         """Go on from a checkpoint; a dynamic scale begins anew when it holds none."""
         if self._scaler is not None and self._scale is None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
+
+
+class Autocasting(nn.Module):
+    """A model that enters autocast by itself, where what calls it runs in threads of its own or leaves autocast before."""
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        self.model, self._precision = model, precision
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """As the model's."""
+        with self._precision.autocast():
+            scores: torch.Tensor = self.model(images)
+        return scores
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

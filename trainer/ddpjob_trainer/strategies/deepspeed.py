@@ -25,7 +25,7 @@ from ddpjob_trainer import devices
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.optim import OptimizerName, set_learning_rate
-from ddpjob_trainer.precision import AmpLevel, Precision, Update
+from ddpjob_trainer.precision import AmpLevel, Autocasting, Precision, Update
 from ddpjob_trainer.strategies.base import State, Strategy
 
 if TYPE_CHECKING:
@@ -66,17 +66,24 @@ class DeepSpeed(Strategy):
         self._stage = config.deepspeed.stage
         self._settings = settings(config, group)
         self.precision: _ByEngine = _ByEngine(config.amp, config.optim.clip_norm, device)
+        if self.precision.scales:
+            raise ConfigError(
+                f"amp.level={config.amp.level}, amp.loss_scale={config.amp.loss_scale}: strategy=deepspeed scales no losses;"
+                f" set amp.dtype=bfloat16 and leave amp.loss_scale out, or set strategy=ddp or fsdp"
+            )
         self.equal = self._stage >= 2  # Each backward pass hands gradients over to the ranks that keep them.
         self._deepspeed = _deepspeed(device)
         self._alone = group.world == 1 and not dist.is_initialized()
         if self._alone:
+            os.environ.setdefault("LOCAL_RANK", "0")  # The engine looks its device up there.
             backend = devices.choose(config.train.backend, group.local_rank).backend
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
     def prepare(self, model: nn.Module) -> None:
         """As every strategy."""
         super().prepare(model)
-        engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self._settings, dist_init_required=False)
+        network = Autocasting(self.model, self.precision)  # The engine leaves autocast before it calls its model.
+        engine, *_ = self._deepspeed.initialize(model=network, optimizer=self.optimizer, config=self._settings, dist_init_required=False)
         self._engine: Any = engine
         self._engine.set_gradient_accumulation_boundary(True)
         self.network, self.optimizer, self.precision.engine = engine, engine.optimizer, engine
@@ -199,7 +206,7 @@ class DeepSpeed(Strategy):
         example: dict[str, Any] = next(iter(saved["state"].values()), {})
         for flat in self._flat:
             for key, value in example.items():
-                zero.optimizer.state[flat][key] = torch.zeros_like(flat) if _is_per_weight(value) else value
+                zero.optimizer.state[flat][key] = torch.zeros_like(flat) if _is_per_weight(value) else _own(value, flat)
         if not example:
             return
         self._link()
@@ -270,9 +277,9 @@ def _check(config: Config) -> None:
     stage, amp = config.deepspeed.stage, config.amp
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"deepspeed.stage: {stage} is not known; write 0, 1, 2 or 3")
-    if amp.level in (AmpLevel.O2, AmpLevel.O3) or (amp.level is AmpLevel.O1 and amp.loss_scale != "auto"):
+    if amp.level in (AmpLevel.O2, AmpLevel.O3):
         raise ConfigError(
-            f"amp.level={amp.level}, amp.loss_scale={amp.loss_scale}: strategy=deepspeed has float32 weights and scales no losses;"
+            f"amp.level={amp.level}: strategy=deepspeed has float32 weights and scales no losses;"
             " set amp.level=O1 with amp.dtype=bfloat16, or amp.level=O0, or strategy=ddp or fsdp"
         )
     if stage and config.optim.name is OptimizerName.LARS:
@@ -297,6 +304,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _is_per_weight(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _own(value: Any, flat: torch.Tensor) -> Any:
+    """A number for one vector alone: a count of steps that several shared would be counted up by each."""
+    return value.to(flat.device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _deepspeed(device: torch.device) -> ModuleType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ddpjob_trainer.precision import Autocasting
 from ddpjob_trainer.randomness import derive, seed_torch
 from ddpjob_trainer.strategies.single import Single
 
@@ -23,5 +24,5 @@ class Dp(Single):
             seed_torch(derive(key, number), torch.device("cuda", number))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model on every visible device."""
-        return nn.DataParallel(model)
+        """The model on every visible device, in threads for which autocast has another format."""
+        return nn.DataParallel(Autocasting(model, self.precision))

@@ -47,8 +47,13 @@ class Horovod(Strategy):
     """Each rank has the whole model."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
-        super().__init__(config, group, device)
         self._hvd = _horovod()
+        if device.type == "cuda" and not self._hvd.cuda_built():
+            raise ConfigError(
+                "strategy=horovod: this Horovod is built without CUDA; build it anew by HOROVOD_GPU_OPERATIONS=NCCL"
+                " python scripts/install_horovod.py in ddpjob's repository, or set train.backend=gloo to train on the CPU"
+            )
+        super().__init__(config, group, device)
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, round(config.train.timeout_seconds))))
         self._server = None if "HOROVOD_RANK" in os.environ else _meet(group)
         self._hvd.init()
