@@ -78,6 +78,10 @@ def test_powersgd_sends_little_and_begins_anew_after_a_restart(whole: list[float
         (["ddp.comm_hook=powersgd", "ddp.powersgd_rank=0"], r"ddp.powersgd_rank: 0 is less than 1"),
         (["ddp.comm_hook=powersgd", "ddp.powersgd_start=1"], r"ddp.powersgd_start: 1 is less than 2"),
         (["ddp.comm_hook=fp8"], r"ddp.comm_hook: 'fp8' is not valid: expected one of none, fp16, bf16, powersgd"),
+        (["strategy=horovod", "ddp.ordered=true"], r"ddp.ordered: strategy=horovod .*set strategy=ddp"),
+        (["strategy=deepspeed", "ddp.ordered=true"], r"ddp.ordered: strategy=deepspeed .*set strategy=ddp"),
+        (["strategy=parameter_server", "ddp.ordered=true"], r"ddp.ordered: strategy=parameter_server .*set strategy=ddp"),
+        (["strategy=fsdp", "ddp.comm_hook=fp16"], r"ddp.comm_hook=fp16: strategy=fsdp .*set strategy=ddp or ddp_mp"),
         (["amp.level=O2", "ddp.ordered=true"], r"ddp.ordered: keeps float32 sums to the bit; set amp.level=O0 or O1"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
 
 if TYPE_CHECKING:
@@ -57,6 +58,15 @@ def devices_per_rank(config: Config) -> int:
 
 def open_strategy(config: Config, group: Group, device: torch.device) -> Strategy:
     """The strategy that the configuration names. Raises ConfigError when it does not fit the ranks or the configuration."""
+    _check_that_ddp_applies(config)
     module, _, name = _CLASSES[config.strategy].partition(":")
     kind: type[Strategy] = getattr(importlib.import_module(f"ddpjob_trainer.strategies.{module}"), name)
     return kind(config, group, device)
+
+
+def _check_that_ddp_applies(config: Config) -> None:
+    name, ordered, hook = config.strategy, config.ddp.ordered, config.ddp.comm_hook
+    if ordered and name in (StrategyName.HOROVOD, StrategyName.DEEPSPEED, StrategyName.PARAMETER_SERVER):
+        raise ConfigError(f"ddp.ordered: strategy={name} adds gradients up by ranks; leave it out, or set strategy=ddp")
+    if hook != "none" and name not in (StrategyName.DDP, StrategyName.DDP_MP):
+        raise ConfigError(f"ddp.comm_hook={hook}: strategy={name} sends nothing through DDP; leave it out, or set strategy=ddp or ddp_mp")

@@ -54,6 +54,9 @@ class Ddp(Strategy):
         self._ordered = self.config.ddp.ordered
         if self._ordered:
             self.statistics = BatchStatistics(self.model, self.group, ordered=True)
+            if self.device.type == "cuda":  # Its faster kernels add up in any order.
+                torch.backends.cudnn.deterministic = True
+                torch.use_deterministic_algorithms(True, warn_only=True)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Buffers are not broadcast at each step: batch statistics are exchanged exactly, by the trainer."""
