@@ -56,6 +56,12 @@ def test_one_cycle_is_torchs(rise: float, start: float, end: float) -> None:
     assert rates(config) == pytest.approx(torchs_rates)
 
 
+def test_one_cycle_of_few_steps() -> None:
+    """The rise is one step long: torch's divides by zero."""
+    config = OptimConfig(lr=0.4, schedule=ScheduleName.ONE_CYCLE, rise=0.5)
+    assert [learning_rate(config, step, 2, 2) for step in range(2)] == pytest.approx([0.4, 0.4 * 4e-6])
+
+
 def test_warmup_and_what_follows_are_torchs() -> None:
     def torchs(optimizer: torch.optim.Optimizer) -> LRScheduler:
         rise = LinearLR(optimizer, start_factor=1 / 14, total_iters=13)

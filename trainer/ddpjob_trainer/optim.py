@@ -147,7 +147,7 @@ def learning_rate(config: OptimConfig, step: int, steps_per_epoch: int, total_st
             return _cosine(config.lr, 0.0, done)
         case ScheduleName.ONE_CYCLE:
             first, last, top = config.lr * config.start_factor, config.lr * config.end_factor, config.rise * total_steps - 1
-            if step <= top:
+            if step < top:
                 return _cosine(first, config.lr, step / top)
             return _cosine(config.lr, last, min(1.0, (step - top) / (total_steps - 1 - top)))
 
