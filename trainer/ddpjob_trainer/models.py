@@ -118,7 +118,9 @@ def _torchvision_model(name: str, classes: int) -> nn.Module:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean torchvision:{near[0]}?" if near else ""
         raise ConfigError(f"model.name: torchvision has no classification model {name!r}{hint}")
-    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
+    # These two return the scores of their auxiliary heads, too.
+    plain = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **plain)
     return model
 
 
