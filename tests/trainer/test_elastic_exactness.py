@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ddpjob_trainer import batch_statistics, sampler
+from ddpjob_trainer import batch_statistics, config, sampler
+from ddpjob_trainer.group import Group
+from ddpjob_trainer.models import build_model
+from ddpjob_trainer.strategies import open_strategy
 from ranks import TINY, final_losses, good, run, stop_at
 
 # Batch statistics, dropout and a number of micro-batches that neither 2 nor 3 ranks share evenly.
@@ -60,9 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_running_statistics_are_those_of_one_update_with_the_mean(alone: Path, tmp_path: Path) -> None:
     """By hand: one step of one epoch, five micro-batches, momentum 0.1."""
-    from ddpjob_trainer import config
     from ddpjob_trainer.data import open_data
-    from ddpjob_trainer.models import build_model
 
     arguments = [*TIED, "data.batch=1438", "train.epochs=1", "model.dropout=0", f"checkpoint.dir={tmp_path}"]
     good(1, arguments)
@@ -99,6 +100,27 @@ def test_in_order_needs_no_statistics(tmp_path: Path) -> None:
     assert [end.code for end in run(1, [*arguments, f"checkpoint.dir={tmp_path / '4'}"], prepare=stop_at(2))] == [75]
     good(4, [*arguments, f"checkpoint.dir={tmp_path / '4'}"])
     assert distance(tmp_path / "1", tmp_path / "4") == 0
+
+
+def test_a_run_that_is_first_dealt_by_samples_gets_micro_batches_when_they_are_to_be_in_order(tmp_path: Path) -> None:
+    arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(1, arguments, prepare=stop_at(2))] == [75]
+    good(2, [*arguments, "ddp.ordered=true"])
+    saved = [torch.load(path, weights_only=True)["micro_batches"] for path in sorted(tmp_path.glob("step-*.pt"))]
+    assert saved[0] == 0 and saved[-1] == 2
+
+
+def test_in_order_a_gpu_computes_alike_each_time() -> None:
+    settings = config.load(None, ["ddp.ordered=true", "model.width=4"])
+    before = torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()
+    try:
+        open_strategy(settings, Group(), torch.device("cuda")).prepare(build_model(settings.model, (1, 8, 8), 10, 0))
+        assert torch.backends.cudnn.deterministic
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = before[0]
+        torch.set_float32_matmul_precision(before[1])
 
 
 def statistics_of_the_rank(rank: int) -> None:

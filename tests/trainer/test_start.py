@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddpjob_trainer import devices
+from ddpjob_trainer import config, devices, train
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.models import ModelConfig, build_model
 from ranks import TINY, free_port, good
@@ -122,6 +122,19 @@ def test_torchvision_models_by_name_and_mistakes() -> None:
         build_model(ModelConfig(name="torchvision:resnt50"), (3, 64, 64), 5, 0)
     with pytest.raises(ConfigError, match=r"'small_cnm' is not known.*did you mean 'small_cnn'"):
         build_model(ModelConfig(name="small_cnm"), (3, 8, 8), 5, 0)
+
+
+@pytest.mark.filterwarnings("ignore:The default weight initialization")
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_models_with_auxiliary_heads_return_scores_in_training(name: str) -> None:
+    model = build_model(ModelConfig(name=f"torchvision:{name}"), (3, 96, 96), 5, 0)
+    assert model.training and model(torch.randn(2, 3, 96, 96)).shape == (2, 5)
+
+
+@pytest.mark.parametrize("key", ["data.micro_batches", "train.threads"])
+def test_numbers_below_zero_are_refused(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: -1 is less than 0; write"):
+        train.run(config.load(None, ["data.name=digits", f"{key}=-1", f"checkpoint.dir={tmp_path}"]))
 
 
 def test_weights_depend_on_the_seed_only() -> None:

@@ -58,7 +58,12 @@ def _count(kind: str) -> int:
 
 
 def limit_threads(threads: int, local_world: int) -> None:
-    """Share this machine's cores among its ranks; `threads` 0 means an equal share. OMP_NUM_THREADS, set by a user, counts more."""
+    """Share this machine's cores among its ranks; `threads` 0 means an equal share. OMP_NUM_THREADS, set by a user, counts more.
+
+    Raises ConfigError.
+    """
+    if threads < 0:
+        raise ConfigError(f"train.threads: {threads} is less than 0; write a number of threads, or 0 for an equal share of the cores")
     if threads == 0 and os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

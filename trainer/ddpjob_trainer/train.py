@@ -264,7 +264,7 @@ class Trainer:
         self.sampler.load_state_dict(snapshot["sampler"])
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
         if not self.config.data.micro_batches and not self.config.model.sync_batchnorm:
-            self.micro_batches = int(snapshot["micro_batches"])
+            self.micro_batches = int(snapshot["micro_batches"]) or self.micro_batches
         self.sampler.dealing = self._dealing()
 
     def _load_weights(self) -> None:

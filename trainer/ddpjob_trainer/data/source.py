@@ -150,6 +150,8 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
     """
     if config.batch < 1:
         raise ConfigError(f"data.batch: {config.batch} is less than 1; give the number of samples per step over all ranks")
+    if config.micro_batches < 0:
+        raise ConfigError(f"data.micro_batches: {config.micro_batches} is less than 0; write for example 8, or 0 for the default")
     for key, alpha in (("mixup", config.mixup), ("cutmix", config.cutmix)):
         if not (math.isfinite(alpha) and alpha >= 0):
             raise ConfigError(f"data.{key}: {alpha} is not a finite number of at least 0; write for example 0.2, or 0 for none")
