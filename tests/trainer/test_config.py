@@ -22,6 +22,15 @@ def test_argument_beats_file_beats_environment_beats_default(tmp_path: Path, mon
     assert (read.checkpoint.dir, read.checkpoint.shared, read.run_dir) == (Path("/from/env"), False, Path("/from/env/run"))
 
 
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DDPJOB_DATA_DIR", "~/data")
+    read = config.load(None, ["checkpoint.dir=~/c"])
+    assert (read.checkpoint.dir, read.data.dir) == (tmp_path / "c", tmp_path / "data")
+    with pytest.raises(ConfigError, match=r"checkpoint.dir: '~nobody-of-this-name/c' is not valid: expected path"):
+        config.load(None, ["checkpoint.dir=~nobody-of-this-name/c"])
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -196,8 +196,10 @@ def _scalar(value: Any, kind: Any) -> Any:
         if kind is int:
             number = float(value)
             return int(number) if number == int(number) else None
+        if kind is Path:  # A shell expands ~ only at the beginning of a word, and not in key=~/folder; YAML and Kubernetes never do.
+            return Path(value).expanduser()
         return kind(str(value)) if issubclass(kind, enum.Enum) else kind(value)
-    except (ValueError, TypeError, OverflowError):
+    except (ValueError, TypeError, OverflowError, RuntimeError):
         return None
 
 
