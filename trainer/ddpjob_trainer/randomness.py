@@ -43,4 +43,6 @@ def seed_torch(seed: int, device: torch.device) -> None:
     that writes down the stack for each of its devices, 0.1 ms in every step."""
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+        module = torch.get_device_module(device)
+        with module.device(device):  # Else the current one's, which need not be this one.
+            module.manual_seed(seed)

@@ -91,7 +91,10 @@ class DaliDecoder:
         (images,) = pipeline.run()
         dense = images.as_tensor()
         found = from_dlpack(dense) if self._device.type == "cuda" else torch.from_numpy(np.array(dense))
-        return found.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        copied = found.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        if self._device.type == "cuda":  # The copy is only under way, and DALI's next run would write over what it reads.
+            torch.cuda.current_stream(copied.device).synchronize()
+        return copied
 
     def _crop(self, request: Request, place: int, content: bytes | OSError) -> Crop:
         if isinstance(content, OSError):
