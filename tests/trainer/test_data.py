@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from ddpjob_trainer.data import DataSet, open_data
 from ddpjob_trainer.data.augment import CropAndFlip, resized_crop_box
 from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.ledger_check import read, verify
-from ranks import final_losses, good, metrics
+from ranks import TINY, final_losses, good, metrics, run
 
 
 def opened(*arguments: str) -> DataSet:
@@ -277,3 +279,40 @@ def test_the_share_of_time_waited_for_data_is_true(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(imagefolder, "_content", read)
     good(1, ["data.name=digits", "model.width=32", "train.epochs=1", "train.log_every=1", f"checkpoint.dir={tmp_path}/fast"])
     assert max(row["dataWait"] for row in metrics(tmp_path / "fast" / "run", "step")[1:]) < 0.5
+
+
+def test_ranks_that_see_different_data_are_refused(tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "0", 6)
+    write_image_folder(tmp_path / "1", 5)
+    arguments = [*TINY, "data.name=imagefolder", "data.image_size=8", "data.workers=0", "data.batch=4", f"checkpoint.dir={tmp_path}/c"]
+    ends = run(2, arguments, env=lambda rank: {"DDPJOB_DATA_DIR": str(tmp_path / str(rank))})
+    assert [end.code for end in ends] == [1, 1]
+    seen = "rank 0: 12 training images, 12 test images, 2 classes; rank 1: 10 training images, 10 test images, 2 classes"
+    assert all(end.error.startswith("DataError") and seen in end.error and "data.dir" in end.error for end in ends), ends
+
+
+@pytest.mark.parametrize("name", ["imagefolder", "cifar10", "shards"])
+def test_data_that_may_not_be_read_is_named_with_the_user(name: str, tmp_path: Path) -> None:
+    root = tmp_path / "closed"
+    root.mkdir(mode=0)
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(DataError, match=rf"closed.* cannot be read .*data.dir readable for uid {os.geteuid()}"):
+            opened(f"data.name={name}", f"data.dir={root}")
+    finally:
+        os.seteuid(before)
+
+
+def test_an_image_that_the_machine_cannot_read_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
+    write_image_folder(tmp_path)
+    data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16", "data.workers=0")
+    next(data.train_batches([[0]], 0))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # All of them are in use.
+    try:
+        with pytest.raises(DataError, match=r"image .*n01440764_0.JPEG cannot be read \(Too many open files\): .*ulimit -n"):
+            next(data.train_batches([[0]], 0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpjob_trainer.checkpoints import folder, torch_file
+from ddpjob_trainer.checkpoints import CheckpointFolder, folder, torch_file
 from ddpjob_trainer.errors import ConfigError, TrainingError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.progress import Progress
@@ -113,6 +113,24 @@ def test_an_error_in_training_does_not_cut_the_checkpoint_under_way(tmp_path: Pa
     ends = finish(start(1, [*TINY, "checkpoint.every_steps=3", f"checkpoint.dir={tmp_path}"], prepare))
     assert ends[0].code == 1 and "not finite" in ends[0].error
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step-000000003.pt"]
+
+
+def test_sigterm_at_the_very_end_does_not_cut_short_what_is_still_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody agrees on anything any more: the patience with the other ranks, half a second here, must not end a slow last write."""
+
+    def prepare(rank: int) -> None:
+        end = CheckpointFolder.finish
+
+        def signalled(self: CheckpointFolder) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.5)
+            end(self)
+
+        CheckpointFolder.finish = signalled  # type: ignore[method-assign]
+
+    ranks = start(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare, env=lambda rank: {"DDPJOB_GRACE_SECONDS": "1"})
+    assert [end.code for end in finish(ranks)] == [0]
+    assert metrics(tmp_path / "run", "end") and "rank 0 is at its end, writes what is left" in capfd.readouterr().err
 
 
 HELPER = "import sys, time; print('ready', flush=True); time.sleep(60)"

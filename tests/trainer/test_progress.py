@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import pty
 import socket
 import sys
 import threading
@@ -19,8 +20,9 @@ import pytest
 from ddpjob_trainer import history, plot
 from ddpjob_trainer.coordinator import CoordinatorLink
 from ddpjob_trainer.display import Status
-from ddpjob_trainer.errors import TrainerError
+from ddpjob_trainer.errors import TrainerError, TrainingError
 from ddpjob_trainer.live import LiveView, sparkline
+from ddpjob_trainer.progress import Progress
 from ranks import TINY, finish, good, metrics, run, start, stop_at
 from rich.console import Console
 
@@ -178,3 +180,27 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
     text = shown.decode()
     assert [end.code for end in finish([rank])] == [0], text
     assert "step 16/16" in text and "images/s" in text and "ranks 1" in text and "epoch 2/2: test accuracy" in text
+
+
+def test_an_error_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    """The live view hides the cursor; a shell would go on without."""
+    terminal, side = pty.openpty()
+
+    def prepare(rank: int) -> None:
+        os.dup2(side, 1)
+        sys.stdout = os.fdopen(1, "w")
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise TrainingError("the loss is not finite")
+
+        Progress.report = fail  # type: ignore[method-assign]
+
+    ranks = start(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare, env=lambda rank: {"TERM": "xterm"})
+    os.close(side)
+    said = b""
+    with contextlib.suppress(OSError):  # The other side is closed.
+        while part := os.read(terminal, 4096):
+            said += part
+    os.close(terminal)
+    assert "not finite" in finish(ranks)[0].error
+    assert said.rfind(b"\x1b[?25h") > said.rfind(b"\x1b[?25l") >= 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -244,6 +245,8 @@ def test_bad_shards_are_named_with_the_remedy(folder: Path, tmp_path: Path) -> N
         opened("data.url=nonsense://x/y")
     with pytest.raises(DataError, match=r"cannot be listed .*ddpjob_trainer shards"):
         opened("data.url=http://127.0.0.1:9/x", f"data.index={tmp_path}")
+    with pytest.raises(DataError, match=r"http://127.0.0.1:99999/x cannot be read .*data.url is right"):  # No OSError.
+        opened("data.url=http://127.0.0.1:99999/x", f"data.index={tmp_path}")
 
 
 def test_a_damaged_index_is_named(packed: Path) -> None:
@@ -298,3 +301,13 @@ def test_a_folder_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) 
     (tmp_path / "out").write_text("a file")
     with pytest.raises(DataError, match=r"out/train: Not a directory; make room or mend it, then run the command again"):
         pack.pack(folder, tmp_path / "out", 20_000)
+
+
+def test_as_many_shards_can_be_open_as_the_system_allows(packed: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        opened(f"data.dir={packed}")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -84,6 +84,10 @@ class StopRequest:
         """SIGTERM has come to this rank."""
         return self._requested.is_set()
 
+    def over(self) -> None:
+        """Training has come to its end: SIGTERM does not cut short what is still to be written, for which nobody needs to agree."""
+        self._agreed.set()
+
     def agreement(self, save_due: int = Due.NO) -> Agreement:
         """Begin to agree, while the step runs, on whether to stop and whether to save after it (see `Due`)."""
         now = time.monotonic()
@@ -98,7 +102,8 @@ class StopRequest:
             pass
         self._requested.set()
         patience = self._patience()
-        print(f"SIGTERM: rank {self._group.rank} saves after this step and leaves", file=sys.stderr, flush=True)
+        what = "is at its end, writes what is left" if self._agreed.is_set() else "saves after this step"
+        print(f"SIGTERM: rank {self._group.rank} {what} and leaves", file=sys.stderr, flush=True)
         if not self._agreed.wait(patience):
             waited = f"the other ranks do not answer in {patience:.1f} s"
             print(f"SIGTERM, and {waited}: rank {self._group.rank} leaves without a checkpoint", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from ddpjob_trainer.checkpoints import CheckpointFolder, Snapshot, fit, prepare_
 from ddpjob_trainer.config import Config
 from ddpjob_trainer.data import Batch, DataSet, open_data
 from ddpjob_trainer.data.corrupt import CorruptCount
-from ddpjob_trainer.errors import CheckpointError, ConfigError, TrainingError
+from ddpjob_trainer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from ddpjob_trainer.evaluate import evaluate
 from ddpjob_trainer.fence import Claim, place_from_env
 from ddpjob_trainer.group import Group, joined, wanted_world
@@ -52,8 +52,9 @@ def run(config: Config) -> int:
     if checkpoints.writes or config.train.ledger:
         prepare_folder(config.run_dir, "train.run_dir")
     with joined(group, placement, config.train.timeout_seconds), checkpoints:
+        check_same_data(group, data, config)
         trainer = Trainer(config, group, placement.device, data, checkpoints)
-        with closing(trainer.stacks):
+        with closing(trainer.stacks), closing(trainer.progress):
             trainer.resume()
             return trainer.train()
 
@@ -63,6 +64,20 @@ def agree_on_life(group: Group) -> Claim:
     generation, round_ = place_from_env()
     generations, rounds = group.gather(generation), group.gather(round_)
     return Claim(*max(zip(generations, rounds, strict=True)), group.gather(random.SystemRandom().getrandbits(62))[0])
+
+
+def check_same_data(group: Group, data: DataSet, config: Config) -> None:
+    """Raises DataError on all ranks when they see different data: sample numbers would mean other images on some of them."""
+    seen = list(zip(*(group.gather(size) for size in (data.train_size, data.test_size, data.classes)), strict=True))
+    if len(set(seen)) > 1:
+        first = {sizes: seen.index(sizes) for sizes in seen}
+        which = "; ".join(
+            f"rank {rank}{' and others' if seen.count(sizes) > 1 else ''}: {sizes[0]} training images, {sizes[1]} test images,"
+            f" {sizes[2]} classes"
+            for sizes, rank in first.items()
+        )
+        where = config.data.url or config.data.dir or config.data.name.value
+        raise DataError(f"the ranks see different data in {where} ({which}): make data.dir the same on all nodes")
 
 
 class Trainer:
@@ -113,6 +128,7 @@ class Trainer:
         stopped = self._evaluate_if_due()
         while not stopped and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
+        self.stop.over()
         self._save()  # Unless this very state is saved already.
         self.checkpoints.finish()
         self._tell_of_checkpoints()

@@ -28,21 +28,27 @@ class Folder:
             empty = [name for name, paths in zip(self.classes, listed, strict=True) if not paths]
             which = f"class folders without any: {', '.join(empty[:5])}" if empty else "it has no class folders"
             raise DataError(f"data folder {root} holds no images in class folders ({which}): {_REMEDY}")
-        self.paths = [path for paths in listed for path in paths]
+        # One array, not a list: a list's reference counts would make each worker copy the memory of all its names.
+        self._paths = np.array([os.fsencode(path) for paths in listed for path in paths])
         self.labels = np.repeat(np.arange(len(listed), dtype=np.int64), [len(paths) for paths in listed])
 
     def name(self, number: int) -> str:
         """The file's path."""
-        return self.paths[number]
+        return os.fsdecode(self._paths[number])
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
         """The files' content."""
-        return [_content(self.paths[number]) for number in numbers]
+        return [_content(self.name(number)) for number in numbers]
 
 
 def _images(folder: Path) -> list[str]:
-    walked = sorted((root, names) for root, _, names in os.walk(folder, followlinks=True))
+    walked = sorted((root, names) for root, _, names in os.walk(folder, followlinks=True, onerror=_refuse))
     return [f"{root}/{name}" for root, names in walked for name in sorted(names) if name.lower().endswith(_EXTENSIONS)]
+
+
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be listed is not empty."""
+    raise error
 
 
 def _content(path: str) -> bytes | OSError:

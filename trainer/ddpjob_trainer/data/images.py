@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Protocol
@@ -21,6 +22,9 @@ from ddpjob_trainer.randomness import uniform
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DRAWS = 41
+
+
+_FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.EIO, errno.ESTALE, errno.ENOMEM)
 
 
 class Encoded(Protocol):
@@ -123,6 +127,7 @@ class ImageData:
         for place, content in enumerate(source.read(request.numbers)):
             try:
                 if isinstance(content, OSError):
+                    _refuse_machine(content, source.name(request.numbers[place]))
                     raise UnreadableImage(str(content.strerror or content))
                 if request.epoch is None or draws is None:
                     pixels[place] = middle(content, size)
@@ -138,3 +143,11 @@ class ImageData:
         if draws[40] < 0.5:
             pixels = pixels.flip(-1)
         return self._randaugment(pixels, self._config.seed, epoch, number) if self._randaugment else pixels
+
+
+def _refuse_machine(error: OSError, name: str) -> None:
+    """Raises DataError for what is no fault of the image: to leave out all that are met meanwhile would train on something else."""
+    if error.errno in _FILES:
+        raise DataError(f"image {name} cannot be read ({error.strerror}): raise the limit of open files (ulimit -n, or the container's)")
+    if error.errno in _MACHINE:
+        raise DataError(f"image {name} cannot be read ({error.strerror}): mend this node's disk, volume or memory, and start again")

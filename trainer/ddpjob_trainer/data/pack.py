@@ -92,7 +92,7 @@ def plan(images: Folder, size: int) -> list[list[Entry]]:
     shards: list[list[Entry]] = []
     offset = size
     for key, number in enumerate(order.tolist()):
-        path = images.paths[number]
+        path = images.name(number)
         length = Path(path).stat().st_size
         needs = 3 * _BLOCK + _rounded(length)
         if offset + needs + 2 * _BLOCK > size:

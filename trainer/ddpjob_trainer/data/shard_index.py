@@ -8,6 +8,7 @@ import os
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpjob_trainer.atomic import replacing
-from ddpjob_trainer.errors import DataError
+from ddpjob_trainer.errors import DataError, TrainerError
 
 FILE = "index.npz"
 _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
@@ -57,6 +58,22 @@ def file_system(url: str) -> Any:
         package = _REMOTE.get(protocol)
         remedy = f"pip install {package}" if package else "write a path, or an s3://, gs:// or https:// address"
         raise DataError(f"data.url: {url} cannot be opened ({error}): {remedy}") from error
+
+
+@contextmanager
+def answering(url: str) -> Iterator[None]:
+    """What a store's library raises, which need not be an OSError, as DataError."""
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:
+        if "://" not in url:
+            raise
+        raise DataError(
+            f"{url} cannot be read ({type(error).__name__}: {error}):"
+            f" see that data.url is right and answers, and that its credentials are here"
+        ) from error
 
 
 def cached_index(url: str, folder: Path | None, remedy: str) -> Index:

@@ -6,7 +6,9 @@ https://github.com/webdataset/webdataset describes the layout.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 
 from ddpjob_trainer.data.images import ImageData
-from ddpjob_trainer.data.shard_index import Index, cached_index
+from ddpjob_trainer.data.shard_index import Index, answering, cached_index
 from ddpjob_trainer.data.source import DataConfig, existing_folder
 from ddpjob_trainer.errors import DataError
 
@@ -83,8 +85,11 @@ def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) ->
 def open_shards(config: DataConfig, device: torch.device) -> ImageData:
     """The data set in `data.dir` or at `data.url`. Raises DataError."""
     root = config.url.rstrip("/") if config.url else str(existing_folder(config, f"{_REMEDY}; or set data.url"))
-    train, test = (cached_index(f"{root}/{part}", config.index, _REMEDY) for part in ("train", "val"))
-    names = _class_names(root, train)
+    with answering(root):
+        train, test = (cached_index(f"{root}/{part}", config.index, _REMEDY) for part in ("train", "val"))
+        names = _class_names(root, train)
+    if train.is_local:
+        _allow_open_files()
     classes = len(names) if names else int(train.labels.max()) + 1
     for part, index in (("train", train), ("val", test)):
         odd = np.flatnonzero((index.labels < 0) | (index.labels >= classes))
@@ -97,6 +102,13 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
     data = ImageData(config, device, Shards(train), Shards(test), classes)
     data.class_names = names
     return data
+
+
+def _allow_open_files() -> None:
+    """Each worker keeps each shard open: more than the 1024 files that many systems allow unless asked for more."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS knows a lower limit besides.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _class_names(root: str, train: Index) -> list[str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -155,7 +156,16 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
     for key, alpha in (("mixup", config.mixup), ("cutmix", config.cutmix)):
         if not (math.isfinite(alpha) and alpha >= 0):
             raise ConfigError(f"data.{key}: {alpha} is not a finite number of at least 0; write for example 0.2, or 0 for none")
-    device = device or torch.device("cpu")
+    try:
+        return _open(config, device or torch.device("cpu"))
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or config.dir} cannot be read ({error.strerror or error}):"
+            f" make all of data.dir readable for uid {os.geteuid()}, and see that its volume answers"
+        ) from error
+
+
+def _open(config: DataConfig, device: torch.device) -> DataSet:
     match config.name:
         case DataName.DIGITS:
             from ddpjob_trainer.data.digits import open_digits
