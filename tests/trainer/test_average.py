@@ -44,6 +44,30 @@ def test_it_is_torchs_average() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_steps_that_are_left_out_do_not_count() -> None:
+    """Whether that is known at once, or on the device only."""
+    weight = torch.zeros(3)
+    known, later = MovingAverage(0.9, [("w", weight)]), MovingAverage(0.9, [("w", weight)])
+    for step in range(6):
+        weight += 1
+        known.update(step % 2 == 1)
+        later.update(torch.tensor(step % 2 == 1))
+    expected = 0.9 * (0.9 * 1 + 0.1 * 3) + 0.1 * 5
+    for average in (known, later):
+        torch.testing.assert_close(average.state()["averages"]["w"], torch.full((3,), expected))
+
+
+def test_an_overflow_moves_no_average() -> None:
+    settings = config.load(None, ["strategy=single", "model.width=4", "optim.ema_decay=0.5"])
+    strategy = open_strategy(settings, Group(), torch.device("cpu"))
+    strategy.prepare(build_model(settings.model, (1, 8, 8), 10, 0))
+    for gradient in (1.0, float("inf")):
+        for weight in strategy.model.parameters():
+            weight.grad = torch.full_like(weight, gradient)
+        strategy.update(0.1)
+    assert strategy.state()["average"]["updates"] == 1
+
+
 @pytest.mark.parametrize("amp", ["O0", "O2"])
 def test_half_a_model_is_averaged_in_float32(amp: str) -> None:
     settings = config.load(None, ["strategy=single", "model.width=4", "model.norm=batch", "optim.ema_decay=0.5", f"amp.level={amp}"])

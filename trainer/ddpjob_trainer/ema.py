@@ -27,14 +27,27 @@ class MovingAverage:
         self._tensors = [local(tensor.detach()) for _, tensor in tensors]
         self._aside: list[torch.Tensor] | None = None
 
-    def update(self) -> None:
-        """After an optimizer step."""
-        tensors = [tensor.float() for tensor in self._tensors]
-        if self._updates == 0:
-            torch._foreach_copy_(self._averages, tensors)
-        else:
-            torch._foreach_lerp_(self._averages, tensors, 1 - self._decay)
-        self._updates += 1
+    def update(self, skipped: bool | torch.Tensor = False) -> None:
+        """After an optimizer step; one that was left out (see precision.Update) changes nothing."""
+        if isinstance(skipped, torch.Tensor) and self._updates:
+            self._update_unless(skipped)
+        elif not skipped:
+            tensors = [tensor.float() for tensor in self._tensors]
+            if self._updates == 0:
+                torch._foreach_copy_(self._averages, tensors)
+            else:
+                torch._foreach_lerp_(self._averages, tensors, 1 - self._decay)
+            self._updates += 1
+
+    def _update_unless(self, skipped: torch.Tensor) -> None:
+        """Without waiting for the device."""
+        share = ~skipped * (1 - self._decay)
+        for device in {average.device for average in self._averages}:
+            pairs = [pair for pair in zip(self._averages, self._tensors, strict=True) if pair[0].device == device]
+            averages = [average for average, _ in pairs]
+            changes = torch._foreach_sub([tensor.float() for _, tensor in pairs], averages)
+            torch._foreach_mul_(changes, share.to(device))
+            torch._foreach_add_(averages, changes)
 
     def put_in_place(self) -> None:
         """Have the averages where the weights were, for an evaluation."""

@@ -142,7 +142,7 @@ class Strategy:
         update = self.precision.step(self.optimizer, [parameter for _, parameter in self.parameters])
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
-            self.average.update()
+            self.average.update(update.skipped)
         return update
 
     # ------------------------------------------------------------ evaluation

@@ -117,9 +117,10 @@ class DeepSpeed(Strategy):
             return super().update(rate)
         set_learning_rate(self.optimizer, rate)
         self._engine.step()
+        update = Update(float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow))
         if self.average is not None:
-            self.average.update()
-        return Update(float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow))
+            self.average.update(update.skipped)
+        return update
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         """As every strategy."""

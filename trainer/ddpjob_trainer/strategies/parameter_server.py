@@ -95,7 +95,7 @@ class ParameterServer(Strategy):
             set_learning_rate(self.optimizer, rate)
             self.model.zero_grad(set_to_none=True)
             if self.average is not None:
-                self.average.update()
+                self.average.update(update.skipped)
         return update
 
     def _weights(self) -> list[torch.Tensor]:
