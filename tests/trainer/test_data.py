@@ -17,6 +17,7 @@ from datasets import IMAGES, RANDOM, write_cifar_binary, write_cifar_python, wri
 from ddpjob_trainer import config, train
 from ddpjob_trainer.data import DataSet, open_data
 from ddpjob_trainer.data.augment import CropAndFlip, resized_crop_box
+from ddpjob_trainer.data.imagefolder import Folder
 from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.ledger_check import read, verify
 from ranks import TINY, final_losses, good, metrics, run
@@ -316,3 +317,13 @@ def test_an_image_that_the_machine_cannot_read_is_not_taken_for_a_damaged_one(tm
             next(data.train_batches([[0]], 0))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_the_names_of_all_images_are_no_list_that_workers_would_copy(tmp_path: Path) -> None:
+    write_image_folder(tmp_path)
+    strange = tmp_path / "train" / "n01440764" / os.fsdecode(b"z-\xff \xc3\xa4.jpg")
+    strange.touch()
+    folder = Folder(tmp_path / "train")
+    found = [folder.name(number) for number in range(13)]
+    assert found == sorted(map(str, (tmp_path / "train").glob("*/*"))) and str(strange) in found
+    assert not [value for value in vars(folder).values() if isinstance(value, list) and len(value) > 2]
