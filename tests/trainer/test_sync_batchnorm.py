@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from ddpjob_trainer.strategies.base import Strategy
 from ddpjob_trainer.sync_batchnorm import CpuSyncBatchNorm, synchronised
 from ranks import TINY, final_losses, free_port, good, run, stop_at
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 SYNC = [*TINY, "model.norm=batch", "train.epochs=1"]
 # float32 sums in another order, through 8 steps of momentum SGD.
@@ -160,3 +162,22 @@ def test_one_value_per_channel_has_no_variance() -> None:
     os.environ.pop("RANK", None)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         synchronised(nn.Sequential(nn.BatchNorm1d(3)), torch.device("cpu"))(torch.ones(1, 3))
+
+
+def test_an_empty_share_is_sent_by_torchs_layer_as_the_others_are() -> None:
+    """What it sends has the format of what it is given."""
+
+    formats = []
+
+    class Given(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
+            if function is nn.functional.batch_norm:
+                formats.append(arguments[0].dtype)
+            return function(*arguments, **(more or {}))
+
+    model = synchronised(nn.Sequential(nn.BatchNorm2d(3)), torch.device("cuda"))
+    with Given():
+        outputs = [model(torch.ones(count, 3, 4, 4, dtype=torch.bfloat16)) for count in (0, 2)]
+    assert formats == [torch.float32, torch.bfloat16]
+    assert [output.dtype for output in outputs] == [torch.bfloat16] * 2
+    assert isinstance(model[0], nn.SyncBatchNorm) and model.state_dict().keys() == nn.Sequential(nn.BatchNorm2d(3)).state_dict().keys()

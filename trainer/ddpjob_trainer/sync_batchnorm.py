@@ -17,11 +17,24 @@ def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
     """The model with its batch normalisations replaced, names and values kept: on accelerators by torch's, on the CPU by ours."""
     if device.type != "cpu":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        for module in converted.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                module.__class__ = _SyncBatchNorm
         return converted
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.__class__ = CpuSyncBatchNorm
     return model
+
+
+class _SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's, for shares that may be empty: of such it sends zeros in the input's format, and ranks with samples send float32."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.numel():
+            normalised: torch.Tensor = super().forward(input)
+            return normalised
+        return super().forward(input.float()).to(input.dtype)
 
 
 class CpuSyncBatchNorm(_BatchNorm):
