@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.losses import loss_sum
 from ddpjob_trainer.optim import OptimConfig, OptimizerName, ScheduleName, build_optimizer, learning_rate, set_learning_rate
@@ -124,6 +125,29 @@ def test_groups_without_decay_differ_from_one_group() -> None:
     with_decay = trained(lambda model: build_optimizer(OptimConfig(weight_decay=0.2), model.parameters()))
     without = trained(lambda model: build_optimizer(OptimConfig(weight_decay=0.2, decay_norm_and_bias=False), model.parameters()))
     assert all((own - other).abs().max() > 1e-3 for own, other in zip(with_decay, without, strict=True))
+
+
+@pytest.mark.parametrize("name", [OptimizerName.SGD, OptimizerName.ADAMW])
+def test_weights_in_parts_step_all_at_once(name: OptimizerName) -> None:
+    """torch by itself steps through DTensors weight by weight."""
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    config = OptimConfig(name=name, lr=0.1)
+    whole = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(4))]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parts = [nn.Parameter(distribute_tensor(weight.detach().clone(), mesh)) for weight in whole]
+        optimizers = build_optimizer(config, whole), build_optimizer(config, parts)
+        assert [optimizer.defaults["foreach"] for optimizer in optimizers] == [None, True]
+        for optimizer in optimizers:
+            for _ in range(3):
+                sum((weight**2).sum() for weight in optimizer.param_groups[0]["params"]).backward()
+                optimizer.step()
+        for one, other in zip(whole, parts, strict=True):
+            torch.testing.assert_close(other.full_tensor(), one)  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_lars_is_the_papers_algorithm() -> None:
