@@ -110,7 +110,8 @@ def test_a_run_that_is_first_dealt_by_samples_gets_micro_batches_when_they_are_t
     assert saved[0] == 0 and saved[-1] == 2
 
 
-def test_in_order_a_gpu_computes_alike_each_time() -> None:
+def test_in_order_a_gpu_computes_alike_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     settings = config.load(None, ["ddp.ordered=true", "model.width=4"])
     before = torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()
     try:

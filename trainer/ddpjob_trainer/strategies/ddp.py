@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Ddp(Strategy):
         if self._ordered:
             self.statistics = BatchStatistics(self.model, self.group, ordered=True)
             if self.device.type == "cuda":  # Its faster kernels add up in any order.
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.backends.cudnn.deterministic = True
                 torch.use_deterministic_algorithms(True, warn_only=True)
 
