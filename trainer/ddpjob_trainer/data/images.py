@@ -22,9 +22,8 @@ from ddpjob_trainer.randomness import uniform
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DRAWS = 41
-
-
-_FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.EIO, errno.ESTALE, errno.ENOMEM)
+# Errors of the machine, not of an image. EIO may be one bad sector: it counts as a corrupt image, and data.corrupt_limit ends a sick mount.
+_FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 
 class Encoded(Protocol):
