@@ -153,6 +153,8 @@ class Bench:
             yield began
         finally:
             self.jobs.delete_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, job["metadata"]["name"])
+            # The garbage collector comes first: the operator would make a pod anew that goes before it has heard that the job is gone.
+            self.watch.wait("the job's pods are being deleted", lambda pods: all(_ending(pod) for pod in pods.values()))
             self._clean()
 
     def _clean(self) -> None:
@@ -165,6 +167,10 @@ def _bare(pod: Json) -> Json:
     meta = {key: pod["metadata"][key] for key in ("name", "namespace", "labels")}
     spec = {key: value for key, value in pod["spec"].items() if key not in ("serviceAccount", "priority", "preemptionPolicy")}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+
+
+def _ending(pod: Json) -> bool:
+    return "deletionTimestamp" in pod["metadata"]
 
 
 def _started(pod: Json | None) -> bool:

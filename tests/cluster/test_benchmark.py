@@ -37,9 +37,7 @@ def test_the_figures(jobs: Jobs, tmp_path: Path) -> None:
     assert max(seconds[:4]) < seconds[4], "containers and torch take longer than the control plane"
     shown = re.search(r"apply -> step +2 +1 +(\S+) +(\S+)", done.stdout)
     assert shown and [float(value) for value in shown.groups()] == pytest.approx([seconds[4]] * 2, abs=0.001)
-    assert not jobs.kubectl("get", "ddp", "--output=name").strip()
-    # A pod that the operator made while its job was being deleted is the garbage collector's.
-    jobs.wait("the end of all pods", lambda: not jobs.pods(), timeout=30)
+    assert not jobs.pods() and not jobs.kubectl("get", "ddp", "--output=name").strip()
 
 
 def test_a_log_without_the_step_is_told(jobs: Jobs, tmp_path: Path) -> None:
