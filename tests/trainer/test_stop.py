@@ -94,8 +94,8 @@ def test_sigterm_during_evaluation_keeps_the_epoch_and_evaluates_later(tmp_path:
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_whose_peer_is_gone_leaves_promptly(how: signal.Signals, tmp_path: Path) -> None:
-    """SIGSTOP: the collective blocks for ever; SIGKILL: it fails at once."""
-    ranks = start(2, [*TINY, "train.epochs=4000", f"checkpoint.dir={tmp_path}"])
+    """SIGSTOP: the collective blocks for ever; SIGKILL: it fails at once. No checkpoint is on its way, which would be waited for."""
+    ranks = start(2, [*TINY, "train.epochs=4000", "checkpoint.every_epochs=0", f"checkpoint.dir={tmp_path}"])
     until(lambda: steps(tmp_path) > 3)
     stuck = ranks[1][0]
     try:
