@@ -90,7 +90,10 @@ def draw(path: Path, cases: list[Case], found: dict[str, list[Measured]], missin
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     kinds = list(dict.fromkeys(case.kind for case in shown))
-    axes.legend(handles=[Patch(color=_COLOURS[kind], label=kind) for kind in kinds], frameon=False, loc="lower right", labelcolor=_INK)
+    axes.legend(
+        handles=[Patch(color=_COLOURS[kind], label=kind) for kind in kinds],
+        frameon=False, loc="upper right", bbox_to_anchor=(1, -0.07), ncols=len(kinds), labelcolor=_INK,
+    )  # fmt: skip
     figure.suptitle(f"One training, started and shared out in {len(shown)} ways", x=0.01, ha="left", fontsize=13, color=_INK, weight="bold")
     axes.set_title(what, loc="left", fontsize=9, color="#64748b")
     if missing:
