@@ -44,16 +44,23 @@ def main() -> int:
         found = pipelines.measure(cases, given.rounds, given.workers)
         rows += [(case, number, *pair) for case, pairs in found.items() for number, pair in enumerate(pairs, 1)]
         tables.append(pipelines.table(cases, found, given.workers))
+    failure: SystemExit | None = None
     if "overhead" in what:
-        turns = bookkeeping.measure(4 * given.rounds, given.seconds, given.width)
-        rows += [("overhead", number, *pair) for number, pair in enumerate(turns, 1)]
-        tables.append(bookkeeping.table(turns, given.width))
+        try:
+            turns = bookkeeping.measure(4 * given.rounds, given.seconds, given.width)
+        except SystemExit as error:
+            failure = error  # What was measured before it is written all the same.
+        else:
+            rows += [("overhead", number, *pair) for number, pair in enumerate(turns, 1)]
+            tables.append(bookkeeping.table(turns, given.width))
     if given.csv:
         with given.csv.open("w", newline="") as file:
             csv.writer(file).writerows([("case", "round", "plain", "trainer"), *rows])
     print("\n\n".join(tables))
     if given.table:
         write_between(given.table, "speed", "\n\n".join(tables))
+    if failure is not None:
+        raise failure
     return 0
 
 
