@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ddpjob_trainer.dtensors import is_sharded, local, spread
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.precision import local
 
 
 class MovingAverage:
@@ -74,8 +74,4 @@ class MovingAverage:
 
 def _cut(whole: torch.Tensor, like: Any) -> torch.Tensor:
     """This rank's part of a tensor, where `like` is a DTensor."""
-    if hasattr(whole, "to_local") or not hasattr(like, "to_local"):
-        return local(whole)
-    from torch.distributed.tensor import distribute_tensor
-
-    return local(distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None))
+    return local(whole if is_sharded(whole) or not is_sharded(like) else spread(whole, like))

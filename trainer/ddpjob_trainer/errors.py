@@ -34,6 +34,12 @@ class PreflightError(TrainerError):
     """The machines cannot train together as they are."""
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, without the lines that follow; its kind when it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 class TrainingError(TrainerError):
     """Training cannot go on, for example because the loss is not finite."""
 

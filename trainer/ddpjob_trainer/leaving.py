@@ -6,10 +6,13 @@ Peers and agents wait for a rank's end before they form the group anew. Everythi
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _code = 1
 
 
@@ -23,6 +26,13 @@ def with_code(code: int) -> int:
     global _code
     _code = code
     return code
+
+
+def end_with(parent: int, by: signal.Signals) -> bool:
+    """Have the kernel send this process a signal when its parent has gone (Linux only). False: it has gone already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+    return os.getppid() == parent
 
 
 def _end() -> None:

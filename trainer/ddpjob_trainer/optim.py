@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ddpjob_trainer.dtensors import is_sharded
 from ddpjob_trainer.errors import ConfigError
 
 
@@ -83,7 +84,7 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter
     groups = _groups(config, weights)
     # The fused kernels of the CPU take half the time for SGD and a fifth for AdamW (11 million weights, one core).
     # torch has no fused SGD for DTensors (fsdp), and by itself steps through these weight by weight.
-    parts = any(hasattr(weight, "to_local") for weight in weights)
+    parts = any(is_sharded(weight) for weight in weights)
     kernels: dict[str, Any] = {"foreach": True} if parts else {"fused": all(weight.device.type in ("cpu", "cuda") for weight in weights)}
     rate, decay = config.lr, config.weight_decay
     match config.name:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpjob_trainer.dtensors import is_sharded, local
 from ddpjob_trainer.errors import ConfigError
 
 
@@ -115,7 +116,7 @@ class Precision:
         """What the optimizer works on, by the model's names: at O2 the float32 copies, else the model's own."""
         own = dict(model.named_parameters())
         for name, original in self._originals.items():
-            if hasattr(own[name], "full_tensor"):
+            if is_sharded(own[name]):
                 raise ConfigError("amp.level=O2: its float32 copy is of whole weights, and strategy=fsdp cuts them up; set amp.level=O1")
             if own[name].dtype is not original.dtype:
                 self._masters[name] = (own[name], nn.Parameter(original.to(own[name].device)))
@@ -228,12 +229,6 @@ class Autocasting(nn.Module):
         with self._precision.autocast():
             scores: torch.Tensor = self.model(images)
         return scores
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this rank has, in the same memory; any other tensor as it is."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
 
 
 class _Scaler(torch.amp.GradScaler):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ddpjob_trainer.errors import ConfigError, RendezvousError
+from ddpjob_trainer.errors import ConfigError, RendezvousError, first_line
 
 if TYPE_CHECKING:
     from ddpjob_trainer.group import Group
@@ -92,7 +93,7 @@ def _open(place: Meeting, group: Group, life: str, timeout_seconds: float) -> An
         )
     except (RuntimeError, ValueError) as error:
         what = f"rank 0 cannot listen on {place}" if serves else f"rank {group.rank} cannot reach the store at {place}"
-        raise RendezvousError(f"{what} within {timeout_seconds:.0f} s: {_first_line(error)}. {_remedy(place, serves)}") from error
+        raise RendezvousError(f"{what} within {timeout_seconds:.0f} s: {first_line(error)}. {_remedy(place, serves)}") from error
     if not place.agents:
         return store
     # An agent that restarts its workers in place hands them the same store again (torch 2.15); the addresses of the dead processes in it
@@ -102,8 +103,19 @@ def _open(place: Meeting, group: Group, life: str, timeout_seconds: float) -> An
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def address_towards(host: str) -> str:
+    """The address that this machine has towards another, by which that one reaches it too. Sends nothing. Raises OSError."""
+    family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on at this address, for now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def _remedy(place: Meeting, serves: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -19,15 +18,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
+from ddpjob_trainer import leaving
 from ddpjob_trainer.command_line import take_option
 from ddpjob_trainer.errors import ConfigError, RendezvousError, TrainerError
-from ddpjob_trainer.rendezvous import INIT_METHOD, read_method
+from ddpjob_trainer.rendezvous import INIT_METHOD, free_port, read_method
 from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE
 
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
 _FAREWELL_SECONDS = 2.0
 """How long ranks may end by themselves after one has failed: over gloo they fail at once and tell what they saw, over NCCL they hang."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def read(arguments: list[str]) -> tuple[Launch, list[str]]:
         raise ConfigError(f"--node-rank {launch.node_rank}: with --nodes {launch.nodes} they are numbered 0 to {launch.nodes - 1}")
     if launch.init == "env://" and launch.nodes == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
     read_method(launch.init)
     return launch, arguments
 
@@ -169,8 +168,7 @@ class Ranks:
 def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, folder: str) -> None:
     """The process of one rank."""
     os.setpgid(0, 0)  # Ctrl-C comes to the launcher alone, which passes it on as SIGTERM: save and leave.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher:
+    if not leaving.end_with(launcher, signal.SIGTERM):
         sys.exit(128 + signal.SIGTERM)
     os.environ.update(launch.environment(local_rank))
     rank = int(os.environ["RANK"])
@@ -225,11 +223,3 @@ def _own_file(launch: Launch) -> Iterator[None]:
         finally:
             path.unlink(missing_ok=True)
             lock.unlink(missing_ok=True)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -25,7 +25,6 @@ from ddpjob_trainer.errors import CheckpointError
 
 SUFFIX = ".dcp"
 _MANIFEST, _TREE, _TENSOR = "manifest.json", "tree.pt", "__tensor__"
-_CHUNK = 1 << 22
 
 
 def write(path: Path, life: int, snapshot: Snapshot, facts: Facts, group: Any, may_write: Check) -> None:
@@ -220,11 +219,8 @@ def _digest(said: dict[str, Any]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def size(path: Path) -> int:

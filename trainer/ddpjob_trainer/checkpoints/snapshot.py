@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ddpjob_trainer.dtensors import is_sharded, local
+
 Snapshot = dict[str, Any]
 """Tensors, numbers, text and dicts, lists and tuples of them."""
 
@@ -26,11 +28,6 @@ def map_tensors(tree: Any, change: Callable[[Path, torch.Tensor], Any], path: Pa
     if isinstance(tree, list | tuple):
         return type(tree)([map_tensors(value, change, (*path, index)) for index, value in enumerate(tree)])
     return tree
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """A DTensor: this rank holds a part. (Asked without importing torch.distributed.tensor, which is slow.)"""
-    return hasattr(tensor, "full_tensor")
 
 
 class Staging:
@@ -55,12 +52,12 @@ class Staging:
                 tensor = tensor.full_tensor()  # type: ignore[attr-defined]
             if not wanted:
                 return None
-            local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-            used[path] = self._buffer(path, local)
-            used[path].copy_(local, non_blocking=local.is_cuda)
-            if local.is_cuda:
-                devices.add(local.device)
-            return used[path] if local is tensor else _with_local(tensor, used[path])
+            own = local(tensor)
+            used[path] = self._buffer(path, own)
+            used[path].copy_(own, non_blocking=own.is_cuda)
+            if own.is_cuda:
+                devices.add(own.device)
+            return used[path] if own is tensor else _with_local(tensor, used[path])
 
         taken = map_tensors(snapshot, copy)
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]  # A rank may have several devices.

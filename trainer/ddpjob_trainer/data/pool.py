@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ddpjob_trainer import leaving
 from ddpjob_trainer.errors import DataError
 
 _CHUNK = 16
 _REQUESTS_AHEAD = 2
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Request(NamedTuple):
@@ -109,11 +107,9 @@ def _stay_with_the_rank(_: int) -> None:
     """A worker is the rank's to end: torchrun's SIGTERM and Ctrl-C go to the rank's process group, which a worker's end would break off
     before it has saved. On Linux the kernel ends the worker when the rank has gone; elsewhere the loader looks each few seconds."""
     os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        parent = multiprocessing.parent_process()
-        if parent is not None and os.getppid() != parent.pid:  # It went before the kernel was told.
-            os._exit(1)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None and not leaving.end_with(parent.pid, signal.SIGKILL):
+        os._exit(1)  # It went before the kernel was told.
 
 
 def _as_it_is(chunk: Any) -> Any:

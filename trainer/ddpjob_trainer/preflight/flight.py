@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpjob_trainer import devices
 from ddpjob_trainer.config import Config
-from ddpjob_trainer.errors import ConfigError, PreflightError
+from ddpjob_trainer.errors import ConfigError, PreflightError, first_line
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.preflight import accelerators, clock, collective, folders, machine, names, reach, versions
 from ddpjob_trainer.preflight.board import Board, node_name, say, within
@@ -149,7 +149,7 @@ class Flight:
             measure = lambda: collective.measure(self._config, self._group, store, step)  # noqa: E731
             outcome = within(2 * step + _LEAVE_SECONDS, self._board.stage_now, measure)
         except Exception as error:  # As above: a finding.
-            outcome = Outcome(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+            outcome = Outcome(first_line(error))
         self._board.put("sum", asdict(outcome))
 
     def _follow(self) -> Verdict:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_trainer.preflight.check import Check, Context, Result, Seen, Status, odd
-from ddpjob_trainer.rendezvous import meeting
+from ddpjob_trainer.rendezvous import address_towards, meeting
 
 _SIOCGIFADDR = 0x8915
 _IPV6 = Path("/proc/net/if_inet6")
@@ -99,7 +99,7 @@ def look_address(context: Context) -> Address:
         return Address(network_stack(), interface_address(named), gloo, named)
     if not ipaddress.ip_address(_plain(gloo)).is_loopback or context.group.world == context.group.local_world:
         return Address(network_stack(), gloo, gloo, interface_of(gloo))
-    address = _way_to(meeting().address) if not meeting().file else gloo
+    address = address_towards(meeting().address) if not meeting().file else gloo
     return Address(network_stack(), address, gloo, interface_of(address))
 
 
@@ -111,14 +111,6 @@ def _host_address() -> str:
                 probe.bind((where[0], 0))
                 return str(where[0])
     return "127.0.0.1"
-
-
-def _way_to(name: str) -> str:
-    """The address that this machine has towards another; nothing is sent."""
-    family, kind, _, _, where = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
 
 
 def named_interface(wanted: str) -> str:

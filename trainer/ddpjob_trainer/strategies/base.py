@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch import nn
 from ddpjob_trainer import losses
 from ddpjob_trainer.batch_statistics import BatchStatistics
 from ddpjob_trainer.data import Batch
+from ddpjob_trainer.dtensors import is_sharded
 from ddpjob_trainer.ema import MovingAverage
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.optim import build_optimizer, set_learning_rate
@@ -214,8 +215,25 @@ def load_named_optimizer_state(optimizer: torch.optim.Optimizer, parameters: lis
 
 def laid_out_as(value: Any, weight: torch.Tensor) -> Any:
     """A weight's gradient or moment, in memory as the weight is: fused optimizers step through both from end to end. Others as they are."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != weight.shape or hasattr(weight, "to_local"):
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != weight.shape or is_sharded(weight):
         return value
     if value.stride() == weight.stride():
         return value
     return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def flat_gradients(weights: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The weights' gradients, one after the other; 0 where a weight has none."""
+    return torch.cat([(torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten() for weight in weights])
+
+
+def set_gradients(weights: list[nn.Parameter], flat: torch.Tensor) -> None:
+    """The reverse of `flat_gradients`."""
+    for weight, gradient in zip(weights, pieces_like(weights, flat), strict=True):
+        weight.grad = gradient
+
+
+def pieces_like(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The pieces of `flat` in the shapes, formats and places of `tensors`."""
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [laid_out_as(piece.view_as(tensor).to(tensor), tensor) for piece, tensor in zip(pieces, tensors, strict=True)]

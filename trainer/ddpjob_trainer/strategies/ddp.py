@@ -19,7 +19,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.precision import AmpLevel
 from ddpjob_trainer.sampler import Micro
 from ddpjob_trainer.strategies import comm_hooks
-from ddpjob_trainer.strategies.base import Strategy, laid_out_as
+from ddpjob_trainer.strategies.base import Strategy, flat_gradients, set_gradients
 from ddpjob_trainer.strategies.comm_hooks import CommHook
 
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
@@ -93,7 +93,7 @@ class Ddp(Strategy):
         for micro in micros:
             total += self.backward_one(micro, next(batches), count)
             if micro.counts:
-                own.append((micro.number, torch.cat([_gradient(parameter).flatten() for parameter in self.model.parameters()])))
+                own.append((micro.number, flat_gradients(self.model.parameters())))
             self.optimizer.zero_grad(set_to_none=True)
             self.model.zero_grad(set_to_none=True)
         self.statistics.exchange()
@@ -102,10 +102,5 @@ class Ddp(Strategy):
         summed = first.clone()
         for part in others:
             summed += part
-        for weight, piece in zip(weights, torch.split(summed, [weight.numel() for weight in weights]), strict=True):
-            weight.grad = laid_out_as(piece.view_as(weight), weight)
+        set_gradients(weights, summed)
         return total
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

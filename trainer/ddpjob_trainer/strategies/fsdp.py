@@ -11,14 +11,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpjob_trainer.dtensors import is_sharded, spread
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.precision import AmpLevel, Precision
 from ddpjob_trainer.strategies.base import State, Strategy
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from ddpjob_trainer.config import Config
 
 
@@ -139,9 +138,6 @@ def _is_chain(module: nn.Module) -> bool:
 
 def _part(value: Any, parameter: Any) -> Any:
     """This rank's part of a whole tensor that is laid out as `parameter`; anything else (a counter, a buffer) as it is."""
-    if not isinstance(value, torch.Tensor) or hasattr(value, "full_tensor") or parameter is None or value.shape != parameter.shape:
+    if not isinstance(value, torch.Tensor) or is_sharded(value) or parameter is None or value.shape != parameter.shape:
         return value
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh: DeviceMesh = parameter.device_mesh
-    return distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+    return spread(value, parameter)

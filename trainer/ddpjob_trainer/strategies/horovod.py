@@ -20,7 +20,7 @@ from torch import nn
 from ddpjob_trainer.data import Batch
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
-from ddpjob_trainer.rendezvous import meeting
+from ddpjob_trainer.rendezvous import address_towards, free_port, meeting
 from ddpjob_trainer.sampler import Micro
 from ddpjob_trainer.strategies.base import State, Strategy
 
@@ -118,8 +118,8 @@ def enter() -> None:
     hvd.init()
     names = {"RANK": hvd.rank, "WORLD_SIZE": hvd.size, "LOCAL_RANK": hvd.local_rank, "LOCAL_WORLD_SIZE": hvd.local_size}
     os.environ.update({name: str(number()) for name, number in names.items()})
-    host = _own_address(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1"))
-    found = hvd.broadcast_object((host, _free_port(host)) if hvd.rank() == 0 else None, root_rank=0, name="meeting")
+    host = address_towards(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1") or socket.gethostname())
+    found = hvd.broadcast_object((host, free_port(host)) if hvd.rank() == 0 else None, root_rank=0, name="meeting")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = found[0], str(found[1])
 
 
@@ -168,19 +168,11 @@ def _meet(group: Group) -> Any:
                 for rank, (node, local, size) in enumerate(zip(first, local_ranks, local_sizes, strict=True))
             ]
         )
-    address = _own_address(meeting().address)
+    address = address_towards(meeting().address or socket.gethostname())
     found = group.broadcast_bytes(f"{address} {port}".encode() if server is not None else None, 0).decode().split()
     os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = found
     os.environ.setdefault("HOROVOD_GLOO_IFACE", _interface(address))
     return server
-
-
-def _own_address(other: str) -> str:
-    """The address by which this machine reaches a host, rank 0's or an agent's: others reach it by the same one. Sends nothing."""
-    kind, _, _, _, target = socket.getaddrinfo(other or socket.gethostname(), 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def _interface(address: str) -> str:
@@ -193,9 +185,3 @@ def _interface(address: str) -> str:
     raise ConfigError(
         f"strategy=horovod: no network interface has the address {address}; set HOROVOD_GLOO_IFACE to the one that ranks reach"
     )
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

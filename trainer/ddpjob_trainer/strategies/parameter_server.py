@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from ddpjob_trainer.optim import set_learning_rate
 from ddpjob_trainer.precision import Update
 from ddpjob_trainer.rendezvous import open_store
 from ddpjob_trainer.sampler import Micro
-from ddpjob_trainer.strategies.base import Place, State, Strategy, laid_out_as, named_optimizer_state
+from ddpjob_trainer.strategies.base import Place, State, Strategy, flat_gradients, named_optimizer_state, pieces_like, set_gradients
 
 if TYPE_CHECKING:
     from ddpjob_trainer.config import Config
@@ -60,8 +60,7 @@ class ParameterServer(Strategy):
         """As every strategy; afterwards the server has the gradients."""
         if not self._serves:
             losses = super().backward(micros, batches, count)
-            found = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self.model.parameters()]
-            _call(_push, self.group.rank, _flat(found).cpu())
+            _call(_push, self.group.rank, flat_gradients(self.model.parameters()).float().cpu())
             self.group.barrier()
             return losses
         for micro in micros:
@@ -74,9 +73,7 @@ class ParameterServer(Strategy):
         total, *others = _shelf.take(range(1, self.group.world))
         for gradients in others:
             total += gradients
-        weights = list(self.model.parameters())
-        for weight, gradient in zip(weights, _like(weights, total), strict=True):
-            weight.grad = gradient
+        set_gradients(list(self.model.parameters()), total)
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def update(self, rate: float) -> Update:
@@ -89,7 +86,7 @@ class ParameterServer(Strategy):
         else:
             self.group.barrier()
             weights, precision, update = _call(_pull)
-            torch._foreach_copy_(self._weights(), _like(self._weights(), weights))
+            torch._foreach_copy_(self._weights(), pieces_like(self._weights(), weights))
             self.precision.refresh()
             self.precision.load(precision)
             set_learning_rate(self.optimizer, rate)
@@ -194,9 +191,3 @@ def _join(group: Group, timeout_seconds: float) -> None:
 
 def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten().float() for tensor in tensors])
-
-
-def _like(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The pieces of `flat` in the shapes, formats and places of `tensors`."""
-    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [laid_out_as(piece.view_as(tensor).to(tensor), tensor) for piece, tensor in zip(pieces, tensors, strict=True)]

@@ -24,7 +24,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.group import Group
 from ddpjob_trainer.randomness import derive
 from ddpjob_trainer.sampler import Micro
-from ddpjob_trainer.strategies.base import Place, State, Strategy, laid_out_as
+from ddpjob_trainer.strategies.base import Place, State, Strategy, flat_gradients, set_gradients
 
 if TYPE_CHECKING:
     from ddpjob_trainer.config import Config
@@ -160,10 +160,7 @@ class Pipeline(Strategy):
         if self._twins.world == 1:
             return
         weights = list(self.model.parameters())
-        gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
-        flat = self._twins.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-        for weight, piece in zip(weights, torch.split(flat, [weight.numel() for weight in weights]), strict=True):
-            weight.grad = laid_out_as(piece.view_as(weight).to(weight.dtype), weight)
+        set_gradients(weights, self._twins.sum(flat_gradients(weights)))
 
     # ------------------------------------------------------------ evaluation
 
