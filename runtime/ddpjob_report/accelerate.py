@@ -1,0 +1,108 @@
+"""Accelerate in a DDPJob.
+
+accelerator = Accelerator(log_with=DDPJobTracker())
+accelerator.init_trackers("job")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+first = resume(accelerator)
+for step in range(first, steps):
+    ...
+    accelerator.log({"loss": loss}, step=step + 1)
+    stop = ddpjob_report.should_stop()
+    if stop or (step + 1) % 1000 == 0:
+        save(accelerator, step + 1)
+    if stop:
+        ddpjob_report.saved_and_leave()
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import GeneralTracker
+
+from ddpjob_report import checkpoint_dir, report
+from ddpjob_report.resume import figures, newest
+
+_NAME, _UNFINISHED = "accelerate-step-", ".unfinished"
+
+
+class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
+    """Reports what is logged by `accelerator.log`."""
+
+    name = "ddpjob"
+    requires_logging_directory = False
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    @property
+    def tracker(self) -> Any:
+        """Itself: there is no other library."""
+        return self
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Hyperparameters are not shown."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        """Called by `accelerator.log`."""
+        report(**{**figures(values), **({} if step is None else {"step": step})})
+
+
+def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: int = 2) -> None:
+    """Save all that `accelerator.prepare` has seen, as the state after `step` steps. All ranks call it.
+
+    It is written under another name first, so that what is found after a crash is whole. The newest `keep` stay.
+
+    Raises:
+        ValueError: Accelerate names its checkpoints by itself.
+    """
+    home = _home(accelerator, folder)
+    made = home / f"{_NAME}{step}"
+    unfinished = made.with_name(made.name + _UNFINISHED)
+    if accelerator.is_main_process:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(unfinished))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        if made.exists():
+            shutil.rmtree(made)
+        unfinished.rename(made)
+        for old in sorted(_all(home), key=_step, reverse=True)[keep:]:
+            shutil.rmtree(old, ignore_errors=True)
+    accelerator.wait_for_everyone()
+
+
+def resume(accelerator: Any, folder: str | Path | None = None) -> int:
+    """Load the newest state that `save` has written, after `accelerator.prepare`: its step. 0: there is none.
+
+    Raises:
+        ValueError: Accelerate names its checkpoints by itself.
+    """
+    found = newest(_all(_home(accelerator, folder)), Path.is_dir)
+    accelerator.wait_for_everyone()  # No rank saves, and removes old states, before all have looked.
+    if found is None:
+        return 0
+    accelerator.load_state(str(found))
+    return _step(found)
+
+
+def _home(accelerator: Any, folder: str | Path | None) -> Path:
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ValueError(
+            "ddpjob_report.accelerate: set automatic_checkpoint_naming=False in ProjectConfiguration: "
+            "with it Accelerate saves to a folder of its own choice"
+        )
+    return checkpoint_dir() if folder is None else Path(folder)
+
+
+def _all(folder: Path) -> list[Path]:
+    """What `save` has completed: nothing unfinished, nothing that someone has put beside it."""
+    return [path for path in folder.glob(f"{_NAME}*") if re.fullmatch(r"[0-9]+", path.name[len(_NAME) :])]
+
+
+def _step(path: Path) -> int:
+    return int(path.name[len(_NAME) :])

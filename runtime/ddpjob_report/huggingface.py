@@ -1,0 +1,62 @@
+"""Hugging Face's Trainer in a DDPJob.
+
+folder = ddpjob_report.checkpoint_dir()
+trainer = Trainer(..., args=TrainingArguments(output_dir=str(folder), ...), callbacks=[DDPJobCallback()])
+trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ddpjob_report import report, saved_and_leave, should_stop
+from ddpjob_report.resume import figures, newest
+
+
+class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
+    """Reports steps, and what the Trainer logs. When a pod is asked to end, has the Trainer save, and leaves."""
+
+    def __init__(self) -> None:
+        self._leaving = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """After an optimizer's step, on all ranks."""
+        epochs = -(-args.num_train_epochs // 1) if args.max_steps <= 0 else None
+        epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or 2**53)  # 1.0: the first one has just ended
+        report(epoch=epoch, epochs=epochs, step=state.global_step, steps=state.max_steps)
+        if should_stop():
+            self._leaving = True
+            control.should_save, control.should_evaluate = True, False
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """When the Trainer logs: `loss`, and of an evaluation `eval_accuracy`."""
+        values = figures(logs or {})
+        values.pop("epoch", None)
+        if "eval_accuracy" in values:
+            values["accuracy"] = values.pop("eval_accuracy")
+        report(**values)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After a checkpoint, on all ranks."""
+        if self._leaving:
+            saved_and_leave()
+
+
+def last_checkpoint(folder: str | Path) -> str | None:
+    """The newest whole checkpoint in the Trainer's output folder, for `resume_from_checkpoint`. None: there is none."""
+    found = newest(Path(folder).glob("checkpoint-*"), _is_whole)
+    return None if found is None else str(found)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """The Trainer writes its own state last."""
+    try:
+        return isinstance(json.loads((checkpoint / "trainer_state.json").read_text()), dict)
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,149 @@
+"""Posts rank 0's figures to the job's coordinator, in the background."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import encodings.idna  # noqa: F401  (the codec of host names: the thread must not be the first to import it)
+import http.client
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from ddpjob_runtime import protocol
+
+INTERVAL_SECONDS, TIMEOUT_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 2.0, 15.0
+SPEED = "stepsPerSecond"  # protocol.COUNTED_SPEED, which an older runtime in the image may lack
+
+
+class Link:
+    """Posts with a proof that it knows the job's token. What could not be posted is posted with the next figures."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address, self._token, self._instance = address, token, ""
+        self._pending: dict[str, Any] = {}
+        self._changed = threading.Condition()
+        self._closing = self._refused = False
+        self._counted: tuple[float, float] | None = None  # (step, time) as last posted
+        self._process = os.getpid()
+        with contextlib.suppress(OSError):
+            # A process' first look-up makes glibc read the environment, and crashes in a thread if the script sets a
+            # variable meanwhile.
+            socket.getaddrinfo("localhost", None)
+        self._thread = threading.Thread(target=self._work, name="ddpjob-report", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def post(self, figures: dict[str, Any]) -> None:
+        """Send the figures with the next post, in place of older ones of the same names."""
+        if os.getpid() != self._process:
+            return  # A loader's process, which has no thread of this kind, and another rank's lock.
+        with self._changed:
+            self._pending = merged(self._pending, figures)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Post what is left, for at most two seconds."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(TIMEOUT_SECONDS)
+
+    def _work(self) -> None:
+        pause = INTERVAL_SECONDS
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                figures, self._pending = self._pending, {}
+            if figures and not self._send(figures):
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                with self._changed:
+                    self._pending = merged(figures, self._pending)
+            else:
+                pause = INTERVAL_SECONDS
+            with self._changed:
+                if self._closing:
+                    return
+                self._changed.wait_for(lambda: self._closing, timeout=pause)
+
+    def _send(self, figures: dict[str, Any]) -> bool:
+        """Whether the coordinator has taken them, or never will."""
+        body = json.dumps(self._with_speed(figures)).encode()
+        try:
+            status, instance, answer = self._ask(body)
+            if status == 401 and instance not in ("", self._instance):
+                self._instance = instance  # A coordinator takes no proof that was made for another.
+                status, _, answer = self._ask(body)
+        except (OSError, ValueError, http.client.HTTPException):
+            return False  # One that restarts or is gone must not disturb training; the operator notices it.
+        if status == 400 and not self._refused:
+            self._refused = True
+            sys.stderr.write(f"ddpjob_report: the coordinator refuses a report: {answer:.200}\n")
+        return status in (200, 400)
+
+    def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """With the speed and the time left that follow from the steps, where the script does not report them."""
+        step, now = figures.get("step"), time.monotonic()
+        if step is None:
+            return figures
+        before, self._counted = self._counted, (step, now)
+        if before is None or step <= before[0]:
+            return figures
+        speed, more = (step - before[0]) / (now - before[1]), dict(figures)
+        if "samplesPerSecond" not in figures:
+            metrics = [(SPEED, round(speed, 3)), *figures.get("metrics", {}).items()]
+            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # rather the script's than one too many
+        if (figures.get("steps") or 0) > 0 and "eta" not in figures:
+            more["eta"] = max(0.0, round((figures["steps"] - step) / speed, 1))
+        return more
+
+    def _ask(self, body: bytes) -> tuple[int, str, str]:
+        """The answer's status, the coordinator's number, the answer. The token stays here."""
+        path, nonce = protocol.Command.PROGRESS.path, secrets.token_hex(16)
+        proof = protocol.seal(self._token, "request", self._instance, nonce, "POST", path, body)
+        headers = {protocol.NONCE_HEADER: nonce, protocol.PROOF_HEADER: proof, "Content-Type": "application/json"}
+        connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_SECONDS)
+        try:
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            text = answer.read(protocol.MAX_TEXT).decode(errors="replace")
+            return answer.status, answer.getheader(protocol.INSTANCE_HEADER, ""), text
+        finally:
+            connection.close()
+
+
+def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
+    """All figures; of equal names the newer, of too many metrics the last ones."""
+    both = {**older, **newer}
+    if "metrics" in older and "metrics" in newer:
+        metrics = {**{k: v for k, v in older["metrics"].items() if k not in newer["metrics"]}, **newer["metrics"]}
+        both["metrics"] = dict(list(metrics.items())[-protocol.MAX_FIGURES :])
+    return both
+
+
+_link: Link | None = None
+
+
+def post(figures: dict[str, Any]) -> None:
+    """Post the figures, if this is rank 0 of a job."""
+    global _link
+    if _link is None:
+        address, token = os.environ.get("DDPJOB_COORDINATOR"), os.environ.get("DDPJOB_TOKEN")
+        rank = os.environ.get("RANK", os.environ.get("DDPJOB_INDEX", "0"))  # a command's own program may have no rank
+        if not address or not token or rank != "0":
+            return
+        _link = Link(address, token)
+    _link.post(figures)
+
+
+def close() -> None:
+    """Post what is left; nothing is posted afterwards."""
+    if _link is not None:
+        _link.close()

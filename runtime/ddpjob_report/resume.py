@@ -1,0 +1,40 @@
+"""What the callbacks share: which checkpoint to resume from, and which of a framework's log entries are figures."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ddpjob_runtime import protocol
+
+from ddpjob_report import as_number
+
+
+def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | None:
+    """The path with the highest number at the end of its name (before the ending) of those that are whole.
+
+    Of equal numbers the highest version: Lightning adds -v1, -v2, ... where there is a file of that name.
+
+    None where each node has a folder of its own: the ranks would resume from different steps.
+    """
+    if os.environ.get("DDPJOB_CHECKPOINT_SHARED") == "0" and os.environ.get("DDPJOB_NODES", "1") != "1":
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(
+                "ddpjob_report: begins at the first step: nodes do not share their checkpoint folders; "
+                "set spec.storage.checkpoints to a volume that every node sees\n"
+            )
+        return None
+    named = re.compile(r"(\d+)(?:-v(\d+))?(?:\.\w+)?$")
+    numbered = [(int(m[1]), int(m[2] or 0), path) for path in paths if (m := named.search(path.name))]
+    return next((path for *_, path in sorted(numbered, reverse=True) if is_whole(path)), None)
+
+
+def figures(values: dict[str, Any]) -> dict[str, Any]:
+    """What of a framework's log entries is a figure, by names that do not end it: loggers take anything."""
+    read = {str(name)[: protocol.MAX_FIGURES]: as_number(value) for name, value in values.items()}
+    known = {name: number for name, number in read.items() if number is not None}
+    return dict(list(known.items())[: protocol.MAX_FIGURES // 2])

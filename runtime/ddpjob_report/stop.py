@@ -1,0 +1,97 @@
+"""SIGTERM as a flag on which the ranks agree."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+
+class _State:
+    asked = False
+    """This process was asked to end."""
+    agreed = False
+    """All ranks know that one of them was."""
+    warned = False
+    hooked = False
+    world: Any = None
+    group: Any = None
+    """The ranks' own group, made within the process group `world`."""
+
+
+def agreed() -> bool:
+    """Whether any rank was asked to end; the same on every rank that calls it as often."""
+    _listen()
+    if not _State.agreed:
+        distributed = _distributed()
+        _State.agreed = _State.asked if distributed is None else _any_rank(distributed)
+    return _State.agreed
+
+
+def wait_for_others() -> None:
+    """Wait until all ranks are here, if they have agreed to stop."""
+    distributed = _distributed()
+    if _State.agreed and distributed is not None:
+        with contextlib.suppress(RuntimeError):  # A rank that is gone needs no waiting for.
+            distributed.barrier(_group(distributed))
+
+
+def _listen() -> None:
+    """Have SIGTERM set the flag. At each call: frameworks set handlers of their own (Lightning, as training begins)."""
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        if not _State.warned:
+            _State.warned = True
+            sys.stderr.write(
+                "ddpjob_report: SIGTERM ends this process unsaved: call should_stop() in the main thread\n"
+            )
+        return
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    if not _State.hooked:
+        _State.hooked = True
+        os.register_at_fork(after_in_child=_leave_to_default)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    if not _State.asked:
+        _State.asked = True
+        rank = os.environ.get("RANK", "0")
+        what = "is asked to end; saves at its next should_stop(), if it comes in time"
+        with contextlib.suppress(OSError):  # Not by sys.stderr, which the signal may have interrupted.
+            os.write(2, f"ddpjob_report: SIGTERM: rank {rank} {what}\n".encode())
+
+
+def _leave_to_default() -> None:
+    """A forked process is not the rank: SIGTERM ends it, as multiprocessing expects."""
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _distributed() -> Any:
+    """torch.distributed where several ranks have formed a group; None: this process decides alone."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed if distributed.get_world_size() > 1 else None
+
+
+def _group(distributed: Any) -> Any:
+    """A group over gloo: one number must not wait for the GPU, nor mix with the script's own collectives."""
+    world = distributed.group.WORLD
+    if _State.world is not world:
+        _State.group = distributed.new_group(backend="gloo") if distributed.is_gloo_available() else world
+        _State.world = world
+    return _State.group
+
+
+def _any_rank(distributed: Any) -> bool:
+    torch, group = sys.modules["torch"], _group(distributed)
+    device = "cpu" if distributed.is_gloo_available() else torch.accelerator.current_accelerator()
+    flag = torch.tensor([int(_State.asked)], device=device)
+    distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=group)
+    return bool(flag.item())

@@ -1,0 +1,149 @@
+"""One job's coordinator: forms rounds of its members and reports on them.
+
+    python3 PATH/ddpjob_runtime coordinator --port 29401 --nodes N [--min-nodes M] [--mode Standard|Fast] [--attempt A]
+        [--store-port 29400] [--host ADDRESS] [--hang-after SECONDS] [--backoff INITIAL:MAXIMUM]
+
+Environment: DDPJOB_TOKEN, DDPJOB_GENERATION. With --store-port a child process hosts the c10d store, and when it ends,
+the coordinator ends too (exit 1; 78 without a usable torch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator.server import Server, log
+from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.protocol import IncidentKind, Mode
+from ddpjob_runtime.termination_log import write_termination_log
+
+OPEN_FILES = 65536
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+async def _host_store(server: Server, port: int) -> int:
+    """Run the store's process until it ends; returns the coordinator's exit code."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, str(PACKAGE), "store", "--port", str(port),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout is not None
+    line = await child.stdout.readline()
+    if line.startswith(b"ready"):
+        server.store_is_ready()
+        log(f"store: {line.decode().strip()}")
+    code = await child.wait()
+    if code == protocol.EXIT_INIT_FAILURE:
+        why = line.decode().strip()
+        log(why)
+        write_termination_log(IncidentKind.INIT_FAILURE, why)
+        return code
+    log(f"the store ended with exit code {code}, and this coordinator with it")
+    return 1
+
+
+async def _until_asked(server: Server) -> int:
+    """Serve until `POST /v1/exit`."""
+    while server.coordinator.exit_why is None:
+        await server.wait_for_change()
+    log(f"exits: {server.coordinator.exit_why}")
+    return 0
+
+
+async def run(arguments: argparse.Namespace, settings: Settings, token: str) -> int:
+    """Serve until asked to exit (0), or until the store ends (1; 78 without torch). SIGTERM: 143 at once."""
+    server = Server(settings, token, store_ready=arguments.store_port is None)
+    listener = await asyncio.start_server(
+        server.serve, arguments.host or None, arguments.port, limit=protocol.MAX_LINE, backlog=512
+    )
+    what = f"{settings.mode}, generation {settings.generation}, attempt {settings.attempt}"
+    log(f"{what}: listens on port {arguments.port} for {settings.min_nodes} to {settings.nodes} nodes")
+    async with listener:
+        watching = asyncio.ensure_future(server.watch_for_stalls())
+        ends = [asyncio.ensure_future(_until_asked(server))]
+        if arguments.store_port is not None:
+            ends.append(asyncio.ensure_future(_host_store(server, arguments.store_port)))
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        watching.cancel()
+        return done.pop().result()
+
+
+def backoff(text: str) -> tuple[float, float]:
+    """`INITIAL:MAXIMUM`, in seconds."""
+    first, colon, last = text.partition(":")
+    try:
+        initial, maximum = float(first), float(last if colon else first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be INITIAL:MAXIMUM in seconds, such as 1:60, not {text!r}") from None
+    if not 0 < initial <= maximum < float("inf"):
+        raise argparse.ArgumentTypeError(f"INITIAL must be above 0 and not above MAXIMUM, not {text!r}")
+    return initial, maximum
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text!r}") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text!r}")
+    return value
+
+
+def main() -> None:
+    """Read arguments and environment, then serve."""
+    parser = argparse.ArgumentParser(description="The coordinator of one DDPJob.", allow_abbrev=False)
+    parser.add_argument("--port", type=int, required=True, help="members' lines and HTTP")
+    parser.add_argument("--nodes", type=int, required=True, help="nodes of a whole group")
+    parser.add_argument("--min-nodes", type=int, help="nodes with which the group continues (default: --nodes)")
+    parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.STANDARD, help="spec.recovery.mode")
+    parser.add_argument("--attempt", type=int, default=0, help="how many coordinators this generation had before")
+    parser.add_argument("--store-port", type=int, help="also host a c10d store here (mode Standard)")
+    parser.add_argument(
+        "--hang-after", type=seconds, help="seconds without a step that are a hang (default: nothing is one)"
+    )
+    parser.add_argument(
+        "--backoff", type=backoff, default=(1.0, 60.0), help="waits of a crash loop in seconds, INITIAL:MAXIMUM"
+    )
+    parser.add_argument("--host", default="", help="address to listen on (default: all)")
+    arguments = parser.parse_args()
+    settings = read_settings(parser, arguments)
+    token = os.environ.get("DDPJOB_TOKEN", "")
+    if not token:
+        parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each pod has a connection, and strangers have some
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, OPEN_FILES)), most))
+    try:
+        code = asyncio.run(run(arguments, settings, token))
+        os._exit(code)  # connections that linger must not delay the end
+    except OSError as error:
+        sys.exit(f"coordinator: cannot listen on port {arguments.port}: {error}")
+
+
+def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Settings:
+    """The group's settings; ends the process with 2 when they are not possible."""
+    min_nodes = arguments.nodes if arguments.min_nodes is None else arguments.min_nodes
+    if arguments.nodes < 1:
+        parser.error("--nodes: must be at least 1")
+    if not 1 <= min_nodes <= arguments.nodes:
+        parser.error(f"--min-nodes: must be from 1 to --nodes ({arguments.nodes}), not {min_nodes}")
+    if arguments.attempt < 0:
+        parser.error("--attempt: must not be negative")
+    mode: Mode = arguments.mode
+    if mode == Mode.FAST and arguments.store_port is not None:
+        parser.error("--store-port: mode Fast has no store of its own; leave it out")
+    generation = os.environ.get("DDPJOB_GENERATION", "0")
+    if not generation.isdigit():
+        parser.error(f"DDPJOB_GENERATION must be a whole number, not {generation!r}")
+    initial, maximum = arguments.backoff
+    return Settings(
+        arguments.nodes, min_nodes, int(generation), mode, arguments.attempt, arguments.hang_after, initial, maximum
+    )

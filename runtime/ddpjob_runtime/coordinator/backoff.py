@@ -1,0 +1,45 @@
+"""How long a group waits after a failure of its own that repeats without progress."""
+
+from __future__ import annotations
+
+HEALTHY_SECONDS = 60.0
+"""A round that ran for this long was no crash loop."""
+
+
+class Backoff:
+    """The first failure in a row does not wait, the second waits `initial` seconds, each further one twice as long.
+
+    Never longer than `maximum`. A step beyond the furthest before it begins a new row.
+    """
+
+    def __init__(self, initial: float, maximum: float) -> None:
+        self.initial, self.maximum = initial, maximum
+        self.until: float | None = None
+        """The next round does not begin before."""
+        self._failures = 0
+        self._furthest: tuple[float, float] | None = None  # (epoch, step)
+        self._advanced = False
+
+    def configure(self, initial: float, maximum: float) -> None:
+        """Other waits."""
+        self.initial, self.maximum = initial, maximum
+
+    def step(self, position: tuple[float, float]) -> None:
+        """The job has reached (epoch, step)."""
+        if self._furthest is None or position > self._furthest:
+            self._furthest, self._advanced = position, True
+
+    def fail(self, now: float, ran: float) -> float:
+        """A round broke by its own failure after `ran` seconds; returns how long the next one waits."""
+        healthy = self._advanced or ran >= HEALTHY_SECONDS
+        self._failures = 1 if healthy else self._failures + 1
+        self._advanced = False
+        wait = 0.0
+        if self._failures > 1:
+            wait = min(self.maximum, self.initial * 2.0 ** min(self._failures - 2, 60))
+        self.until = now + wait if wait else None
+        return wait
+
+    def clear(self) -> None:
+        """A round begins."""
+        self.until = None

@@ -1,0 +1,281 @@
+"""All decisions of the coordinator: what members, operator and training script say comes in, the report goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ddpjob_runtime.coordinator.first_cause import Failure
+from ddpjob_runtime.coordinator.formation import Size
+from ddpjob_runtime.coordinator.loop import Loop
+from ddpjob_runtime.coordinator.members import Member, Members, Send
+from ddpjob_runtime.coordinator.progress import ACTIVITY, Progress
+from ddpjob_runtime.coordinator.round_sequence import Rounds
+from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.takeover import Resume, Takeover
+from ddpjob_runtime.protocol import CoordinatorState, MemberState, Note, Recovery, Report, ToMember, time_of
+
+MAX_NOTES = 100
+"""In a report. They are of a few kinds, and of as many pods as a job has."""
+
+
+class Coordinator:
+    """No sockets, and time is handed in.
+
+    `clock()` gives Unix seconds and never goes back; `later(seconds, function)` calls the function then; `changed()` is
+    called after every change of the report; `log(text)` gets a line for each event.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float],
+        later: Callable[[float, Callable[[], None]], Any],
+        changed: Callable[[], None],
+        log: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.settings = settings
+        self._now, self._notify = clock, changed
+        loop = Loop(clock, later, self._bump, log)
+        self.members = Members(loop)
+        self.rounds = Rounds(settings, self.members, loop)
+        self._takeover = Takeover(self.rounds, self.members, loop, settings.attempt)
+        self._progress = Progress()
+        self._notes: dict[tuple[str, str], str] = {}  # (pod, kind) -> why
+        self._stop: dict[str, Any] | None = None
+        self.version = self.news = 0
+        """Of the report; `news` does not grow by progress alone."""
+        self._started_at = clock()
+        self.exit_why: str | None = None
+        """Set: the coordinator is no longer needed."""
+
+    def _bump(self, news: bool = True) -> None:
+        self.version += 1
+        self.news += news
+        self._notify()
+
+    def _advance(self) -> None:
+        self._takeover.check()
+        self.rounds.advance()
+
+    # ---- members come and go
+
+    def hello(
+        self, pod: str, index: int, attempt: int, pid: int, send: Send, grace: float = 30.0, resume: Any = None
+    ) -> Member | None:
+        """Let a launcher in. None: it was asked to leave.
+
+        Raises:
+            ValueError: `resume` is malformed; names the field.
+        """
+        resumed = Resume.read(resume)
+        refusal = self._refusal(pod, index, attempt)
+        if refusal is not None:
+            send(*refusal)
+            return None
+        self._takeover.arrive()
+        self.members.heard_of(index)
+        old = self.members.by_index.get(index)
+        if old is not None and (old.pod, old.attempt, old.pid) == (pod, attempt, pid) and _same_workers(old, resumed):
+            self._reconnect(old, send, resumed)
+            return old
+        if old is not None:
+            self._replace(old, pod)
+        member = Member(pod, index, attempt, pid, send, grace, self._now())
+        self.members.admit(member)
+        send(ToMember.WELCOME, {"generation": self.settings.generation})
+        if resumed is not None:
+            self._takeover.resume(member, resumed)
+        self._advance()
+        return member
+
+    def _refusal(self, pod: str, index: int, attempt: int) -> tuple[str, dict[str, Any]] | None:
+        if self.rounds.state == CoordinatorState.SUCCEEDED:
+            return ToMember.DONE, {}
+        if self._stop is not None:
+            return ToMember.STOP, self._stop
+        why = self.members.why_refused(pod, index, attempt)
+        return None if why is None else (ToMember.STOP, {"ok": False, "why": why, "fenced": True})
+
+    def _reconnect(self, old: Member, send: Send, resumed: Resume | None) -> None:
+        """The same process over a new connection. What it sent last may have been lost with the old one."""
+        old.reconnect(send, self._now())
+        send(ToMember.WELCOME, {"generation": self.settings.generation})
+        if old.has_workers and resumed is not None:
+            self.rounds.joined(old, resumed.round)
+            if resumed.state == MemberState.FINISHED:
+                self.rounds.finished(old, resumed.round)
+            if old.drain_by is not None:
+                self.rounds.drain(old, "the round is over")
+        self._bump()
+        self._advance()
+
+    def _replace(self, old: Member, pod: str) -> None:
+        if old.pod == pod:
+            self.rounds.remove(old, "it came back without the workers of its round")
+            return
+        why = f"{pod} takes this index"
+        self.members.dismiss(old.pod, why)
+        old.dismiss(why)
+        self.rounds.remove(old, f"replaced by {pod}")
+
+    def lost(self, member: Member, why: str) -> None:
+        """The member's connection ended."""
+        self.rounds.lose(member, why)
+        self._advance()
+
+    def gone(self, pod: str, why: str) -> None:
+        """The operator knows that a pod is gone: nobody waits for its connection to end."""
+        self.members.dismiss(pod, why)
+        self.members.forget_missing(pod)
+        self._notes = {key: text for key, text in self._notes.items() if key[0] != pod}
+        for member in self.members:
+            if member.pod == pod:
+                member.dismiss(why)
+                self.rounds.remove(member, why)
+        self._bump()
+        self._advance()
+
+    # ---- what members report
+
+    def ready(self, member: Member, after: int, host: str, port: int) -> None:
+        """The member has no workers and could begin a round; `after` is the last one that it knows of."""
+        self.rounds.ready(member, after, host, port)
+        self._advance()
+
+    def joined(self, member: Member, number: int) -> None:
+        """The member has started its workers of this round."""
+        self.rounds.joined(member, number)
+        self._advance()
+
+    def finished(self, member: Member, number: int) -> None:
+        """All workers of the member have ended with 0."""
+        self.rounds.finished(member, number)
+
+    def failure(self, member: Member, number: int | None, failure: Failure) -> None:
+        """A worker of the member ended by itself."""
+        self.rounds.failed(member, number, failure)
+        self._advance()
+
+    def leaving(self, member: Member, why: str) -> None:
+        """The member was asked to end."""
+        self.rounds.leaving(member, why)
+        self._advance()
+
+    def stacks(self, member: Member, number: int, rank: int, text: str) -> None:
+        """The stacks of one rank while the group hangs."""
+        self.rounds.stacks(member, number, rank, text)
+
+    def note(self, member: Member, kind: str, why: str) -> None:
+        """Something that the operator should know about a pod."""
+        self._notes[(member.pod, kind)] = why
+        self._bump()
+
+    def init_failure(self, member: Member, message: str) -> None:
+        """The entry point of the member cannot start."""
+        self.rounds.incidents.add_init_failure(self._now(), member.pod, member.index, message)
+        self._bump()
+
+    # ---- what the operator and the training script want
+
+    def resize(self, nodes: int, min_nodes: int) -> None:
+        """Another number of nodes is wanted, or enough.
+
+        Raises:
+            ValueError: names the field and what it must be.
+        """
+        if not 1 <= min_nodes <= nodes:
+            raise ValueError(f"minNodes: must be from 1 to nodes ({nodes}), not {min_nodes}")
+        if self.rounds.resize(Size(nodes, min_nodes)):
+            self._bump()
+            self._advance()
+
+    def set_patience(self, hang_after: float | None, initial: float, maximum: float) -> None:
+        """Other limits for hangs, other waits of a crash loop.
+
+        Raises:
+            ValueError: names the field and what it must be.
+        """
+        if hang_after is not None and hang_after <= 0:
+            raise ValueError(f"hangAfter: must be above 0 seconds, or null, not {hang_after}")
+        if not 0 < initial <= maximum:
+            raise ValueError(
+                f"backoff: must be [INITIAL, MAXIMUM] in seconds, 0 < INITIAL <= MAXIMUM, not {[initial, maximum]}"
+            )
+        self.rounds.watch.configure(hang_after)
+        self.rounds.backoff.configure(initial, maximum)
+        self._bump()
+        self._advance()
+
+    def stop(self, ok: bool, why: str) -> None:
+        """End every member's workers; nothing runs afterwards."""
+        if self.rounds.over:
+            return
+        self._stop = {"ok": ok, "why": why}
+        self.rounds.end(CoordinatorState.STOPPED)
+        for member in self.members:
+            member.send(ToMember.STOP, self._stop)
+
+    def exit(self, why: str) -> None:
+        """The job has ended and nobody will ask again."""
+        self.exit_why = why
+        self._notify()
+
+    def replaced(self, generation: int, attempt: int) -> None:
+        """A member has found another coordinator at the job's name. If that is a later one, the group is left to it.
+
+        It exits, so that all members look the name up again, and judges nobody meanwhile.
+        """
+        if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
+            return
+        if not self.rounds.over:
+            self.rounds.end(CoordinatorState.STOPPED)
+        self.exit(f"the coordinator of generation {generation}, attempt {attempt}, has taken over")
+
+    def report_progress(self, report: dict[str, Any]) -> None:
+        """A checked progress report; the first one after a restart ends the downtime."""
+        down, begun = self.rounds.downtime.since, self._progress.position is not None
+        alive = self._progress.shows_life(report)
+        merged = self._progress.merge(report, self._now())
+        self.rounds.progress(alive, self._progress.activity, report.keys() != {ACTIVITY})
+        if merged:
+            if self._progress.position is not None:
+                self.rounds.backoff.step(self._progress.position)
+            first_step = not begun and self._progress.position is not None
+            self._bump(news=first_step or self.rounds.downtime.since != down)
+
+    def report(self) -> Report:
+        """The answer to `GET /status`."""
+        rounds, settings = self.rounds, self.settings
+        until, down = rounds.backoff.until, rounds.downtime.since
+        return Report(
+            generation=settings.generation,
+            state=rounds.state,
+            nodes=rounds.size.nodes,
+            min_nodes=rounds.size.min_nodes,
+            backoff=(rounds.backoff.initial, rounds.backoff.maximum),
+            now=time_of(self._now()),
+            version=self.version,
+            news=self.news,
+            mode=settings.mode,
+            attempt=settings.attempt,
+            hang_after=rounds.watch.hang_after,
+            overdue=rounds.overdue if rounds.watch.hang_after is None else None,
+            world=rounds.current.world if rounds.current is not None and not rounds.current.broken else None,
+            round=rounds.last_number,
+            started_at=time_of(self._started_at),
+            members=self.members.report(),
+            lost=self.members.lost(),
+            incidents=rounds.incidents.recent,
+            backoff_until=time_of(until) if until is not None and until > self._now() else None,
+            notes=tuple(Note(pod, kind, why) for (pod, kind), why in sorted(self._notes.items())[:MAX_NOTES]),
+            progress=self._progress.report(),
+            recovery=Recovery(rounds.downtime.last_seconds, None if down is None else time_of(down)),
+        )
+
+
+def _same_workers(old: Member, resumed: Resume | None) -> bool:
+    """Whether both sides still mean the same round; if not, a line between them was lost with the old connection."""
+    if not old.has_workers:
+        return resumed is None or not resumed.has_workers
+    return resumed is not None and resumed.round == old.round and resumed.has_workers

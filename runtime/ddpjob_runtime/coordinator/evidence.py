@@ -1,0 +1,69 @@
+"""What is known about why a round broke, while it is still coming in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpjob_runtime.coordinator.first_cause import Failure, Finish, Loss, Verdict, first_cause
+from ddpjob_runtime.coordinator.incidents import OWN_FAILURES
+from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, IncidentKind
+
+
+class Evidence:
+    """Failures, losses and departures of one round, and what the coordinator itself knows about its end."""
+
+    def __init__(self) -> None:
+        self._failures: list[Failure] = []
+        self._losses: list[Loss] = []
+        self._known: Verdict | None = None  # from the beginning: a hang, a planned restart
+        self._absent: Verdict | None = None  # somebody never came back: explains all but a failure that is sure
+        self._fallback: Verdict | None = None  # where nothing better is known
+
+    def add_failure(self, failure: Failure) -> None:
+        self._failures.append(failure)
+
+    def add_loss(self, loss: Loss) -> None:
+        self._losses.append(loss)
+
+    @property
+    def somebody_leaves(self) -> bool:
+        """Whether a member was asked to end: others may be saving with it."""
+        return any(loss.leaving for loss in self._losses)
+
+    @property
+    def saving(self) -> bool:
+        """Whether the members have agreed to save and leave."""
+        return self.somebody_leaves and any(f.exit_code == EXIT_STEPPED_ASIDE for f in self._failures)
+
+    def resized(self, time: float, details: dict[str, Any]) -> None:
+        """The cause is a planned restart for another size."""
+        self._known = Verdict(IncidentKind.JOINED, time, details, 0)
+
+    def hangs(self, time: float, details: dict[str, Any]) -> None:
+        """The cause is a hang; what failed beside it are consequences."""
+        self._known = Verdict(IncidentKind.HANG, time, details, self._count)
+
+    def absent(self, time: float, details: dict[str, Any]) -> None:
+        """Members did not come back to a new coordinator."""
+        self._absent = Verdict(IncidentKind.PEER_LOST, time, details, self._count, sure=False)
+
+    def came_apart(self, time: float, details: dict[str, Any]) -> None:
+        """A member has left the round and nobody has said why."""
+        self._fallback = Verdict(IncidentKind.PEER_LOST, time, details, 0, sure=False)
+
+    @property
+    def _count(self) -> int:
+        return len(self._failures) + len(self._losses)
+
+    def verdict(self, finishes: list[Finish], ended_at: float | None) -> Verdict | None:
+        """The cause as far as it is known; `ended_at`: when the members were first asked to end their workers."""
+        if self._known is not None:
+            return self._known
+        verdict = first_cause(self._failures, self._losses, finishes, ended_at)
+        if self._absent is not None and (verdict is None or not verdict.sure):
+            return self._absent
+        return verdict or self._fallback
+
+    def is_own(self, verdict: Verdict) -> bool:
+        """Whether the job itself has failed: it waits when that repeats. Coming apart without a reason is its own."""
+        return verdict.kind in OWN_FAILURES or verdict is self._fallback

@@ -1,0 +1,161 @@
+"""Which event broke a round: the first cause among failures, losses and departures, never one of its consequences."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.protocol import IncidentKind
+
+# Searched for in the exception's own text, not in its traceback: source lines there may name a backend.
+COMMUNICATION_ERROR = re.compile(
+    r"Connection (closed|reset|aborted|refused)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
+    r"Broken pipe|Socket Timeout|remote process exited|peer closed|TCPStore|recvValue|Timed out (after|waiting)|"
+    r"\bRDMA\b|UCC|\bMPI\b",
+    re.I,
+)
+SIGABRT = 6
+ORDER_SECONDS = 0.05
+"""What fails this long after the coordinator's `restart` is a consequence of it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The node at which something happened."""
+
+    pod: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker process that ended by itself. `time` is on the coordinator's clock, in seconds.
+
+    `oom`: killed for the container's memory limit. `init`: it could not even begin, and a retry would not help.
+    """
+
+    source: Source
+    rank: int | None
+    local_rank: int | None
+    exit_code: int | None
+    signal: str | None
+    message: str
+    traceback: str
+    time: float
+    oom: bool = False
+    init: bool = False
+
+    @property
+    def communication(self) -> bool:
+        """Whether a peer's death causes such an error."""
+        return not (self.oom or self.init) and bool(COMMUNICATION_ERROR.search(self.message))
+
+    @property
+    def kind(self) -> IncidentKind:
+        """The kind of the incident whose cause this failure is."""
+        if self.oom:
+            return IncidentKind.OOM_KILLED
+        return IncidentKind.INIT_FAILURE if self.init else IncidentKind.WORKER_FAILED
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A member whose connection ended, or (`leaving`) that has announced its departure."""
+
+    source: Source
+    rank: int | None
+    why: str
+    time: float
+    leaving: bool
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A member all of whose workers ended with exit code 0."""
+
+    source: Source
+    time: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The cause of one break. `details`: fields of its `Incident`. `sure`: nothing that may arrive would change it."""
+
+    kind: IncidentKind
+    time: float
+    details: dict[str, Any]
+    consequences: int
+    sure: bool = True
+
+
+def _suspicion(failure: Failure, ended_at: float | None) -> int:
+    """How likely a failure is a consequence.
+
+    0: an error of its own; 1: an abort, which communication libraries use when a peer is gone; 2: a communication
+    error; 3: it came after the members had been asked to end their workers.
+    """
+    if ended_at is not None and failure.time > ended_at + ORDER_SECONDS:
+        return 3
+    if failure.communication:
+        return 2
+    return 1 if failure.exit_code == -SIGABRT and not failure.oom else 0
+
+
+def _own(failure: Failure, losses: list[Loss], ended_at: float | None) -> bool:
+    """Whether a failure can be the cause although members were lost or left in the same round."""
+    if _suspicion(failure, ended_at) > 0:
+        return not losses
+    if failure.oom or failure.init:
+        return True
+    died_by_signal = failure.exit_code is not None and failure.exit_code < 0
+    if died_by_signal and losses:
+        return False  # the end of a pod takes its workers with it
+    stepped_aside = failure.exit_code == protocol.EXIT_STEPPED_ASIDE
+    return not (stepped_aside and any(loss.leaving for loss in losses))
+
+
+def first_cause(
+    failures: list[Failure], losses: list[Loss], finishes: list[Finish], ended_at: float | None
+) -> Verdict | None:
+    """The cause of a broken round; None when nothing is known to have gone wrong.
+
+    `ended_at`: when the members were asked to end their workers; what failed later failed because of that.
+    """
+    causes = [f for f in failures if _own(f, losses, ended_at)]
+    first_failure = min(causes, key=lambda f: (_suspicion(f, ended_at), f.time)) if causes else None
+    first_loss = min(losses, key=lambda e: e.time) if losses else None
+    consequences = len(failures) + len(losses) - 1
+    if first_loss is not None and (first_failure is None or first_loss.time <= first_failure.time):
+        return _lost(first_loss, consequences)
+    if first_failure is None:
+        return None
+    if _suspicion(first_failure, ended_at) and finishes:
+        return _finished_early(min(finishes, key=lambda e: e.time), consequences + 1)
+    return _failed(first_failure, consequences, sure=_suspicion(first_failure, ended_at) == 0)
+
+
+def _lost(loss: Loss, consequences: int) -> Verdict:
+    details = {"pod": loss.source.pod, "index": loss.source.index, "message": loss.why}
+    return Verdict(IncidentKind.LEFT if loss.leaving else IncidentKind.PEER_LOST, loss.time, details, consequences)
+
+
+def _finished_early(finish: Finish, consequences: int) -> Verdict:
+    message = f"rank(s) of {finish.source.pod} ended with exit code 0 before the others"
+    details = {"pod": finish.source.pod, "index": finish.source.index, "exit_code": 0, "message": message}
+    return Verdict(IncidentKind.WORKER_FAILED, finish.time, details, consequences)
+
+
+def _failed(failure: Failure, consequences: int, sure: bool) -> Verdict:
+    details = {
+        "pod": failure.source.pod,
+        "index": failure.source.index,
+        "rank": failure.rank,
+        "local_rank": failure.local_rank,
+        "exit_code": failure.exit_code,
+        "signal": failure.signal,
+        "message": failure.message,
+        "traceback": failure.traceback,
+    }
+    return Verdict(failure.kind, failure.time, details, consequences, sure)

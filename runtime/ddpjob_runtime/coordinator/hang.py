@@ -1,0 +1,137 @@
+"""Whether the job still makes steps, and what a hang looks like from inside."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator.loop import Loop
+from ddpjob_runtime.coordinator.members import Member
+from ddpjob_runtime.protocol import ToMember
+
+LEAST_SECONDS = 300.0
+PACE_FACTOR = 20.0
+LEAST_REPORTS = 20
+NAMED_RANKS = 8
+DUMP_SECONDS = 3.0
+"""How long the stacks of a hang are waited for."""
+LAST_STACKS_SECONDS = 0.3
+"""The stacks of one member arrive together within this time."""
+
+FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
+FIRST_CALL_FIRST = "(most recent call last)"
+
+
+class HangWatch:
+    """Knows when the next step is overdue.
+
+    `hang_after`: seconds without a step that are a hang, after which the round ends. None: nothing is, since an
+    evaluation, a checkpoint or an export may take as long as it likes; a step far beyond the job's own pace is reported
+    as overdue. The time from a round's beginning to its first report is a pace of its own: loading data may take longer
+    than any step.
+    """
+
+    def __init__(self, hang_after: float | None) -> None:
+        self.hang_after = hang_after
+        self._reports, self._longest_gap, self._longest_start = 0, 0.0, 0.0
+        self.since: float | None = None
+        """When the last step was made, or the round began to run; None while none runs."""
+        self.activity = ""
+        """What the script says that it does beside steps, such as evaluating."""
+        self._in_round = 0
+
+    def configure(self, hang_after: float | None) -> None:
+        """Another limit."""
+        self.hang_after = hang_after
+
+    def begin(self, now: float) -> None:
+        """A round runs."""
+        self.since, self._in_round = now, 0
+
+    def end(self) -> None:
+        """No round runs."""
+        self.since = None
+
+    def step(self, now: float) -> None:
+        """The job has made a step, or has reported some other activity."""
+        if self.since is None:
+            return
+        gap = now - self.since
+        if self._in_round:
+            self._longest_gap = max(self._longest_gap, gap)
+        else:
+            self._longest_start = max(self._longest_start, gap)
+        self._reports += 1
+        self._in_round += 1
+        self.since = now
+
+    def note(self, activity: str) -> None:
+        """What the script says that it does; empty where it says nothing."""
+        self.activity = activity
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds after which the next step is overdue at this time; None: not known."""
+        if self.hang_after is not None:
+            return self.hang_after
+        if self._reports < LEAST_REPORTS:
+            return None
+        pace = self._longest_gap if self._in_round else max(self._longest_gap, self._longest_start)
+        return max(LEAST_SECONDS, PACE_FACTOR * pace)
+
+    def due(self) -> float | None:
+        """When the next step is overdue."""
+        return None if self.since is None or self.limit is None else self.since + self.limit
+
+
+class HangDump:
+    """Collects the stacks of a round without steps; calls `done` when all are there or the time for them is over."""
+
+    def __init__(self, loop: Loop, done: Callable[[], None]) -> None:
+        self._loop, self._done = loop, done
+        self._stacks: dict[int, str] = {}  # rank -> text
+        self._answered: set[int] = set()  # indices of members
+
+    def request(self, number: int, members: list[Member]) -> None:
+        """Ask the members of round `number` for the stacks of their ranks."""
+        for member in members:
+            member.send(ToMember.DUMP, {"round": number})
+        self._loop.later(DUMP_SECONDS, self._done)
+
+    def add(self, member: Member, rank: int, text: str, expected: list[Member]) -> None:
+        """The stacks of one rank; `expected`: members that have been asked and are still there."""
+        self._stacks[rank] = text
+        self._answered.add(member.index)
+        if all(m.index in self._answered for m in expected):
+            self._loop.later(LAST_STACKS_SECONDS, self._done)
+
+    def describe(self) -> tuple[str, str]:
+        """(summary, traceback): where each rank stands, and all stacks within the traceback's limit."""
+        ranks = sorted(self._stacks)
+        if not ranks:
+            return "no rank gave its stack", ""
+        named = [f"rank {rank} in {innermost(self._stacks[rank]) or 'no Python frame'}" for rank in ranks[:NAMED_RANKS]]
+        more = f" and {len(ranks) - NAMED_RANKS} more ranks" if len(ranks) > NAMED_RANKS else ""
+        share = max(200, protocol.MAX_TRACEBACK // len(ranks) - 20)
+        texts = [f"rank {rank}:\n{protocol.clip(self._stacks[rank].strip(), share)}\n" for rank in ranks]
+        return f"{'; '.join(named)}{more}", protocol.clip("\n".join(texts), protocol.MAX_TRACEBACK)
+
+
+def innermost(text: str) -> str:
+    """Where the main thread of a dumped process stands: `FUNCTION (FILE:LINE)`; empty if the dump holds no frame."""
+    frames = list(FRAME.finditer(_main_thread(text)))
+    if not frames:
+        return ""
+    frame = frames[-1] if FIRST_CALL_FIRST in text else frames[0]
+    return "{} ({}:{})".format(frame["name"].strip(), frame["file"], frame["line"])
+
+
+def _main_thread(text: str) -> str:
+    """The workers' faulthandler gives the main thread alone, headed "Stack".
+
+    A script's own gives all: the one that got the signal as "Current thread"; from outside the main thread comes last.
+    """
+    blocks = re.split(r"^(?=(?:Current thread|Thread) )", text, flags=re.M)
+    current = [block for block in blocks if block.startswith("Current thread")]
+    return current[0] if current else blocks[-1]

@@ -1,0 +1,261 @@
+"""The HTTP half of the coordinator's port, one request per connection.
+
+Health and metrics for all; the report, progress and changes for those who know the job's token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from dataclasses import replace
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator import metrics, progress
+from ddpjob_runtime.coordinator.coordinator import Coordinator
+from ddpjob_runtime.protocol import Command, Report
+
+NONCE, PROOF = protocol.NONCE_HEADER.lower(), protocol.PROOF_HEADER.lower()
+MAX_HEADERS = 16 * 1024
+MAX_BODY = 256 * 1024
+MAX_WAIT = 60.0
+REQUEST_SECONDS = 10.0
+KIND_NAMES = {str: "string", bool: "boolean", int: "whole number", list: "list", object: "value"}
+REASONS = {
+    200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed",
+    413: "Content Too Large", 503: "Service Unavailable",
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer one request, whose first byte is already read."""
+    instance, proved, headers = "", False, dict[str, str]()
+    try:
+        task = asyncio.ensure_future(_read(first, reader))
+        done, _ = await asyncio.wait({task}, timeout=REQUEST_SECONDS)
+        if not done:
+            task.cancel()
+            return
+        method, target, headers, body = task.result()
+        instance = server.instance
+        proved = _is_proved(server, method, target, headers, body)
+        known = proved or _has_token(server, headers)
+        if known:
+            server.strangers.recognize(writer)
+        status, kind, content = await _answer(server, reader, method, target, body, known)
+    except Refused as refused:
+        status, kind, content = refused.status, "application/json", json.dumps({"error": str(refused)})
+    except asyncio.CancelledError:
+        raise
+    data = content.encode(errors="backslashreplace")
+    head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n"
+    head += f"{protocol.INSTANCE_HEADER}: {instance if proved else server.instance}\r\n"
+    if proved:
+        seal = protocol.seal(server.token, "answer", instance, headers[NONCE], data)
+        head += f"{protocol.PROOF_HEADER}: {seal}\r\n"
+    writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
+    await asyncio.wait_for(writer.drain(), REQUEST_SECONDS)
+
+
+def _is_proved(server: Any, method: str, target: str, headers: dict[str, str], body: bytes) -> bool:
+    """Whether the request is signed with the job's token, for this coordinator, and changes nothing a second time."""
+    nonce, proof = headers.get(NONCE, ""), headers.get(PROOF, "")
+    parts = ("request", server.instance, nonce, method, target, body)
+    if not 0 < len(nonce) <= protocol.MAX_NONCE or not protocol.is_sealed(proof, server.token, *parts):
+        return False
+    return method != "POST" or server.use(nonce)
+
+
+def _has_token(server: Any, headers: dict[str, str]) -> bool:
+    """Whether the request carries the token itself, as scripts in the job's pods send it."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(
+        given.strip().encode("latin-1", "replace"), server.token.encode()
+    )
+
+
+async def _read(first: bytes, reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str], bytes]:
+    try:
+        head = first + await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        raise Refused(413, "the request's header is too long") from None
+    if len(head) > MAX_HEADERS:
+        raise Refused(413, f"the request's header is longer than {MAX_HEADERS} bytes")
+    lines = head.decode("latin-1").split("\r\n")
+    parts = lines[0].split(" ")
+    if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
+        raise Refused(400, f"not an HTTP/1.1 request: {lines[0][:80]!r}")
+    headers = {}
+    for line in lines[1:]:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    length = headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit() and len(length) < 12):
+        raise Refused(400, f"Content-Length: must be a number of bytes, not {length[:80]!r}")
+    if int(length) > MAX_BODY:
+        raise Refused(413, f"the body is longer than {MAX_BODY} bytes")
+    return parts[0], parts[1], headers, await reader.readexactly(int(length))
+
+
+async def _answer(
+    server: Any, reader: asyncio.StreamReader, method: str, target: str, body: bytes, known: bool
+) -> tuple[int, str, str]:
+    """`known`: the client knows the job's token."""
+    try:
+        url = urlsplit(target)
+    except ValueError as error:
+        raise Refused(400, f"not a path: {error}") from None
+    route = ROUTES.get(url.path)
+    if route is None:
+        raise Refused(404, "no such path: {}; known: {}".format(url.path, ", ".join(sorted(ROUTES))))
+    if route[0] != method:
+        raise Refused(405, f"{url.path} takes {route[0]}, not {method}")
+    if not known and url.path in GUARDED:
+        raise Refused(401, "needs the header Authorization: Bearer TOKEN with the job's token, or a proof of it")
+    if method == "POST":
+        return _change(server, route[1], body)
+    if url.path == protocol.STATUS_PATH:
+        await _wait(server, reader, parse_qs(url.query))
+        return 200, "application/json", _report(server.coordinator.report())
+    if url.path == protocol.METRICS_PATH:
+        return (
+            200,
+            "text/plain; version=0.0.4",
+            metrics.render(server.coordinator.report(), server.coordinator.rounds.incidents.counts),
+        )
+    if not server.store_ready:
+        raise Refused(503, "the store does not accept connections yet")
+    return 200, "application/json", json.dumps({"ok": True})
+
+
+def _report(report: Report) -> str:
+    text = json.dumps(report.write(), ensure_ascii=False)
+    if len(text.encode(errors="backslashreplace")) <= protocol.MAX_REPORT:
+        return text
+    short = tuple(replace(i, message=protocol.clip(i.message, 200), traceback="") for i in report.incidents)
+    overdue = report.overdue and replace(report.overdue, traceback="")
+    return json.dumps(replace(report, incidents=short, overdue=overdue).write(), ensure_ascii=False)
+
+
+def _change(server: Any, change: Any, body: bytes) -> tuple[int, str, str]:
+    try:
+        content = json.loads(body)
+    except RecursionError:
+        raise Refused(400, "the body is nested too deep") from None
+    except ValueError as error:
+        raise Refused(400, f"the body is not JSON: {error}") from None
+    try:
+        change(server.coordinator, content)
+    except ValueError as error:
+        raise Refused(400, str(error)) from None
+    return 200, "application/json", "{}"
+
+
+def _progress(coordinator: Coordinator, content: Any) -> None:
+    coordinator.report_progress(progress.check(content))
+
+
+def _gone(coordinator: Coordinator, content: Any) -> None:
+    several = isinstance(content, dict) and "pods" in content
+    _fields(content, {"pods": list, "why": str} if several else {"pod": str, "why": str})
+    pods = content["pods"] if several else [content["pod"]]
+    if not all(isinstance(pod, str) for pod in pods):
+        raise ValueError("pods: must be a list of strings")
+    for pod in pods:
+        coordinator.gone(pod, content["why"])
+
+
+def _stop(coordinator: Coordinator, content: Any) -> None:
+    _fields(content, {"ok": bool, "why": str})
+    coordinator.stop(content["ok"], content["why"])
+
+
+def _size(coordinator: Coordinator, content: Any) -> None:
+    _fields(content, {"nodes": int, "minNodes": int})
+    coordinator.resize(content["nodes"], content["minNodes"])
+
+
+def _patience(coordinator: Coordinator, content: Any) -> None:
+    _fields(content, {"backoff": list, "hangAfter": object})
+    numbers = [*content["backoff"], *([] if content["hangAfter"] is None else [content["hangAfter"]])]
+    if len(content["backoff"]) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
+        raise ValueError("backoff: must be two numbers of seconds; hangAfter: a number of seconds or null")
+    coordinator.set_patience(content["hangAfter"], *content["backoff"])
+
+
+def _exit(coordinator: Coordinator, content: Any) -> None:
+    to_some = isinstance(content, dict) and "before" in content
+    _fields(content, {"why": str, "before": int} if to_some else {"why": str})
+    if not to_some or coordinator.settings.attempt < content["before"]:  # the next one may have its address by now
+        coordinator.exit(content["why"])
+
+
+def _fields(content: Any, wanted: dict[str, type]) -> None:
+    if not isinstance(content, dict):
+        raise ValueError("the body must be a JSON object")
+    for name, kind in wanted.items():
+        value = content.get(name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{name}: must be a {KIND_NAMES[kind]}")
+    for name in content:
+        if name not in wanted:
+            raise ValueError("{}: unknown field; known: {}".format(name, ", ".join(wanted)))
+
+
+ROUTES = {
+    **dict.fromkeys((protocol.HEALTH_PATH, protocol.STATUS_PATH, protocol.METRICS_PATH), ("GET", None)),
+    Command.PROGRESS.path: ("POST", _progress),
+    Command.GONE.path: ("POST", _gone),
+    Command.SIZE.path: ("POST", _size),
+    Command.PATIENCE.path: ("POST", _patience),
+    Command.STOP.path: ("POST", _stop),
+    Command.EXIT.path: ("POST", _exit),
+}
+GUARDED = {protocol.STATUS_PATH, *(command.path for command in Command)}
+"""What shows or changes anything of the job beyond numbers."""
+
+
+async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list[str]]) -> None:
+    """Long poll: until the report is newer than `after` or has other `news`, the time is over or the client is gone."""
+    after, news, seconds = _number(query, "after"), _number(query, "news"), _number(query, "wait")
+    if (after is None and news is None) or seconds is None:
+        return
+
+    def is_new() -> bool:
+        coordinator = server.coordinator
+        return (after is not None and coordinator.version > after) or (news is not None and coordinator.news != news)
+
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + min(seconds, MAX_WAIT)
+    client = asyncio.ensure_future(reader.read(1))
+    try:
+        while not is_new() and loop.time() < deadline:
+            change = asyncio.ensure_future(server.wait_for_change())
+            await asyncio.wait({change, client}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            change.cancel()
+            if client.done():
+                raise ConnectionResetError("the client went away")
+    finally:
+        client.cancel()
+
+
+def _number(query: dict[str, list[str]], name: str) -> float | None:
+    if name not in query:
+        return None
+    try:
+        value = float(query[name][-1])
+    except ValueError:
+        raise Refused(400, f"{name}: must be a number, not {query[name][-1]!r}") from None
+    if not value >= 0:
+        raise Refused(400, f"{name}: must not be negative")
+    return value

@@ -1,0 +1,44 @@
+"""The incidents of a generation, oldest first: one per break of the group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ddpjob_runtime.protocol import MAX_INCIDENTS, Incident, IncidentKind, time_of
+
+OWN_FAILURES = (IncidentKind.WORKER_FAILED, IncidentKind.OOM_KILLED, IncidentKind.HANG)
+"""Failures of the job itself: when they repeat, the next round waits."""
+KEPT_TRACEBACKS = 10
+"""Of the newest incidents; older ones were reported long ago, and a report has at most MAX_REPORT bytes."""
+IDS_PER_ATTEMPT = 1_000_000
+"""Coordinators of one generation know nothing of each other, and no number may be used twice."""
+
+
+class Incidents:
+    """The newest incidents, and how many there were of each kind."""
+
+    def __init__(self, attempt: int) -> None:
+        self.recent: tuple[Incident, ...] = ()
+        self.counts: dict[IncidentKind, int] = {}
+        self._next_id = attempt * IDS_PER_ATTEMPT + 1
+
+    def add(
+        self, kind: IncidentKind, unix_seconds: float, details: dict[str, Any], consequences: int, backoff: float = 0.0
+    ) -> None:
+        """Record a break. `details`: fields of `Incident`; `backoff`: how long the next round waits because of it."""
+        incident = Incident(
+            self._next_id, time_of(unix_seconds), kind, consequences=consequences, backoff_seconds=backoff, **details
+        )
+        older = tuple(replace(i, traceback="") if i.traceback else i for i in self.recent[: 1 - KEPT_TRACEBACKS])
+        self.recent = (*older, *self.recent[1 - KEPT_TRACEBACKS :], incident)[-MAX_INCIDENTS:]
+        self._next_id += 1
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    def add_init_failure(self, unix_seconds: float, pod: str, index: int, message: str) -> None:
+        """An entry point that cannot start: one incident for all nodes with the same message."""
+        last = self.recent[-1] if self.recent else None
+        if last is not None and last.kind == IncidentKind.INIT_FAILURE and last.message == message:
+            self.recent = (*self.recent[:-1], replace(last, consequences=last.consequences + 1))
+        else:
+            self.add(IncidentKind.INIT_FAILURE, unix_seconds, {"pod": pod, "index": index, "message": message}, 0)

@@ -1,0 +1,103 @@
+"""What each verb of a member's lines means to the coordinator, with its fields checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator.coordinator import Coordinator
+from ddpjob_runtime.coordinator.first_cause import Failure
+from ddpjob_runtime.coordinator.members import Member
+from ddpjob_runtime.protocol import FromMember
+
+LONGEST_AGE = 600.0
+"""Seconds from a failure until its report is sent; more is a clock that was set meanwhile."""
+
+
+def _ready(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    host = message.get("host", "")
+    if not isinstance(host, str):
+        raise ValueError(f"host: must be a name or an address, not {host!r}")
+    coordinator.ready(member, whole(message, "after"), host, whole(message, "port"))
+
+
+def _joined(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    coordinator.joined(member, whole(message, "round"))
+
+
+def _finished(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    coordinator.finished(member, whole(message, "round"))
+
+
+def _stacks(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    text = protocol.clip(message.get("text"), protocol.MAX_TRACEBACK)
+    coordinator.stacks(member, whole(message, "round"), whole(message, "rank"), text)
+
+
+def _note(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    coordinator.note(member, protocol.clip(message.get("kind"), 100), protocol.clip(message.get("why"), 1000))
+
+
+def _leaving(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    coordinator.leaving(member, protocol.clip(message.get("why") or "it was asked to end"))
+
+
+def _init_failure(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    coordinator.init_failure(member, protocol.clip(message.get("message")))
+
+
+def _failure(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    coordinator.failure(member, message.get("round"), read_failure(member, message))
+
+
+def _replaced(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    coordinator.replaced(whole(message, "generation"), whole(message, "attempt"))
+
+
+HANDLERS: dict[str, Callable[[Coordinator, Member, dict[str, Any]], None]] = {
+    FromMember.READY: _ready,
+    FromMember.JOINED: _joined,
+    FromMember.FINISHED: _finished,
+    FromMember.STACKS: _stacks,
+    FromMember.NOTE: _note,
+    FromMember.LEAVING: _leaving,
+    FromMember.INIT_FAILURE: _init_failure,
+    FromMember.FAILURE: _failure,
+    FromMember.REPLACED: _replaced,
+}
+
+
+def read_failure(member: Member, message: dict[str, Any]) -> Failure:
+    """The failure that a launcher has just reported. Its age gives its time on this clock: clocks of nodes differ."""
+    sent, when = message.get("sent", 0.0), message.get("time", 0.0)
+    age: float = sent - when if protocol.is_number(sent) and protocol.is_number(when) else 0.0
+    return Failure(
+        source=member.source,
+        rank=_whole_or_none(message, "rank"),
+        local_rank=_whole_or_none(message, "localRank"),
+        exit_code=_whole_or_none(message, "exitCode", negative=True),
+        signal=None if message.get("signal") is None else str(message["signal"])[:20],
+        message=protocol.clip(message.get("message")),
+        traceback=protocol.clip(message.get("traceback"), protocol.MAX_TRACEBACK),
+        time=member.heard - min(max(0.0, age), LONGEST_AGE),
+        oom=message.get("oom") is True,
+        init=message.get("init") is True,
+    )
+
+
+def whole(message: dict[str, Any], name: str) -> int:
+    """A field that must be a whole number from 0. Raises ValueError, which names it."""
+    value = message.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: must be a whole number from 0, not {value!r}")
+    return value
+
+
+def _whole_or_none(message: dict[str, Any], name: str, negative: bool = False) -> int | None:
+    value = message.get(name)
+    if value is None:
+        return None
+    if negative and isinstance(value, int):
+        return value
+    return whole(message, name)

@@ -1,0 +1,173 @@
+"""Members: launchers that have said hello, and those that were lost or dismissed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator.first_cause import Source
+from ddpjob_runtime.coordinator.loop import Loop
+from ddpjob_runtime.coordinator.states import MEMBER_TRANSITIONS, State
+from ddpjob_runtime.protocol import LostMember, MemberState, ToMember, time_of
+
+Send = Callable[[str, "dict[str, Any]"], None]
+"""(verb, fields): one line to the member."""
+
+
+class Member:
+    """A launcher with a connection. Times are on the coordinator's clock, in seconds."""
+
+    def __init__(self, pod: str, index: int, attempt: int, pid: int, send: Send, grace: float, heard: float) -> None:
+        self.pod, self.index, self.attempt, self.pid = pod, index, attempt, pid
+        self.send, self.grace, self.heard = send, grace, heard
+        self._state = State(MemberState.STARTING, MEMBER_TRANSITIONS)
+        self.round: int | None = None
+        """The last round it was sent into; `rank` is its group rank there."""
+        self.rank: int | None = None
+        self.host, self.port, self.ready_at = "", 0, 0.0
+        self.drain_by: float | None = None
+        """When it was asked to end its workers: not later than this."""
+        self.given_up = False
+        """It was lost together with others, on a connection that is still open."""
+
+    @property
+    def state(self) -> MemberState:
+        return self._state.now
+
+    @property
+    def source(self) -> Source:
+        """Where its events happen."""
+        return Source(self.pod, self.index)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether workers of its round may be alive, and it has not said that it leaves."""
+        return self.state in (MemberState.RUNNING, MemberState.FINISHED)
+
+    def hear(self, now: float) -> None:
+        """It has sent something."""
+        self.heard = now
+
+    def give_up(self) -> None:
+        """It is lost although its connection is open, which ends with the next line from it."""
+        self.given_up = True
+
+    def reconnect(self, send: Send, now: float) -> None:
+        """The same process over a new connection."""
+        self.send, self.heard = send, now
+
+    def become_ready(self, host: str, port: int, now: float) -> None:
+        """It has no workers and can begin a round; `host` and `port`: of the store that it would host."""
+        if self.state != MemberState.READY:
+            self.ready_at = now
+        self._state.become(MemberState.READY)
+        self.host, self.port, self.drain_by = host, port, None
+
+    def enter(self, number: int, rank: int) -> None:
+        """It is sent into a round."""
+        self._state.become(MemberState.RUNNING)
+        self.round, self.rank, self.drain_by = number, rank, None
+
+    def resume(self, number: int, rank: int, has_workers: bool) -> None:
+        """It comes back to a new coordinator with the round that it is in, or was in."""
+        self.round, self.rank = number, rank
+        if has_workers:
+            self._state.become(MemberState.RUNNING)
+
+    def finish(self) -> None:
+        """All its workers have ended with 0. One that is leaving still leaves."""
+        if self.state == MemberState.RUNNING:
+            self._state.become(MemberState.FINISHED)
+
+    def leave(self) -> None:
+        """It was asked to end and will be gone."""
+        self._state.become(MemberState.LEAVING)
+        self.drain_by = None
+
+    def lose(self) -> None:
+        """It is no member any more; a round may still name it."""
+        self._state.become(MemberState.LOST)
+
+    def drain(self, until: float) -> bool:
+        """It is asked to end its workers; False if it was asked before, and the earlier deadline holds."""
+        if self.drain_by is not None:
+            return False
+        self.drain_by = until
+        return True
+
+    def dismiss(self, why: str) -> None:
+        """Fenced: it has to end, whatever it still does."""
+        self.send(ToMember.STOP, {"ok": False, "why": why, "fenced": True})
+
+
+class Members:
+    """At most one member per index; also who is missing, and which pods are not let in any more."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self.by_index: dict[int, Member] = {}
+        self.missing: dict[int, LostMember] = {}
+        """By index: members that were lost unannounced, until a pod takes the index or the operator knows why."""
+        self._dismissed: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self.by_index.values()))
+
+    def holds(self, member: Member) -> bool:
+        """Whether it is still the member of its index."""
+        return self.by_index.get(member.index) is member
+
+    def ready(self) -> list[Member]:
+        """Members that could begin a round, longest waiting first."""
+        return sorted((m for m in self if m.state == MemberState.READY), key=lambda m: (m.ready_at, m.index))
+
+    def admit(self, member: Member) -> None:
+        """A new member takes its index."""
+        self.by_index[member.index] = member
+        self._loop.changed()
+
+    def heard_of(self, index: int) -> None:
+        """A pod of this index is there: nobody is missing at it."""
+        self.missing.pop(index, None)
+
+    def why_refused(self, pod: str, index: int, attempt: int) -> str | None:
+        """Why this pod is not let in; None: it may come in."""
+        why = self._dismissed.get(pod)
+        old = self.by_index.get(index)
+        if why is None and old is not None and old.attempt > attempt:
+            return f"index {index} belongs to {old.pod} (attempt {old.attempt})"
+        return why
+
+    def dismiss(self, pod: str, why: str) -> None:
+        """This pod is never let in again."""
+        self._dismissed[pod] = why
+
+    def forget_missing(self, pod: str) -> None:
+        """The operator knows that the pod is gone."""
+        for index in [index for index, lost in self.missing.items() if lost.pod == pod]:
+            del self.missing[index]
+
+    def miss(self, member: Member, why: str) -> None:
+        """Lost unannounced: the operator will want to know whether its pod is still there."""
+        if self.holds(member) and member.state != MemberState.LEAVING:
+            self.missing[member.index] = LostMember(member.pod, time_of(member.heard), member.index, why)
+
+    def remove(self, member: Member) -> None:
+        """It is no member any more; its index may have been taken already."""
+        if self.holds(member):
+            del self.by_index[member.index]
+        member.lose()
+        self._loop.changed()
+
+    def lost(self) -> tuple[LostMember, ...]:
+        """As the report has them."""
+        return tuple(self.missing[index] for index in sorted(self.missing))
+
+    def report(self) -> tuple[protocol.Member, ...]:
+        """As the report has them, by index. A rank is one of the present round only."""
+        idle = (MemberState.STARTING, MemberState.READY)
+        return tuple(
+            protocol.Member(m.pod, m.state, m.index, m.attempt, None if m.state in idle else m.rank, m.round)
+            for m in sorted(self, key=lambda m: m.index)
+        )

@@ -1,0 +1,98 @@
+"""The report as Prometheus text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ddpjob_runtime.protocol import CHECKPOINT_TIME, CoordinatorState, IncidentKind, MemberState, Report
+
+FAMILIES = {
+    "ddpjob_nodes": ("gauge", "Nodes wanted"),
+    "ddpjob_world_nodes": ("gauge", "Nodes that train as one group; 0 while none does"),
+    "ddpjob_members": ("gauge", "Connected nodes by state"),
+    "ddpjob_generation": ("gauge", "Generation of the rendezvous"),
+    "ddpjob_rendezvous_round": ("gauge", "Round of the group"),
+    "ddpjob_incidents_total": ("counter", "Breaks of the group by first cause, since this coordinator began"),
+    "ddpjob_training_interrupted": ("gauge", "1 while the group has not made a step since its last break, else 0"),
+    "ddpjob_training_overdue": ("gauge", "1 while the group's next step is overdue, else 0"),
+    "ddpjob_last_recovery_seconds": (
+        "gauge",
+        "Time from the last break to the next step; to the next round while no step has ever been reported",
+    ),
+    "ddpjob_train_epoch": ("gauge", "Epoch that the script has reported"),
+    "ddpjob_train_step": (
+        "gauge",
+        "Step that the script has reported; falls back to the checkpoint's after a break",
+    ),
+    "ddpjob_train_planned_steps": ("gauge", "Steps that the whole training takes, as reported"),
+    "ddpjob_train_loss": ("gauge", "Training loss that the script has reported"),
+    "ddpjob_train_samples_per_second": ("gauge", "Samples per second over all ranks, as reported"),
+    "ddpjob_train_eta_seconds": ("gauge", "Time until training is done, as reported"),
+    "ddpjob_train_checkpoint_timestamp_seconds": (
+        "gauge",
+        "Unix time at which the newest checkpoint was on disk, as reported",
+    ),
+    "ddpjob_progress_metric": ("gauge", "Further figures that the script reports, by their names"),
+}  # fmt: skip
+"""Type and meaning by name. Operator and trainer use the same names for the same figures."""
+LABELS = {"ddpjob_members": "state", "ddpjob_incidents_total": "kind", "ddpjob_progress_metric": "name"}
+"""The label beside namespace and job_name."""
+PROGRESS = {
+    "epoch": "ddpjob_train_epoch", "step": "ddpjob_train_step", "steps": "ddpjob_train_planned_steps",
+    "loss": "ddpjob_train_loss", "samplesPerSecond": "ddpjob_train_samples_per_second",
+    "eta": "ddpjob_train_eta_seconds",
+}  # fmt: skip
+
+
+def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
+    """Prometheus' text format, version 0.0.4. `incidents`: how many of each kind there were."""
+    lines: list[str] = []
+    states = [m.state for m in report.members]
+    own = dict(report.progress.get("metrics", {}))
+    saved = own.pop(CHECKPOINT_TIME, None)
+    _family(lines, "ddpjob_nodes", report.nodes)
+    _family(lines, "ddpjob_world_nodes", report.world if report.state == CoordinatorState.RUNNING else 0)
+    _labelled(lines, "ddpjob_members", {s: states.count(s) for s in MemberState if s is not MemberState.LOST})
+    _family(lines, "ddpjob_generation", report.generation)
+    _family(lines, "ddpjob_rendezvous_round", report.round)
+    _labelled(lines, "ddpjob_incidents_total", {kind: incidents.get(kind, 0) for kind in IncidentKind})
+    _family(lines, "ddpjob_training_interrupted", int(report.recovery.down_since is not None))
+    _family(lines, "ddpjob_training_overdue", int(report.overdue is not None))
+    _family(lines, "ddpjob_last_recovery_seconds", report.recovery.last_seconds)
+    for name, metric in PROGRESS.items():
+        _family(lines, metric, report.progress.get(name))
+    _family(lines, "ddpjob_train_checkpoint_timestamp_seconds", saved)
+    _labelled(lines, "ddpjob_progress_metric", own)
+    return "\n".join(lines) + "\n"
+
+
+def _family(lines: list[str], name: str, value: Any) -> None:
+    """A family of one sample, left out where there is no value."""
+    if value is not None:
+        _head(lines, name)
+        lines.append(f"{name}{{{_labels({})}}} {value}")
+
+
+def _labelled(lines: list[str], name: str, values: Mapping[Any, Any]) -> None:
+    """A family with a sample for each value of its label."""
+    if values:
+        _head(lines, name)
+    for label, value in values.items():
+        lines.append(f"{name}{{{_labels({LABELS[name]: label})}}} {value}")
+
+
+def _head(lines: list[str], name: str) -> None:
+    kind, text = FAMILIES[name]
+    lines.append(f"# HELP {name} {text}.")
+    lines.append(f"# TYPE {name} {kind}")
+
+
+def _labels(more: Mapping[str, Any]) -> str:
+    job = {"job_name": os.environ.get("DDPJOB_NAME", ""), "namespace": os.environ.get("DDPJOB_NAMESPACE", "")}
+    return ",".join(f'{k}="{_escape(v)}"' for k, v in dict(job, **more).items())
+
+
+def _escape(value: str) -> str:
+    return str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,107 @@
+"""The job's progress: the last value of each figure, from the training script or from the step counter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpjob_runtime.protocol import COUNTED_SPEED, MAX_FIGURES, is_number, iso, time_of
+
+NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta")
+AUTOMATIC = "automatic"
+"""Marks reports of the step counter, which count until the script names a step of its own."""
+ACTIVITY = "activity"
+"""What the script does beside steps, such as evaluating; until its next step, or null."""
+
+
+def check(body: Any) -> dict[str, Any]:
+    """The report, if it is well formed.
+
+    Raises:
+        ValueError: names the field and what it must be.
+    """
+    if not isinstance(body, dict):
+        raise ValueError("progress must be a JSON object")
+    for name, value in body.items():
+        if name == AUTOMATIC:
+            if not isinstance(value, bool):
+                raise ValueError(f"{AUTOMATIC}: must be true or false")
+        elif name == "metrics":
+            _check_metrics(value)
+        elif name == ACTIVITY:
+            if value is not None and not (isinstance(value, str) and len(value) <= MAX_FIGURES):
+                raise ValueError(f"{ACTIVITY}: must be a text of at most {MAX_FIGURES} characters, or null")
+        elif name not in NUMBERS:
+            raise ValueError("{}: unknown field; known: {}, metrics, {}".format(name, ", ".join(NUMBERS), ACTIVITY))
+        elif value is not None and not _may_be_number(value):
+            raise ValueError(f"{name}: must be a number, not {value!r:.80}")
+    return body
+
+
+def _check_metrics(metrics: Any) -> None:
+    if not isinstance(metrics, dict):
+        raise ValueError("metrics: must be an object of numbers")
+    if len(metrics) > MAX_FIGURES:
+        raise ValueError(f"metrics: at most {MAX_FIGURES} entries, not {len(metrics)}")
+    for name, value in metrics.items():
+        if len(name) > MAX_FIGURES:
+            raise ValueError(f"metrics: names have at most {MAX_FIGURES} characters, not {len(name)}: {name[:40]}...")
+        if not _may_be_number(value):
+            raise ValueError(f"metrics.{name}: must be a number, not {value!r:.80}")
+
+
+def _may_be_number(value: Any) -> bool:
+    """Infinite and undefined ones too: a diverging loss is no error of the report."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class Progress:
+    """Merges reports. Infinite and undefined figures are left out: JSON has none."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.updated_at: float | None = None
+        self.position: tuple[float, float] | None = None  # (epoch, step) of the last report that named one
+        self._script_counts = False
+
+    def shows_life(self, report: dict[str, Any]) -> bool:
+        """Whether a checked report, not merged yet, shows activity: anything but the step that is known already."""
+        if report.get(AUTOMATIC):
+            return True  # the counter reports only after a step
+        named = {name: report[name] for name in ("epoch", "step") if report.get(name) is not None}
+        return not named or any(self.values.get(name) != value for name, value in named.items())
+
+    def merge(self, report: dict[str, Any], now: float) -> bool:
+        """Merge a checked report; False if it is ignored because the script counts its steps by itself."""
+        if report.get(AUTOMATIC):
+            if self._script_counts:
+                return False
+        elif "step" in report and not self._script_counts:
+            self._script_counts = True
+            metrics = {name: value for name, value in self.values.pop("metrics", {}).items() if name != COUNTED_SPEED}
+            self.values.update({"metrics": metrics} if metrics else {})
+        for name, value in report.items():
+            if name == "metrics":
+                kept = {k: v for k, v in value.items() if is_number(v)}
+                old = {k: v for k, v in self.values.get("metrics", {}).items() if k not in kept}
+                self.values["metrics"] = dict([*old.items(), *kept.items()][-MAX_FIGURES:])
+            elif name not in (AUTOMATIC, ACTIVITY):
+                self.values[name] = value if is_number(value) else None
+        self._note_activity(report.get(ACTIVITY))
+        if "step" in report or "epoch" in report:
+            self.position = (self.values.get("epoch") or 0.0, self.values.get("step") or 0.0)
+        self.updated_at = now
+        return True
+
+    def _note_activity(self, activity: str | None) -> None:
+        self.values.pop(ACTIVITY, None)
+        if activity:
+            self.values[ACTIVITY] = activity
+
+    @property
+    def activity(self) -> str:
+        """What the script does beside steps, by its last report; empty: nothing that it has reported."""
+        return str(self.values.get(ACTIVITY, ""))
+
+    def report(self) -> dict[str, Any]:
+        """As the coordinator's report has it."""
+        return dict(self.values, updatedAt=None if self.updated_at is None else iso(time_of(self.updated_at)))

@@ -1,0 +1,302 @@
+"""One round: a fixed group of members from `go` to success or break.
+
+A round breaks once: at the first failure of a worker, the loss or departure of a member, a hang, or for a change of the
+group's size. Its members are then asked to end their workers, and its first cause is decided once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from ddpjob_runtime.coordinator.evidence import Evidence
+from ddpjob_runtime.coordinator.first_cause import Failure, Finish, Loss, Verdict
+from ddpjob_runtime.coordinator.hang import HangDump
+from ddpjob_runtime.coordinator.loop import Loop
+from ddpjob_runtime.coordinator.members import Member
+from ddpjob_runtime.coordinator.states import ROUND_TRANSITIONS, RoundState, State
+from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, ToMember
+
+SETTLE_SECONDS = 0.5
+"""Consequences of a break arrive within this time of its cause."""
+BUILD_SECONDS = 120.0
+"""From `go` to `joined` of everyone."""
+QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
+"""A member that is silent for this long may be dead."""
+
+
+class Owner(Protocol):
+    """What a round needs from the sequence of rounds that it belongs to."""
+
+    @property
+    def over(self) -> bool: ...
+    @property
+    def held(self) -> bool: ...
+    def on_break(self, broken: Round) -> None: ...
+    def on_verdict(self, judged: Round, verdict: Verdict, own: bool, ran: float) -> None: ...
+    def drain(self, member: Member, why: str, planned: bool = False) -> None: ...
+    def fence(self, late: list[Member], why: str) -> None: ...
+    def advance(self) -> None: ...
+
+
+class Round:
+    """`world` members with the group ranks from 0. After a takeover `members` holds only those that came back."""
+
+    def __init__(self, number: int, world: int, members: Mapping[int, Member], owner: Owner, loop: Loop) -> None:
+        self.number, self.world = number, world
+        self.members = dict(members)
+        self._owner, self._loop = owner, loop
+        self._state = State(RoundState.BUILDING, ROUND_TRANSITIONS)
+        self._joined: set[int] = set()
+        self._finished: dict[int, float] = {}  # rank -> when
+        self._evidence = Evidence()
+        self._running_since: float | None = None
+        self.broken_at: float | None = None
+        self._ended_at: float | None = None  # when its members were first asked to end their workers
+        self._ended_planned = False
+        self._dump: HangDump | None = None
+        self._hangs = ""
+        self._look: HangDump | None = None
+
+    # ---- what it is
+
+    @property
+    def state(self) -> RoundState:
+        return self._state.now
+
+    @property
+    def broken(self) -> bool:
+        """Whether it can no longer succeed."""
+        return self.state in (RoundState.BROKEN, RoundState.JUDGED)
+
+    @property
+    def judged(self) -> bool:
+        """Whether nothing more is to be decided about it."""
+        return self.state in (RoundState.JUDGED, RoundState.SUCCEEDED, RoundState.SUPERSEDED)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every member has started its workers."""
+        return len(self._joined) == self.world
+
+    @property
+    def resizable_since(self) -> float | None:
+        """When it began to run; None while its size must not be changed: a member has finished or is leaving."""
+        return None if self._finished or self._evidence.somebody_leaves else self._running_since
+
+    @property
+    def can_hang(self) -> bool:
+        """Whether all its members should be making steps."""
+        return not self.broken and not self._finished
+
+    def holds(self, member: Member) -> bool:
+        """Whether the member was sent into this round and has not come out of it."""
+        inside = (MemberState.RUNNING, MemberState.FINISHED, MemberState.LEAVING)
+        return member.round == self.number and member.state in inside
+
+    def draining(self) -> list[Member]:
+        """Connected members whose workers may still be alive."""
+        return [m for m in self.members.values() if m.round == self.number and m.has_workers]
+
+    def absent_ranks(self) -> list[int]:
+        """Ranks that have not started their workers, or have not come back to a new coordinator."""
+        return [rank for rank in range(self.world) if rank not in self._joined]
+
+    # ---- begin, join, run, finish
+
+    def begin(self) -> None:
+        """Send all members into the round."""
+        for rank, member in self.members.items():
+            member.enter(self.number, rank)
+        first = self.members[0]
+        # The others' addresses go to nobody: with 1,024 nodes they were a megabyte for each member.
+        host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
+        for rank, member in self.members.items():
+            member.send(ToMember.GO, {"round": self.number, "rank": rank, "world": self.world, "members": host})
+        pods = ", ".join(m.pod for m in self.members.values())
+        self._loop.log(f"round {self.number} begins with {self.world} nodes: {pods}")
+        self._loop.later(BUILD_SECONDS, self._check_built)
+
+    def _check_built(self) -> None:
+        if self.state is RoundState.BUILDING and not self.complete and not self._owner.held:
+            late = [m for rank, m in self.members.items() if rank not in self._joined]
+            self._owner.fence(late, f"it did not start its workers within {BUILD_SECONDS:.0f} s")
+
+    def join(self, member: Member) -> None:
+        """The member has started its workers."""
+        assert member.rank is not None
+        self._joined.add(member.rank)
+
+    def readmit(self, member: Member, rank: int, joined: bool) -> None:
+        """The member comes back to a new coordinator. `joined`: its workers were started under the earlier one."""
+        self.members[rank] = member
+        if joined:
+            self._joined.add(rank)
+
+    def run(self) -> bool:
+        """Run if every member's workers are there; True if it begins to run now."""
+        if self.state is not RoundState.BUILDING or not self.complete:
+            return False
+        self._state.become(RoundState.RUNNING)
+        self._running_since = self._loop.now()
+        self._loop.log(f"round {self.number} runs")
+        return True
+
+    def finish(self, member: Member) -> None:
+        """All workers of the member have ended with 0; the round succeeds with the last one."""
+        assert member.rank is not None
+        self._finished[member.rank] = self._loop.now()
+        member.finish()
+        if len(self._finished) == self.world:
+            self._state.become(RoundState.SUCCEEDED)
+
+    def supersede(self) -> None:
+        """It was over before this coordinator began, and is not this one's to judge."""
+        if not self.judged:
+            self._state.become(RoundState.SUPERSEDED)
+
+    # ---- break
+
+    def fail(self, member: Member, failure: Failure) -> None:
+        """A worker of the member ended by itself; the member ends the others and says `ready`."""
+        self._evidence.add_failure(failure)
+        if member.state == MemberState.LEAVING:
+            return  # as it was asked to; its peers may still save
+        self._break_up()
+        if self._evidence.somebody_leaves and failure.exit_code == EXIT_STEPPED_ASIDE:
+            self._end_workers("a node leaves the group", planned=True)
+        elif failure.communication or self._evidence.somebody_leaves:
+            # The cause may not have arrived yet, or others may still be saving: give that its time.
+            why = f"a worker of {member.pod} lost its peers"
+            self._loop.later(SETTLE_SECONDS, lambda: self._end_workers(why, planned=self._evidence.saving))
+        else:
+            self._end_workers(f"a worker of {member.pod} failed: {failure.message[:200]}")
+
+    def leave(self, member: Member, why: str) -> None:
+        """The member was asked to end; it passes that on to its workers. The round breaks when it is gone."""
+        if member.state == MemberState.RUNNING and not self.judged:
+            self._evidence.add_loss(Loss(member.source, member.rank, why, self._loop.now(), leaving=True))
+
+    def lose(self, member: Member, was: MemberState, why: str) -> None:
+        """The member is gone; `was`: what it did before."""
+        if self.judged or member.rank in self._finished:
+            return
+        if was == MemberState.RUNNING:
+            now = self._loop.now()
+            when = member.heard if now - member.heard > QUIET_SECONDS else now
+            self._evidence.add_loss(Loss(member.source, member.rank, why, when, leaving=False))
+        self._break_up()
+        left = was == MemberState.LEAVING
+        what = "left" if left else "was lost"
+        self._end_workers(f"node {member.pod} {what}: {why}", planned=left and self._evidence.saving)
+
+    def come_apart(self, member: Member) -> None:
+        """A member has left the running round and nobody has said why."""
+        why = f"node {member.pod} left the round by itself"
+        self._evidence.came_apart(self._loop.now(), {"pod": member.pod, "index": member.index, "message": why})
+        self._break_up()
+        self._end_workers(why)
+
+    def give_up_absent(self) -> None:
+        """Members did not come back to a new coordinator."""
+        ranks = ", ".join(map(str, self.absent_ranks()))
+        why = f"node rank(s) {ranks} of round {self.number} did not come back to the restarted coordinator"
+        self._evidence.absent(self._loop.now(), {"message": why})
+        self._break_up()
+        self._end_workers(why)
+
+    def restart_with(self, world: int, joiner: Member | None) -> None:
+        """Planned: the next round has another size; `joiner`: the first of those that make it larger."""
+        why = f"the group continues with {world} instead of {self.world} nodes"
+        who = {} if joiner is None else {"pod": joiner.pod, "index": joiner.index}
+        self._evidence.resized(self._loop.now(), {"message": why, **who})
+        self._break_up()
+        self._end_workers(why, planned=True)
+
+    def hang(self, why: str) -> None:
+        """No step for too long, which is `why`: ask for the stacks of all ranks, then end the workers."""
+        self._dump, self._hangs = HangDump(self._loop, self._end_dump), why
+        self._break_up()
+        self._dump.request(self.number, self.draining())
+
+    def look(self, done: Callable[[str, str], None]) -> None:
+        """Ask for the stacks of all ranks and leave the round alone; `done` gets their summary and text."""
+
+        def end() -> None:
+            if self._look is dump and not self.broken:
+                self._look = None
+                done(*dump.describe())
+
+        dump = self._look = HangDump(self._loop, end)
+        dump.request(self.number, self.draining())
+
+    def stacks(self, member: Member, rank: int, text: str) -> None:
+        """The stacks of one rank of a round without steps."""
+        for dump in (self._dump, self._look):
+            if dump is not None:
+                dump.add(member, rank, text, self.draining())
+
+    def _end_dump(self) -> None:
+        if self._dump is None or self.state is RoundState.SUPERSEDED:
+            return
+        self._name_hang()
+        self._end_workers("the group hangs")
+        self.judge()
+        self._owner.advance()
+
+    def _name_hang(self) -> None:
+        assert self._dump is not None
+        where, traceback = self._dump.describe()
+        self._dump = None
+        details = {"message": f"{self._hangs}: {where}", "traceback": traceback}
+        self._evidence.hangs(self.broken_at or self._loop.now(), details)
+
+    def _break_up(self) -> None:
+        """It can no longer succeed; the first caller counts."""
+        if self.broken:
+            return
+        self._state.become(RoundState.BROKEN)
+        self.broken_at = self._loop.now()
+        self._owner.on_break(self)
+        self._loop.later(SETTLE_SECONDS, self._judge_if_clear)
+
+    def _end_workers(self, why: str, planned: bool = False) -> None:
+        """Ask all members to end their workers, unless they were asked before and at least as urgently."""
+        if self._owner.over or (self._ended_at is not None and (planned or not self._ended_planned)):
+            return
+        self._ended_at = self._loop.now() if self._ended_at is None else self._ended_at
+        self._ended_planned = planned
+        self._loop.log(f"round {self.number} ends: {why}")
+        for member in self.draining():
+            self._owner.drain(member, why, planned)
+
+    # ---- judge
+
+    def _judge_if_clear(self) -> None:
+        """Judge before all workers have ended, unless a member that has not reported yet may be the cause."""
+        if self.judged or self._dump is not None or self._owner.held:
+            return
+        verdict, now = self._verdict(), self._loop.now()
+        waits = self.draining()
+        if waits and (verdict is None or not verdict.sure or any(now - m.heard > QUIET_SECONDS for m in waits)):
+            return
+        self.judge()
+
+    def judge(self) -> None:
+        """Decide the first cause of the break, once."""
+        if self.judged:
+            return
+        if self._dump is not None:
+            self._name_hang()
+        self._state.become(RoundState.JUDGED)
+        verdict = self._verdict()
+        if verdict is None:
+            return
+        began, broke = self._running_since, self.broken_at
+        ran = 0.0 if began is None or broke is None else broke - began
+        self._owner.on_verdict(self, verdict, self._evidence.is_own(verdict), ran)
+
+    def _verdict(self) -> Verdict | None:
+        came_back = [(rank, when) for rank, when in self._finished.items() if rank in self.members]
+        finishes = [Finish(self.members[rank].source, when) for rank, when in came_back]
+        return self._evidence.verdict(finishes, self._ended_at)

@@ -1,0 +1,310 @@
+"""The sequence of rounds: form, run, break, find the first cause, form the next. No sockets; time is handed in.
+
+The next round forms when no member of the last one may still have workers. A member that does not end them in time is
+fenced: it is dismissed, and the group continues without it.
+"""
+
+from __future__ import annotations
+
+from ddpjob_runtime.coordinator import formation
+from ddpjob_runtime.coordinator.backoff import Backoff
+from ddpjob_runtime.coordinator.downtime import Downtime
+from ddpjob_runtime.coordinator.drain import Drains
+from ddpjob_runtime.coordinator.first_cause import Failure, Verdict
+from ddpjob_runtime.coordinator.formation import Size
+from ddpjob_runtime.coordinator.hang import HangWatch
+from ddpjob_runtime.coordinator.incidents import IDS_PER_ATTEMPT, Incidents
+from ddpjob_runtime.coordinator.loop import Alarm, Loop
+from ddpjob_runtime.coordinator.members import Member, Members
+from ddpjob_runtime.coordinator.round import Round
+from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.states import COORDINATOR_TRANSITIONS, RoundState, State
+from ddpjob_runtime.protocol import CoordinatorState, MemberState, Overdue, ToMember, time_of
+
+
+class Rounds:
+    """Decides when a round begins and when it ends."""
+
+    def __init__(self, settings: Settings, members: Members, loop: Loop) -> None:
+        self._members, self._loop, self._mode = members, loop, settings.mode
+        self._state = State(CoordinatorState.FORMING, COORDINATOR_TRANSITIONS)
+        self.size = Size(settings.nodes, settings.min_nodes)
+        self.current: Round | None = None
+        self.last_number = 0
+        """Of the newest round that is known."""
+        self._least_number = settings.attempt * IDS_PER_ATTEMPT
+        self.incidents = Incidents(settings.attempt)
+        self.backoff = Backoff(settings.backoff_initial, settings.backoff_maximum)
+        self.watch = HangWatch(settings.hang_after)
+        self.overdue: Overdue | None = None
+        """The step that the present round should have made long ago."""
+        self._looked_at: float | None = None  # the last step when the stacks were asked for
+        self.downtime = Downtime()
+        self.held = False
+        """Whether an earlier coordinator's round may be running: as long as that is open, none begins or is judged."""
+        self._enough_since: float | None = None
+        self._alarm = Alarm(loop, self.advance)
+        self._drains = Drains(members, loop, self._fence_late)
+
+    @property
+    def state(self) -> CoordinatorState:
+        return self._state.now
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will run any more."""
+        return self.state in (CoordinatorState.SUCCEEDED, CoordinatorState.STOPPED)
+
+    def _now(self) -> float:
+        return self._loop.now()
+
+    # ---- what is due
+
+    def advance(self) -> None:
+        """Do whatever is due now, and set the alarm for what will be."""
+        if self.over or self.held:
+            return
+        if self.current is None or self.current.broken:
+            self._form(self.current)
+        else:
+            self._resize(self.current)
+            self._check_hang(self.current)
+
+    def _form(self, last: Round | None) -> None:
+        if last is not None:
+            if last.draining():
+                return
+            last.judge()
+        now = self._now()
+        if self.backoff.until is not None and now < self.backoff.until:
+            self._alarm.set(self.backoff.until)
+            return
+        ready = self._members.ready()
+        if len(ready) < self.size.min_nodes:
+            self._enough_since = None
+        elif self._enough_since is None:
+            self._enough_since = now
+        first, before = self.last_number == 0, None if last is None else last.world
+        when = formation.begins_at(len(ready), self.size, self._enough_since, first, before, self._mode)
+        if when is not None and now < when:
+            self._alarm.set(when)
+        elif when is not None:
+            self._begin(formation.choose(ready, self.size.nodes, self.last_number))
+
+    def _begin(self, chosen: list[Member]) -> None:
+        self.last_number = max(self.last_number, self._least_number) + 1
+        self.current = Round(self.last_number, len(chosen), dict(enumerate(chosen)), self, self._loop)
+        self._enough_since = None
+        self.backoff.clear()
+        self.current.begin()
+        self._loop.changed()
+
+    def _resize(self, current: Round) -> None:
+        ready = self._members.ready()
+        when = formation.resizes_at(current.world, current.resizable_since, len(ready), self.size)
+        if when is None:
+            return
+        if self._now() < when:
+            self._alarm.set(when)
+            return
+        world = min(self.size.nodes, current.world + len(ready))
+        current.restart_with(world, ready[0] if world > current.world else None)
+
+    def _check_hang(self, current: Round) -> None:
+        due = self.watch.due()
+        if due is None or not current.can_hang:
+            return
+        since = self.watch.since
+        if self._now() < due:
+            self._alarm.set(due)
+        elif self.watch.hang_after is not None:
+            said = f" (the script reports: {self.watch.activity})" if self.watch.activity else ""
+            current.hang(f"no step for {self._now() - (since or 0.0):.0f} s{said}")
+        elif since is not None and self._looked_at != since:
+            self._looked_at = since
+            current.look(lambda where, traceback: self._on_look(since, where, traceback))
+
+    def _on_look(self, since: float, where: str, traceback: str) -> None:
+        if self.watch.since == since:
+            self.overdue = Overdue(time_of(since), where, traceback, self.watch.activity)
+            self._loop.log(f"the next step is overdue, and the group is left alone: {where}")
+            self._loop.changed()
+
+    def _end_watch(self) -> None:
+        self.watch.end()
+        self.overdue = None
+
+    # ---- what members report
+
+    def ready(self, member: Member, after: int, host: str, port: int) -> None:
+        """The member has no workers and could begin a round. `after`: the last one that it knows of."""
+        if member.state in (MemberState.LEAVING, MemberState.LOST):
+            return
+        if member.has_workers and member.round is not None and member.round > after:
+            return  # sent before our `go` arrived
+        self.last_number = max(self.last_number, after)
+        current = self.current
+        left = current is not None and current.holds(member) and not current.broken
+        member.become_ready(host, port, self._now())
+        if left and current is not None and not self.over:
+            current.come_apart(member)
+        self._loop.changed()
+        self.advance()
+
+    def joined(self, member: Member, number: int) -> None:
+        """The member has started its workers."""
+        current = self.current
+        if current is None or number != current.number or not current.holds(member) or current.broken or self.over:
+            return
+        current.join(member)
+        if not self.held:
+            self._run(current)
+        self._loop.changed()
+        self.advance()
+
+    def _run(self, current: Round) -> None:
+        if current.run():
+            self._state.become(CoordinatorState.RUNNING)
+            self.watch.begin(self._now())
+            self.downtime.round_runs(self._now())
+
+    def finished(self, member: Member, number: int) -> None:
+        """All workers of the member have ended with 0."""
+        current = self.current
+        if self.over:
+            return
+        if current is None or number != current.number or current.broken or not current.holds(member):
+            if member.has_workers and member.drain_by is None:
+                self.drain(member, f"a node of round {number} was lost before it had finished")
+            return
+        current.finish(member)
+        if current.state is RoundState.SUCCEEDED:
+            self.end(CoordinatorState.SUCCEEDED)
+            for other in self._members:
+                other.send(ToMember.DONE, {})
+        self._loop.changed()
+
+    def failed(self, member: Member, number: int | None, failure: Failure) -> None:
+        """A worker of the member ended by itself."""
+        current = self.current
+        if current is None or number != current.number or current.judged or self.over:
+            return
+        current.fail(member, failure)
+        self._loop.changed()
+
+    def leaving(self, member: Member, why: str) -> None:
+        """The member was asked to end."""
+        if member.state == MemberState.LOST:
+            return
+        if self.current is not None and self.current.holds(member) and not self.over:
+            self.current.leave(member, why)
+        member.leave()
+        self._loop.changed()
+        self.advance()
+
+    def stacks(self, member: Member, number: int, rank: int, text: str) -> None:
+        """The stacks of one rank of a hanging round."""
+        if self.current is not None and number == self.current.number:
+            self.current.stacks(member, rank, text)
+
+    # ---- ends
+
+    def drain(self, member: Member, why: str, planned: bool = False) -> None:
+        """Ask a member to end its workers and say `ready`. If it does not in time, it is fenced."""
+        self._drains.ask(member, why, planned)
+
+    def _fence_late(self, late: list[Member]) -> None:
+        if not self.over:
+            self.fence(late, "it did not end its workers in time")
+
+    def fence(self, late: list[Member], why: str) -> None:
+        """The group continues without these members, whatever they still do."""
+        for member in late:
+            self._members.dismiss(member.pod, why)
+            self._loop.log(f"fences {member.pod}: {why}")
+            member.dismiss(f"the group continues without this node: {why}")
+        for member in late:  # only now: no round may form while one of them has not been notified
+            self.lose(member, why)
+        self.advance()
+
+    def lose(self, member: Member, why: str) -> None:
+        """The member is gone unannounced. The caller calls `advance` when all who are gone are removed."""
+        if not self.over:
+            self._members.miss(member, why)
+        self.remove(member, why)
+
+    def remove(self, member: Member, why: str) -> None:
+        """The member is gone. The caller calls `advance` when all who are gone are removed."""
+        current, was = self.current, member.state
+        held = current is not None and current.holds(member)
+        self._members.remove(member)
+        if current is not None and held and not self.over:
+            current.lose(member, was, why)
+
+    def end(self, state: CoordinatorState) -> None:
+        """Nothing will run any more."""
+        self._state.become(state)
+        self._end_watch()
+        self._loop.changed()
+
+    def on_break(self, broken: Round) -> None:
+        """The present round can no longer succeed."""
+        self._state.become(CoordinatorState.RESTARTING)
+        self.downtime.begin(self._now())
+        self._end_watch()
+        self._loop.changed()
+
+    def on_verdict(self, judged: Round, verdict: Verdict, own: bool, ran: float) -> None:
+        """The first cause of a break is decided. `own`: a failure of the job itself, after a run of `ran` seconds."""
+        wait = self.backoff.fail(self._now(), ran) if own else 0.0
+        pod, message = verdict.details.get("pod") or "no pod", verdict.details["message"]
+        text = f"round {judged.number} was broken by {verdict.kind}: {pod} ({message[:300]})"
+        self._loop.log(f"{text}, {verdict.consequences} consequences" + (f"; waits {wait:g} s" if wait else ""))
+        self.incidents.add(verdict.kind, verdict.time, verdict.details, verdict.consequences, wait)
+        self._loop.changed()
+
+    # ---- takeover from an earlier coordinator, changes by the operator, progress
+
+    def hold(self) -> None:
+        """Begin and judge nothing: an earlier coordinator's round may be running."""
+        self.held = True
+
+    def release(self) -> None:
+        """Enough is known: the round that was taken over runs, or breaks by those that did not come back."""
+        self.held = False
+        if self.current is not None and not self.over:
+            if not self.current.complete:
+                self.current.give_up_absent()
+            elif not self.current.broken:
+                self._run(self.current)
+        self.advance()
+
+    def take_over(self, number: int, world: int) -> None:
+        """A member has come back from a round that an earlier coordinator began."""
+        if self.current is not None:
+            self.current.supersede()
+            self._state.become(CoordinatorState.FORMING)
+            self.downtime.forget()
+            self._end_watch()
+        self.current = Round(number, world, {}, self, self._loop)
+        self.last_number = max(self.last_number, number)
+        for other in self._members:
+            if other.has_workers and other.round is not None and other.round < number:
+                self.drain(other, f"round {number} began without this node")
+
+    def resize(self, size: Size) -> bool:
+        """Another number of nodes is wanted, or enough; False: it is the same."""
+        changed, self.size = size != self.size, size
+        return changed
+
+    def progress(self, alive: bool, activity: str, step: bool) -> None:
+        """A progress report has arrived. `alive`: it shows activity of the job; `step`: not the activity alone."""
+        if step:
+            self.downtime.step(self._now(), self.state == CoordinatorState.RUNNING)
+        self.watch.note(activity)
+        if alive:
+            self.watch.step(self._now())
+            if self.overdue is not None:
+                self.overdue = None
+                self._loop.changed()
+            self.advance()

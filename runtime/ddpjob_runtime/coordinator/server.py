@@ -1,0 +1,375 @@
+"""The coordinator's port: members' lines and HTTP, distinguished by a connection's first byte."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator import http_api
+from ddpjob_runtime.coordinator.coordinator import Coordinator
+from ddpjob_runtime.coordinator.member_lines import HANDLERS, whole
+from ddpjob_runtime.coordinator.members import Member
+from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.protocol import FromMember, MemberState, ToMember
+
+HELLO_SECONDS = 10.0
+STARTING_SECONDS = 120.0
+"""Silence that is allowed to a member that starts: loading torch from a cold disk stops every thread of a launcher."""
+PROBE_SECONDS = 1.0
+"""For the kernel of a silent member's host to confirm what was sent to it: then the member stands still, and lives."""
+SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
+"""Silence that is allowed to a member that stands still, and to all when most of them are silent: then it is this
+coordinator, or its network, that nobody hears."""
+RETURN_SECONDS = 10.0
+"""For a member whose connection has ended after a silence, or while this process stood still, to come back."""
+TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
+TCP_UNACKED = slice(24, 28)
+"""Of Linux's struct tcp_info: tcpi_unacked."""
+MAX_BACKLOG = 1024 * 1024
+"""Bytes that a member may leave unread before its connection is given up."""
+DEFAULT_GRACE = 30.0
+"""Of a pod, where its launcher does not say."""
+MAX_STRANGERS = 512
+"""Open connections whose other end has not shown that it knows the job's token."""
+MAX_NONCES = 4096
+"""Of requests that change something, which the coordinator remembers: nobody can send one of them again."""
+LOGGED_EVERY = 1.0
+"""Seconds between two lines of the log about strangers."""
+STARTED_AT = time.time() - time.monotonic()
+
+
+def now() -> float:
+    """Unix seconds that never jump: a corrected clock must not make members look silent or steps overdue."""
+    return STARTED_AT + time.monotonic()
+
+
+def log(text: str) -> None:
+    """Write one line of the coordinator's log."""
+    sys.stderr.write(f"{protocol.iso(protocol.time_of(time.time()))} coordinator: {text}\n")
+    sys.stderr.flush()
+
+
+class Silent(Exception):
+    """Nothing was heard of a member for too long."""
+
+
+class Strangers:
+    """Connections whose other end has not shown that it knows the job's token.
+
+    Where there are too many, the oldest of the address that has the most is closed: whoever holds connections open
+    keeps no member and no operator out.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[asyncio.StreamWriter, str] = {}
+        self._logged, self._unlogged = float("-inf"), 0
+
+    def meet(self, writer: asyncio.StreamWriter) -> None:
+        """A connection was accepted."""
+        self._open[writer] = str((writer.get_extra_info("peername") or ("",))[0])
+        if len(self._open) > MAX_STRANGERS:
+            [(busiest, _)] = Counter(self._open.values()).most_common(1)
+            oldest = next(other for other, address in self._open.items() if address == busiest)
+            self.recognize(oldest)
+            oldest.transport.abort()
+            self.complain(f"more than {MAX_STRANGERS} unknown connections: closed one of {busiest}")
+
+    def recognize(self, writer: asyncio.StreamWriter) -> None:
+        """Its other end knows the token, or the connection has ended."""
+        self._open.pop(writer, None)
+
+    def complain(self, text: str) -> None:
+        """A line of the log about what a stranger did, so rarely that nobody can fill it."""
+        moment = time.monotonic()
+        if moment < self._logged + LOGGED_EVERY:
+            self._unlogged += 1
+            return
+        log(text + (f" ({self._unlogged} more of this kind since the last line)" if self._unlogged else ""))
+        self._logged, self._unlogged = moment, 0
+
+
+class Server:
+    """The sockets around a `Coordinator`."""
+
+    def __init__(self, settings: Settings, token: str, store_ready: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self.token, self.store_ready = token, store_ready
+        self.renew()
+        self.strangers = Strangers()
+        self._change = asyncio.Event()
+        self._stood_still = float("-inf")
+        """When this process last continued after it had stood still (monotonic seconds)."""
+        self.coordinator = Coordinator(settings, now, loop.call_later, self._on_change, log)
+
+    def renew(self) -> None:
+        """Another random number: no proof that was made for an earlier one, or for another coordinator, holds."""
+        self.instance = secrets.token_hex(16)
+        self._used: set[str] = set()
+
+    def use(self, nonce: str) -> bool:
+        """Whether no request with this nonce has changed anything yet; from now on one has.
+
+        Only who knows the token uses nonces up. After MAX_NONCES of them all proofs expire, and clients get
+        the new number with the next answer.
+        """
+        if nonce in self._used:
+            return False
+        self._used.add(nonce)
+        if len(self._used) >= MAX_NONCES:
+            self.renew()
+        return True
+
+    def _on_change(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def wait_for_change(self) -> Coroutine[Any, Any, Any]:
+        """Done at the next change of the report after this call, also where it is awaited later."""
+        return self._change.wait()
+
+    async def watch_for_stalls(self) -> None:
+        """Notices when this process has stood still: a host that is moved, or gives it no processor. Never returns."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(TICK_SECONDS)
+            gap = time.monotonic() - before - TICK_SECONDS
+            if gap > STALL_SECONDS:
+                self._stood_still = time.monotonic()
+                log(f"this coordinator stood still for {gap:.1f} s")
+
+    def store_is_ready(self) -> None:
+        """The store accepts connections."""
+        self.store_ready = True
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, from its first byte to its end."""
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.strangers.meet(writer)
+        try:
+            first = await _within(HELLO_SECONDS, reader.read(1))
+            if first == b"{":
+                await self._serve_member(first, reader, writer)
+            elif first:
+                await http_api.serve(self, first, reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the peer is gone; _serve_member has passed that on
+        except Exception:
+            self.strangers.complain(f"a connection has failed:\n{traceback.format_exc()}")
+        finally:
+            self.strangers.recognize(writer)
+            writer.close()
+
+    async def _serve_member(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        send = _sender(writer)
+        nonces = self._prove(first + await _line(reader), send)
+        member = self._admit(await _line(reader), nonces, send) if nonces is not None else None
+        if member is None:
+            await _flush(writer)
+            return
+        self.strangers.recognize(writer)
+        why, judged = "its connection ended", False
+        try:
+            why = await self._listen(member, reader, writer, send)
+        except Silent as silence:
+            why, judged = str(silence), True
+        except ConnectionError as error:
+            why = f"its connection broke: {error}"
+        finally:
+            if member.send is send and not judged and self._may_return(member):
+                await asyncio.sleep(RETURN_SECONDS)
+            if member.send is send:  # else a newer connection of the member is in use
+                together = self._silent_members() if judged else []
+                self._lose(member, why)
+                for other in together:
+                    if now() - other.heard >= SLOW_SECONDS:
+                        other.give_up()
+                        self._lose(other, f"silent for {now() - other.heard:.0f} s, as most members are")
+            await _flush(writer)
+
+    def _lose(self, member: Member, why: str) -> None:
+        """Members that nobody hears are lost at one moment: one after the other they would not look cut off together,
+        and the operator would replace each of them instead of this coordinator.
+        """
+        if member.state == MemberState.LOST:
+            return
+        log(f"node {member.pod} ({member.state}): {why}")
+        self.coordinator.lost(member, why)
+
+    def _prove(self, line: bytes, send: Any) -> tuple[str, str] | None:
+        """Answer a member's challenge with one of our own; the two nonces, the member's first. None: refused."""
+        try:
+            challenge = protocol.decode(line)
+            nonce = challenge.get("nonce")
+            if challenge["t"] != FromMember.CHALLENGE or not isinstance(nonce, str):
+                raise ValueError('the first line must be "challenge" with a nonce, not {!r}'.format(challenge["t"]))
+        except ValueError as error:
+            self._refuse(error, send)
+            return None
+        nonces = nonce[: protocol.MAX_NONCE], secrets.token_hex(16)
+        proof = protocol.seal(self.token, "coordinator", *nonces)
+        settings = self.coordinator.settings
+        place = {"generation": settings.generation, "attempt": settings.attempt}
+        place_proof = protocol.seal(self.token, "place", *nonces, *map(str, place.values()))
+        send(ToMember.PROOF, {"nonce": nonces[1], "proof": proof, **place, "placeProof": place_proof})
+        return nonces
+
+    def _refuse(self, error: ValueError, send: Any) -> None:
+        self.strangers.complain(f"refused a connection: {error}")
+        send(ToMember.REFUSED, {"why": str(error)})
+
+    def _admit(self, line: bytes, nonces: tuple[str, str], send: Any) -> Member | None:
+        if not line:
+            return None  # it has seen that this is not its coordinator
+        try:
+            hello = protocol.decode(line)
+            if hello["t"] != FromMember.HELLO:
+                raise ValueError('the second line must be "hello", not {!r}'.format(hello["t"]))
+            if not protocol.is_sealed(hello.get("proof"), self.token, "member", *nonces):
+                raise ValueError("the proof is not made with this job's token")
+            index, attempt, pid = (whole(hello, name) for name in ("index", "attempt", "pid"))
+            pod, resume = hello.get("pod"), hello.get("resume")
+            if not isinstance(pod, str) or not pod:
+                raise ValueError("pod: must be the pod's name")
+            grace = hello.get("grace", DEFAULT_GRACE)
+            if not isinstance(grace, (int, float)) or isinstance(grace, bool) or not 0 <= grace < float("inf"):
+                raise ValueError(f"grace: must be a number of seconds from 0, not {grace!r}")
+            log(f"hello from {pod} (index {index}, attempt {attempt}): {resume or 'new'}")
+            generation = self.coordinator.settings.generation
+            if hello.get("generation", generation) != generation:
+                send(ToMember.WELCOME, {"generation": generation})  # it sees that it belongs to another one and leaves
+                return None
+            return self.coordinator.hello(pod, index, attempt, pid, send, float(grace), resume)
+        except ValueError as error:
+            self._refuse(error, send)
+            return None
+
+    async def _listen(
+        self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any
+    ) -> str:
+        """Take in a member's lines until its connection ends; returns why it did."""
+        while True:
+            try:
+                line = await self._hear(member, reader, writer, send)
+            except ValueError:
+                return f"it sent a line of more than {protocol.MAX_LINE} bytes"
+            if not line.endswith(b"\n"):
+                return "its connection ended"
+            member.hear(now())
+            try:
+                self._on_message(member, protocol.decode(line), send)
+            except ValueError as error:
+                log(f"node {member.pod} sent a bad line: {error}")
+                send(ToMember.ERROR, {"why": str(error)})
+            if member.given_up:
+                return "it is heard again, and has to come back"  # by a new hello: this member is lost
+            if writer.is_closing() and reader.exception() is None:  # by `send`; a reset is an error of the next read
+                return "it did not read what was sent to it"
+
+    async def _hear(
+        self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any
+    ) -> bytes:
+        """The member's next line. Raises ValueError where it is too long, and Silent."""
+        seconds = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
+        probed = False
+        reading = asyncio.ensure_future(reader.readline())
+        try:
+            while True:
+                done, _ = await asyncio.wait({reading}, timeout=seconds)
+                if done:
+                    return reading.result()
+                if probed and not self._lives(member, writer):
+                    raise Silent(f"silent for {now() - member.heard:.0f} s")
+                if not probed:
+                    log(f"node {member.pod} is silent; looks whether it lives")
+                send(ToMember.HEARTBEAT, {})
+                probed, seconds = True, PROBE_SECONDS
+        finally:
+            reading.cancel()
+
+    def _lives(self, member: Member, writer: asyncio.StreamWriter) -> bool:
+        """Whether a silent member may only be slow, or cut off together with most others."""
+        silence = now() - member.heard
+        if silence < SLOW_SECONDS and _is_confirmed(writer):
+            return True
+        return silence < BLIND_SECONDS and bool(self._silent_members())
+
+    def _silent_members(self) -> list[Member]:
+        """The members that are silent, where those are most of all: then it is this coordinator that is cut off."""
+        # One that starts imports torch, and may be silent for long.
+        others = [other for other in self.coordinator.members if other.state != MemberState.STARTING]
+        silent = [other for other in others if now() - other.heard > protocol.SILENCE_SECONDS / 2]
+        return silent if len(silent) > max(1, len(others) / 2) else []
+
+    def _may_return(self, member: Member) -> bool:
+        """Whether the end of a member's connection may be the end of a stall, its own or this process's."""
+        stalled = time.monotonic() - self._stood_still < RETURN_SECONDS
+        return member.has_workers and (stalled or now() - member.heard > protocol.SILENCE_SECONDS / 2)
+
+    def _on_message(self, member: Member, message: dict[str, Any], send: Any) -> None:
+        verb = message["t"]
+        if verb == FromMember.HEARTBEAT:
+            send(ToMember.HEARTBEAT, {})
+            return
+        if verb not in HANDLERS:
+            raise ValueError(f"unknown verb {verb!r}")
+        shown = {key: value for key, value in message.items() if key not in ("traceback", "text")}
+        log(f"{member.pod}: {shown}"[:1000])
+        if member.state == MemberState.LOST and verb != FromMember.FAILURE:
+            return  # another pod has its index by now
+        HANDLERS[verb](self.coordinator, member, message)
+
+
+# ---- sockets
+
+
+def _is_confirmed(writer: asyncio.StreamWriter) -> bool:
+    """Whether the other end's kernel has confirmed all that was sent: its host is there."""
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    return int.from_bytes(info[TCP_UNACKED], sys.byteorder) == 0
+
+
+def _sender(writer: asyncio.StreamWriter) -> Any:
+    def send(verb: str, fields: dict[str, Any]) -> None:
+        if writer.is_closing():
+            return
+        if writer.transport.get_write_buffer_size() > MAX_BACKLOG:
+            writer.transport.abort()  # it reads nothing: as good as gone
+            return
+        writer.write(protocol.encode(verb, **fields))
+
+    return send
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """A stranger's line; empty when none comes in time, or one that is too long."""
+    with contextlib.suppress(ValueError):
+        return await _within(HELLO_SECONDS, reader.readline()) or b""
+    return b""
+
+
+async def _within(seconds: float, what: Any) -> Any:
+    """The result, or None when the time is over."""
+    task = asyncio.ensure_future(what)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+    return task.result() if done else None
+
+
+async def _flush(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        await _within(1.0, writer.drain())

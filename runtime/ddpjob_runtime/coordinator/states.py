@@ -1,0 +1,92 @@
+"""State machines of the coordinator: each is one table of the transitions that may happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Generic, TypeVar
+
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
+
+
+class RoundState(Enum):
+    """What one round does. `JUDGED`: its first cause is decided; its workers may still be ending."""
+
+    BUILDING = "Building"
+    RUNNING = "Running"
+    BROKEN = "Broken"
+    JUDGED = "Judged"
+    SUCCEEDED = "Succeeded"
+    SUPERSEDED = "Superseded"
+
+
+MEMBER_TRANSITIONS: Mapping[MemberState, set[MemberState]] = {
+    MemberState.STARTING: {MemberState.READY, MemberState.RUNNING, MemberState.LEAVING, MemberState.LOST},
+    MemberState.READY: {MemberState.RUNNING, MemberState.LEAVING, MemberState.LOST},
+    MemberState.RUNNING: {MemberState.READY, MemberState.FINISHED, MemberState.LEAVING, MemberState.LOST},
+    MemberState.FINISHED: {MemberState.READY, MemberState.LEAVING, MemberState.LOST},
+    MemberState.LEAVING: {MemberState.LOST},
+    MemberState.LOST: set(),
+}
+"""A member that comes back to a new coordinator goes from Starting to Running at once."""
+
+ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
+    RoundState.BUILDING: {RoundState.RUNNING, RoundState.BROKEN, RoundState.SUCCEEDED, RoundState.SUPERSEDED},
+    RoundState.RUNNING: {RoundState.BROKEN, RoundState.SUCCEEDED, RoundState.SUPERSEDED},
+    RoundState.BROKEN: {RoundState.JUDGED, RoundState.SUPERSEDED},
+    RoundState.JUDGED: set(),
+    RoundState.SUCCEEDED: set(),
+    RoundState.SUPERSEDED: set(),
+}
+"""Superseded: a member has come back from a later round, which an earlier coordinator began."""
+
+COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
+    CoordinatorState.FORMING: {
+        CoordinatorState.RUNNING,
+        CoordinatorState.RESTARTING,
+        CoordinatorState.SUCCEEDED,
+        CoordinatorState.STOPPED,
+    },
+    CoordinatorState.RUNNING: {
+        CoordinatorState.RESTARTING,
+        CoordinatorState.FORMING,
+        CoordinatorState.SUCCEEDED,
+        CoordinatorState.STOPPED,
+    },
+    CoordinatorState.RESTARTING: {
+        CoordinatorState.RUNNING,
+        CoordinatorState.FORMING,
+        CoordinatorState.SUCCEEDED,
+        CoordinatorState.STOPPED,
+    },
+    CoordinatorState.SUCCEEDED: set(),
+    CoordinatorState.STOPPED: set(),
+}
+"""Back to Forming: the round was superseded. Succeeded without Running: all members of a round that was taken over had
+finished already."""
+
+S = TypeVar("S", bound=Enum)
+
+
+class IllegalTransition(Exception):
+    """A defect of the coordinator: a change of state that its table does not allow."""
+
+
+class State(Generic[S]):
+    """One state, changed only along its table."""
+
+    def __init__(self, initial: S, transitions: Mapping[S, set[S]]) -> None:
+        self.now = initial
+        self._transitions = transitions
+
+    def become(self, state: S) -> None:
+        """Change to `state`; to stay in the same one is no change.
+
+        Raises:
+            IllegalTransition: the table does not allow it.
+        """
+        if state is self.now:
+            return
+        if state not in self._transitions[self.now]:
+            raise IllegalTransition(f"{type(state).__name__}: {self.now.value} -> {state.value}")
+        self.now = state

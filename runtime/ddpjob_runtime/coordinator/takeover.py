@@ -1,0 +1,125 @@
+"""What a coordinator does that was started after another one: the members' round continues as if nothing had happened.
+
+Members come back within seconds of each other, or later where an old address of the coordinator is still in a name
+server's cache or the earlier coordinator still runs. Until all of a round are back, or the time for that is over, no
+round is begun: a second one would run beside the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_runtime.coordinator.loop import Loop
+from ddpjob_runtime.coordinator.members import Member, Members
+from ddpjob_runtime.coordinator.round_sequence import Rounds
+from ddpjob_runtime.protocol import MAX_PODS, MemberState
+
+ADOPT_SECONDS = 45.0
+"""For the members of a round that runs undisturbed. Those whose former coordinator still runs look for the next one
+every 10 s, and a name server may return the old address for 30 s."""
+BROKEN_SECONDS = 5.0
+"""The same, once it is known that the round is over."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a member says about itself when it comes back."""
+
+    round: int
+    rank: int
+    world: int
+    state: MemberState
+
+    @property
+    def has_workers(self) -> bool:
+        return self.state != MemberState.READY
+
+    @classmethod
+    def read(cls, body: Any) -> Resume | None:
+        """From `hello`; None if the member was in no round.
+
+        Raises:
+            ValueError: names the field.
+        """
+        if body is None:
+            return None
+        if not isinstance(body, dict):
+            raise ValueError("resume: must be an object")
+        for name in ("round", "rank", "world"):
+            if not isinstance(body.get(name), int) or isinstance(body[name], bool) or body[name] < 0:
+                raise ValueError(f"resume.{name}: must be a whole number from 0, not {body.get(name)!r}")
+        states = (MemberState.RUNNING, MemberState.FINISHED, MemberState.READY)
+        if body.get("state") not in states:
+            raise ValueError("resume.state: must be {}, {} or {}, not {!r}".format(*states, body.get("state")))
+        if body["rank"] >= body["world"]:
+            raise ValueError("resume.rank: must be below resume.world, {}, not {}".format(body["world"], body["rank"]))
+        if body["world"] > MAX_PODS:
+            raise ValueError("resume.world: must be at most {}, not {}".format(MAX_PODS, body["world"]))
+        return cls(body["round"], body["rank"], body["world"], MemberState(body["state"]))
+
+
+class Takeover:
+    """Takes members back into the rounds they come from."""
+
+    def __init__(self, rounds: Rounds, members: Members, loop: Loop, attempt: int) -> None:
+        self._rounds, self._members, self._loop, self._attempt = rounds, members, loop, attempt
+        self._opened = False
+        self._until: float | None = None
+        """Members are waited for until then; None: nobody is."""
+
+    def arrive(self) -> None:
+        """Somebody says hello to a coordinator that may not be the first."""
+        if self._attempt and not self._opened:
+            self._hold(ADOPT_SECONDS)
+
+    def _hold(self, seconds: float) -> None:
+        self._opened = True
+        until = self._loop.now() + seconds
+        self._until = until if self._until is None else min(until, self._until)
+        self._rounds.hold()
+        self._loop.later(seconds + 0.001, self._end_if_due)
+
+    def _end_if_due(self) -> None:
+        if self._until is not None and self._loop.now() >= self._until:
+            self._end()
+
+    def resume(self, member: Member, resumed: Resume) -> None:
+        """Put the member where it says that it is, and let it know if that round is no more."""
+        rounds = self._rounds
+        if rounds.current is None or resumed.round > rounds.current.number:
+            # This coordinator has begun no round of such a number.
+            if self._until is None:
+                self._hold(ADOPT_SECONDS)
+            rounds.take_over(resumed.round, resumed.world)
+        current = rounds.current
+        member.resume(resumed.round, resumed.rank, resumed.has_workers)
+        if current is None or current.number != resumed.round or current.world != resumed.world:
+            if resumed.has_workers:
+                rounds.drain(member, f"the group continued without this node after round {resumed.round}")
+            return
+        current.readmit(member, resumed.rank, joined=self._until is not None)
+        if not resumed.has_workers:
+            if not current.broken:
+                current.come_apart(member)
+        elif current.broken:
+            rounds.drain(member, f"a node of round {resumed.round} is gone")
+        elif resumed.state == MemberState.FINISHED:
+            rounds.finished(member, resumed.round)
+        self.check()
+
+    def check(self) -> None:
+        """After every event: whether enough is known."""
+        if self._until is None:
+            return
+        current = self._rounds.current
+        if current is not None and current.complete:
+            self._end()
+            return
+        known = len(self._members.ready()) >= self._rounds.size.nodes if current is None else current.broken
+        if known and self._until > self._loop.now() + BROKEN_SECONDS:
+            self._hold(BROKEN_SECONDS)
+
+    def _end(self) -> None:
+        self._until = None
+        self._rounds.release()

@@ -1,0 +1,306 @@
+"""torchrun with a coordinator: the trainer container's main process.
+
+    python3 PATH/ddpjob_runtime launcher TORCHRUN_ARGUMENTS
+
+Exit codes: 0 every node has finished; 76 rendezvous lost; 77 stopped by the coordinator; 78 the entry point cannot
+start; 79 fenced, the group continued without this node; 128+N ended by signal N (143: SIGTERM); anything else is a
+failure of this node.
+
+DDPJOB_RECOVERY=Fast: rounds without c10d, and workers forked from a process that has imported torch (DDPJOB_PRELOAD
+names more modules).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher import pid1, stacks
+from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
+from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.import_torchrun import import_torchrun
+from ddpjob_runtime.launcher.shutdown import Shutdown, die_with_parent, ignore_signal, log, watch_signals
+from ddpjob_runtime.protocol import FromMember, Mode
+
+LOST_GRACE = 3.0
+"""For workers when the coordinator is gone: time to save if they know how."""
+REPORT_SECONDS = 15.0
+"""How long a node that cannot start tries to report that."""
+WORKER = str(Path(__file__).resolve().parent.parent / "worker.py")
+REQUIRED = ("DDPJOB_COORDINATOR", "DDPJOB_TOKEN", "DDPJOB_POD", "DDPJOB_INDEX", "DDPJOB_ATTEMPT")
+
+
+def main() -> NoReturn:
+    """Run until the job is done or this node has to end; never returns."""
+    faulthandler.enable()
+    if os.getpid() == 1:
+        pid1.become_init()
+        die_with_parent()
+    shutdown = Shutdown(grace_seconds())
+    try:
+        mode = recovery_mode()
+        client = connect(shutdown, mode)
+    except InitFailure as error:
+        shutdown.exit(protocol.EXIT_INIT_FAILURE, "InitFailure", str(error))
+        raise
+    fork_server, cold = warm_up() if mode == Mode.FAST else (None, "")  # before any thread is started
+    stacks.prepare()
+    shutdown.clean_up = stacks.remove
+    watch_signals(lambda number: on_signal(number, client, shutdown))
+    shutdown.close_client = client.close
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a replaced node never finds rank 0's store
+    os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
+    client.start()
+    try:
+        torchrun(sys.argv[1:], client, shutdown, mode, fork_server, cold)
+        if not client.done:
+            raise RuntimeError("torchrun has given up, and the group has not finished")
+        shutdown.exit(protocol.EXIT_DONE, "Done", "")
+    except InitFailure as error:
+        if client.wait_welcome(REPORT_SECONDS):
+            client.send(FromMember.INIT_FAILURE, message=str(error))
+        shutdown.exit(protocol.EXIT_INIT_FAILURE, "InitFailure", str(error))
+    except BaseException as error:
+        shutdown.block_if_begun()
+        kind, code = classify(error)
+        shutdown.exit(code, kind, f"{type(error).__name__}: {error}", traceback.format_exc(), grace=LOST_GRACE)
+    raise AssertionError("unreachable")
+
+
+def grace_seconds() -> float:
+    """Time for workers between SIGTERM and SIGKILL: the pod's grace less what the launcher needs itself."""
+    text = os.environ.get("DDPJOB_GRACE_SECONDS", "30")
+    try:
+        return max(0.5, float(text) - 2.0)
+    except ValueError:
+        log(f"DDPJOB_GRACE_SECONDS must be a number of seconds, not {text!r}; takes 30")
+        return 28.0
+
+
+def recovery_mode() -> Mode:
+    """How this job recovers."""
+    text = os.environ.get("DDPJOB_RECOVERY", Mode.STANDARD)
+    try:
+        return Mode(text)
+    except ValueError:
+        raise InitFailure("DDPJOB_RECOVERY must be {}, not {!r}".format(" or ".join(Mode), text)) from None
+
+
+def connect(shutdown: Shutdown, mode: Mode) -> CoordinatorClient:
+    """The client to the coordinator, not started yet."""
+    missing = [name for name in REQUIRED if not os.environ.get(name)]
+    if missing:
+        raise InitFailure(
+            "environment variables missing: {}; the launcher is started by the operator".format(", ".join(missing))
+        )
+    os.environ["DDPJOB_PROTOCOL"] = str(protocol.VERSION)  # of this job's coordinator, for the workers
+    identity: dict[str, Any] = {
+        "pod": os.environ["DDPJOB_POD"],
+        "pid": os.getpid(),
+    }
+    identity["grace"] = shutdown.grace_seconds
+    for name in ("INDEX", "ATTEMPT", "GENERATION"):
+        text = os.environ.get("DDPJOB_" + name, "0")
+        if not text.isdigit():
+            raise InitFailure(f"DDPJOB_{name} must be a whole number, not {text!r}")
+        identity[name.lower()] = int(text)
+
+    def on_end(code: int, kind: str, message: str) -> None:
+        grace = shutdown.grace_seconds if code == protocol.EXIT_STOPPED else LOST_GRACE
+        shutdown.exit(code, kind, message, grace=grace)
+
+    timeout = re.search(r"\bjoin_timeout=(\d+)", " ".join(sys.argv[1:]))
+    try:
+        return CoordinatorClient(
+            os.environ["DDPJOB_COORDINATOR"],
+            os.environ["DDPJOB_TOKEN"],
+            identity,
+            mode,
+            float(timeout.group(1)) if timeout else 600.0,
+            on_end,
+        )
+    except ValueError as error:
+        raise InitFailure(str(error)) from None
+
+
+def on_signal(number: signal.Signals, client: CoordinatorClient, shutdown: Shutdown) -> None:
+    """Announce at once that this node leaves, then give the workers the pod's grace."""
+    why = f"asked to end by {number.name}"
+    shutdown.exit(
+        128 + number,
+        "Signal",
+        why,
+        grace=shutdown.grace_seconds,
+        announce=lambda: client.send(FromMember.LEAVING, why=why),
+    )
+
+
+def torchrun(
+    arguments: list[str], client: CoordinatorClient, shutdown: Shutdown, mode: Mode, fork_server: Any, cold: str
+) -> None:
+    """torch.distributed.run's `main` with the launcher's agent and entry point; returns when all nodes are done."""
+    run = require_torchrun()
+    parsed = parse(run, arguments)
+    if not parsed.run_path:
+        check_entry_point(parsed)
+    if str(parsed.nproc_per_node).isdigit():
+        os.environ.setdefault(
+            "TORCH_ELASTIC_WORKER_IDENTICAL", "1"
+        )  # all nodes alike: no exchange of sizes that a dying node could block
+    client.wait_welcome()
+    if client.done:
+        return
+    patch_torch(run, client, shutdown, mode)
+    if mode == Mode.FAST:
+        reported: list[str] = []
+
+        def report_cold(why: str) -> None:
+            if why not in reported:
+                reported.append(why)
+                log(f"workers of this node are not pre-warmed: {why}")
+                client.send(FromMember.NOTE, kind=protocol.COLD_WORKERS, why=why)
+
+        cold = cold or why_cold(parsed) or warm_workers(fork_server, report_cold)
+        if cold:
+            report_cold(cold)
+    run.run(parsed)
+
+
+def warm_up() -> tuple[Any, str]:
+    """(the process that forks workers, why there is none). An image without torch fails where torchrun is imported."""
+    if "OMP_NUM_THREADS" not in os.environ and processes_per_node() > 1:
+        os.environ["OMP_NUM_THREADS"] = "1"  # torchrun's own rule; read when torch is imported, which is now
+    if not hasattr(os, "fork"):
+        return None, "this system cannot fork"
+    from ddpjob_runtime.launcher import forkserver
+
+    try:
+        forkserver.preload()
+    except Exception as error:
+        return None, str(error)
+    fork_server = forkserver.ForkServer(os.environ.get("DDPJOB_PRELOAD", ""))
+    return fork_server, fork_server.why_not()
+
+
+def processes_per_node() -> int:
+    """From torchrun's arguments; 1 where they name a kind of device."""
+    found = re.findall(r"--nproc[-_]per[-_]node[= ](\d+)", " ".join(sys.argv[1:]))
+    return int(found[-1]) if found else 1
+
+
+def why_cold(parsed: Any) -> str:
+    """Why the arguments do not allow workers to be forked; empty if they do."""
+    if parsed.no_python:
+        return "with --no-python every worker starts a program of its own; name a Python script or module instead"
+    if parsed.run_path:
+        return "with --run-path torchrun starts the workers itself; remove it"
+    return ""
+
+
+def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
+    """Have torchrun take its workers from the fork server; returns why a torch without the seam cannot."""
+    import torch
+    import torch.distributed.elastic.multiprocessing.api as processes
+    from torch.distributed.elastic.multiprocessing import subprocess_handler
+
+    base = getattr(subprocess_handler, "SubprocessHandler", None)
+    if not hasattr(processes, "get_subprocess_handler") or not hasattr(base, "_popen"):
+        return f"torch {torch.__version__} starts its workers in an unknown way; use another version from 2.6 on"
+    from ddpjob_runtime.launcher import forkserver
+
+    warm_handler = forkserver.handler_class(base, fork_server, WORKER, report_cold)
+    processes.get_subprocess_handler = lambda *args, **kwargs: warm_handler(*args, **kwargs)
+    return ""
+
+
+def require_torchrun() -> Any:
+    """torch.distributed.run; an image that cannot import it cannot run the job, and a retry would not help."""
+    try:
+        return import_torchrun()
+    except Exception as error:  # OSError, too: a library of CUDA's that is missing
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
+            raise  # This node's trouble for now, not the image's: a library that is missing has no errno.
+        what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
+        raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
+
+
+def parse(run: Any, arguments: list[str]) -> Any:
+    """Parse as torchrun does; what it refuses is a mistake in the job's manifest."""
+    parser = run.get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise InitFailure("torchrun refuses its arguments: {} (arguments: {})".format(message, " ".join(arguments)))
+
+    parser.error = refuse
+    try:
+        return parser.parse_args(arguments)
+    except SystemExit:
+        raise InitFailure(
+            "torchrun arguments that only print something cannot run a job: {}".format(" ".join(arguments))
+        ) from None
+
+
+def check_entry_point(parsed: Any) -> None:
+    """Raises InitFailure if what shall run cannot be found."""
+    if parsed.no_python:
+        check_command(parsed.training_script)
+    elif parsed.module:
+        check_module(parsed.training_script)
+    else:
+        check_script(parsed.training_script)
+
+
+def patch_torch(run: Any, client: CoordinatorClient, shutdown: Shutdown, mode: Mode) -> None:
+    """Replace torchrun's agent, entry point and signal handling by the launcher's."""
+    import torch.distributed.elastic.multiprocessing.api as processes
+    import torch.distributed.launcher.api as launcher_api
+
+    from ddpjob_runtime.launcher import agent, rendezvous
+
+    configs: list[Any] = []
+    launcher_api.LocalElasticAgent = agent.agent_class(
+        client, shutdown, mode, lambda: agent.rendezvous_parameters(configs[-1])
+    )
+    if mode == Mode.FAST:
+        rendezvous.register_fast(client, shutdown)
+    processes._terminate_process_handler = (
+        ignore_signal  # set by torchrun for the signals that watch_signals has seen already
+    )
+    configure = run.config_from_args
+
+    def config_from_args(parsed: Any) -> Any:
+        if not parsed.run_path:
+            kind = "--exec" if parsed.no_python else "--module" if parsed.module else "--script"
+            parsed.training_script_args = [kind, parsed.training_script, *parsed.training_script_args]
+            parsed.training_script, parsed.module, parsed.no_python = WORKER, False, False
+        try:
+            made = configure(parsed)
+            configs.append(made[0])
+            return made
+        except (ValueError, AssertionError, RuntimeError, OSError) as error:
+            raise InitFailure(f"torchrun refuses its arguments: {error}") from error
+
+    run.config_from_args = config_from_args
+
+
+def classify(error: BaseException) -> tuple[str, int]:
+    """(kind, exit code) of an exception that ended torchrun.
+
+    A lost rendezvous is a consequence, anything else a failure of this node.
+    """
+    if "torch.distributed.elastic.rendezvous.api" not in sys.modules:
+        return "Error", 1  # It has not come so far, and torch may be what is broken.
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    if isinstance(error, (RendezvousError, dist.DistNetworkError, dist.DistStoreError)):
+        return "RendezvousLost", protocol.EXIT_RENDEZVOUS_LOST
+    return "Error", 1

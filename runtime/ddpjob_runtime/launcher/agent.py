@@ -1,0 +1,348 @@
+"""torchrun's elastic agent, driven by the coordinator: reports failures, obeys `restart`, ends with the last node.
+
+The seams into torch.distributed.elastic (2.6 and later): LocalElasticAgent's `_rendezvous`, `_start_workers`,
+`_stop_workers`, `_monitor_workers`, `_exit_barrier`; the worker context's `close`, `pids` and `error_files`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher import oom, stacks
+from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.rendezvous import FastRendezvous, StandardRendezvous
+from ddpjob_runtime.launcher.shutdown import Shutdown, log
+from ddpjob_runtime.protocol import FromMember, Mode
+
+POLL_SECONDS = 0.005
+ROUNDS_PER_ATTEMPT = 1_000_000
+"""The first round of the coordinator of attempt A is A times this and one, as docs/protocol.md says."""
+GONE_SECONDS = 60.0
+"""For workers to be gone after SIGKILL: the kernel takes its time for much memory, or for a device."""
+_COUNTS_PER_ATTEMPT = 1000
+LAST_SECONDS = 3.0
+"""The same when this node ends: its container takes along what is left."""
+RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
+"""Seconds between SIGTERM and SIGKILL when the round is broken: its step can no longer be completed."""
+
+
+def agent_class(client: CoordinatorClient, shutdown: Shutdown, mode: Mode, parameters: Any) -> type[Any]:
+    """A LocalElasticAgent for one launcher. `parameters()`: those of torchrun's own rendezvous (Standard)."""
+
+    class Agent(LocalElasticAgent):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._round: int | None = None
+            self._remaining_restarts: int
+            self._grace = RESTART_GRACE[mode]
+            self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that were not ended by us
+            self._oom_kills = 0
+            shutdown.stop_workers = self._stop_for_good
+            client.on_dump, client.on_hurry = self._dump, self._hurry
+            spec = self._worker_group.spec
+            if not isinstance(spec.rdzv_handler, FastRendezvous):
+                spec.rdzv_handler = StandardRendezvous(client, shutdown, str(spec.local_addr or ""), parameters())
+
+        # ---- rendezvous
+
+        def _rendezvous(self, worker_group: Any) -> None:
+            self._round = None
+            while True:
+                try:
+                    super()._rendezvous(worker_group)
+                    break
+                except dist.DistStoreError as error:  # a node died between the rendezvous and its first key
+                    log(f"the round came apart ({str(error)[:200]}); waits for the next one")
+            self._round = worker_group.spec.rdzv_handler.number
+
+        # ---- workers
+
+        def _start_workers(self, worker_group: Any) -> Any:
+            shutdown.block_if_begun()
+            assert self._round is not None
+            # The same on all nodes, whatever their history: scripts and stores use TORCHELASTIC_RESTART_COUNT.
+            self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
+            os.environ["DDPJOB_FENCE"] = "{}.{}".format(os.environ.get("DDPJOB_GENERATION", "0"), self._round)
+            self._oom_kills = oom.oom_kills()
+            pids: Any = {}
+            with shutdown.starting:  # not blocked in here: the shutdown waits for this lock
+                if not shutdown.begun:
+                    self._ended, self._grace = {}, RESTART_GRACE[mode]
+                    pids = super()._start_workers(worker_group)
+                    self._wrap_close(self._pcontext)
+            shutdown.block_if_begun()
+            client.joined(self._round)
+            return pids
+
+        def _wrap_close(self, context: Any) -> None:
+            """torchrun closes with a grace of 30 s in several places; the state of this node decides instead."""
+            close = context.close
+            seen: list[bool] = []
+
+            def close_with_grace(death_sig: Any = None, timeout: float = 30) -> None:
+                if not seen:
+                    seen.append(True)
+                    self._note_ended(context)
+                if self._end_workers(context, death_sig or signal.SIGTERM):
+                    close(death_sig, self._grace)  # Only the logs' files are left to close.
+
+            context.close = close_with_grace
+
+        def _note_ended(self, context: Any) -> None:
+            handlers = getattr(context, "subprocess_handlers", {})
+            self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
+            if protocol.EXIT_STEPPED_ASIDE in self._ended.values():
+                self._let_step_aside(handlers)
+
+        def _let_step_aside(self, handlers: Any) -> None:
+            """One worker has saved and left as it was asked; the others of this node may still be saving."""
+            deadline = time.monotonic() + shutdown.grace_seconds
+            while time.monotonic() < deadline and any(h.proc.poll() is None for h in handlers.values()):
+                time.sleep(0.05)
+            self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
+
+        def _kill_groups(self, context: Any) -> None:
+            """Kill what workers have left behind; every worker leads a process group of its own."""
+            for pid in context.pids().values():
+                try:
+                    os.killpg(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+        def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
+            """SIGTERM, the grace, SIGKILL, and the wait until all are gone: whether they are.
+
+            No worker may begin beside one that still holds its device. After SIGKILL torch itself waits without end
+            (2.6), or gives up after the grace (2.15).
+            """
+            handlers = list(context.subprocess_handlers.values())
+            for handler in handlers:
+                if handler.proc.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        _ask_to_end(handler, death_sig)
+            _wait(handlers, time.monotonic() + self._grace)
+            self._kill_groups(context)
+            killed = time.monotonic()
+            while not _wait(handlers, min(killed + GONE_SECONDS, time.monotonic() + LAST_SECONDS)):
+                if shutdown.begun:
+                    return False
+                if time.monotonic() >= killed + GONE_SECONDS:
+                    left = [handler.proc.pid for handler in handlers if handler.proc.poll() is None]
+                    what = f"workers {left} still run {GONE_SECONDS:.0f} s after SIGKILL"
+                    shutdown.exit(1, "Error", f"{what}: a driver or a file system of this node hangs")
+            return True
+
+        def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
+            shutdown.block_if_begun()
+            if client.is_planned(self._round):
+                self._grace = shutdown.grace_seconds
+            super()._stop_workers(worker_group, *args, **kwargs)
+
+        def _hurry(self, number: int) -> None:
+            """The grace of a planned restart is over: a peer that would have saved with these workers is gone."""
+            if number == self._round and self._pcontext is not None:
+                self._kill_groups(self._pcontext)
+
+        def _stop_for_good(self, grace: float) -> None:
+            self._grace = grace
+            if self._pcontext is not None:
+                self._pcontext.close(signal.SIGTERM)
+
+        # ---- the group
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            shutdown.block_if_begun()
+            if client.must_restart(self._round):
+                return self._restart_for_peer(worker_group)
+            result = super()._monitor_workers(worker_group)
+            shutdown.block_if_begun()
+            if result.state == WorkerState.FAILED:
+                self._report(result.failures)
+                self._remaining_restarts = max(self._remaining_restarts, 1)  # the operator counts restarts
+            elif result.state == WorkerState.UNHEALTHY:
+                self._remaining_restarts = max(self._remaining_restarts, 1)
+            elif result.state == WorkerState.SUCCEEDED:
+                assert self._round is not None
+                log("all workers of this node have finished; waits for the other nodes")
+                if not client.wait_verdict(self._round):
+                    return self._restart_for_peer(worker_group)
+            return result
+
+        def _restart_for_peer(self, worker_group: Any) -> Any:
+            log(f"restarts its workers: {client.why}")
+            context, number, ranks = (
+                self._pcontext,
+                self._round,
+                {w.local_rank: w.global_rank for w in worker_group.workers},
+            )
+            self._stop_workers(worker_group)
+            for local_rank, path in getattr(context, "error_files", {}).items():
+                code = self._ended.get(local_rank)
+                if code or (code is None and Path(path).is_file()):
+                    code = context.subprocess_handlers[local_rank].proc.returncode if code is None else code
+                    self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
+            self._initialize_workers(worker_group)
+            return RunResult(state=WorkerState.HEALTHY)
+
+        def _report(self, failures: Any) -> None:
+            for rank, failure in failures.items():
+                if self._ended and failure.local_rank not in self._ended:
+                    continue  # ended by us because of its peers
+                self._send_failure(
+                    self._round, rank, failure.local_rank, failure.pid, failure.exitcode, failure.error_file
+                )
+
+        def _send_failure(self, number: Any, rank: int, local_rank: int, pid: int, code: int, error_file: str) -> None:
+            out_of_memory = code == -signal.SIGKILL and oom.oom_kills() > self._oom_kills
+            send_failure(client, number, rank, local_rank, pid, code, error_file, out_of_memory)
+
+        # ---- hangs
+
+        def _dump(self, number: int) -> None:
+            if number == self._round:
+                threading.Thread(target=self._send_stacks, args=(number,), name="ddpjob-stacks", daemon=True).start()
+
+        def _send_stacks(self, number: int) -> None:
+            context, workers = self._pcontext, self._worker_group.workers
+            if context is None:
+                return
+            pids = context.pids()
+            local = {worker.global_rank: worker.local_rank for worker in workers}
+            for rank, text in stacks.collect({rank: pids[i] for rank, i in local.items()}).items():
+                client.send(
+                    FromMember.STACKS,
+                    round=number,
+                    rank=rank,
+                    localRank=local[rank],
+                    text=protocol.clip(text, protocol.MAX_TRACEBACK),
+                )
+
+        def _exit_barrier(self) -> None:
+            """Replaced by the wait in `_monitor_workers`: a barrier in the store would not notice a lost peer."""
+
+    return Agent
+
+
+def restarts_before(number: int) -> int:
+    """TORCHELASTIC_RESTART_COUNT of a round: the same on all nodes, from the round's number alone, since workers meet
+    in the store under it. Never 0 after a restart: scripts resume by that. It grows, by a thousand with each
+    coordinator that takes over: torchrun empties the folder of logs of a count that comes again.
+    """
+    attempt, number_of_attempt = divmod(number, ROUNDS_PER_ATTEMPT)
+    return _COUNTS_PER_ATTEMPT * attempt + number_of_attempt - 1
+
+
+def _ask_to_end(handler: Any, number: signal.Signals) -> None:
+    """Signal a worker and its children, as torchrun does; Python that handles the signal gets it alone: without its
+    loaders' processes it cannot complete the step after which it saves. They are killed when it has ended. Any other
+    program that handles it, such as a shell with a trap, may wait for the training that it has started.
+
+    Raises ProcessLookupError: it has ended.
+    """
+    try:
+        pid = handler.proc.pid
+        alone = stacks.catches(pid, number) and Path(f"/proc/{pid}/exe").samefile("/proc/self/exe")
+    except OSError:  # no /proc, no such process, or one whose program is hidden
+        alone = False
+    if alone:
+        os.kill(handler.proc.pid, number)
+    else:
+        handler.close(death_sig=number)
+
+
+def _wait(handlers: list[Any], until: float) -> bool:
+    """Whether all workers end until this moment (monotonic seconds)."""
+    while any(handler.proc.poll() is None for handler in handlers):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def rendezvous_parameters(config: Any) -> Any:
+    """As torchrun would build them from its arguments."""
+    return RendezvousParameters(
+        config.rdzv_backend,
+        config.rdzv_endpoint,
+        config.run_id,
+        1,
+        1,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+
+
+def send_failure(
+    client: CoordinatorClient,
+    number: int | None,
+    rank: int,
+    local_rank: int,
+    pid: int,
+    code: int,
+    error_file: str,
+    out_of_memory: bool,
+) -> None:
+    """Report a worker that ended by itself, with the content of its error file."""
+    error = read_error_file(error_file)
+    name, message = signal_name(code), error.message
+    if out_of_memory:
+        message = "killed by the kernel: the container's memory limit ({}) is used up".format(oom.limit() or "unknown")
+    elif not message:
+        message = f"killed by signal {name}" if name else f"ended with exit code {code}"
+    now = time.time()
+    client.send(FromMember.FAILURE, round=number, rank=rank, localRank=local_rank, pid=pid, exitCode=code, signal=name,
+        message=protocol.clip(message), traceback=protocol.clip(error.traceback, protocol.MAX_TRACEBACK),
+        time=error.time or now, sent=now, oom=out_of_memory, init=error.init,
+    )  # fmt: skip
+
+
+def signal_name(code: int) -> str | None:
+    """Name of the signal that ended a process; None if none did."""
+    if code >= 0:
+        return None
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+@dataclass(frozen=True)
+class ErrorFile:
+    """What a worker wrote about its end. `init`: it had not begun to train, and a retry would not help."""
+
+    message: str = ""
+    traceback: str = ""
+    time: float | None = None
+    init: bool = False
+
+
+def read_error_file(path: str) -> ErrorFile:
+    """torchrun's error file; the time is the file's, since the one inside has whole seconds only."""
+    file = Path(path)
+    if not file.is_file():
+        return ErrorFile()
+    when = file.stat().st_mtime
+    try:
+        content = json.loads(file.read_text())["message"]
+    except (ValueError, KeyError, TypeError) as error:
+        return ErrorFile(f"its error file {path} is not readable: {error}", time=when)
+    if not isinstance(content, dict):
+        return ErrorFile(str(content), time=when)
+    extra = content.get("extraInfo", {})
+    return ErrorFile(
+        str(content.get("message", "")), str(extra.get("py_callstack", "")), when, bool(extra.get("ddpjob_init"))
+    )

@@ -1,0 +1,89 @@
+"""Checks that the user's program can be found, without running any of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+
+class InitFailure(Exception):
+    """The entry point cannot start, and a retry would not help. The message says what the user has to change."""
+
+
+def check_script(script: str) -> None:
+    """`python SCRIPT` must have a file, or a folder or archive with a __main__.py."""
+    path = Path(script)
+    where = f"{script!r} (working directory {Path.cwd()})"
+    if not path.exists():
+        raise InitFailure(
+            f"script {where} does not exist: correct the path, or put the file into the image or a volume"
+        )
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise InitFailure(f"script {where} is a folder without __main__.py: name a Python file")
+    if not os.access(path, os.R_OK):
+        raise InitFailure(f"script {where} cannot be read by user {os.getuid()}: change its permissions")
+
+
+def check_command(command: str) -> None:
+    """With --no-python: a program on PATH or a path to one."""
+    if shutil.which(command) is None:
+        raise InitFailure(
+            "command {!r} is not an executable file and not on PATH ({})".format(command, os.environ.get("PATH", ""))
+        )
+
+
+def check_module(name: str) -> None:
+    """`python -m NAME` must have a module, or a package with a __main__ module. Parent packages are not imported."""
+    cwd = str(Path.cwd())
+    if cwd not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, cwd)
+    searched = "searched in: working directory {}, PYTHONPATH {!r}, the image's packages".format(
+        cwd, os.environ.get("PYTHONPATH", "")
+    )
+    placeholders: list[str] = []
+    try:
+        problem = _missing_part(name, placeholders)
+    finally:
+        for parent in placeholders:
+            del sys.modules[parent]
+    if problem:
+        raise InitFailure(f"module {name!r}: {problem} ({searched})")
+
+
+def _missing_part(name: str, placeholders: list[str]) -> str:
+    """What is wrong with a dotted name; empty if nothing is.
+
+    Parents get a placeholder module: the import machinery looks them up by name.
+    """
+    path: list[str] | None = None
+    parts = name.split(".")
+    for i in range(len(parts)):
+        full = ".".join(parts[: i + 1])
+        spec = _find(full, path)
+        if spec is None:
+            return f"no module named {full!r}"
+        if spec.submodule_search_locations is None:
+            return "" if i == len(parts) - 1 else f"{full!r} is not a package"
+        path = list(spec.submodule_search_locations)
+        if full not in sys.modules:
+            sys.modules[full] = ModuleType(full)
+            sys.modules[full].__path__ = path
+            placeholders.append(full)
+    return (
+        ""
+        if _find(name + ".__main__", path) is not None
+        else "it is a package without __main__.py: name one of its modules"
+    )
+
+
+def _find(name: str, path: list[str] | None) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        spec = find_spec(name, path) if find_spec is not None else None
+        if spec is not None:
+            return spec  # type: ignore[no-any-return]
+    return None

@@ -1,0 +1,420 @@
+"""The launcher's connection to the coordinator: kept alive and renewed by threads, read by the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401  (encodes names; imported here, since two threads must not be the first to do so)
+import random
+import secrets
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher.shutdown import log
+from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
+
+CONNECT_SECONDS = 2.0
+LOOKUP_SECONDS = 10.0
+"""Between two looks whether the coordinator's name leads to a later one. One that the operator has given up, since its
+kubelet is dead or the API server does not reach its host, may still run and be heard."""
+FIRST_SECONDS = 60.0
+"""Without a coordinator for so long, it is tried less often."""
+MAX_UNSENT = 100
+GOODBYE_SECONDS = 1.0
+
+
+class CoordinatorClient:
+    """The launcher's connection, which is renewed when it breaks.
+
+    `on_end(exit_code, kind, message)` is called on the client's thread when this process has to end: refused, stopped,
+    no coordinator.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        identity: dict[str, Any],
+        mode: Mode,
+        join_seconds: float,
+        on_end: Callable[[int, str, str], None],
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"DDPJOB_COORDINATOR must be host:port, not {address!r}")
+        self._address, self._identity, self._on_end = (host.strip("[]"), int(port)), identity, on_end
+        self._token = token
+        self._mode, self._join_seconds, self._reconnect_seconds = mode, join_seconds, protocol.RECONNECT_SECONDS
+        self._idle_since: float | None = time.monotonic()
+        """Since when it needs a coordinator to continue (monotonic seconds); None while its workers run."""
+        self._place, self._outdated = (-1, -1), False
+        """Generation and attempt of the latest coordinator that it knows: it goes back to no earlier one."""
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._unsent: list[bytes] = []
+        self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
+        self._closing = False
+        self._refusal = ""  # why the present connection's coordinator is not this pod's
+        self._position: dict[str, Any] = {}  # round, rank, world and state, from the first round on
+        self._ready: dict[str, Any] | None = None  # the last one sent, until a round comes of it
+        self._go: dict[str, Any] | None = None
+        self.changed = threading.Condition()
+        self.welcomed = False
+        self.done = False
+        self._restart_round, self._planned = -1, False
+        self.why = ""
+        self.on_restart: Callable[[int], None] = lambda number: None
+        self.on_hurry: Callable[[int], None] = lambda number: (
+            None
+        )  # a planned restart has lost a member: nobody can save any more
+        self.on_dump: Callable[[int], None] = lambda number: None
+
+    def start(self) -> None:
+        """Begin to connect; returns at once."""
+        with contextlib.suppress(OSError):
+            # glibc reads the environment at the first look-up: a thread would crash if a variable is set meanwhile.
+            socket.getaddrinfo("localhost", None)
+        self._thread.start()
+        threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
+        if self._mode == Mode.FAST:  # In Standard each generation has a name of its own.
+            threading.Thread(target=self._guard, args=(self._look,), name="ddpjob-lookup", daemon=True).start()
+
+    # ---- for the agent
+
+    def wait_welcome(self, seconds: float | None = None) -> bool:
+        """Wait until the coordinator has let this node in, or says that there is nothing left to do."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.welcomed or self.done, seconds)
+
+    def must_restart(self, number: int | None) -> bool:
+        """Whether round `number` is over."""
+        return number is not None and self._restart_round >= number
+
+    def is_planned(self, number: int | None) -> bool:
+        """Whether round `number` ends because of a change, not of a loss: workers can still agree and save."""
+        return self.must_restart(number) and self._planned
+
+    def wait_verdict(self, number: int) -> bool:
+        """After `finished`: True when every node has finished, False when the round must be run again."""
+        with self.changed:
+            self._position["state"] = MemberState.FINISHED
+            self._idle_since = time.monotonic()
+        self.send(FromMember.FINISHED, round=number)
+        with self.changed:
+            self.changed.wait_for(lambda: self.done or self.must_restart(number))
+            return self.done
+
+    def wait_go(self, host: str, port: int) -> dict[str, Any] | None:
+        """This node has no workers and can begin a round. Returns the coordinator's `go`; None: nothing is left to do.
+
+        `port`: of the store that this node would host as rank 0; 0 where it would not.
+        """
+        with self.changed:
+            self._go, self._idle_since = None, time.monotonic()
+            self._ready = {"after": self._position.get("round", 0), "host": host, "port": port}
+            if self._position:
+                self._position["state"] = MemberState.READY
+        self.send_now(FromMember.READY, **self._ready)
+        with self.changed:
+            self.changed.wait_for(lambda: self.done or self._go is not None)
+            return self._go
+
+    def joined(self, number: int) -> None:
+        """The workers of round `number` are started."""
+        self.send(FromMember.JOINED, round=number)
+
+    def send_now(self, verb: str, **fields: Any) -> None:
+        """Send if there is a connection; what is sent again after a welcome need not be kept."""
+        with self._lock:
+            if self._socket is not None and self.welcomed:
+                self._write(protocol.encode(verb, **fields))
+
+    def send(self, verb: str, **fields: Any) -> None:
+        """Send now, or after the next welcome when there is no connection."""
+        data = protocol.encode(verb, **fields)
+        with self._lock:
+            if self._socket is not None and self.welcomed and self._write(data):
+                return
+            self._unsent.append(data)
+            del self._unsent[:-MAX_UNSENT]
+
+    def _write(self, data: bytes) -> bool:
+        assert self._socket is not None
+        try:
+            self._socket.sendall(data)
+            return True
+        except OSError:
+            return False  # the reader sees the end of this connection and makes a new one
+
+    def close(self) -> None:
+        """Close in order: an exit with unread data in the socket resets the connection and may lose the last line."""
+        self._closing = True
+        with self._lock:
+            stream = self._socket
+        if stream is None or threading.current_thread() is self._thread:
+            return
+        try:
+            stream.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # it has ended already
+        self._thread.join(GOODBYE_SECONDS)
+
+    # ---- threads
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """A launcher that nobody can reach any more would train, or wait, for ever."""
+        try:
+            work()
+        except Exception as error:
+            log(f"the connection to the coordinator has failed:\n{traceback.format_exc()}")
+            self._on_end(1, "Error", f"the connection to the coordinator has failed: {type(error).__name__}: {error}")
+
+    def _keep(self) -> None:
+        missed_since, known = time.monotonic(), False
+        pause, why = 0.05, "no attempt yet"
+        while not self._gives_up(missed_since, known):
+            try:
+                stream = self._connect()
+            except OSError as error:  # NXDOMAIN included: the name is resolved each time
+                why = str(error)
+            else:
+                over, why, welcomed = self._read(stream)
+                if over or self._closing:
+                    return
+                if welcomed:  # a stranger's coordinator, or one that lets nobody in, must not be tried for ever
+                    missed_since, known, pause = time.monotonic(), True, 0.05
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1.0 if time.monotonic() < missed_since + FIRST_SECONDS else 5.0)
+        self._on_end(
+            protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", "no coordinator at {}:{}: {}".format(*self._address, why)
+        )
+
+    def _gives_up(self, missed_since: float, known: bool) -> bool:
+        """Whether no coordinator is waited for any longer. `known`: there was one."""
+        if known and self._mode == Mode.STANDARD:
+            return time.monotonic() >= missed_since + self._reconnect_seconds
+        idle_since = self._idle_since
+        return idle_since is not None and time.monotonic() >= max(missed_since, idle_since) + self._join_seconds
+
+    def _connect(self) -> socket.socket:
+        """A connection to a coordinator of this job, the first one at its addresses. Raises OSError."""
+        problem = OSError(f"no address of {self._address[0]}")
+        for host in self._resolve():
+            try:
+                return self._connect_to(host)
+            except OSError as error:
+                problem = error
+        raise problem
+
+    def _resolve(self) -> list[str]:
+        return list(
+            dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(*self._address, 0, socket.SOCK_STREAM))
+        )
+
+    def _dial(self, host: str) -> socket.socket:
+        stream = socket.create_connection((host, self._address[1]), timeout=CONNECT_SECONDS)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a host that vanished sends no FIN
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(protocol.SILENCE_SECONDS * 1000))
+        stream.settimeout(protocol.SILENCE_SECONDS)
+        return stream
+
+    def _connect_to(self, host: str) -> socket.socket:
+        stream = self._dial(host)
+        try:
+            self._say_hello(stream)
+        except OSError:
+            stream.close()
+            raise
+        stream.settimeout(protocol.SILENCE_SECONDS)
+        with self._lock:
+            self._socket = stream
+        return stream
+
+    def _say_hello(self, stream: socket.socket) -> None:
+        nonces, place = self._challenge(stream)
+        if place < self._place:
+            raise ConnectionError("the coordinator there has been replaced")
+        hello = dict(self._identity, proof=protocol.seal(self._token, "member", *nonces))
+        with self.changed:
+            if self._position:
+                hello["resume"] = dict(self._position)
+        stream.sendall(protocol.encode(FromMember.HELLO, **hello))
+        self._place = place
+
+    def _challenge(self, stream: socket.socket) -> tuple[tuple[str, str], tuple[int, int]]:
+        """Have the coordinator prove that it knows the job's token; returns both nonces, its generation and attempt.
+
+        For now the name, or the address, may be another job's, or that of this job with an older key. Raises OSError.
+        """
+        nonce = secrets.token_hex(16)
+        stream.sendall(protocol.encode(FromMember.CHALLENGE, nonce=nonce))
+        line, deadline = b"", time.monotonic() + protocol.SILENCE_SECONDS
+        while not line.endswith(b"\n") and len(line) < protocol.MAX_TEXT:
+            stream.settimeout(max(0.01, deadline - time.monotonic()))
+            part = stream.recv(protocol.MAX_TEXT)
+            if not part:
+                raise ConnectionError("it closed the connection")
+            line += part
+        try:
+            answer = protocol.decode(line)
+        except ValueError as error:
+            raise ConnectionError(str(error)) from None
+        nonces = nonce, str(answer.get("nonce"))
+        if not protocol.is_sealed(answer.get("proof"), self._token, "coordinator", *nonces):
+            raise ConnectionError("the coordinator there does not know this job's token (DDPJOB_TOKEN)")
+        place = answer.get("generation"), answer.get("attempt")
+        # Without a seal of its own (an earlier release has none), whoever passes the proof on could claim any place.
+        known = all(isinstance(number, int) for number in place) and protocol.is_sealed(
+            answer.get("placeProof"), self._token, "place", *nonces, *map(str, place)
+        )
+        return nonces, place if known else self._place  # type: ignore[return-value]
+
+    def _look(self) -> None:
+        """Look again and again whether the name leads to a later coordinator than the one that is connected."""
+        while not self._closing:
+            time.sleep(LOOKUP_SECONDS * random.uniform(0.75, 1.25))
+            with self._lock:
+                stream = self._socket if self.welcomed else None
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    self._look_beside(stream)
+
+    def _look_beside(self, stream: socket.socket) -> None:
+        present = str(stream.getpeername()[0])
+        for host in self._resolve():
+            if host == present:
+                continue
+            try:
+                with self._dial(host) as other:
+                    _, place = self._challenge(other)
+            except OSError:
+                continue  # nobody of this job
+            if place[0] > self._identity.get("generation", place[0]):
+                self._leave_generation(place[0])
+                return  # its other addresses are no second time
+            if place > self._place:
+                self._move(stream, place)
+                return
+
+    def _leave_generation(self, found: int) -> None:
+        """End when another generation is found for the second time: by then a kubelet that lives has asked for it."""
+        if self._outdated:
+            expected = self._identity["generation"]
+            text = f"this pod belongs to generation {expected}, and the group continues as generation {found}"
+            self._on_end(protocol.EXIT_STOPPED, "Stopped", text)
+        self._outdated = True
+
+    def _move(self, stream: socket.socket, place: tuple[int, int]) -> None:
+        """Leave the present coordinator, which exits so that the other members do the same."""
+        log("the coordinator of generation {}, attempt {}, has taken over: connects to it".format(*place))
+        self._place = place
+        self.send_now(FromMember.REPLACED, generation=place[0], attempt=place[1])
+        with contextlib.suppress(OSError):
+            stream.shutdown(socket.SHUT_RDWR)
+
+    def _read(self, stream: socket.socket) -> tuple[bool, str, bool]:
+        """Take in lines until the connection ends: whether nothing is left to hear, why, whether it was welcomed."""
+        why, self._refusal = "it closed the connection", ""
+        try:
+            with stream.makefile("rb") as lines:
+                while line := lines.readline(protocol.MAX_LINE):
+                    if self._on_message(protocol.decode(line)):
+                        return True, "", True
+        except (OSError, ValueError) as error:
+            why = str(error)
+        with self._lock:
+            welcomed, self._socket, self.welcomed = self.welcomed, None, False
+        stream.close()
+        return False, self._refusal or why, welcomed
+
+    def _on_message(self, message: dict[str, Any]) -> bool:
+        verb = message["t"]
+        if verb == ToMember.WELCOME:
+            return self._on_welcome(message)
+        if verb == ToMember.GO:
+            self._on_go(message)
+        elif verb == ToMember.RESTART:
+            self._on_restart(message)
+        elif verb == ToMember.DUMP:
+            self.on_dump(int(message["round"]))
+        elif verb == ToMember.DONE:
+            with self.changed:
+                self.done = True
+                self.changed.notify_all()
+        if verb == ToMember.REFUSED:
+            self._on_end(
+                protocol.EXIT_INIT_FAILURE,
+                "InitFailure",
+                "the coordinator refused this node: {}".format(message.get("why")),
+            )
+        elif verb == ToMember.STOP:
+            code, kind = (
+                (protocol.EXIT_FENCED, "Fenced") if message.get("fenced") else (protocol.EXIT_STOPPED, "Stopped")
+            )
+            self._on_end(code, kind, str(message.get("why", "")))
+        elif verb == ToMember.ERROR:
+            log("the coordinator does not understand this node: {}".format(message.get("why")))
+        return verb in (ToMember.REFUSED, ToMember.STOP, ToMember.DONE)
+
+    def _on_go(self, message: dict[str, Any]) -> None:
+        with self.changed:
+            if self._ready is None or message["round"] <= self._ready["after"]:
+                return  # sent before a later line of this node arrived
+            self._ready, self._go, self._idle_since = None, message, None
+            self._position = {
+                "round": message["round"],
+                "rank": message["rank"],
+                "world": message["world"],
+                "state": MemberState.RUNNING,
+            }
+            self.changed.notify_all()
+
+    def _on_restart(self, message: dict[str, Any]) -> None:
+        number, planned = int(message["round"]), bool(message.get("planned"))
+        with self.changed:
+            hurry = number == self._restart_round and self._planned and not planned
+            if number <= self._restart_round and not hurry:
+                return
+            self._restart_round, self._planned = number, planned
+            self.why = str(message.get("why", ""))
+            self.changed.notify_all()
+        if hurry:
+            self.on_hurry(number)
+        else:
+            self.on_restart(number)
+
+    def _on_welcome(self, message: dict[str, Any]) -> bool:
+        expected = self._identity.get("generation")
+        found = message.get("generation")
+        if expected is not None and found != expected:
+            text = f"this pod belongs to generation {expected}, the coordinator to {found}"
+            if isinstance(found, int) and found < expected:  # it is about to end: another takes over its name
+                self._refusal = text
+                return False
+            self._on_end(protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", text)
+            return True
+        with self._lock:
+            self.welcomed = True
+            unsent, self._unsent = self._unsent, []
+            for data in unsent:
+                self._write(data)
+            # Read here: `wait_go` sets it first, and sends only what it finds welcomed.
+            ready = self._ready
+            if ready is not None:
+                self._write(protocol.encode(FromMember.READY, **ready))
+        with self.changed:
+            self.changed.notify_all()
+        return False
+
+    def _beat(self) -> None:
+        beat = protocol.encode(FromMember.HEARTBEAT)
+        while True:
+            time.sleep(protocol.HEARTBEAT_SECONDS)
+            with self._lock:
+                if self._socket is not None:
+                    self._write(beat)

@@ -1,0 +1,423 @@
+"""Workers without the wait for imports: a process that has imported torch forks them within milliseconds.
+
+It is forked from the launcher before that starts threads. It imports the modules of DDPJOB_PRELOAD, and refuses to
+serve when one of them leaves what no fork survives: threads, or CUDA. The two exchange JSON objects, one per line, over
+a pair of sockets. It dies with the launcher, and its workers die with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import io
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ddpjob_runtime import worker
+from ddpjob_runtime.launcher.import_torchrun import import_torchrun
+from ddpjob_runtime.launcher.late_environment import hide_torch
+from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, log
+
+# What every DDP script imports; torch._dynamo is loaded by the first optimizer.
+PRELOADED = ("torch", "torch._dynamo", "torch.optim", "torch.nn.parallel", "torch.utils.data")
+POLL_SECONDS = 0.002
+PRELOAD_SECONDS = 300.0
+"""For the modules of DDPJOB_PRELOAD; cold workers import them in their own time."""
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+TORCH_PATHS: list[str] = []
+"""What importing torch has put on sys.path: up to 2.8 a folder for generated modules."""
+DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")
+"""Open in a process that has initialized CUDA or ROCm. NVML, which only asks what there is, opens neither."""
+
+
+def preload() -> None:
+    """Import what every worker needs. Raises ImportError, or whatever an image with a broken torch raises."""
+    before, paths = dict(os.environ), list(sys.path)
+    import_torchrun()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    os.environ.clear()  # of what inductor has set
+    os.environ.update(before)
+    TORCH_PATHS[:] = [path for path in sys.path if path not in paths]
+
+
+class ForkServer:
+    """The launcher's side. `more`: further modules to import, separated by commas."""
+
+    def __init__(self, more: str = "") -> None:
+        ours, theirs = socket.socketpair()
+        gc.collect()
+        gc.freeze()  # a collection in a worker would copy the pages that all of them share
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            _serve(theirs, [name for name in (word.strip() for word in more.split(",")) if name])
+        theirs.close()
+        self._socket, self._buffer, self._lock = ours, b"", threading.RLock()
+        self._number = 0
+        self._started: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        self._importing, self._ready, self._refusal = "", False, ""
+        if threads := _threads():
+            self._refusal = f"Python runs threads when it starts in this image ({threads}), and no fork survives that"
+
+    def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:
+        """Wait until it has imported everything: why it cannot fork workers, empty if it can."""
+        deadline = time.monotonic() + seconds
+        while not self._ready and not self._refusal:
+            if not select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                self._refusal = f"importing {self._importing} (DDPJOB_PRELOAD) takes more than {seconds:.0f} s"
+                break
+            try:
+                self._hear(block=True)
+            except RuntimeError:
+                self._refusal = f"importing {self._importing or 'torch'} (DDPJOB_PRELOAD) has ended the process"
+        if self._refusal:
+            self.close()
+        return self._refusal
+
+    def close(self) -> None:
+        """End it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._socket.close()
+
+    def spawn(
+        self, words: Sequence[str], environment: Mapping[str, str], stdout: str | None, stderr: str | None
+    ) -> Worker:
+        """Start a worker. `words`: arguments of worker.py; `stdout`, `stderr`: files, None for the launcher's own."""
+        with self._lock:
+            self._number += 1
+            number = self._number
+            order = {
+                "number": number,
+                "words": list(words),
+                "environment": dict(environment),
+                "stdout": stdout,
+                "stderr": stderr,
+            }
+            self._socket.sendall((json.dumps(order) + "\n").encode())
+            while number not in self._started:
+                self._hear(block=True)
+            return Worker(self, self._started.pop(number), words)
+
+    def exit_code(self, pid: int) -> int | None:
+        """As Popen.returncode: None while the worker runs."""
+        with self._lock:
+            if pid not in self._ended:
+                self._hear(block=False)
+            return self._ended.get(pid)
+
+    def _hear(self, block: bool) -> None:
+        if not block and not select.select([self._socket], [], [], 0)[0]:
+            return
+        data = self._socket.recv(65536)
+        if not data:
+            raise RuntimeError(f"the process that starts workers (pid {self.pid}) has ended")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            if "number" in event:
+                self._started[event["number"]] = event["pid"]
+                self._ended.pop(event["pid"], None)  # The end of an earlier worker that had the same pid.
+            elif "importing" in event:
+                self._importing = event["importing"]
+            elif "ready" in event:
+                self._ready, self._refusal = not event["ready"], event["ready"]
+            else:
+                self._ended[event["pid"]] = event["code"]
+
+
+class Worker:
+    """What torchrun uses of subprocess.Popen."""
+
+    def __init__(self, fork_server: ForkServer, pid: int, args: Sequence[str]) -> None:
+        self._server, self.pid, self.args = fork_server, pid, args
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._server.exit_code(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
+            time.sleep(POLL_SECONDS)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """To the worker, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Callable[[str], None]) -> Any:
+    """torchrun's SubprocessHandler, with forked workers where a worker is `entry` (worker.py) in this very Python.
+
+    `on_cold(why)` is called for each other one.
+    """
+
+    class WarmHandler(base):  # type: ignore[misc]
+        def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
+            if list(args[:3]) != [sys.executable, "-u", entry]:
+                on_cold(f"torchrun starts them by {args[0]}; remove --numa-binding or PYTHON_EXEC")
+                return super()._popen(args, env)
+            files = [getattr(stream, "name", None) for stream in (self._stdout, self._stderr)]
+            return fork_server.spawn(args[3:], env, files[0], files[1])
+
+    return WarmHandler
+
+
+# ---- in the forked process
+
+
+def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
+    """Import, fork workers on demand, report their ends, end with the launcher."""
+    die_with_parent()
+    for number in ENDING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the launcher decides
+    _send(orders, ready=_import(modules, orders))
+    gc.collect()
+    gc.freeze()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    buffer = b""
+    while True:
+        ready, _, _ = select.select([orders.fileno(), reader], [], [])
+        if reader in ready:
+            os.read(reader, 4096)
+            _reap(orders)
+        if orders.fileno() in ready:
+            try:
+                data = orders.recv(65536)
+            except ConnectionError:  # The launcher has died, and had not read all that was sent to it.
+                data = b""
+            if not data:
+                os._exit(0)  # the kernel ends the workers
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                _fork(json.loads(line), orders, (reader, writer))
+
+
+def _send(orders: socket.socket, **event: Any) -> None:
+    try:
+        orders.sendall((json.dumps(event) + "\n").encode())
+    except ConnectionError:
+        os._exit(0)  # the launcher has ended
+
+
+def _import(modules: list[str], orders: socket.socket) -> str:
+    """Import one after the other: why workers must not be forked from this process, empty if they can be."""
+    if why := _unfit():
+        return f"{why} when Python starts or torch is imported in this image, and no fork survives that"
+    asked = os.environ.get(NVML_CHECK)
+    os.environ[NVML_CHECK] = "1"  # torch.cuda.is_available() then asks without initializing CUDA
+    for name in modules:
+        _send(orders, importing=name)
+        try:
+            importlib.import_module(name)
+        except ImportError as error:  # The script may not need it.
+            log(f"DDPJOB_PRELOAD: {name} cannot be imported: {error}")
+        except BaseException as error:
+            return f"importing {name} (DDPJOB_PRELOAD) fails: {type(error).__name__}: {error}"
+        if why := _unfit():
+            return f"{why} when {name} is imported, and no fork survives that; remove it from DDPJOB_PRELOAD"
+    del os.environ[NVML_CHECK]
+    if asked is not None:
+        os.environ[NVML_CHECK] = asked
+    return ""
+
+
+def _unfit() -> str:
+    """What this process has that a fork does not survive; empty if nothing."""
+    child = os.fork()  # Libraries that can be forked with threads end theirs before: OpenBLAS does.
+    if child == 0:
+        code = 2
+        try:
+            torch = sys.modules["torch"]
+            code = int(any(getattr(torch, name)._is_in_bad_fork() for name in ("cuda", "xpu") if hasattr(torch, name)))
+        finally:
+            os._exit(code)
+    if os.waitpid(child, 0)[1] or _open_devices():
+        return "CUDA is initialized"
+    threads = _threads()
+    return f"threads are started ({threads})" if threads else ""
+
+
+def _open_devices() -> bool:
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the folder's own descriptor
+            if str(file.readlink()).startswith(DEVICES):
+                return True
+    return False
+
+
+def _threads() -> str:
+    """Which threads this process has beside the main one."""
+    others = sum(1 for _ in Path("/proc/self/task").iterdir()) - 1
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    return ", ".join(names) or (f"{others} of a library" if others else "")
+
+
+def _reap(orders: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        _send(orders, pid=pid, code=os.waitstatus_to_exitcode(status))
+
+
+def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -> None:
+    parent = os.getpid()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()  # as torchrun's workers
+        signal.set_wakeup_fd(-1)
+        for number in (*ENDING_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        orders.close()
+        for end in (*pipe, reader, writer):
+            os.close(end)
+        _become(order, parent)
+    os.close(writer)
+    os.read(reader, 1)  # It has its session and heeds signals, or it has ended: the launcher may signal it from now on.
+    os.close(reader)
+    _send(orders, number=order["number"], pid=pid)
+
+
+def _become(order: dict[str, Any], parent: int) -> NoReturn:
+    """Become the worker: as worker.py in a fresh interpreter would find it, with torch imported."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        environment = dict(order["environment"], DDPJOB_LAUNCHER_PID=str(parent))
+        os.environ.clear()
+        os.environ.update(environment)
+        if not (os.environ.get("PYTHONFAULTHANDLER") or "faulthandler" in sys._xoptions or sys.flags.dev_mode):
+            faulthandler.disable()  # the launcher's
+        _redirect(order)
+        _renew_libraries()
+        shared = set(sys.modules)
+        runtime = [sys.modules.pop(name) for name in shared if name.partition(".")[0] == __name__.partition(".")[0]]
+        # Hidden by the worker itself, which first hooks into the optimizers that are there: it counts their steps.
+        code = _exit_code_of(lambda: worker.run(order["words"], lambda: hide_torch(TORCH_PATHS)))
+        _finalize(shared)
+        del runtime  # it was not the program's to import, and had to stay
+    finally:
+        if code == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(code)
+
+
+def _redirect(order: dict[str, Any]) -> None:
+    """Point the output at its files, and give the program streams as `python -u` makes them."""
+    for target, path in ((1, order["stdout"]), (2, order["stderr"])):
+        if path:
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(opened, target)
+            os.close(opened)
+    libc = ctypes.CDLL(None)
+    for name in ("stdin", "stdout", "stderr"):  # C's own streams as well; 2 is _IONBF
+        with contextlib.suppress(ValueError):  # another C library
+            libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, 2, 0)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        if old is None:  # closed when the launcher was started
+            continue
+        raw = io.FileIO(number, "wb", closefd=False)
+        raw.name = f"<{name}>"
+        stream = io.TextIOWrapper(
+            raw,
+            encoding=old.encoding,
+            errors=old.errors,
+            newline="\n",
+            write_through=True,
+        )
+        stream.mode = "w"  # type: ignore[misc]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _renew_libraries() -> None:
+    """Renew what forks would share, or what was read from the environment too early. Python's random renews itself."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    sys.modules["torch"].random.default_generator.seed()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit():
+        sys.modules["torch"].set_num_threads(int(threads))
+
+
+def _exit_code_of(program: Callable[[], None]) -> int:
+    """The program's end as the interpreter handles it; -SIGINT: it is to end by that signal."""
+    try:
+        program()
+    except SystemExit as end:
+        if end.code is None:
+            return 0
+        if isinstance(end.code, int):
+            return end.code & 0xFF
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        return -signal.SIGINT
+    return 0
+
+
+def _finalize(shared: set[str]) -> None:
+    """What the interpreter does at its end, for the program and the modules that it has imported.
+
+    torch and the like (`shared`) are left as they are: to unload them takes a second.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):  # Python 3.9 raises the last one, which it has printed
+        atexit._run_exitfuncs()
+    # Daemon threads stand still while the interpreter ends. Here they may still run, and find their globals gone.
+    sys.setswitchinterval(1000.0)
+    threading.excepthook = lambda _: None
+    program = [sys.modules.pop(name) for name in list(sys.modules) if name not in shared or name == "__main__"]
+    left = [weakref.ref(module) for module in reversed(program) if isinstance(module, ModuleType)]
+    del program
+    gc.collect()
+    for reference in left:
+        module = reference()
+        if module is not None:
+            for name in [n for n in vars(module) if n != "__builtins__"]:
+                vars(module)[name] = None  # files that nobody has closed are closed, and their buffers written
+    gc.collect()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)

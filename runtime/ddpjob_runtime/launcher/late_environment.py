@@ -1,0 +1,140 @@
+"""What a script sets in os.environ before `import torch` still counts in a worker that was forked with torch imported.
+
+The worker's torch is hidden until the program imports it. Then what torch had read from the environment is read again,
+where it can be, and a line on stderr names what cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+READ_ONCE = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "MKLDNN_", "DNNL_", "ONEDNN_", "SYMPY_",
+    "PYTORCH_JIT", "KINETO_", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "TORCH_CUDA_SANITIZER", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_",
+)  # fmt: skip
+"""How the names of variables begin that torch and the libraries below it read while they are loaded, and only then."""
+
+
+def hide_torch(paths: list[str]) -> None:
+    """Take torch out of sys.modules until the program imports it; its environment is then compared with the present.
+
+    `paths`: what it has put on sys.path, which is taken away and brought back likewise.
+    """
+    hidden = {name: module for name, module in sys.modules.items() if name == "torch" or name.startswith("torch.")}
+    for name in hidden:
+        del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if path not in paths]
+    sys.meta_path.insert(0, Reveal(hidden, paths))
+
+
+class Reveal:
+    """Import hook: brings the hidden modules back at the first import of one of them."""
+
+    def __init__(self, hidden: dict[str, ModuleType], paths: list[str]) -> None:
+        self._hidden, self._paths, self._before = hidden, paths, dict(os.environ)
+        self._spec = hidden["torch"].__spec__
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Of torch, whose submodules are never imported before it."""
+        if name != "torch" or self._spec is None:
+            return None
+        spec = ModuleSpec(name, self, origin=self._spec.origin, is_package=True)  # type: ignore[arg-type]
+        spec.submodule_search_locations = self._spec.submodule_search_locations
+        spec.has_location, spec.cached = True, self._spec.cached
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module that is there already."""
+        return self._hidden["torch"]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """In place of running it."""
+        module.__spec__ = self._spec
+        sys.meta_path.remove(self)
+        sys.modules.update(self._hidden)
+        sys.path += self._paths
+        names = {*self._before, *os.environ}
+        changed = {name for name in names if self._before.get(name) != os.environ.get(name)}
+        if changed:
+            read_again(changed)
+
+
+def read_again(changed: Iterable[str]) -> None:
+    """Have torch read these variables again, and say which of them it cannot."""
+    left = {name for name in changed if name.startswith(READ_ONCE)}
+    for names, read in RENEWALS:
+        found = names.intersection(changed)
+        if found:
+            with contextlib.suppress(Exception):  # another torch: the variable stays among those that it cannot
+                read(sys.modules["torch"])
+                left -= found
+    read_configurations(changed)
+    if left:
+        sys.stderr.write(
+            "ddpjob: set before `import torch`, but without effect on what recovery.mode Fast has imported already: "
+            f"{', '.join(sorted(left))}; set it in spec.env\n"
+        )
+
+
+def read_threads(torch: Any) -> None:
+    """The number of threads of an operation, by the variables that OpenMP and MKL have for it."""
+    torch.set_num_threads(int(os.environ.get("MKL_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]))
+
+
+def read_allocator(torch: Any) -> None:
+    """The settings of the GPUs' allocator, which nothing has used yet."""
+    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is not None:  # else it reads the variable when it is first used
+        change(text)
+
+
+RENEWALS: tuple[tuple[frozenset[str], Callable[[Any], None]], ...] = (
+    (frozenset({"OMP_NUM_THREADS", "MKL_NUM_THREADS"}), read_threads),
+    (frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}), read_allocator),
+    (frozenset({"TORCH_DISTRIBUTED_DEBUG"}), lambda torch: torch.distributed.set_debug_level_from_env()),
+    (frozenset({"TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_LOGS_FORMAT"}), lambda torch: torch._logging._init_logs()),
+)
+
+
+def read_configurations(changed: Iterable[str]) -> None:
+    """Give the modules of settings in torch (of dynamo, inductor, ...) the defaults that they would have now.
+
+    Such a module is run again beside itself, if it mentions one of the variables.
+    """
+    words = [name.encode() for name in changed]
+    for name, module in list(sys.modules.items()):
+        settings = getattr(module, "_config", None) if name.endswith("config") else None
+        file = getattr(module, "__file__", None)
+        if not name.startswith("torch.") or not isinstance(settings, dict) or not file:
+            continue
+        with contextlib.suppress(Exception):  # another torch, or one without its source
+            source = Path(file).read_bytes()
+            if any(word in source for word in words):
+                replace_defaults(name, module, settings, file)
+
+
+def replace_defaults(name: str, module: Any, settings: dict[str, Any], file: str) -> None:
+    """Run the module again and take over the defaults; what the program has set stays."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    fresh: Any = importlib.util.module_from_spec(spec)
+    sys.modules[name] = fresh
+    try:
+        spec.loader.exec_module(fresh)
+    finally:
+        sys.modules[name] = module
+    for key, entry in fresh._config.items():
+        for field in ("default", "env_value_force", "env_value_default"):
+            if key in settings and hasattr(entry, field):
+                setattr(settings[key], field, getattr(entry, field))
+    module._is_dirty = True  # its hash is kept otherwise

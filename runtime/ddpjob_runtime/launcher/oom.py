@@ -1,0 +1,36 @@
+"""Whether the kernel has killed processes of this container for its memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+# cgroup v2 and v1: a line "oom_kill N".
+FILES = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def oom_kills() -> int:
+    """How many processes of this container the kernel has killed for memory so far; 0 where that is not known."""
+    for text in _readable(FILES):
+        for line in text.splitlines():
+            name, _, number = line.partition(" ")
+            if name == "oom_kill" and number.strip().isdigit():
+                return int(number)
+    return 0
+
+
+def limit() -> str:
+    """The container's memory limit, for people; empty where there is none."""
+    for text in _readable(LIMITS):
+        if text.strip().isdigit() and int(text) < 1 << 60:
+            return f"{int(text) / (1 << 20):.0f} MiB"
+    return ""
+
+
+def _readable(paths: tuple[Path, ...]) -> Iterator[str]:
+    for path in paths:
+        try:
+            yield path.read_text()
+        except OSError:
+            continue  # the other version of cgroups

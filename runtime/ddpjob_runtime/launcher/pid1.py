@@ -1,0 +1,35 @@
+"""PID 1 of a container: passes the signals that end it on to the launcher, reaps orphans, ends with its exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+# No others: the kernel keeps from PID 1 what it has no handler for (SIGUSR1), and that would end the launcher.
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def become_init() -> None:
+    """Fork. Returns in the child, which continues as the launcher; the parent never returns."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # none may be lost between fork and handler
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        return
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        try:
+            os.kill(child, number)
+        except ProcessLookupError:
+            return  # it has just ended; the loop below notices
+
+    for number in PASSED_ON:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            sys.stderr.flush()
+            os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))

@@ -1,0 +1,254 @@
+"""torchrun's rendezvous handler, one round at a time: the coordinator decides who takes part, torch forms the group.
+
+Standard: a c10d rendezvous with a run id of its own for every round, at the store beside the coordinator. Nobody waits
+for a node that is not in the round, and what a dead node has left behind does not matter. Groups of more than
+C10D_NODES meet at that store without c10d's own forming.
+Fast: the node of rank 0 hosts a store for the round; nothing else is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, registry
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.shutdown import Shutdown, log
+
+FAST_BACKEND = "ddpjob"
+STORE_SECONDS = 15.0
+"""For a key of a rendezvous that is complete: its writer is there, or dead."""
+CONNECT_SECONDS = 2.0
+LONGEST_PAUSE = 0.5
+"""Between two looks for a key that is not there yet: a store's own wait cannot be ended when the round is over."""
+KEEP_ALIVE_ATTEMPTS = "10800"
+"""c10d's heartbeats are compared with the reader's clock, and end with the forming: nobody is given up by them."""
+C10D_NODES = 32
+"""In c10d's forming each node rewrites the state of all until no other one was faster: 48 take 12 s, 64 above 40 s."""
+CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
+"""A node of the round died before the round was complete: the coordinator forms another one."""
+
+
+class CoordinatedRendezvous(RendezvousHandler):
+    """What both modes share. `number`: the round that this node is in, 0 before the first."""
+
+    def __init__(self, client: CoordinatorClient, shutdown: Shutdown, host: str) -> None:
+        self._client, self._shutdown, self._host = client, shutdown, host
+        self.number = 0
+
+    def next_rendezvous(self) -> Any:
+        """Block until a round is complete; end the process if nothing is left to do."""
+        while True:
+            self._shutdown.block_if_begun()
+            go = self._client.wait_go(self._host, self._offer())
+            self._shutdown.block_if_begun()
+            if go is None:
+                self._shutdown.exit(protocol.EXIT_DONE, "Done", "")
+            self.number = int(go["round"])
+            try:
+                return self._join(go)
+            except CAME_APART as error:
+                if self._client.must_restart(self.number):
+                    log(f"round {self.number} is over before it began: {self._client.why}")
+                else:
+                    log(f"round {self.number} came apart: {str(error)[:200]}")
+
+    def _offer(self) -> int:
+        """Port of the store that this node would host as rank 0; 0: none."""
+        raise NotImplementedError
+
+    def _join(self, go: dict[str, Any]) -> Any:
+        """Form the group of this round. Raises one of CAME_APART if that fails."""
+        raise NotImplementedError
+
+    # ---- what torchrun asks as well
+
+    def num_nodes_waiting(self) -> int:
+        """0: the coordinator decides when the group changes."""
+        return 0
+
+    def is_closed(self) -> bool:
+        """Never: the coordinator ends rounds."""
+        return False
+
+    def set_closed(self) -> None:
+        """Does nothing: the coordinator ends rounds."""
+
+    def shutdown(self) -> bool:
+        """Does nothing: it would end the rendezvous for the other nodes too."""
+        return True
+
+
+class StandardRendezvous(CoordinatedRendezvous):
+    """c10d at the coordinator's store."""
+
+    def __init__(self, client: CoordinatorClient, shutdown: Shutdown, host: str, parameters: Any) -> None:
+        super().__init__(client, shutdown, host)
+        self._parameters = parameters
+        self._inner: Any = None
+        client.on_restart = self._abandon
+
+    def get_backend(self) -> str:
+        """The one in torchrun's arguments."""
+        return str(self._parameters.backend)
+
+    def get_run_id(self) -> str:
+        """The job's, for all rounds."""
+        return str(self._parameters.run_id)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers host their own store, as with torchrun and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+        return False
+
+    def _offer(self) -> int:
+        return 0
+
+    def _of_round(self, number: int, world: int) -> RendezvousParameters:
+        known = self._parameters
+        return RendezvousParameters(
+            known.backend,
+            known.endpoint,
+            f"{known.run_id}-{number}",
+            world,
+            world,
+            local_addr=known.local_addr,
+            **{**known.config, "keep_alive_max_attempt": KEEP_ALIVE_ATTEMPTS},
+        )
+
+    def _join(self, go: dict[str, Any]) -> Any:
+        rank, world = int(go["rank"]), int(go["world"])
+        if self._inner is not None:
+            self._inner.shutdown()  # ends its heartbeat; its round is over for all nodes
+            self._inner = None
+        parameters = self._of_round(self.number, world)
+        store = self._form(parameters, world) if world <= C10D_NODES else self._meet(parameters)
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        # c10d numbers nodes by their addresses, as strings. The coordinator's ranks are those that its report shows.
+        ranks, host = dist.PrefixStore("ranks/", store), str(self._parameters.local_addr or self._host)
+        if rank > 0:
+            self._wait_for_first(ranks)
+        return RendezvousInfo(store, rank, world, RendezvousStoreInfo.build(rank, ranks, host))
+
+    def _form(self, parameters: RendezvousParameters, world: int) -> Any:
+        """The store of a group that c10d has formed."""
+        self._inner = registry.get_rendezvous_handler(parameters)
+        if self._client.must_restart(self.number):
+            raise RendezvousClosedError(self._client.why)
+        info = self._inner.next_rendezvous()
+        self._inner._stop_heartbeats()  # Nobody looks for them any more, and each is a write of the whole state.
+        if info.world_size != world:
+            self._inner.set_closed()
+            raise RendezvousClosedError(
+                f"c10d has formed a group of {info.world_size} nodes, and the round has {world}"
+            )
+        return info.store
+
+    def _meet(self, parameters: RendezvousParameters) -> Any:
+        """The store beside the coordinator, of which each round has its own part."""
+        _, store = c10d_rendezvous_backend.create_backend(parameters)
+        return dist.PrefixStore(f"{parameters.run_id}/", store)
+
+    def _wait_for_first(self, ranks: Any) -> None:
+        """Until rank 0 has written its address. It may be dead, and the round over."""
+        deadline, pause = time.monotonic() + STORE_SECONDS, 0.01
+        while not ranks.check([RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]):
+            if self._client.must_restart(self.number):
+                raise RendezvousClosedError(self._client.why)
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"rank 0 of round {self.number} has not written its address to the store")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _abandon(self, number: int) -> None:
+        """Close the rendezvous of a round that is over, on a connection of its own, to release who waits there."""
+        if number < self.number or self._inner is None:
+            return
+
+        def close() -> None:
+            try:
+                handler: Any = registry.get_rendezvous_handler(self._of_round(number, 1))
+                handler.set_closed()
+            except RendezvousError as error:
+                log(f"cannot close the rendezvous of round {number}: {error}")
+
+        threading.Thread(target=close, name="ddpjob-abandon", daemon=True).start()
+
+
+class FastRendezvous(CoordinatedRendezvous):
+    """A store for the round in the agent of its rank 0."""
+
+    def __init__(self, client: CoordinatorClient, shutdown: Shutdown, host: str, run_id: str) -> None:
+        super().__init__(client, shutdown, host)
+        self._run_id = run_id
+        self._server: Any = None
+        self._store: Any = None
+
+    def get_backend(self) -> str:
+        """The name under which it is registered."""
+        return FAST_BACKEND
+
+    def get_run_id(self) -> str:
+        """The job's, for all rounds."""
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers are clients of the agent's store: no port has to be found free twice."""
+        return True
+
+    def _offer(self) -> int:
+        self._store = None
+        self._server = dist.TCPStore(
+            self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_SECONDS)
+        )
+        return int(self._server.port)
+
+    def _join(self, go: dict[str, Any]) -> Any:
+        rank, first = int(go["rank"]), go["members"][0]
+        host, port = str(first["host"]), int(first["port"])
+        if rank == 0:
+            self._store = self._server
+        else:
+            self._server, self._store = None, self._connect(host, port)
+        return RendezvousInfo(
+            dist.PrefixStore("agent/", self._store), rank, int(go["world"]), RendezvousStoreInfo(host, port)
+        )
+
+    def _connect(self, host: str, port: int) -> Any:
+        deadline = time.monotonic() + STORE_SECONDS
+        while True:
+            try:
+                store = dist.TCPStore(
+                    host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_SECONDS)
+                )
+            except (dist.DistNetworkError, dist.DistStoreError) as error:
+                if self._client.must_restart(self.number) or time.monotonic() > deadline:
+                    raise dist.DistStoreError(f"no store of rank 0 at {host}:{port}: {error}") from error
+                continue
+            store.set_timeout(timedelta(seconds=STORE_SECONDS))
+            return store
+
+
+def register_fast(client: CoordinatorClient, shutdown: Shutdown) -> None:
+    """Make `--rdzv-backend=ddpjob` known to torchrun."""
+
+    def create(parameters: Any) -> Any:
+        return FastRendezvous(client, shutdown, str(parameters.local_addr or "127.0.0.1"), str(parameters.run_id))
+
+    rendezvous_handler_registry.register(FAST_BACKEND, create)

@@ -1,0 +1,106 @@
+"""The one way out of the launcher: once, from any thread, with the workers ended and the reason written down."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.termination_log import write_termination_log
+
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+PR_SET_PDEATHSIG = 1
+
+
+class Shutdown:
+    """Ends this process. The first caller wins; others block until the end."""
+
+    def __init__(self, grace_seconds: float) -> None:
+        self.grace_seconds = grace_seconds
+        self.stop_workers: Callable[[float], None] = lambda grace: None
+        self.close_client: Callable[[], None] = lambda: None
+        self.clean_up: Callable[[], None] = lambda: None
+        self.starting = threading.Lock()  # held while workers are started, so that none is missed
+        self._once = threading.Lock()
+        self.begun = False
+
+    def exit(
+        self,
+        code: int,
+        kind: str,
+        message: str,
+        traceback: str = "",
+        grace: float = 0.0,
+        announce: Callable[[], None] | None = None,
+    ) -> NoReturn:
+        """End the workers (SIGTERM, `grace` seconds, SIGKILL), write the termination log, exit with `code`."""
+        if not self._once.acquire(blocking=False):
+            wait_for_the_end()
+        self.begun = True
+        if announce is not None:
+            announce()
+        log(f"ends with {code} ({kind}): {message}" if code else "ends with 0: every node has finished")
+        with self.starting:
+            self.stop_workers(grace)
+        self.close_client()
+        self.clean_up()
+        if code:
+            write_termination_log(kind, message, traceback)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # torch's threads need no orderly shutdown, and must not change this code
+
+    def block_if_begun(self) -> None:
+        """Block the calling thread once shutdown has begun; the agent calls it between its actions."""
+        if self.begun:
+            wait_for_the_end()
+
+
+def wait_for_the_end() -> NoReturn:
+    """Sleep until another thread ends the process."""
+    while True:
+        time.sleep(60)
+
+
+def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
+    """Call `on_signal` on a thread of its own as soon as the process is asked to end.
+
+    A Python handler would wait for the main thread, which may be in a store's blocking C++ call for a minute.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    for number in ENDING_SIGNALS:
+        signal.signal(number, ignore_signal)
+
+    def watch() -> None:
+        while True:
+            for number in reader.recv(64):
+                if number in ENDING_SIGNALS:
+                    on_signal(signal.Signals(number))
+
+    threading.Thread(target=watch, name="ddpjob-signals", daemon=True).start()
+    watch_signals.keep = (reader, writer)  # type: ignore[attr-defined]
+
+
+def ignore_signal(number: int, frame: FrameType | None) -> None:
+    """The Python half of a signal: the watching thread does the work."""
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def log(text: str) -> None:
+    """One line of the launcher's log."""
+    sys.stderr.write(f"{protocol.iso(protocol.time_of(time.time()))} ddpjob: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,482 @@
+"""What coordinator, launchers and operator agree on: words, numbers, lines and the coordinator's report.
+
+docs/protocol.md describes how they are used. Standard library only, Python 3.9 or later: users' images run it.
+"""
+
+# ruff: noqa: UP045  (the types of records are evaluated, and Python 3.9 cannot evaluate `X | None`)
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from datetime import datetime, timezone
+from enum import Enum
+from functools import cache
+from itertools import islice
+from typing import Any, Optional, Union
+
+VERSION = 3
+"""Of this protocol and of how pods start the runtime. A job whose pods use another one gets a new generation."""
+
+
+class Word(str, Enum):
+    """A string of the protocol. Formats as its value in every version of Python."""
+
+    __str__ = str.__str__
+    __format__ = str.__format__  # type: ignore[assignment]
+
+
+# --- exit codes of the launcher; any other one counts as a failure of the node
+
+EXIT_DONE = 0
+EXIT_STEPPED_ASIDE = 75
+"""Of a worker: it saved a checkpoint because it was asked to end."""
+EXIT_RENDEZVOUS_LOST = 76
+EXIT_STOPPED = 77
+EXIT_INIT_FAILURE = 78
+EXIT_FENCED = 79
+"""The round continued without this node."""
+
+
+# --- modes, states and kinds
+
+
+class Mode(Word):
+    """spec.recovery.mode."""
+
+    STANDARD = "Standard"
+    FAST = "Fast"
+
+
+class CoordinatorState(Word):
+    """What the group of a job does."""
+
+    FORMING = "Forming"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUCCEEDED = "Succeeded"
+    STOPPED = "Stopped"
+
+
+class MemberState(Word):
+    """What one member does. `LOST` is never reported: a lost member is in `Report.lost`."""
+
+    STARTING = "Starting"
+    READY = "Ready"
+    RUNNING = "Running"
+    FINISHED = "Finished"
+    LEAVING = "Leaving"
+    LOST = "Lost"
+
+
+class IncidentKind(Word):
+    """The first cause of a break, as far as the coordinator can see it."""
+
+    WORKER_FAILED = "WorkerFailed"
+    OOM_KILLED = "OOMKilled"
+    HANG = "Hang"
+    INIT_FAILURE = "InitFailure"
+    PEER_LOST = "PeerLost"
+    LEFT = "Left"
+    JOINED = "Joined"
+
+
+COLD_WORKERS = "ColdWorkers"
+"""Kind of a note: the workers of a node are not forked from a process that has imported torch."""
+
+
+# --- lines between members and the coordinator
+
+
+class FromMember(Word):
+    """Verbs of the lines that a member sends."""
+
+    CHALLENGE = "challenge"
+    HELLO = "hello"
+    READY = "ready"
+    JOINED = "joined"
+    FAILURE = "failure"
+    FINISHED = "finished"
+    LEAVING = "leaving"
+    INIT_FAILURE = "init_failure"
+    STACKS = "stacks"
+    NOTE = "note"
+    REPLACED = "replaced"
+    HEARTBEAT = "hb"
+
+
+class ToMember(Word):
+    """Verbs of the lines that the coordinator sends."""
+
+    PROOF = "proof"
+    WELCOME = "welcome"
+    REFUSED = "refused"
+    GO = "go"
+    RESTART = "restart"
+    DUMP = "dump"
+    DONE = "done"
+    STOP = "stop"
+    ERROR = "error"
+    HEARTBEAT = "hb"
+
+
+HEARTBEAT_SECONDS = 1.0
+SILENCE_SECONDS = 6.0
+"""A connection on which nothing was heard for this long is dead."""
+RECONNECT_SECONDS = 3.0
+"""How long a member of mode Standard continues without its coordinator, which has the store. In Fast it continues for
+as long as its workers run; without workers it waits as for its first coordinator."""
+
+MAX_LINE = 256 * 1024
+MAX_TEXT = 4096
+MAX_TRACEBACK = 32 * 1024
+MAX_REPORT = 1024 * 1024
+"""Bytes of a report."""
+MAX_INCIDENTS = 50
+MAX_PODS = 1024 + 100
+"""Of one job: its nodes and spares."""
+MAX_FIGURES = 100
+"""Entries of a progress report and of its metrics, and characters of their names."""
+COUNTED_SPEED = "stepsPerSecond"
+"""The metric of a script that reports no samples per second; the step counter's only one."""
+CHECKPOINT_TIME = "checkpointTime"
+"""The metric by which a script says when its newest checkpoint was on disk, in Unix seconds."""
+
+
+def encode(verb: str, **values: Any) -> bytes:
+    """One line, ready to send."""
+    return (json.dumps(dict(values, t=verb), separators=(",", ":")) + "\n").encode()
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The object of one line.
+
+    Raises:
+        ValueError: not a JSON object with a verb; the message shows the line.
+    """
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a line of JSON: {error}: {line[:80]!r}") from None
+    if not isinstance(message, dict) or not isinstance(message.get("t"), str):
+        raise ValueError(f'a line must be a JSON object with a verb under "t", not {line[:80]!r}')
+    return message
+
+
+def clip(text: object, limit: int = MAX_TEXT) -> str:
+    """The text within `limit` characters, without its middle: messages begin with the error, tracebacks end with it."""
+    full = "" if text is None else str(text)
+    if len(full) <= limit:
+        return full
+    head = min(200, limit // 4)
+    return full[:head] + "..." + full[-(limit - head - 3) :]
+
+
+# --- who knows the job's token
+
+
+def seal(token: str, *parts: str | bytes) -> str:
+    """Proves that its sender knows the job's token, without the token: HMAC-SHA256 of the parts, in hexadecimal."""
+    mac = hmac.new(token.encode(), digestmod=hashlib.sha256)
+    for part in parts:
+        data = part.encode(errors="surrogatepass") if isinstance(part, str) else part
+        mac.update(b"%d:" % len(data) + data)
+    return mac.hexdigest()
+
+
+def is_sealed(proof: Any, token: str, *parts: str | bytes) -> bool:
+    """Whether `proof` is the seal of these parts."""
+    return isinstance(proof, str) and hmac.compare_digest(
+        proof.encode(errors="surrogatepass"), seal(token, *parts).encode()
+    )
+
+
+# --- HTTP
+
+HEALTH_PATH, STATUS_PATH, METRICS_PATH = "/healthz", "/status", "/metrics"
+INSTANCE_HEADER, NONCE_HEADER, PROOF_HEADER = "DDPJob-Instance", "DDPJob-Nonce", "DDPJob-Proof"
+"""The coordinator's random number, the request's, and the seal: of a request `"request", INSTANCE, NONCE, METHOD, PATH
+with query, BODY`, of an answer `"answer", INSTANCE, NONCE, BODY`."""
+MAX_NONCE = 100
+
+
+class Command(Word):
+    """Requests that change something: `POST /v1/NAME` with the job's token."""
+
+    PROGRESS = "progress"
+    GONE = "gone"
+    SIZE = "size"
+    PATIENCE = "patience"
+    STOP = "stop"
+    EXIT = "exit"
+
+    @property
+    def path(self) -> str:
+        """The path of the request."""
+        return f"/v1/{self}"
+
+
+# --- the report
+
+
+def time_of(unix_seconds: float) -> datetime:
+    """Unix seconds -> a time in UTC."""
+    return datetime.fromtimestamp(unix_seconds, timezone.utc)
+
+
+def iso(moment: datetime) -> str:
+    """ISO 8601 in UTC with milliseconds."""
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
+
+
+class Record:
+    """A dataclass that is written as a JSON object: field `min_nodes` is key `minNodes`."""
+
+    @classmethod
+    def read(cls: type[R], body: Any, where: str = "report") -> R:
+        """From JSON. Unknown keys are ignored, keys of fields with a default may be missing.
+
+        Raises:
+            ValueError: names the key and what it must be.
+        """
+        if not isinstance(body, dict):
+            raise ValueError(f"{where}: must be an object, not {body!r:.80}")
+        values = {}
+        for name, key, kind, required, most in _layout(cls):
+            if key in body:
+                values[name] = _read(kind, body[key], f"{where}.{key}", most)
+            elif required:
+                raise ValueError(f"{where}.{key}: is missing")
+        return cls(**values)
+
+    def write(self) -> dict[str, Any]:
+        """As JSON."""
+        return {key: _write(getattr(self, name)) for name, key, *_ in _layout(type(self))}
+
+
+R = typing.TypeVar("R", bound=Record)
+
+
+def _layout_of(cls: Any) -> tuple[tuple[str, str, Any, bool, int], ...]:
+    """(field, key, type, whether it must be there, most entries or characters) of a record."""
+    kinds = typing.get_type_hints(cls)
+    return tuple(
+        (
+            f.name,
+            _key(f.name),
+            kinds[f.name],
+            f.default is MISSING and f.default_factory is MISSING,
+            f.metadata.get("most", MAX_TEXT),
+        )
+        for f in fields(cls)
+    )
+
+
+_layout: Callable[[Any], tuple[tuple[str, str, Any, bool, int], ...]] = cache(_layout_of)
+
+
+def _at_most(most: int, default: Any) -> Any:
+    """A field with a default whose value has at most so many entries or characters."""
+    return field(default=default, metadata={"most": most})
+
+
+def _key(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(other.capitalize() for other in others)
+
+
+def _write(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.write()
+    if isinstance(value, tuple):
+        return [_write(item) for item in value]
+    return iso(value) if isinstance(value, datetime) else value
+
+
+def _read(kind: Any, value: Any, where: str, most: int) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Union:  # Optional
+        return None if value is None else _read(arguments[0], value, where, most)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: must be a list, not {value!r:.80}")
+        if len(value) > most:
+            raise ValueError(f"{where}: must have at most {most} entries, not {len(value)}")
+        return tuple(_read(arguments[0], item, f"{where}[{number}]", most) for number, item in enumerate(value))
+    if origin is dict:
+        return read_figures(value, where)
+    if issubclass(kind, Record):
+        return kind.read(value, where)
+    if kind is str:
+        return clip(_read_text(kind, value, where), most)
+    return _READERS[Word if issubclass(kind, Word) else kind](kind, value, where)
+
+
+def read_figures(value: Any, where: str) -> dict[str, Any]:
+    """Named figures, and those of `metrics`. What is no figure is left out: a script reports what it likes.
+
+    Raises:
+        ValueError: not an object.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: must be an object, not {value!r:.80}")
+    figures = _figures(value)
+    if isinstance(value.get("metrics"), dict):
+        figures["metrics"] = _figures(value["metrics"])
+    return figures
+
+
+def _figures(value: dict[str, Any]) -> dict[str, Any]:
+    known = ((name, item) for name, item in value.items() if len(name) <= MAX_FIGURES and _is_figure(item))
+    return dict(islice(known, MAX_FIGURES))
+
+
+def _is_figure(value: Any) -> bool:
+    return value is None or is_number(value) or (isinstance(value, str) and len(value) <= MAX_FIGURES)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number of at most 64 bits: JSON's true is none, and the status holds no larger ones."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _read_number(kind: Any, value: Any, where: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        raise ValueError(f"{where}: must be a {'whole ' if kind is int else ''}number, not {value!r:.80}")
+    if not -(2**63) <= value < 2**63:  # NaN and infinities too: the status cannot hold them
+        raise ValueError(f"{where}: must be a finite number of at most 64 bits, not {value!r:.80}")
+    return value
+
+
+def _read_text(kind: Any, value: Any, where: str) -> str:
+    """Halves of surrogate pairs (file names that are not UTF-8) are escaped: no API takes them."""
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: must be a string, not {value!r:.80}")
+    return value.encode(errors="backslashreplace").decode()
+
+
+def _read_word(kind: Any, value: Any, where: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"{where}: must be one of {', '.join(kind)}, not {value!r:.80}") from None
+
+
+def _read_time(kind: Any, value: Any, where: str) -> datetime:
+    try:
+        return datetime.strptime(value, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: must be a time like 2026-01-31T23:59:59.000Z, not {value!r:.80}") from None
+
+
+_READERS = {int: _read_number, float: _read_number, str: _read_text, Word: _read_word, datetime: _read_time}
+
+
+@dataclass(frozen=True)
+class Member(Record):
+    """A launcher that is connected. `rank`: the group rank in its round."""
+
+    pod: str
+    state: MemberState
+    index: int = 0
+    attempt: int = 0
+    rank: Optional[int] = None
+    round: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class LostMember(Record):
+    """A member whose connection has ended, and whose index nobody has taken. `since`: when it was last heard."""
+
+    pod: str
+    since: datetime
+    index: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Note(Record):
+    """Something the operator should know about a pod, such as that it has no warm workers."""
+
+    pod: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Incident(Record):
+    """One break of the group and its first cause."""
+
+    id: int
+    time: datetime
+    kind: IncidentKind
+    pod: Optional[str] = None
+    index: Optional[int] = None
+    rank: Optional[int] = None
+    local_rank: Optional[int] = None
+    exit_code: Optional[int] = None
+    signal: Optional[str] = None
+    message: str = ""
+    traceback: str = _at_most(MAX_TRACEBACK, "")
+    consequences: int = 0
+    backoff_seconds: float = 0.0
+    """How long the coordinator waits before the next round."""
+
+
+@dataclass(frozen=True)
+class Recovery(Record):
+    """`last_seconds`: from the last break to the next step; `down_since`: the group has made no step since then."""
+
+    last_seconds: Optional[float] = None
+    down_since: Optional[datetime] = None
+
+
+@dataclass(frozen=True)
+class Overdue(Record):
+    """The next step is overdue: none since the moment `since`. `where` and `traceback`: the stacks of all ranks."""
+
+    since: datetime
+    where: str
+    traceback: str = _at_most(MAX_TRACEBACK, "")
+    activity: str = ""
+    """What the script said that it does meanwhile."""
+
+
+@dataclass(frozen=True)
+class Report(Record):
+    """The coordinator's answer to `GET /status`."""
+
+    generation: int
+    state: CoordinatorState
+    nodes: int
+    """How many members a round shall have; `min_nodes` are enough."""
+    min_nodes: int
+    backoff: tuple[float, ...]
+    """Initial and longest wait of a crash loop, in seconds."""
+    now: Optional[datetime] = None
+    """The coordinator's clock, which its times are read by."""
+    version: int = 0
+    """Grows with every change of the report."""
+    news: int = 0
+    """Grows with every change but that of the progress."""
+    mode: Mode = Mode.STANDARD
+    attempt: int = 0
+    hang_after: Optional[float] = None
+    world: Optional[int] = None
+    """Members of the present round."""
+    round: int = 0
+    started_at: Optional[datetime] = None
+    members: tuple[Member, ...] = _at_most(MAX_PODS, ())
+    lost: tuple[LostMember, ...] = _at_most(MAX_PODS, ())
+    incidents: tuple[Incident, ...] = _at_most(MAX_INCIDENTS, ())
+    """Oldest first; the last ones only."""
+    backoff_until: Optional[datetime] = None
+    notes: tuple[Note, ...] = _at_most(MAX_PODS, ())
+    progress: dict[str, Any] = field(default_factory=dict)
+    recovery: Recovery = Recovery()
+    overdue: Optional[Overdue] = None
+    """Only where `hang_after` is none: else it is an incident."""

@@ -1,0 +1,36 @@
+"""Where a container leaves the reason of its end: Kubernetes copies it to the pod's status, the operator reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from ddpjob_runtime import protocol
+
+MAX_BYTES = 4096
+
+
+def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
+    """Write the reason as a JSON object of at most 4096 bytes; long texts lose their middle."""
+    named = os.environ.get("DDPJOB_TERMINATION_LOG")
+    path = Path(named or "/dev/termination-log")
+    if not named and not path.exists():
+        return  # not in a container
+    room = MAX_BYTES
+    while True:
+        text = json.dumps(
+            {
+                "kind": kind,
+                "message": protocol.clip(message, room // 2),
+                "traceback": protocol.clip(traceback, room // 2),
+            }
+        )
+        if len(text.encode()) <= MAX_BYTES:
+            break
+        room = room * 3 // 4
+    try:
+        path.write_text(text)
+    except OSError as error:
+        sys.stderr.write(f"ddpjob: cannot write {path}: {error}\n")

@@ -1,0 +1,425 @@
+"""Runs the user's program in a worker process as if Python had started it directly.
+
+    python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
+
+Adds four things: the process dies with its launcher; an exception is written to torchrun's error file (as @record does
+for scripts that use it); on rank 0 the steps of optimizers are counted; `import ddpjob_report` finds it beside the
+runtime. Nothing else of this file stays visible to the program: no other module of the runtime is imported, and
+standard modules only where they are needed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Any
+
+EXIT_STEPPED_ASIDE = 75
+POST_SECONDS = 0.5
+
+
+def main() -> None:
+    """Become the program that the arguments name."""
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # the folder of this file
+    run(sys.argv[1:])
+
+
+def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
+    """Become the program that `words` (this file's arguments) name.
+
+    `hide` is called last: in a worker that was forked with torch imported it takes away what the program shall import.
+    """
+    mode, target = words[0], words[1]
+    die_with_launcher()
+    if mode == "--exec":
+        replace_process(words[1:])
+    sys.argv[:] = words[1:]
+    if hasattr(sys, "orig_argv"):
+        sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if mode == "--module" else []), *words[1:]]
+    show_stacks_on_signal()
+    count_steps()
+    offer_report()
+    if hide is not None:
+        hide()
+    run_recorded(mode, target)
+
+
+def die_with_launcher() -> None:
+    """Workers have a session of their own: only the kernel can end them when the launcher is killed."""
+    import ctypes
+    import os
+    import signal
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    launcher = os.environ.pop("DDPJOB_LAUNCHER_PID", "")
+    if launcher and os.getppid() != int(launcher):
+        os._exit(1)  # it died before the kernel was asked to watch it
+
+
+def show_stacks_on_signal() -> None:
+    """Write the main thread's stack to a file at a signal that nobody else uses, even while blocked in C++."""
+    import os
+
+    folder = os.environ.get("DDPJOB_STACKS_DIR")
+    if not folder:
+        return
+    import faulthandler
+    import signal
+
+    try:
+        file = open(os.path.join(folder, os.environ.get("RANK", "0") + ".txt"), "w")  # noqa: PTH118, PTH123, SIM115
+    except OSError:
+        return  # A hang without stacks is better than no training.
+    # Other threads continue to run meanwhile, and reading their frames crashes a healthy process now and then.
+    faulthandler.register(signal.SIGRTMIN + 7, file=file, all_threads=False)
+
+
+def replace_process(command: list[str]) -> None:
+    """Become the command, with the default handling of the signals that Python ignores."""
+    import os
+    import signal
+
+    for name in ("SIGPIPE", "SIGXFZ", "SIGXFSZ"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.execvp(command[0], command)
+
+
+def offer_report() -> None:
+    """In a job: let the program import `ddpjob_report`, which is beside this package, unless its image has one."""
+    import os
+
+    if os.environ.get("DDPJOB_COORDINATOR"):
+        sys.meta_path.append(ReportImport())
+
+
+class ReportImport:
+    """Import hook for `ddpjob_report`: its folder is on sys.path once a program asks for it, and not before.
+
+    From then on it has to be: processes that multiprocessing spawns find modules by sys.path alone.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Called last, for what is found nowhere else."""
+        if name != "ddpjob_report":
+            return None
+        import os
+        from importlib.machinery import PathFinder
+
+        sys.meta_path.remove(self)
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+        return PathFinder.find_spec(name)
+
+
+# ---- the program
+
+
+def run_recorded(mode: str, target: str) -> None:
+    """Run to the end. An exception is recorded, printed without this file's frames, and ends the process with 1."""
+    import os
+
+    process = os.getpid()
+    try:
+        if mode == "--module":
+            run_module(target)
+        else:
+            run_script(target)
+    except KeyboardInterrupt as error:
+        hide_own_frames(error)
+        raise  # Python ends by SIGINT after it.
+    except SystemExit as end:
+        failed = end.code is not None and end.code != 0 and end.code != EXIT_STEPPED_ASIDE
+        if failed and os.getpid() == process:
+            record(end)
+        raise
+    except BaseException as error:
+        trace = own_frames_removed(error)
+        if os.getpid() == process:
+            record(error)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Have the interpreter, which is about to print this exception, print it without this file's frames."""
+    hook, trace = sys.excepthook, own_frames_removed(error)
+
+    def show(kind: type[BaseException], value: BaseException, _: TracebackType | None) -> None:
+        hook(kind, value.with_traceback(trace), trace)
+
+    sys.excepthook = show
+
+
+def run_script(path: str) -> None:
+    """`python PATH`: a file of source or bytecode, or a folder or archive with a __main__.py."""
+    import os
+
+    if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and is_archive(path)):  # noqa: PTH112
+        sys.path.insert(0, os.path.abspath(path))  # noqa: PTH100
+        run_module("__main__", new_path=path)
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    full = os.path.abspath(path)  # noqa: PTH100
+    loader, code = load(full)
+    main_module = new_main()
+    main_module.__file__ = full
+    main_module.__loader__ = loader
+    main_module.__dict__["__cached__"] = None
+    exec(code, main_module.__dict__)
+
+
+def load(path: str) -> tuple[Any, Any]:
+    """(loader, code) of a file. As for Python, bytecode is what is called .pyc or begins as such."""
+    import io
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+    from importlib.util import MAGIC_NUMBER
+
+    with io.open_code(path) as file:
+        source = file.read()
+    if not path.endswith(".pyc") and not source.startswith(MAGIC_NUMBER):
+        return SourceFileLoader("__main__", path), compile(source, path, "exec", dont_inherit=True)
+    import marshal
+
+    if not source.startswith(MAGIC_NUMBER):
+        raise RuntimeError("Bad magic number in .pyc file")
+    return SourcelessFileLoader("__main__", path), marshal.loads(source[16:])
+
+
+def is_archive(path: str) -> bool:
+    """Whether Python would run this file as a zip archive."""
+    import zipfile
+
+    return zipfile.is_zipfile(path)
+
+
+def run_module(name: str, new_path: str | None = None) -> None:
+    """`python -m NAME`."""
+    import os
+    import runpy
+
+    if new_path is None and not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    new_main()
+    runpy._run_module_as_main(name, alter_argv=new_path is None)  # type: ignore[attr-defined]
+
+
+def new_main() -> Any:
+    """An empty __main__ for the program; this file's module keeps another name."""
+    import builtins
+    from types import ModuleType
+
+    sys.modules["__ddpjob_worker__"] = sys.modules["__main__"]
+    module = ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        vars(module)["__annotations__"] = {}
+    sys.modules["__main__"] = module
+    if "__mp_main__" in sys.modules:  # multiprocessing's second name, by which spawned processes know what is in it
+        sys.modules["__mp_main__"] = module
+    return module
+
+
+# ---- errors
+
+
+def own_frames_removed(error: BaseException) -> TracebackType | None:
+    """The traceback as Python would show it. An error before the program's first frame (a syntax error) has none."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def program_frames(error: BaseException) -> TracebackType | None:
+    """The traceback from the program's first frame: without those of `python -m` either."""
+    trace = own_frames_removed(error)
+    while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
+        trace = trace.tb_next
+    return trace
+
+
+def record(error: BaseException) -> None:
+    """Write torchrun's error file, in torch.distributed.elastic's own format."""
+    import json
+    import os
+    import time
+    import traceback
+
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    text = "".join(traceback.format_exception(type(error), error, program_frames(error)))
+    content: Any = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": {
+        "py_callstack": text, "timestamp": str(int(time.time()))}}}  # fmt: skip
+    try:
+        with open(path) as file:  # noqa: PTH123
+            written = json.load(file)  # by the program's own @record
+        if isinstance(written["message"]["extraInfo"], dict):
+            content = written
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if isinstance(error, (ImportError, SyntaxError)) and not group_exists():
+        content["message"]["extraInfo"]["ddpjob_init"] = True
+    try:
+        with open(path, "w") as file:  # noqa: PTH123
+            json.dump(content, file)
+    except OSError as problem:
+        sys.stderr.write(f"ddpjob: cannot write the error file {path}: {problem}\n")
+
+
+def group_exists() -> bool:
+    """Whether the program has formed a process group."""
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed is not None and distributed.is_available() and distributed.is_initialized())
+
+
+# ---- progress
+
+
+def count_steps() -> None:
+    """On rank 0: when the program imports torch's optimizers, count their steps and post them to the coordinator."""
+    import os
+
+    if os.environ.get("RANK") != "0" or not os.environ.get("DDPJOB_COORDINATOR") or not os.environ.get("DDPJOB_TOKEN"):
+        return
+    loaded = sys.modules.get(OptimizerImport.name)
+    if loaded is not None:
+        StepCounter(loaded)
+    else:
+        sys.meta_path.insert(0, OptimizerImport())
+
+
+class OptimizerImport:
+    """Import hook for one module: a program without torch pays nothing, and torch is not imported earlier."""
+
+    name = "torch.optim.optimizer"
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Wrap the module's execution, so that the step hook is there for the first optimizer."""
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        from importlib.machinery import PathFinder
+
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_hook(module: Any) -> None:
+            execute(module)
+            if hasattr(module, "register_optimizer_step_post_hook"):
+                StepCounter(module)
+
+        spec.loader.exec_module = execute_and_hook  # type: ignore[method-assign]
+        return spec
+
+
+class StepCounter:
+    """Counts optimizer steps, the busiest optimizer's; a thread posts them at most twice a second."""
+
+    def __init__(self, optimizer_module: Any) -> None:
+        import os
+
+        self.counts: dict[int, int] = {}
+        self.process, self.posted = os.getpid(), 0
+        self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
+        self.instance = ""
+        counts = self.counts
+
+        def count_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
+            torch = sys.modules["torch"]
+            if torch.compiler.is_compiling():  # a compiled step is not counted: that would cost a graph break
+                return
+            if not counts:
+                self.start()
+            key = id(optimizer)
+            counts[key] = counts.get(key, 0) + 1
+
+        optimizer_module.register_optimizer_step_post_hook(count_step)
+
+    def start(self) -> None:
+        """At the first step: start the posting thread, and post once more at the end of the process."""
+        import atexit
+        import contextlib
+        import encodings.idna  # noqa: F401  (encodes names; the thread must not be the first to import it)
+        import socket
+        import threading
+
+        with contextlib.suppress(OSError):
+            # Nor the first to look a name up: glibc then reads the environment, and crashes if the script changes it.
+            socket.getaddrinfo("localhost", None)
+        threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
+        atexit.register(self.post, 0.0)
+
+    def run(self) -> None:
+        """Post the count while it grows."""
+        import time
+
+        before, then = 0, time.monotonic()
+        while True:
+            time.sleep(POST_SECONDS if before else 0.01)
+            steps, now = max(self.counts.values(), default=0), time.monotonic()
+            if steps > before:
+                self.post((steps - before) / (now - then))
+                before, then = steps, now
+
+    def post(self, steps_per_second: float) -> None:
+        """Post the count; if that fails it is dropped, since the next post contains it."""
+        import json
+        import os
+
+        steps = max(self.counts.values(), default=0)
+        if steps == self.posted or os.getpid() != self.process:
+            return
+        report: dict[str, Any] = {"step": steps, "automatic": True}
+        if steps_per_second:
+            report["metrics"] = {"stepsPerSecond": round(steps_per_second, 3)}
+        body = json.dumps(report).encode()
+        try:
+            status, instance = self.ask(body)
+            if status == "401" and instance != self.instance:
+                self.instance = instance  # a coordinator takes no proof that was made for another
+                status, _ = self.ask(body)
+        except OSError:
+            return
+        if status == "200":
+            self.posted = steps
+
+    def ask(self, body: bytes) -> tuple[str, str]:
+        """The answer's status and the coordinator's number. The token stays here: nobody knows who listens there."""
+        import os
+        import socket
+
+        nonce, path = os.urandom(16).hex(), "/v1/progress"
+        proof = seal(self.token, "request", self.instance, nonce, "POST", path, body)
+        head = f"POST {path} HTTP/1.1\r\nHost: coordinator\r\nDDPJob-Nonce: {nonce}\r\nDDPJob-Proof: {proof}\r\n"
+        host, _, port = self.address.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            answer = connection.recv(4096).decode("latin-1")
+        lines = [line.partition(": ") for line in answer.partition("\r\n\r\n")[0].split("\r\n")]
+        return answer[9:12], next((value for name, _, value in lines if name == "DDPJob-Instance"), "")
+
+
+def seal(token: str, *parts: Any) -> str:
+    """As protocol.seal: proves that its sender knows the token."""
+    import hashlib
+    import hmac
+
+    mac = hmac.new(token.encode(), digestmod=hashlib.sha256)
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        mac.update(b"%d:" % len(data) + data)
+    return mac.hexdigest()
+
+
+if __name__ == "__main__":
+    main()
