@@ -1,0 +1,33 @@
+"""DDPJob on the side of the cluster and the command line: the API, decisions, the operator, the process backend.
+
+`from ddpjob import Client` for Python programs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddpjob.client.backend import Happened, Mistake, NoSuchJob, PodLine, Unreachable
+    from ddpjob.client.job_client import Client, Job, JobFailed, Progress
+
+__all__ = [
+    "Client",
+    "Happened",
+    "Job",
+    "JobFailed",
+    "Mistake",
+    "NoSuchJob",
+    "PodLine",
+    "Progress",
+    "Unreachable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the client when it is asked for: the operator does without."""
+    if name in __all__:
+        from ddpjob.client import backend, job_client
+
+        return getattr(job_client if hasattr(job_client, name) else backend, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Evaluates the CRD's x-kubernetes-validations the way the API server does.
+"""Evaluates the CRD's x-kubernetes-validations as the API server does.
 
-A rule that speaks of `oldSelf` is a transition rule: it counts only when an object that has the same place is replaced.
+A rule that refers to `oldSelf` is a transition rule: it is evaluated only where an update replaces an existing value.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from ddpjob.api.schema import Problem, join, list_key, object_schema
 
 _MISSING = object()
 SUPPORTED = frozenset({"rule", "message", "messageExpression", "reason", "fieldPath"})
-"""What of a validation rule is understood here; a rule with anything else is an error, not a rule half obeyed."""
+"""Fields of a validation rule that are implemented here. A rule with another one raises NotImplementedError."""
 
 
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """What the rules refuse of a defaulted object that fits the schema. `old`: the defaulted object that it replaces."""
+    """Violations of the rules by a defaulted object that fits the schema.
+
+    `old` is the defaulted object that it replaces, if any.
+    """
     return list(_check(object_schema(), manifest, _MISSING if old is None else old, ""))
 
 
@@ -37,7 +40,7 @@ def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterat
 
 
 def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
-    """The item of the old list that has the same key; in lists without keys no item is the same as another."""
+    """The item of the old list with the same key; items of lists without map keys have no old value."""
     key = list_key(schema, item)
     if key is None or not isinstance(old, list):
         return _MISSING
@@ -47,12 +50,17 @@ def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
 def _apply(rule: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
     unknown = set(rule) - SUPPORTED
     if unknown:
-        raise NotImplementedError(f"the rule {rule['rule']!r} at {path} uses {', '.join(sorted(unknown))}, which only the API server knows")
+        raise NotImplementedError(
+            f"the rule {rule['rule']!r} at {path} uses {', '.join(sorted(unknown))}, which is not implemented here"
+        )
     transition = "oldSelf" in rule["rule"]
     if transition and old is _MISSING:
         return
     if not _holds(rule["rule"], value, old, transition):
-        yield Problem(path + rule.get("fieldPath", "") if path else rule.get("fieldPath", "").lstrip("."), _message(rule, value, old))
+        yield Problem(
+            path + rule.get("fieldPath", "") if path else rule.get("fieldPath", "").lstrip("."),
+            _message(rule, value, old),
+        )
 
 
 def _holds(text: str, value: Any, old: Any, transition: bool) -> bool:
@@ -62,7 +70,8 @@ def _holds(text: str, value: Any, old: Any, transition: bool) -> bool:
         return bool(_program(text).evaluate(_activation(value, old)))
     except CELEvalError:
         if transition:
-            # cel-python refuses to compare values of different types, such as 1 and "1"; for the API server they differ.
+            # cel-python raises where values of different types, such as 1 and "1", are compared; for the API server
+            # they are unequal.
             return False
         raise
 
@@ -74,9 +83,27 @@ def _message(rule: Mapping[str, Any], value: Any, old: Any) -> str:
 
 
 def _activation(value: Any, old: Any) -> dict[str, Any]:
+    return {"self": _to_cel(value)} | ({} if old is _MISSING else {"oldSelf": _to_cel(old)})
+
+
+def _to_cel(value: Any) -> Any:
     from celpy import json_to_cel
 
-    return {"self": json_to_cel(value)} | ({} if old is _MISSING else {"oldSelf": json_to_cel(old)})
+    try:
+        return json_to_cel(value)
+    except ValueError:
+        return json_to_cel(_as_go_reads(value))
+
+
+def _as_go_reads(value: Any) -> Any:
+    """A copy in which integers beyond 64 bits are floating-point numbers, as Go's JSON reads them."""
+    if isinstance(value, Mapping):
+        return {key: _as_go_reads(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_go_reads(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return float(str(value))  # Infinite where it is too large for one.
+    return value
 
 
 @cache
@@ -93,7 +120,10 @@ def _program(text: str) -> Any:
 
 
 def _matches(text: str, pattern: str) -> Any:
-    """RE2's meaning of `$`, the end of the text; Python's is also before a last newline. The rules escape no `$`."""
+    """CEL's `matches`: RE2's `$` is the end of the text, Python's also matches before a final newline.
+
+    No rule escapes a `$`.
+    """
     from celpy.celtypes import BoolType
 
     return BoolType(re.search(pattern.replace("$", r"\Z"), text) is not None)

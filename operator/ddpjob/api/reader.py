@@ -1,9 +1,10 @@
-"""Reads a DDPJob manifest: what `kubectl apply` would store of it, or every reason why it would not."""
+"""Reads a DDPJob manifest: the object that `kubectl apply` would store, or all reasons why it is rejected."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from ddpjob.api.types import API_VERSION, KIND, Json
 from ddpjob.api.yamltext import Document, YamlError, read_documents
 
 MAX_BYTES = 3 * 1024 * 1024
-"""The API server takes no larger request."""
+"""The API server's limit for a request body."""
+
+CONVERTIBLE = ("PyTorchJob", "TrainJob")
+"""Kinds that `ddpjob convert` reads."""
 
 _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
-"""The API server's own for generateName: no vowels, so no words."""
+"""The API server's alphabet for generateName: without vowels, so that no words appear."""
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be used. `problems` holds all that is wrong; `str()` gives a line for each."""
+    """An unusable manifest. `problems` holds every error; `str()` has one line for each."""
 
     def __init__(self, source: str, problems: Iterable[Problem], document: Document | None = None) -> None:
         self.source, self.problems = source, tuple(problems)
@@ -32,9 +36,9 @@ class ManifestError(ValueError):
 
 
 def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """What the API server would refuse of a DDPJob: of a new one, or of one that replaces `old`. Empty: nothing.
+    """The API server's reasons to reject a DDPJob, a new one or one that replaces `old`; empty if it is valid.
 
-    Both are taken as they are written; defaults are filled in here. podTemplate.spec is checked elsewhere.
+    Both are taken as written; defaults are filled in here. podTemplate.spec is checked in `ddpjob.objects`.
     """
     from ddpjob.api.cel import check_rules
 
@@ -42,12 +46,12 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
     if wrong_kind:
         return wrong_kind
     stored = with_defaults(manifest)
-    # Rules are written for objects that fit the schema; on others they would report the same thing a second time.
+    # The rules assume an object that fits the schema; for others they would report the same error again.
     return sorted(check_schema(stored) or check_rules(stored, None if old is None else with_defaults(old)))
 
 
 def with_defaults(manifest: Mapping[str, Any]) -> Json:
-    """The manifest as the API server would store it: defaults filled in, no status."""
+    """The manifest as the API server would store it: with defaults and a name, without status."""
     stored: Json = apply_defaults({key: value for key, value in manifest.items() if key != "status"}, object_schema())
     metadata = stored.setdefault("metadata", {})
     if isinstance(metadata, dict) and isinstance(metadata.get("generateName"), str) and not metadata.get("name"):
@@ -56,16 +60,54 @@ def with_defaults(manifest: Mapping[str, Any]) -> Json:
 
 
 def read_manifest(source: Path | str, *, name: str | None = None) -> Json:
-    """The one DDPJob of a file (Path) or of YAML text (str), checked and with defaults.
+    """Read the DDPJob of a file (Path) or of YAML text (str), validated and with defaults.
 
-    Other kinds in the file are left alone. With several DDPJobs `name` says which. Raises ManifestError.
+    Objects of other kinds are ignored. `name` selects one of several DDPJobs. Raises ManifestError.
     """
     label, text = (str(source), _read_file(source)) if isinstance(source, Path) else ("the manifest", source)
-    document = _choose(label, _documents(label, text), name)
-    problems = validate(document.value)
-    if problems:
-        raise ManifestError(label, problems, document)
-    return with_defaults(document.value)
+    return _choose(label, _documents(label, text), name).checked()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One DDPJob of a text, as it is written."""
+
+    source: str
+    document: Document
+    others: tuple[str, ...] = ()
+    """Kinds and names of the objects beside the DDPJobs of the text."""
+
+    @property
+    def name(self) -> str:
+        return _name(self.document.value)
+
+    def checked(self) -> Json:
+        """The object that `kubectl apply` would store. Raises ManifestError."""
+        problems = validate(self.document.value)
+        if problems:
+            raise self.error(problems)
+        return with_defaults(self.document.value)
+
+    def error(self, problems: Iterable[Problem]) -> ManifestError:
+        """The problems, with their lines."""
+        return ManifestError(self.source, problems, self.document)
+
+
+def read_manifests(source: Path | str, label: str = "the manifest") -> list[Manifest]:
+    """The DDPJobs of a file (Path) or of YAML text (str), unchecked; a List counts as its items.
+
+    Objects of other kinds are ignored. Raises ManifestError where there is none, or two have the same name.
+    """
+    label, text = (str(source), _read_file(source)) if isinstance(source, Path) else (label, source)
+    found, names = _jobs(label, _documents(label, text)), set[tuple[str, str]]()
+    for manifest in found:
+        metadata = manifest.document.value.get("metadata")
+        named = (str(metadata.get("namespace", "")) if isinstance(metadata, Mapping) else "", manifest.name)
+        if manifest.name and named in names:
+            again = f"{manifest.name} is the name of an earlier {KIND} in this file; give this one another"
+            raise manifest.error([Problem("metadata.name", again)])
+        names.add(named)
+    return found
 
 
 def _read_file(path: Path) -> str:
@@ -73,10 +115,12 @@ def _read_file(path: Path) -> str:
         if path.is_dir():
             raise _error(path, "is a folder; name a file")
         if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise _error(path, f"is larger than {MAX_BYTES // 1024**2} MiB, which no manifest is")
+            raise _error(path, f"is larger than {MAX_BYTES // 1024**2} MiB, the most that the API server accepts")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise _error(path, f"does not exist (looked in {Path.cwd()})" if not path.is_absolute() else "does not exist") from error
+        raise _error(
+            path, f"does not exist (looked in {Path.cwd()})" if not path.is_absolute() else "does not exist"
+        ) from error
     except UnicodeDecodeError as error:
         raise _error(path, f"is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
     except OSError as error:
@@ -93,30 +137,44 @@ def _documents(label: str, text: str) -> list[Document]:
     except YamlError as error:
         raise _error(f"{label}, line {error.line}", error.message) from error
     if not documents:
-        raise _error(label, f"is empty; it must hold a {KIND}")
+        raise _error(label, f"is empty; it must contain a {KIND}")
     return documents
 
 
-def _choose(label: str, documents: list[Document], name: str | None) -> Document:
+def _jobs(label: str, documents: list[Document]) -> list[Manifest]:
+    documents = [item for document in documents for item in document.items()]
     for document in documents:
         if not isinstance(document.value, dict):
             found = f"a manifest is a mapping that begins with apiVersion and kind, not {str(document.value)[:40]!r}"
             raise _error(f"{label}, line {document.line}", found)
-    jobs = [d for d in documents if not _is_other_kind(d.value)]
-    if name is not None:
-        jobs = [d for d in jobs if _name(d.value) == name]
-    if len(jobs) == 1:
-        return jobs[0]
+    others = tuple(f"{d.value.get('kind', '')} {_name(d.value)}" for d in documents if _is_other_kind(d.value))
+    jobs = [Manifest(label, d, others) for d in documents if not _is_other_kind(d.value)]
     if jobs:
-        raise _error(label, f"holds {len(jobs)} DDPJobs ({', '.join(_name(d.value) for d in jobs)}); say by name which one")
-    if name is not None:
-        raise _error(label, f"holds no {KIND} called {name}")
-    kinds = ", ".join(f"{d.value.get('kind', 'something without kind')} (line {d.line})" for d in documents)
-    raise _error(label, f"holds no {KIND}; found {kinds}. It needs apiVersion: {API_VERSION} and kind: {KIND}")
+        return jobs
+    if not documents:
+        raise _error(label, f"is a List without items; it must contain a {KIND}")
+    kinds = ", ".join(f"{d.value.get('kind', 'an object without kind')} (line {d.line})" for d in documents)
+    convert = any(d.value.get("kind") in CONVERTIBLE for d in documents)
+    remedy = f"; `ddpjob convert {label}` translates it" if convert else f" and kind: {KIND}"
+    raise _error(label, f"contains no {KIND}, but {kinds}. A {KIND} has apiVersion: {API_VERSION}{remedy}")
+
+
+def _choose(label: str, documents: list[Document], name: str | None) -> Manifest:
+    jobs = _jobs(label, documents)
+    fitting = [job for job in jobs if name is None or job.name == name]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
+        raise _error(label, f"contains no {KIND} named {name}, but {', '.join(job.name for job in jobs)}")
+    if name is not None or len({job.name for job in fitting}) < len(fitting):
+        lines = ", ".join(str(job.document.line) for job in fitting)
+        raise _error(label, f"contains {len(fitting)} DDPJobs of the same name (lines {lines}); rename one of them")
+    listed = ", ".join(job.name for job in fitting)
+    raise _error(label, f"contains {len(fitting)} DDPJobs ({listed}); name one of them, with --name NAME")
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:
-    """Whether this is plainly an object of another kind; a DDPJob with a typing error is not."""
+    """Whether this is clearly an object of another kind, not a DDPJob with a typing error."""
     ours = str(manifest.get("apiVersion", "")).split("/")[0] == API_VERSION.split("/")[0]
     return not ours and str(manifest.get("kind", "")).lower() != KIND.lower()
 
@@ -124,11 +182,16 @@ def _is_other_kind(manifest: Mapping[str, Any]) -> bool:
 def _wrong_kind(manifest: Mapping[str, Any]) -> Iterable[Problem]:
     for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
         if manifest.get(field) != wanted:
-            given = f"{manifest[field]!r} is not known" if field in manifest else "required, but missing"
-            yield Problem(field, f"{given}; write {wanted}")
+            given = f"{manifest[field]!r} is not supported" if field in manifest else "required, but missing"
+            yield Problem(field, f"{given}; use {wanted}")
     metadata = manifest.get("metadata")
-    if metadata is None or (isinstance(metadata, Mapping) and not (metadata.get("name") or metadata.get("generateName"))):
+    if metadata is None or (
+        isinstance(metadata, Mapping) and not (metadata.get("name") or metadata.get("generateName"))
+    ):
         yield Problem("metadata.name", "required, but missing; name the job")
+        for field in manifest.keys() - {"apiVersion", "kind", "metadata", "spec", "status"}:
+            below = "metadata" if field in ("name", "namespace", "labels", "annotations") else "spec"
+            yield Problem(str(field), f"unknown field; if it belongs to {below}, indent it below {below}:")
 
 
 def _name(manifest: Mapping[str, Any]) -> str:

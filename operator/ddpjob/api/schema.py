@@ -1,4 +1,4 @@
-"""The CRD file: its schema, its defaults, and the checks of an object against them as the API server makes them."""
+"""The CRD file: its schema and defaults, and the API server's checks of an object against the schema."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ddpjob.api import near_misses
 from ddpjob.api.yamltext import join as join
 
 Json = dict[str, Any]
@@ -20,7 +21,7 @@ _PRESERVE = "x-kubernetes-preserve-unknown-fields"
 
 _TEXTS = {"type": "string"}
 _TEXT_MAP: Json = {"type": "object", "additionalProperties": _TEXTS}
-# The API server knows the metadata of every kind by itself; a CRD cannot describe it.
+# Built into the API server for every kind; a CRD cannot describe it.
 _METADATA: Json = {
     "type": "object",
     "properties": {
@@ -28,17 +29,22 @@ _METADATA: Json = {
         "namespace": {"type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
         "labels": _TEXT_MAP,
         "annotations": _TEXT_MAP,
-        **dict.fromkeys(("generateName", "uid", "resourceVersion", "creationTimestamp", "deletionTimestamp", "selfLink"), _TEXTS),
+        **dict.fromkeys(
+            ("generateName", "uid", "resourceVersion", "creationTimestamp", "deletionTimestamp", "selfLink"), _TEXTS
+        ),
         **{name: {"type": "integer"} for name in ("generation", "deletionGracePeriodSeconds")},
         "finalizers": {"type": "array", "items": _TEXTS},
-        **{name: {"type": "array", "items": {"type": "object", _PRESERVE: True}} for name in ("ownerReferences", "managedFields")},
+        **{
+            name: {"type": "array", "items": {"type": "object", _PRESERVE: True}}
+            for name in ("ownerReferences", "managedFields")
+        },
     },
 }
 
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One thing that is wrong with a manifest: where, what, and what to write instead."""
+    """One error in a manifest: the field's path, and what is wrong and how to correct it."""
 
     path: str
     message: str
@@ -49,32 +55,47 @@ class Problem:
 
 @cache
 def load_crd() -> Json:
-    """The CustomResourceDefinition. Shared: not to be changed."""
-    crd: Json = yaml.safe_load(resources.files(__package__).joinpath(CRD_FILE).read_text(encoding="utf-8"))
+    """The CustomResourceDefinition. Cached: do not modify."""
+    text = resources.files(__package__).joinpath(CRD_FILE).read_text(encoding="utf-8")
+    # libyaml needs 8 ms, Python 70. PyYAML's wheels contain it, a build from source may not.
+    crd: Json = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return crd
 
 
 @cache
 def object_schema() -> Json:
-    """The OpenAPI schema of a whole DDPJob, metadata included. Shared: not to be changed."""
+    """The OpenAPI schema of a whole DDPJob, metadata included. Cached: do not modify."""
     version = next(v for v in load_crd()["spec"]["versions"] if v["storage"])
     schema: Json = deepcopy(version["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = _METADATA
     return schema
 
 
+def schema_of(path: str) -> Json:
+    """The schema of a field by its path, such as `spec.nodes`. Cached: do not modify."""
+    schema = object_schema()
+    for name in path.split("."):
+        schema = schema["properties"][name]
+    return schema
+
+
 # --- defaults ---------------------------------------------------------------------------------------------------
 
 
+def default_of(path: str) -> Any:
+    """The default of a field by its path."""
+    return apply_defaults(schema_of(path)["default"], schema_of(path))
+
+
 def apply_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
-    """A copy of `value` as the API server stores it: without nulls, with defaults, with 2 for 2.0 where an integer belongs."""
+    """A copy of `value` as the API server stores it: nulls removed, defaults set, 2.0 stored as 2 in integer fields."""
     if isinstance(value, Mapping) and "x-kubernetes-int-or-string" not in schema:
         return _default_object(value, schema)
     if isinstance(value, list):
         return [apply_defaults(item, schema.get("items", {})) for item in value]
     if isinstance(value, float) and value.is_integer() and schema.get("type") == "integer":
         return int(value)
-    return deepcopy(value)
+    return deepcopy(value) if isinstance(value, Mapping) else value
 
 
 def _default_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Json:
@@ -92,20 +113,44 @@ def _default_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Json
     return filled
 
 
+def without_nulls(value: Any) -> Any:
+    """A copy in which fields that are null, such as empty values of a rendered template, are absent.
+
+    For what the schema does not describe. A null in a list stays: it is a fault.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 # --- JSON schema ------------------------------------------------------------------------------------------------
 
 
 _SAME_IN_BOTH = frozenset(
-    ("type", "enum", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "required")
+    (
+        "type",
+        "enum",
+        "minimum",
+        "maximum",
+        "minLength",
+        "maxLength",
+        "minItems",
+        "maxItems",
+        "minProperties",
+        "maxProperties",
+        "required",
+    )
 )
 
 
 def to_json_schema(schema: Mapping[str, Any]) -> Json:
-    """A JSON schema (draft 2020-12) that accepts what the structural schema accepts, and refuses unknown fields."""
+    """A JSON schema (draft 2020-12) that accepts what the structural schema accepts and rejects unknown fields."""
     converted: Json = {key: schema[key] for key in _SAME_IN_BOTH if key in schema}
     if "pattern" in schema:
-        # Python's $ also matches before a line's end, Go's does not.
-        converted["pattern"] = schema["pattern"].removesuffix("$") + r"\Z" if schema["pattern"].endswith("$") else schema["pattern"]
+        # Python's $ also matches before a final newline, Go's does not.
+        converted["pattern"] = (
+            schema["pattern"].removesuffix("$") + r"\Z" if schema["pattern"].endswith("$") else schema["pattern"]
+        )
     if schema.get("x-kubernetes-int-or-string"):
         converted["type"] = ["integer", "string"]
     if schema.get("nullable"):
@@ -130,11 +175,11 @@ def _validator() -> Any:
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """What of a defaulted manifest the schema refuses."""
+    """Violations of the schema by a defaulted manifest."""
     errors = list(_validator().iter_errors(manifest))
     of_wrong_type = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
-    told = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)
-    problems = [problem for error in told for problem in _explain(error)]
+    causes = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)
+    problems = [problem for error in causes for problem in _explain(error)]
     return problems + list(_duplicates(manifest, object_schema(), ""))
 
 
@@ -152,14 +197,17 @@ def _explain(error: Any) -> Iterator[Problem]:
             if name not in error.instance:
                 yield Problem(join(path, name), "required, but missing")
     else:
-        yield Problem(path, _message(error))
+        yield Problem(path, _message(path, error))
 
 
-def _message(error: Any) -> str:
+def _message(path: str, error: Any) -> str:
     value, limit = error.instance, error.validator_value
     shown = _shown(value)
     messages = {
-        "type": lambda: f"must be {_kind_names(limit)}, not {_kind(value)} ({shown}){_quote_hint(limit, value)}",
+        "type": lambda: (
+            f"must be {_kind_names(limit)}, not {_kind(value)} ({shown}){_quote_hint(limit, value)}"
+            f"{near_misses.as_type(path, limit, value)}"
+        ),
         "enum": lambda: f"{shown} is not one of {', '.join(map(str, limit))}{_near(str(value), limit)}",
         "minimum": lambda: f"{shown} is less than {limit}, the smallest allowed",
         "maximum": lambda: f"{shown} is more than {limit}, the largest allowed",
@@ -168,18 +216,9 @@ def _message(error: Any) -> str:
         "minItems": lambda: "must not be empty" if limit == 1 else f"needs at least {limit} items",
         "maxItems": lambda: f"has more than {limit} items ({len(value)})",
         "maxProperties": lambda: f"has more than {limit} entries ({len(value)})",
-        "pattern": lambda: f"{shown} does not match {_expected(error.schema['pattern'])}",
+        "pattern": lambda: f"{shown} {near_misses.refused_by(limit, value)}",
     }
     return messages[error.validator]() if error.validator in messages else error.message
-
-
-_PATTERNS = {"^/": "an absolute path, such as /data", "^/[^:]*\\Z": "an absolute path without ':', such as /data"}
-
-
-def _expected(pattern: str) -> str:
-    if "[KMGTPE]i" in pattern:
-        return "a quantity, such as 500m, 8 or 16Gi"
-    return _PATTERNS.get(pattern, pattern.replace("\\Z", "$"))
 
 
 _KINDS = {
@@ -200,7 +239,14 @@ def _kind_names(kinds: str | list[str]) -> str:
 def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "a boolean"
-    names = {int: "an integer", float: "a number", str: "a string", dict: "a mapping", list: "a list", type(None): "null"}
+    names = {
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        dict: "a mapping",
+        list: "a list",
+        type(None): "null",
+    }
     return names[type(value)]
 
 
@@ -220,9 +266,12 @@ def _near(name: str, known: Any) -> str:
 
 
 def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
-    """The field that was meant: one beside it, or one of the same name elsewhere."""
+    """The field that was probably meant: one in the same object, or one of the same name elsewhere."""
     if name in ("true", "false"):
-        return "; without quotes YAML and kubectl read on, yes and y as true, off, no and n as false: quote the name"
+        return "; YAML reads on, yes and y without quotes as true, and off, no and n as false: quote the name"
+    other = near_misses.belongs(name)
+    if other and path.count(".") < 2:  # of spec itself, or of an object in it, where others' words stand
+        return f"; {other}"
     near = _near(name, known)
     if near:
         return near
@@ -230,7 +279,7 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     if 0 < len(known) <= 8:
-        return f"; known are {', '.join(sorted(known))}"
+        return f"; the fields are {', '.join(sorted(known))}"
     return f"; `kubectl explain ddp.{path}` lists the fields" if path else ""
 
 
@@ -248,7 +297,7 @@ def _paths_by_name() -> dict[str, list[str]]:
 
 
 def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    """Items of keyed lists (x-kubernetes-list-map-keys) that have the same key."""
+    """Items of a list with map keys (x-kubernetes-list-map-keys) that have the same key."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _duplicates(item, schema.get("properties", {}).get(name, {}), join(path, name))
@@ -257,12 +306,15 @@ def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Pr
         for position, item in enumerate(value):
             key = list_key(schema, item)
             if key is not None and seen.setdefault(key, position) != position:
-                yield Problem(join(path, position), f"{', '.join(key)} is given twice (first in {join(path, seen[key])}); remove one")
+                yield Problem(
+                    join(path, position),
+                    f"{', '.join(key)} is given twice (first in {join(path, seen[key])}); remove one",
+                )
             yield from _duplicates(item, schema.get("items", {}), join(path, position))
 
 
 def list_key(schema: Mapping[str, Any], item: Any) -> tuple[str, ...] | None:
-    """What tells an item of a keyed list from the others; None in other lists."""
+    """The key of an item of a list with map keys; None for other lists, and for an item without its key."""
     keys = schema.get("x-kubernetes-list-map-keys")
     if not keys or not isinstance(item, Mapping) or any(key not in item for key in keys):
         return None

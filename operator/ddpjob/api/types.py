@@ -1,7 +1,8 @@
-"""The DDPJob of `ddpjob.io/v1alpha1` as frozen dataclasses: read from a defaulted object, status written back.
+"""The DDPJob of `ddpjob.io/v1alpha1` as frozen dataclasses, which pydantic reads and writes.
 
-The CRD file is the source of names, defaults and ranges; this module only gives its fields types.
-Reading assumes an object that the API server or `ddpjob.api.reader` has validated and defaulted.
+The CRD file is the only source of names, defaults and ranges. A field that has a default there has none here:
+`JobSpec.read` fills in the CRD's defaults first, so that a spec can be read under a CRD of another release too.
+A default here is the value of a field that is absent.
 """
 
 from __future__ import annotations
@@ -9,34 +10,49 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
+from itertools import groupby
+from operator import itemgetter, not_
+from typing import Annotated, Any
+
+from ddpjob_runtime.protocol import Mode
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasPath,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.alias_generators import to_camel
+
+from ddpjob.api.schema import apply_defaults, default_of, schema_of, without_nulls
 
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
+
+POD_DEFAULTS = 1
+"""What new jobs' pods get where the spec is silent. 1: a security context, and limits of the coordinator."""
 
 Json = dict[str, Any]
 """A JSON object at the edge: a manifest or a part of one."""
 
 
 class Placement(StrEnum):
-    """Where the rendezvous store lives."""
+    """Where the coordinator and the rendezvous store run."""
 
     DEDICATED = "Dedicated"
     MASTER = "Master"
 
 
-class RecoveryMode(StrEnum):
-    """How a group goes on after a break."""
-
-    STANDARD = "Standard"
-    FAST = "Fast"
-
-
 class RuleCause(StrEnum):
-    """What a rule of `recovery.rules` is for."""
+    """The cause that a rule of `recovery.rules` matches."""
 
     OOM_KILLED = "OOMKilled"
     EXIT_CODE = "ExitCode"
@@ -47,7 +63,7 @@ class RuleCause(StrEnum):
 
 
 class RuleAction(StrEnum):
-    """What follows from a cause."""
+    """What a matching rule does."""
 
     RESTART = "Restart"
     RESTART_UNCOUNTED = "RestartUncounted"
@@ -55,7 +71,7 @@ class RuleAction(StrEnum):
 
 
 class CleanPodPolicy(StrEnum):
-    """Which pods are removed when the job has ended."""
+    """Which pods are deleted when the job ends."""
 
     RUNNING = "Running"
     ALL = "All"
@@ -63,7 +79,7 @@ class CleanPodPolicy(StrEnum):
 
 
 class SlotState(StrEnum):
-    """What is known of a slot's current attempt; see docs/architecture.md."""
+    """State of the pod of a slot's current attempt; see docs/architecture.md."""
 
     PLANNED = "Planned"
     CREATED = "Created"
@@ -74,6 +90,8 @@ class SlotState(StrEnum):
 
 
 class ConditionType(StrEnum):
+    """Types of `status.conditions`."""
+
     SCHEDULED = "Scheduled"
     RUNNING = "Running"
     RESTARTING = "Restarting"
@@ -81,10 +99,12 @@ class ConditionType(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
     FAST_RECOVERY = "FastRecovery"
+    ISOLATED = "Isolated"
+    """Only set where something prevents the isolation that spec.network asks for."""
 
 
 class Phase(StrEnum):
-    """One word for printing; nothing is decided by it."""
+    """Summary of the conditions for display; no decision depends on it."""
 
     PENDING = "Pending"
     STARTING = "Starting"
@@ -100,22 +120,49 @@ def parse_time(text: str | None) -> datetime | None:
     return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
 
 
+def known_time(text: Any) -> datetime | None:
+    """The time in a text that anybody may have written; None: there is none that can be computed with."""
+    try:
+        return _computable(datetime.fromisoformat(text))
+    except (TypeError, ValueError):
+        return None
+
+
+def _computable(moment: datetime) -> datetime:
+    if moment.tzinfo is None or not 1970 <= moment.year < 9000:
+        raise ValueError("a time without a zone, or one to which an hour cannot be added")
+    return moment
+
+
 def format_time(moment: datetime | None) -> str | None:
-    """An aware datetime as RFC 3339 in UTC, to the second."""
+    """An aware datetime as RFC 3339 in UTC, to the second; None stays None."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if moment else None
+
+
+_CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
+"""Applies to the dataclass that has it and to those nested in it. They are built for pydantic at the first read."""
+
+
+# --- spec -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
-    """A place for data or checkpoints: exactly one of claim_name, host_path and nfs."""
+    """A volume of the node pods: exactly one of claim_name, host_path and nfs is set."""
 
     mount_path: str
     claim_name: str | None = None
     host_path: str | None = None
     nfs: Json | None = None
     sub_path: str | None = None
-    read_only: bool = False
-    shared: bool = False
+    read_only: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointVolume(Volume):
+    """The volume of the checkpoints."""
+
+    shared: bool
 
     @property
     def seen_by_every_node(self) -> bool:
@@ -126,22 +173,27 @@ class Volume:
 @dataclass(frozen=True, kw_only=True)
 class Storage:
     data: Volume | None = None
-    checkpoints: Volume | None = None
-    shared_memory: str = "1Gi"
+    checkpoints: CheckpointVolume | None = None
+    shared_memory: Annotated[str, BeforeValidator(str)]
+
+    @property
+    def checkpoint_path(self) -> str:
+        """Path of the checkpoints in the container. Without `checkpoints` it holds a folder of the pod's own."""
+        return self.checkpoints.mount_path if self.checkpoints else default_of("spec.storage.checkpoints.mountPath")
 
     @property
     def claims(self) -> tuple[str, ...]:
-        """Names of the persistent volume claims, each once."""
+        """Names of the PersistentVolumeClaims, each once."""
         volumes = (self.data, self.checkpoints)
         return tuple(dict.fromkeys(v.claim_name for v in volumes if v and v.claim_name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    placement: Placement = Placement.DEDICATED
-    port: int = 29400
-    join_timeout_seconds: int = 600
-    resources: Json = field(default_factory=dict)
+    placement: Placement
+    port: int
+    join_timeout_seconds: int
+    resources: Json
 
     @property
     def endpoint_port(self) -> int:
@@ -151,7 +203,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """Bounds around `nodes`."""
+    """Bounds of `nodes`."""
 
     min_nodes: int
     max_nodes: int | None = None
@@ -159,75 +211,70 @@ class Elastic:
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """Seconds to wait before a start that repeats a failure: `initial`, doubled each time, at most `maximum`."""
+    """Seconds to wait before a restart after a repeated failure: `initial`, doubled each time, at most `maximum`."""
 
-    initial: float = 1.0
-    maximum: float = 60.0
+    initial: Annotated[float, Field(alias="initialSeconds")]
+    maximum: Annotated[float, Field(alias="maxSeconds")]
 
     def seconds(self, failures: int) -> float:
-        """After so many failures in a row; the first waits for nothing."""
+        """The wait after this many failures in a row; none after the first."""
         return 0.0 if failures < 2 else min(self.maximum, self.initial * 2.0 ** min(failures - 2, 40))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One entry of `recovery.rules`; no exit codes: all."""
+    """One entry of `recovery.rules`; without exit codes it matches all of them."""
 
-    cause: RuleCause
+    cause: Annotated[RuleCause, Field(validation_alias=AliasChoices("cause", "on"))]
     action: RuleAction
     exit_codes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    mode: RecoveryMode = RecoveryMode.STANDARD
-    max_restarts: int = 10
-    reset_after_seconds: int = 3600
-    backoff: Backoff = field(default_factory=Backoff)
+    mode: Mode
+    max_restarts: int
+    reset_after_seconds: int
+    backoff: Backoff
     rules: tuple[Rule, ...] = ()
-    node_lost_after_seconds: int = 30
+    node_lost_after_seconds: int
     hang_after_seconds: int | None = None
-    """None: judged by the job's own pace."""
-
-    @classmethod
-    def read(cls, recovery: Mapping[str, Any]) -> Recovery:
-        backoff = recovery.get("backoff", {})
-        return cls(
-            mode=RecoveryMode(recovery.get("mode", "Standard")),
-            max_restarts=recovery.get("maxRestarts", 10),
-            reset_after_seconds=recovery.get("resetAfterSeconds", 3600),
-            backoff=Backoff(initial=float(backoff.get("initialSeconds", 1)), maximum=float(backoff.get("maxSeconds", 60))),
-            rules=tuple(
-                Rule(cause=RuleCause(r.get("cause") or r["on"]), action=RuleAction(r["action"]), exit_codes=tuple(r.get("exitCodes", ())))
-                for r in recovery.get("rules", ())
-            ),
-            node_lost_after_seconds=recovery.get("nodeLostAfterSeconds", 30),
-            hang_after_seconds=recovery.get("hangAfterSeconds"),
-        )
+    """None: a step that is overdue is reported, and the group is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPolicy:
-    suspend: bool = False
+    suspend: bool
     active_deadline_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None
-    clean_pod_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
-    failed_pods_kept: int = 3
+    clean_pod_policy: CleanPodPolicy
+    failed_pods_kept: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduling:
     scheduler_name: str | None = None
     priority_class_name: str | None = None
-    one_pod_per_node: bool = True
-    topology_key: str = "kubernetes.io/hostname"
+    one_pod_per_node: bool
+    topology_key: str
+    disruption_budget: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Who reaches the job's pods."""
+
+    isolate: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
+    """`spec`, with the CRD's defaults."""
+
+    __pydantic_config__ = _CONFIG
     image: str
     image_pull_policy: str | None = None
-    image_pull_secrets: tuple[str, ...] = ()
+    image_pull_secrets: tuple[Annotated[str, BeforeValidator(itemgetter("name"))], ...] = ()
     script: str | None = None
     module: str | None = None
     command: tuple[str, ...] = ()
@@ -236,37 +283,49 @@ class JobSpec:
     env: tuple[Json, ...] = ()
     env_from: tuple[Json, ...] = ()
     working_dir: str | None = None
-    nodes: int = 1
+    nodes: int
     elastic: Elastic | None = None
-    spares: int = 0
-    procs_per_node: int = 1
-    gpus_per_node: int = 1
-    gpu_resource: str = "nvidia.com/gpu"
-    resources: Json = field(default_factory=dict)
-    backend: str = "auto"
-    rendezvous: Rendezvous = field(default_factory=Rendezvous)
-    recovery: Recovery = field(default_factory=Recovery)
-    run_policy: RunPolicy = field(default_factory=RunPolicy)
-    scheduling: Scheduling = field(default_factory=Scheduling)
-    storage: Storage = field(default_factory=Storage)
-    pod_template: Json = field(default_factory=dict)
-    template_hash: str = ""
-    """Changes whenever a field changes that a running pod cannot take over."""
+    spares: int
+    procs_per_node: int
+    gpus_per_node: int
+    gpu_resource: str
+    resources: Json
+    backend: str
+    rendezvous: Rendezvous
+    recovery: Recovery
+    run_policy: RunPolicy
+    scheduling: Scheduling
+    network: Network
+    storage: Storage
+    pod_template: Json
+    template_hash: str
+    """Changes with every field that a running pod cannot adopt."""
 
     @property
     def under_torchrun(self) -> bool:
-        """False for `command`: then nobody in the pods speaks with the coordinator."""
+        """False for `command`: then no process in the node pods talks to the coordinator."""
         return not self.command
 
     @property
     def fast(self) -> bool:
         """Whether recovery.mode is Fast."""
-        return self.recovery.mode is RecoveryMode.FAST
+        return self.recovery.mode is Mode.FAST
 
     @property
     def min_nodes(self) -> int:
         """The least number of nodes to train with."""
         return self.elastic.min_nodes if self.elastic else self.nodes
+
+    @property
+    def on_host_network(self) -> bool:
+        """Whether podTemplate puts the node pods on their hosts' network, where no NetworkPolicy applies."""
+        pod = self.pod_template.get("spec")
+        return isinstance(pod, Mapping) and bool(pod.get("hostNetwork"))
+
+    @property
+    def isolated(self) -> bool:
+        """Whether a NetworkPolicy closes the job's pods to others."""
+        return self.network.isolate and not self.on_host_network
 
     @property
     def pods(self) -> int:
@@ -275,405 +334,342 @@ class JobSpec:
 
     @classmethod
     def read(cls, spec: Mapping[str, Any]) -> JobSpec:
-        """From a defaulted `spec`."""
-        rendezvous, policy = spec.get("rendezvous", {}), spec.get("runPolicy", {})
-        scheduling, storage = spec.get("scheduling", {}), spec.get("storage", {})
-        gpus, elastic = spec.get("gpusPerNode", 1), spec.get("elastic")
-        return cls(
-            image=spec["image"],
-            image_pull_policy=spec.get("imagePullPolicy"),
-            image_pull_secrets=tuple(s["name"] for s in spec.get("imagePullSecrets", ())),
-            script=spec.get("script"),
-            module=spec.get("module"),
-            command=tuple(spec.get("command", ())),
-            args=tuple(spec.get("args", ())),
-            torchrun_args=tuple(spec.get("torchrunArgs", ())),
-            env=tuple(spec.get("env", ())),
-            env_from=tuple(spec.get("envFrom", ())),
-            working_dir=spec.get("workingDir"),
-            nodes=spec.get("nodes", 1),
-            elastic=Elastic(min_nodes=elastic["minNodes"], max_nodes=elastic.get("maxNodes")) if elastic else None,
-            spares=spec.get("spares", 0),
-            procs_per_node=spec.get("procsPerNode") or max(gpus, 1),
-            gpus_per_node=gpus,
-            gpu_resource=spec.get("gpuResource", "nvidia.com/gpu"),
-            resources=dict(spec.get("resources", {})),
-            backend=spec.get("backend", "auto"),
-            rendezvous=Rendezvous(
-                placement=Placement(rendezvous.get("placement", "Dedicated")),
-                port=rendezvous.get("port", 29400),
-                join_timeout_seconds=rendezvous.get("joinTimeoutSeconds", 600),
-                resources=dict(rendezvous.get("resources", {})),
-            ),
-            recovery=Recovery.read(spec.get("recovery", {})),
-            run_policy=RunPolicy(
-                suspend=policy.get("suspend", False),
-                active_deadline_seconds=policy.get("activeDeadlineSeconds"),
-                ttl_seconds_after_finished=policy.get("ttlSecondsAfterFinished"),
-                clean_pod_policy=CleanPodPolicy(policy.get("cleanPodPolicy", "Running")),
-                failed_pods_kept=policy.get("failedPodsKept", 3),
-            ),
-            scheduling=Scheduling(
-                scheduler_name=scheduling.get("schedulerName"),
-                priority_class_name=scheduling.get("priorityClassName"),
-                one_pod_per_node=scheduling.get("onePodPerNode", True),
-                topology_key=scheduling.get("topologyKey", "kubernetes.io/hostname"),
-            ),
-            storage=Storage(
-                data=_read_volume(storage.get("data"), "/data", read_only=True),
-                checkpoints=_read_volume(storage.get("checkpoints"), "/checkpoints", read_only=False),
-                shared_memory=str(storage.get("sharedMemory", "1Gi")),
-            ),
-            pod_template=dict(spec.get("podTemplate", {})),
-            template_hash=_template_hash(spec),
-        )
+        """Read a `spec`, with or without the CRD's defaults. Raises ValueError for one that does not fit the CRD."""
+        full = apply_defaults(spec, schema_of("spec"))
+        full.setdefault("procsPerNode", max(full["gpusPerNode"], 1))
+        full["podTemplate"] = without_nulls(full["podTemplate"])
+        full["templateHash"] = _template_hash(spec, full["recovery"]["mode"])
+        return _SPEC.validate_python(full)
 
 
-def _read_volume(volume: Mapping[str, Any] | None, mount_path: str, *, read_only: bool) -> Volume | None:
-    if volume is None:
-        return None
-    return Volume(
-        mount_path=volume.get("mountPath", mount_path),
-        claim_name=volume.get("claimName"),
-        host_path=volume.get("hostPath"),
-        nfs=volume.get("nfs"),
-        sub_path=volume.get("subPath"),
-        read_only=volume.get("readOnly", read_only),
-        shared=volume.get("shared", False),
-    )
+_CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy")
+"""Fields that running pods adopt, but for recovery.mode."""
+_FIRST_DEFAULTS = frozenset(
+    {
+        *("gpusPerNode", "gpuResource", "resources", "backend", "podTemplate"),
+        *("rendezvous", "rendezvous.placement", "rendezvous.port", "rendezvous.joinTimeoutSeconds"),
+        *("rendezvous.resources", "rendezvous.resources.requests"),
+        *("scheduling", "scheduling.onePodPerNode", "scheduling.topologyKey"),
+        *("storage", "storage.data.mountPath", "storage.data.readOnly", "storage.sharedMemory"),
+        *("storage.checkpoints.mountPath", "storage.checkpoints.readOnly", "storage.checkpoints.shared"),
+    }
+)
+"""Fields that had a default in the first release: every stored spec holds them, and every hash does. Never add one."""
 
 
-def _template_hash(spec: Mapping[str, Any]) -> str:
-    fixed = {key: value for key, value in spec.items() if key not in ("nodes", "elastic", "spares", "recovery", "runPolicy")}
-    fixed["recovery.mode"] = spec.get("recovery", {}).get("mode", "Standard")
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:10]
+def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
+    """Hash of what pods are made from: no upgrade of the CRD may change it, since that replaces all running pods.
+
+    A spec is read with the defaults of the CRD in the cluster. Left out are therefore later fields
+    that have their defaults, and fields that this operator does not know.
+    """
+    fixed = {key: value for key, value in spec.items() if key not in _CHANGEABLE}
+    hashed = _without_later(fixed, schema_of("spec"), "") | {"recovery.mode": mode}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _without_later(value: Any, schema: Mapping[str, Any], path: str) -> Any:
+    if isinstance(value, list):
+        return [_without_later(item, schema.get("items") or {}, path) for item in value]
+    properties = schema.get("properties")
+    if not isinstance(value, Mapping) or not properties or "x-kubernetes-preserve-unknown-fields" in schema:
+        return value
+    kept = {}
+    for name, item in value.items():
+        known, below = properties.get(name), f"{path}.{name}".lstrip(".")
+        if known is None:
+            continue
+        item = _without_later(item, known, below)
+        default = apply_defaults(known.get("default"), known)
+        if below in _FIRST_DEFAULTS or "default" not in known or item != _without_later(default, known, below):
+            kept[name] = item
+    return kept
+
+
+# --- status -----------------------------------------------------------------------------------------------------
+
+_OMIT_EMPTY = Field(exclude_if=not_)
+"""Not written while it is None, empty or 0."""
+_OMIT_NONE = Field(exclude_if=lambda value: value is None)
+_MOST = 10**9
+"""Of a count or a number in a status: one more than it can still be written."""
+_Number = Annotated[int, Field(ge=0, le=_MOST)]
+_Moment = Annotated[datetime, AfterValidator(_computable)]
+_Time = Annotated[_Moment, PlainSerializer(format_time)]
+_OptionalTime = Annotated[_Moment | None, PlainSerializer(format_time), _OMIT_EMPTY]
+_Status = Annotated[bool, BeforeValidator(lambda text: text == "True"), PlainSerializer(str)]
+
+
+def _below(*path: str) -> Any:
+    """Where a field is read that the CRD puts into an object of its own; JobStatus.write writes it."""
+    return Field(validation_alias=AliasPath(*path), exclude=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
+    """One entry of `status.conditions`."""
+
     type: ConditionType
-    status: bool
+    status: _Status
     reason: str
     message: str
-    since: datetime
-    generation: int
-
-    def write(self) -> Json:
-        return {
-            "type": str(self.type),
-            "status": "True" if self.status else "False",
-            "reason": self.reason,
-            "message": self.message,
-            "lastTransitionTime": format_time(self.since),
-            "observedGeneration": self.generation,
-        }
+    since: Annotated[_Time, Field(alias="lastTransitionTime")]
+    generation: Annotated[_Number, Field(alias="observedGeneration")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One of the job's places for a node."""
+    """A numbered position in the job; it outlives its pods."""
 
-    attempt: int = 0
+    attempt: _Number = 0
     state: SlotState = SlotState.PLANNED
-    node: str = ""
-    round: int = 0
-    """The job's round when the pod was made: what broke before that is not its doing."""
-    reason: str = ""
-    failures: int = 0
-    """How often in a row its pods ended for `reason`, soon after their start."""
-    not_before: datetime | None = None
-    lost_since: datetime | None = None
-
-    @classmethod
-    def read(cls, slot: Mapping[str, Any]) -> Slot:
-        return cls(
-            attempt=slot["attempt"],
-            state=SlotState(slot["state"]),
-            node=slot.get("node", ""),
-            round=slot.get("round", 0),
-            reason=slot.get("reason", ""),
-            failures=slot.get("failures", 0),
-            not_before=parse_time(slot.get("notBefore")),
-            lost_since=parse_time(slot.get("lostSince")),
-        )
-
-    def write(self) -> Json:
-        optional = {
-            "node": self.node,
-            "round": self.round,
-            "reason": self.reason,
-            "failures": self.failures,
-            "notBefore": format_time(self.not_before),
-            "lostSince": format_time(self.lost_since),
-        }
-        return {"attempt": self.attempt, "state": str(self.state)} | {key: value for key, value in optional.items() if value}
+    node: Annotated[str, _OMIT_EMPTY] = ""
+    round: Annotated[_Number, _OMIT_EMPTY] = 0
+    """The job's round when the pod was created: the pod has no part in earlier breaks."""
+    reason: Annotated[str, _OMIT_EMPTY] = ""
+    failures: Annotated[_Number, _OMIT_EMPTY] = 0
+    """How many of its pods in a row ended for `reason`, soon after their start."""
+    not_before: _OptionalTime = None
+    lost_since: _OptionalTime = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousStatus:
-    generation: int = 0
-    attempt: int = 0
-    """Coordinators of this generation before the present one."""
-    failures: int = 0
-    """How often in a row a coordinator ended soon after its start."""
-    not_before: datetime | None = None
+    generation: _Number = 0
+    attempt: Annotated[_Number, _OMIT_EMPTY] = 0
+    """Coordinators of this generation before the current one."""
+    failures: Annotated[_Number, _OMIT_EMPTY] = 0
+    """How many coordinators in a row ended soon after their start."""
+    not_before: _OptionalTime = None
     state: SlotState = SlotState.PLANNED
     endpoint: str = ""
-    nodes: int = 0
-    """How many nodes the slots were last laid out for."""
-
-    @classmethod
-    def read(cls, rendezvous: Mapping[str, Any]) -> RendezvousStatus:
-        return cls(
-            generation=rendezvous.get("generation", 0),
-            attempt=rendezvous.get("attempt", 0),
-            failures=rendezvous.get("failures", 0),
-            not_before=parse_time(rendezvous.get("notBefore")),
-            state=SlotState(rendezvous.get("state", "Planned")),
-            endpoint=rendezvous.get("endpoint", ""),
-            nodes=rendezvous.get("nodes", 0),
-        )
-
-    def write(self) -> Json:
-        optional = {"attempt": self.attempt, "failures": self.failures, "notBefore": format_time(self.not_before)}
-        written = {"generation": self.generation, "state": str(self.state), "endpoint": self.endpoint, "nodes": self.nodes}
-        return written | {key: value for key, value in optional.items() if value}
+    nodes: _Number = 0
+    """Number of nodes that the slots were last laid out for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
     """One entry of `status.restarts.recent`."""
 
-    time: datetime
+    time: _Time
     pod: str
     reason: str
     message: str
     counted: bool
-    index: int | None = None
+    index: Annotated[_Number | None, _OMIT_NONE] = None
     """The slot; None for the coordinator."""
-    node: str = ""
-    rank: int | None = None
-    seconds: float | None = None
+    node: Annotated[str, _OMIT_EMPTY] = ""
+    rank: Annotated[_Number | None, _OMIT_NONE] = None
+    seconds: Annotated[float | None, _OMIT_NONE] = None
     """From the break until the group ran again; None while it does not."""
-    round: int = 0
+    round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with it."""
-    consequence: bool = False
-    """Another failure of the same round was its cause."""
-
-    def write(self) -> Json:
-        entry: Json = {
-            "time": format_time(self.time),
-            "pod": self.pod,
-            "reason": self.reason,
-            "message": self.message,
-            "counted": self.counted,
-        }
-        optional = {"index": self.index, "node": self.node or None, "rank": self.rank, "seconds": self.seconds}
-        optional |= {"round": self.round or None, "consequence": self.consequence or None}
-        return entry | {key: value for key, value in optional.items() if value is not None}
+    consequence: Annotated[bool, _OMIT_EMPTY] = False
+    """Whether another failure of the same round was its cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
-    counted: int = 0
-    """Since the budget was last whole."""
-    uncounted: int = 0
-    total: int = 0
-    """All that ever were."""
-    last_counted: datetime | None = None
-    seen_generation: int = 0
-    seen_incident: int = 0
-    seen_round: int = 0
+    counted: _Number = 0
+    """Since the budget was last reset."""
+    uncounted: _Number = 0
+    total: _Number = 0
+    """Since the job began."""
+    last_counted: _OptionalTime = None
+    seen_generation: Annotated[_Number, _below("seen", "generation")] = 0
+    seen_incident: Annotated[int, Field(ge=0, lt=2**63), _below("seen", "incident")] = 0
+    """As large as a report may number it: one that could not be kept would be new in each reconcile."""
+    seen_round: Annotated[_Number, _below("seen", "round")] = 0
     """The round that the last incident belongs to."""
     recent: tuple[Restart, ...] = ()
-
-    @classmethod
-    def read(cls, restarts: Mapping[str, Any]) -> Restarts:
-        seen = restarts.get("seen", {})
-        counted, uncounted = restarts.get("counted", 0), restarts.get("uncounted", 0)
-        return cls(
-            counted=counted,
-            uncounted=uncounted,
-            total=restarts.get("total", counted + uncounted),
-            last_counted=parse_time(restarts.get("lastCounted")),
-            seen_generation=seen.get("generation", 0),
-            seen_incident=seen.get("incident", 0),
-            seen_round=seen.get("round", 0),
-            recent=tuple(_read_restart(r) for r in restarts.get("recent", ())),
-        )
-
-    def write(self, maximum: int) -> Json:
-        written: Json = {
-            "counted": self.counted,
-            "uncounted": self.uncounted,
-            "total": self.total,
-            "max": maximum,
-            "display": _restarts_display(self, maximum),
-            "seen": {"generation": self.seen_generation, "incident": self.seen_incident, "round": self.seen_round},
-            "recent": [r.write() for r in self.recent],
-        }
-        return written | ({"lastCounted": format_time(self.last_counted)} if self.last_counted else {})
+    allowed: Annotated[_Number | None, Field(validation_alias="max", exclude=True)] = field(default=None, compare=False)
+    """recovery.maxRestarts when the status was written last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AvoidedNode:
-    """A Kubernetes node that new pods keep away from, if they can."""
+    """A Kubernetes node that the scheduler should avoid for new pods."""
 
     node: str
-    until: datetime
-    reason: str
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> AvoidedNode:
-        until = parse_time(entry["until"])
-        assert until is not None
-        return cls(node=entry["node"], until=until, reason=entry.get("reason", ""))
-
-    def write(self) -> Json:
-        return {"node": self.node, "until": format_time(self.until), "reason": self.reason}
+    until: _Time
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """All of `status`; `write()` adds what only printing needs."""
+    """`status`."""
 
-    observed_generation: int = 0
-    phase: Phase | None = None
+    __pydantic_config__ = _CONFIG
+    observed_generation: _Number = 0
+    phase: Annotated[Phase | None, _OMIT_EMPTY] = None
     conditions: tuple[Condition, ...] = ()
-    selector: str = ""
-    pod_files: str = ""
-    start_time: datetime | None = None
-    completion_time: datetime | None = None
-    template_hash: str = ""
-    round: int = 0
+    selector: Annotated[str, _OMIT_EMPTY] = ""
+    runtime: Annotated[str, _OMIT_EMPTY] = ""
+    pod_defaults: Annotated[_Number, _OMIT_EMPTY] = 0
+    """The defaults that the pods are built with, POD_DEFAULTS of the release that began the job."""
+    start_time: _OptionalTime = None
+    completion_time: _OptionalTime = None
+    template_hash: Annotated[str, _OMIT_EMPTY] = ""
+    round: _Number = 0
     rendezvous: RendezvousStatus = field(default_factory=RendezvousStatus)
-    active: int = 0
+    active: Annotated[_Number, _below("nodes", "active")] = 0
     """Pods that exist and have not ended, spares left out."""
-    ready: int = 0
+    ready: Annotated[_Number, _below("nodes", "ready")] = 0
     """Pods that train."""
-    spare: int = 0
-    """Pods that run and wait for a place."""
+    spare: Annotated[_Number, _below("nodes", "spare")] = 0
+    """Pods that are ready and do not train."""
     slots: tuple[Slot, ...] = ()
-    highest_attempt: int = 0
+    highest_attempt: _Number = 0
     """Of any slot so far."""
-    avoided_nodes: tuple[AvoidedNode, ...] = ()
+    avoided_nodes: Annotated[tuple[AvoidedNode, ...], _OMIT_EMPTY] = ()
     restarts: Restarts = field(default_factory=Restarts)
-    progress: Json = field(default_factory=dict)
-    nodes_wanted: int = 0
-    max_restarts: int = 0
+    progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
+    trained: Annotated[bool, _OMIT_EMPTY] = False
+    """Whether it has made a step, or has run for so long that it must be assumed."""
+    schema: Annotated[_Number, _OMIT_EMPTY] = 0
+    """Set by the CRD in the cluster, by a default. What a CRD below 1 does not hold is not written."""
+
+    def slot(self, index: int | None) -> Slot | None:
+        """The slot of an index that may be anything: reports are written in the user's image."""
+        return self.slots[index] if index is not None and 0 <= index < len(self.slots) else None
 
     def condition(self, kind: ConditionType) -> Condition | None:
+        """The condition of a type, if it was ever set."""
         return next((c for c in self.conditions if c.type == kind), None)
 
     def holds(self, kind: ConditionType) -> bool:
+        """Whether a condition is True."""
         condition = self.condition(kind)
         return condition is not None and condition.status
 
-    @property
-    def nodes_display(self) -> str:
-        """`2/2 +1`: running or finished, of those wanted, and spares."""
-        present = min(self.nodes_wanted, self.ready + sum(s.state is SlotState.SUCCEEDED for s in self.slots))
-        return f"{present}/{self.nodes_wanted}" + (f" +{self.spare}" if self.spare else "")
+    def nodes_display(self, spec: JobSpec) -> str:
+        """`2/2 +1`: nodes that train or have succeeded, of those wanted, and spares."""
+        wanted = self._wanted(spec)
+        present = min(wanted, self.ready + sum(s.state is SlotState.SUCCEEDED for s in self.slots))
+        return f"{present}/{wanted}" + (f" +{self.spare}" if self.spare else "")
+
+    def _wanted(self, spec: JobSpec) -> int:
+        """What a job that has ended had is not changed by its spec any more."""
+        return self.rendezvous.nodes if self.terminal and self.rendezvous.nodes else spec.nodes
 
     @property
     def terminal(self) -> bool:
+        """Whether the job is Complete or Failed."""
         return self.holds(ConditionType.COMPLETE) or self.holds(ConditionType.FAILED)
 
     @classmethod
     def read(cls, status: Mapping[str, Any]) -> JobStatus:
-        """From the object's `status`; an empty one is a job never looked at."""
-        restarts, nodes = status.get("restarts", {}), status.get("nodes", {})
-        return cls(
-            observed_generation=status.get("observedGeneration", 0),
-            phase=Phase(status["phase"]) if "phase" in status else None,
-            conditions=tuple(_read_condition(c) for c in status.get("conditions", ())),
-            selector=status.get("selector", ""),
-            pod_files=status.get("podFiles", ""),
-            start_time=parse_time(status.get("startTime")),
-            completion_time=parse_time(status.get("completionTime")),
-            template_hash=status.get("templateHash", ""),
-            round=status.get("round", 0),
-            rendezvous=RendezvousStatus.read(status.get("rendezvous", {})),
-            active=nodes.get("active", 0),
-            ready=nodes.get("ready", 0),
-            spare=nodes.get("spare", 0),
-            nodes_wanted=nodes.get("wanted", 0),
-            slots=tuple(Slot.read(s) for s in status.get("slots", ())),
-            highest_attempt=status.get("highestAttempt", max((s["attempt"] for s in status.get("slots", ())), default=0)),
-            avoided_nodes=tuple(AvoidedNode.read(n) for n in status.get("avoidedNodes", ())),
-            restarts=Restarts.read(restarts),
-            max_restarts=restarts.get("max", 0),
-            progress=dict(status.get("progress", {})),
-        )
+        """Read a `status`, also of another release: unknown fields are ignored. An empty one is a new job's.
 
-    def write(self) -> Json:
-        """The object's `status`."""
-        written: Json = {
-            "observedGeneration": self.observed_generation,
-            "phase": str(self.phase) if self.phase else None,
-            "conditions": [c.write() for c in self.conditions],
-            "selector": self.selector,
-            "podFiles": self.pod_files,
-            "startTime": format_time(self.start_time),
-            "completionTime": format_time(self.completion_time),
-            "templateHash": self.template_hash,
-            "round": self.round,
-            "rendezvous": self.rendezvous.write(),
-            "nodes": {
-                "wanted": self.nodes_wanted,
-                "active": self.active,
-                "ready": self.ready,
-                "spare": self.spare,
-                "display": self.nodes_display,
-            },
-            "slots": [s.write() for s in self.slots],
-            "highestAttempt": self.highest_attempt,
-            "avoidedNodes": [n.write() for n in self.avoided_nodes],
-            "restarts": self.restarts.write(self.max_restarts),
-            "progress": self.progress,
+        Never raises: what no operator writes, although the CRD may admit it, is left out.
+        """
+        read = _validated({**status, "slots": _expanded(status.get("slots") or ())})
+        # Not written by early releases.
+        if "highestAttempt" not in status:
+            read = replace(read, highest_attempt=max((s.attempt for s in read.slots), default=0))
+        if "total" not in (status.get("restarts") or {}):
+            counts = read.restarts
+            read = replace(read, restarts=replace(counts, total=counts.counted + counts.uncounted))
+        return read
+
+    def write(self, spec: JobSpec) -> Json:
+        """The object's `status`, with what is derived for display."""
+        written: Json = _STATUS.dump_python(self, mode="json", by_alias=True)
+        if not self.schema:
+            written.pop("trained", None)
+        elif len(self.slots) >= COMPACT_FROM:
+            written["slots"] = _compact(written["slots"])
+        written["nodes"] = {
+            "wanted": self._wanted(spec),
+            "active": self.active,
+            "ready": self.ready,
+            "spare": self.spare,
         }
-        return {key: value for key, value in written.items() if value not in (None, "", {}) and not (key == "avoidedNodes" and not value)}
+        written["nodes"]["display"] = self.nodes_display(spec)
+        counts, allowed = self.restarts, spec.recovery.max_restarts
+        if self.terminal and counts.allowed is not None:
+            allowed = counts.allowed
+        seen = {"generation": counts.seen_generation, "incident": counts.seen_incident, "round": counts.seen_round}
+        display = f"{counts.counted}/{allowed}" + (f" +{counts.uncounted}" if counts.uncounted else "")
+        written["restarts"] |= {"max": allowed, "display": display, "seen": seen}
+        return written
 
 
-def _restarts_display(restarts: Restarts, maximum: int) -> str:
-    """`1/10`: counted of those allowed; `1/10 +2` with two that did not count."""
-    return f"{restarts.counted}/{maximum}" + (f" +{restarts.uncounted}" if restarts.uncounted else "")
+SINCE_SCHEMA = frozenset({"status.schema", "status.trained", "status.slots.count", "status.slots.nodes"})
+"""Fields without which the operator works too: `JobStatus.schema` says whether the CRD in the cluster holds them."""
 
 
-def _read_condition(condition: Mapping[str, Any]) -> Condition:
-    since = parse_time(condition["lastTransitionTime"])
-    assert since is not None
-    return Condition(
-        type=ConditionType(condition["type"]),
-        status=condition["status"] == "True",
-        reason=condition["reason"],
-        message=condition["message"],
-        since=since,
-        generation=condition.get("observedGeneration", 0),
-    )
+# --- slots of large jobs ----------------------------------------------------------------------------------------
+
+COMPACT_FROM = 100
+"""Slots from which on equal ones in a row are written as one entry; 1,024 of them would be 100 KB at each write."""
+_MOST_SLOTS = 4096
 
 
-def _read_restart(entry: Mapping[str, Any]) -> Restart:
-    moment = parse_time(entry["time"])
-    assert moment is not None
-    return Restart(
-        time=moment,
-        pod=entry["pod"],
-        index=entry.get("index"),
-        reason=entry["reason"],
-        message=entry["message"],
-        counted=entry["counted"],
-        node=entry.get("node", ""),
-        rank=entry.get("rank"),
-        seconds=entry.get("seconds"),
-        round=entry.get("round", 0),
-        consequence=entry.get("consequence", False),
-    )
+def _compact(slots: list[Json]) -> list[Json]:
+    """Slots that differ in their node alone, and follow each other, as one entry with `count` and `nodes`."""
+    entries: list[Json] = []
+    for alike, run in groupby(slots, key=lambda slot: {k: v for k, v in slot.items() if k != "node"}):
+        nodes = [slot.get("node", "") for slot in run]
+        if len(nodes) == 1:
+            entries.append(alike | ({"node": nodes[0]} if nodes[0] else {}))
+        else:
+            entries.append(alike | {"count": len(nodes)} | ({"nodes": nodes} if any(nodes) else {}))
+    return entries
+
+
+def _expanded(entries: Any) -> Any:
+    """One entry for each slot, of the first _MOST_SLOTS. An entry that nobody has written stands for one."""
+    if not isinstance(entries, list | tuple):
+        return ()
+    if len(entries) <= _MOST_SLOTS and not any(isinstance(e, Mapping) and "count" in e for e in entries):
+        return entries
+    slots: list[Json] = []
+    for entry in entries[:_MOST_SLOTS]:
+        if not isinstance(entry, Mapping):
+            continue
+        count, nodes = entry.get("count", 1), entry.get("nodes") or ()
+        if not isinstance(count, int) or not 1 <= count <= _MOST_SLOTS - len(slots):
+            count = 1
+        alike = {key: value for key, value in entry.items() if key not in ("count", "nodes")}
+        slots += [alike | {"node": node} for node in nodes] if len(nodes) == count else [alike] * count
+    return slots[:_MOST_SLOTS]
+
+
+def _validated(status: Json) -> JobStatus:
+    """Without the fields that cannot be read, and then without the objects that lack what they must have."""
+    try:
+        return _STATUS.validate_python(status)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+    kept = deepcopy(status)
+    paths = dict.fromkeys(p["loc"][:-1] if p["type"] == "missing" else p["loc"] for p in problems)
+    for path in reversed(paths):  # the last item of a list first
+        _leave_out(kept, path)
+    return _validated(kept) if kept != status else JobStatus()
+
+
+def _leave_out(here: Any, path: tuple[int | str, ...]) -> None:
+    """Deletes what is at the path, unless a part of the path is gone already."""
+    for position, key in enumerate(path, 1):
+        if key not in (range(len(here)) if isinstance(here, list) else here):
+            return
+        if position == len(path):
+            del here[key]
+        else:
+            here = here[key]
+
+
+_SPEC = TypeAdapter(JobSpec)
+_STATUS = TypeAdapter(JobStatus)
+
+
+# --- the object -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDPJob:
-    """A job as it was read: identity, wish and last written state."""
+    """A job as it was read: identity, spec and the status written last."""
 
     name: str
     namespace: str
@@ -687,7 +683,7 @@ class DDPJob:
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
-        """From a whole object with metadata, spec and status."""
+        """Read a whole object with metadata, spec and status. Raises KeyError or ValueError if it does not fit."""
         meta = body["metadata"]
         return cls(
             name=meta["name"],
@@ -703,6 +699,7 @@ class DDPJob:
 
     @property
     def owner_reference(self) -> Json:
+        """For the metadata of the job's objects."""
         return {
             "apiVersion": API_VERSION,
             "kind": KIND,

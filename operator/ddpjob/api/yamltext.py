@@ -1,29 +1,32 @@
-"""Reads YAML the way kubectl does, keeping the line of every field.
+"""Reads YAML as kubectl does, with the line of every field, and writes what kubectl reads back unchanged.
 
-PyYAML alone differs where manifests are concerned: it takes dates and 1:30 for other things than text, 1e5 for text,
-and of two equal keys it silently drops one.
+PyYAML differs: it converts dates and 1:30, which kubectl reads as text, reads 1e5 as text, and silently drops one of
+two equal keys.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 MAX_NODES = 200_000
-"""Values in one document, aliases expanded; a manifest is far below, a bomb of aliases far above."""
+"""Values in one document with its aliases expanded; far more than in any manifest, far fewer than in an alias bomb."""
 
 MAX_DEPTH = 100
 
+_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
+"""Tags of plain scalars: the patterns to try, by a scalar's first letter."""
+_MERGE = "tag:yaml.org,2002:merge"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 class YamlError(ValueError):
-    """The text is not YAML that a manifest may hold. `line` counts from 1."""
+    """The text is not YAML, or has a value that a manifest cannot contain. `line` counts from 1."""
 
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
@@ -32,20 +35,34 @@ class YamlError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """One YAML document: plain values, and the line (from 1) of each field by its path."""
+    """One YAML document: plain values, and the line of each field by its path, counted from 1."""
 
     value: Any
     line: int
     lines: dict[str, int]
 
     def line_of(self, path: str) -> int:
-        """Line of a field, or of the nearest parent that is in the text."""
+        """Line of a field, or of its nearest parent in the text."""
         known = [p for p in self.lines if path == p or (path.startswith(p) and path[len(p)] in ".[")]
         return self.lines[max(known, key=len)] if known else self.line
 
+    def items(self) -> Iterator[Document]:
+        """The objects of a List, each as a document of its own; of anything else the document itself."""
+        items = self.value.get("items") if isinstance(self.value, dict) else None
+        if not isinstance(items, list) or not str(self.value.get("kind", "")).endswith("List"):
+            yield self
+            return
+        for position, item in enumerate(items):
+            prefix = join("items", position)
+            lines = {path[len(prefix) + 1 :]: n for path, n in self.lines.items() if path.startswith(prefix + ".")}
+            yield Document(item, self.lines.get(prefix, self.line), lines)
+
 
 def join(path: str, key: str | int) -> str:
-    """The path of a child: `spec` and `nodes` give `spec.nodes`; numbers and names with dots or slashes get brackets."""
+    """The path of a child: `spec` and `nodes` give `spec.nodes`.
+
+    Indexes and names that are not identifiers are put in brackets.
+    """
     if isinstance(key, int):
         return f"{path}[{key}]"
     if _IDENTIFIER.fullmatch(key):
@@ -56,30 +73,76 @@ def join(path: str, key: str | int) -> str:
 class _Loader(yaml.SafeLoader):
     """Resolves plain scalars as kubectl's reader does (YAML 1.1 without dates and base 60, floats without a dot)."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own protocol)
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012 (the way PyYAML wants it)
     depth = 0
+    merged = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise YamlError(f"nested more than {MAX_DEPTH} deep; a manifest is flatter", self.line + 1)
+            raise YamlError(f"nested more than {MAX_DEPTH} levels deep, too many for a manifest", self.line + 1)
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replaces `<<` by what it merges, within the limits of a document: each level of aliases multiplies it."""
+        line = node.start_mark.line + 1
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise YamlError(f"<<: merges through more than {MAX_DEPTH} levels, too many for a manifest", line)
+        pairs, node.value = node.value, []  # so that a mapping that merges itself finds nothing
+        own, merged = [], list[tuple[yaml.Node, yaml.Node]]()
+        for key, value in pairs:
+            if key.tag != _MERGE:
+                own.append((key, value))
+                continue
+            parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for part in parts:
+                if not isinstance(part, yaml.MappingNode):
+                    raise YamlError("<<: merges a mapping, or a list of mappings", part.start_mark.line + 1)
+                self.flatten_mapping(part)
+                self.merged += len(part.value)
+                if self.merged > MAX_NODES:
+                    raise YamlError(f"<<: merges more than {MAX_NODES} values, too many for a manifest", line)
+            for part in reversed(parts):
+                merged += part.value
+        node.value = merged + own
+        self.depth -= 1
 
 
 for _tag, _pattern, _first in (
     ("bool", r"y|Y|yes|Yes|YES|n|N|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
     ("int", r"[-+]?(0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("merge", r"<<", "<"),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
 
 
+def _both(tables: Iterable[_Resolvers]) -> _Resolvers:
+    first = {letter for table in tables for letter in table}
+    return {letter: [rule for table in tables for rule in table.get(letter, ())] for letter in first}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that kubectl's reader or PyYAML's would read as something else, such as 1e-4, y and 0o17."""
+
+    yaml_implicit_resolvers = _both((yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers))
+
+
+def write_document(value: Any) -> str:
+    """YAML of which `read_documents`, kubectl and PyYAML read the value."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
 def read_documents(text: str) -> Iterator[Document]:
-    """The documents of a text, empty ones left out. Raises YamlError."""
+    """Read the documents of a text, except empty ones. Raises YamlError."""
     try:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
@@ -88,14 +151,17 @@ def read_documents(text: str) -> Iterator[Document]:
     try:
         while loader.check_node():
             node = loader.get_node()
-            assert node is not None  # check_node said so
+            assert node is not None  # as check_node returned
             builder = _Builder(loader)
             value = builder.build(node, "")
             if value is not None:
                 yield Document(value, node.start_mark.line + 1, builder.lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise YamlError(f"not YAML: {error.problem or error.context}", mark.line + 1 if mark else 1) from error
+        problem = str(error.problem or error.context)
+        if "<block" in problem or "not allowed here" in problem:
+            problem += "; check the indentation of this line against the lines above it"
+        raise YamlError(f"not YAML: {problem}", mark.line + 1 if mark else 1) from error
     finally:
         loader.dispose()
 
@@ -108,7 +174,7 @@ def _is_true(node: yaml.ScalarNode) -> bool:
 
 
 class _Builder:
-    """Turns the nodes of one document into plain values."""
+    """Converts the nodes of one document to plain values."""
 
     def __init__(self, loader: _Loader) -> None:
         self.loader = loader
@@ -119,16 +185,20 @@ class _Builder:
     def build(self, node: yaml.Node, path: str) -> Any:
         self._count += 1
         if self._count > MAX_NODES:
-            raise YamlError(f"more than {MAX_NODES} values in one document; a manifest is smaller", node.start_mark.line + 1)
+            raise YamlError(
+                f"more than {MAX_NODES} values in one document, too many for a manifest", node.start_mark.line + 1
+            )
         if id(node) in self._open:
-            raise YamlError("an alias refers to what it is a part of; write the value out", node.start_mark.line + 1)
+            raise YamlError(
+                "an alias refers to a value that contains it; write the value out", node.start_mark.line + 1
+            )
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
                 return [self._child(item, join(path, position)) for position, item in enumerate(node.value)]
-            assert isinstance(node, yaml.ScalarNode)  # there are three kinds of nodes
+            assert isinstance(node, yaml.ScalarNode)  # there are no others
             return self._scalar(node)
         finally:
             self._open.discard(id(node))
@@ -143,9 +213,9 @@ class _Builder:
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             name = self._key(key_node)
-            place = join(path, name)
-            self.lines[place] = key_node.start_mark.line + 1
-            values[name] = self.build(value_node, place)
+            child = join(path, name)
+            self.lines[child] = key_node.start_mark.line + 1
+            values[name] = self.build(value_node, child)
         return values
 
     def _refuse_duplicates(self, node: yaml.MappingNode, path: str) -> None:
@@ -160,7 +230,7 @@ class _Builder:
         if not isinstance(node, yaml.ScalarNode):
             raise YamlError("a field name must be text; quote templates such as {{ name }}", node.start_mark.line + 1)
         if node.tag == _BOOL:
-            return str(_is_true(node)).lower()  # as kubectl reads it
+            return str(_is_true(node)).lower()  # as kubectl does
         return str(node.value)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
@@ -174,11 +244,11 @@ class _Builder:
             "float": lambda: self.loader.construct_yaml_float(node),
         }.get(kind)
         if construct is None:
-            raise YamlError(f"the tag {node.tag} is not known in manifests; remove it", line)
+            raise YamlError(f"the tag {node.tag} is not supported in manifests; remove it", line)
         try:
             value = construct()
         except ValueError as error:
-            raise YamlError(f"{node.value!r} is not of the kind {node.tag}", line) from error
+            raise YamlError(f"{node.value!r} is not a valid value for the tag {node.tag}", line) from error
         if isinstance(value, float) and not math.isfinite(value):
-            raise YamlError(f"{node.value} is not a number that a manifest can hold; quote it if it is text", line)
+            raise YamlError(f"{node.value} is not a number that a manifest can contain; quote it if it is text", line)
         return value

@@ -1,0 +1,4 @@
+"""The operator's process on Kubernetes: watches, the work queue, leader election, and `Cluster` over the API server.
+
+Imports `engine`, `objects`, `core` and `api`; never `local` or `cli`.
+"""

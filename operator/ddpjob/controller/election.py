@@ -1,7 +1,11 @@
-"""Which replica acts: the holder of a Lease, by client-go's algorithm.
+"""Leader election: the replica that holds a Lease acts, by client-go's algorithm.
 
-A holder that cannot renew ends before its lease does; others wait for as long as they have themselves seen no renewal, so clocks
-need not agree. A Lease given back is taken at the next try, which makes a rolling update a matter of seconds.
+A holder that cannot renew stops acting before its Lease ends, and waits for it like the others. They
+wait until they have seen no renewal for its duration by their own clock, so clocks need not agree. A
+released Lease is taken at the next try: a rolling update takes seconds.
+
+The client's own `kubernetes.aio.leaderelection` measures by the wall clock, never releases the
+Lease, and turns errors of the API server into a lost election.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 from ddpjob.api.types import Json
 from ddpjob.controller.rest import ApiError, Rest
@@ -18,74 +23,114 @@ from ddpjob.engine.reconcile import utc_now
 
 log = logging.getLogger("ddpjob.election")
 
-LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 10, 6, 2
+LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
+"""As in client-go."""
 _RELEASE_SECONDS = 3.0
 
 
 class LeadershipLost(RuntimeError):
-    """Another replica may act now; this one must end at once and begin again as a follower."""
+    """Another replica may act soon: this one has stopped."""
 
 
 class Lease:
-    """The Lease `name` as seen by one replica."""
+    """The Lease `name`, as seen by the replica `identity`."""
 
     def __init__(self, rest: Rest, namespace: str, name: str, identity: str) -> None:
         self.rest, self.name, self.namespace, self.identity = rest, name, namespace, identity
-        self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._version, self._seen = "", 0.0
+        self.collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._version: str | None = None
+        self._seen = 0.0
+        """When this version was first seen (monotonic seconds)."""
+        self._read = float("-inf")
+        self.written = float("-inf")
+        """When this replica's last write of it was begun: no other one counts the time from earlier."""
+
+    @property
+    def read_lately(self) -> bool:
+        """Whether the API server has answered in the last LEASE_SECONDS."""
+        return time.monotonic() - self._read < LEASE_SECONDS
 
     async def hold(self) -> bool:
-        """Takes the Lease or renews it; False when another replica holds it or was quicker. Raises ApiError and Unavailable."""
+        """Takes or renews the Lease; False when another replica holds it or was quicker.
+
+        Raises ApiError and Unavailable.
+        """
         try:
-            found = await self.rest.request("GET", f"{self._collection}/{self.name}")
-            spec = found.get("spec", {})
-            if self._is_held_by_another(found["metadata"]["resourceVersion"], spec):
+            found = await self._find()
+            self._read = time.monotonic()
+            self.observe(found)
+            if not await self._may_have(found):
                 return False
-            await self._write(found, self._taken(spec))
+            if found is None:
+                metadata = {"name": self.name, "namespace": self.namespace}
+                await self.rest.request("POST", self.collection, body=_lease(metadata, self._taken({})))
+            else:
+                await self._write(found, self._taken(found.get("spec", {})))
         except ApiError as error:
-            if error.status == 409:
+            if error.status == HTTPStatus.CONFLICT:
                 return False
-            if error.status != 404:
-                raise
-            return await self._create()
+            raise
         return True
 
-    async def release(self) -> None:
-        """Gives the Lease back, if this replica holds it."""
-        found = await self.rest.request("GET", f"{self._collection}/{self.name}")
-        if found.get("spec", {}).get("holderIdentity") == self.identity:
-            await self._write(found, {**found["spec"], "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _now()})
+    async def _find(self) -> Json | None:
+        try:
+            return await self.rest.request("GET", f"{self.collection}/{self.name}")
+        except ApiError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return None
+            raise
 
-    def _is_held_by_another(self, version: str, spec: Json) -> bool:
+    async def release(self) -> None:
+        """Releases the Lease if this replica holds it."""
+        found = await self.rest.request("GET", f"{self.collection}/{self.name}")
+        if found.get("spec", {}).get("holderIdentity") == self.identity:
+            await self._write(
+                found, {**found["spec"], "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _now()}
+            )
+
+    def observe(self, found: Json | None) -> None:
+        """The Lease as the API server has it now; None: it has none."""
+        version = found["metadata"]["resourceVersion"] if found is not None else ""
         if version != self._version:
             self._version, self._seen = version, time.monotonic()
+
+    async def _may_have(self, found: Json | None) -> bool:
+        """Whether this replica may write itself into the Lease that it has just observed."""
+        return not self.is_held_by_another(found)
+
+    def is_held_by_another(self, found: Json | None) -> bool:
+        """Whether another replica has renewed the Lease within its duration, as far as this one has seen."""
+        spec = found.get("spec", {}) if found is not None else {}
         holder = spec.get("holderIdentity") or ""
         fresh = time.monotonic() - self._seen < (spec.get("leaseDurationSeconds") or LEASE_SECONDS)
         return bool(holder) and holder != self.identity and fresh
 
     def _taken(self, spec: Json) -> Json:
+        self.written = time.monotonic()
         taken = {**spec, "holderIdentity": self.identity, "leaseDurationSeconds": LEASE_SECONDS, "renewTime": _now()}
         if spec.get("holderIdentity") != self.identity:
             taken |= {"acquireTime": taken["renewTime"], "leaseTransitions": (spec.get("leaseTransitions") or 0) + 1}
         return taken
 
-    async def _create(self) -> bool:
-        metadata = {"name": self.name, "namespace": self.namespace}
-        try:
-            await self.rest.request("POST", self._collection, body=_lease(metadata, self._taken({})))
-        except ApiError as error:
-            if error.status == 409:
-                return False
-            raise
-        return True
-
     async def _write(self, found: Json, spec: Json) -> None:
-        """The resource version in the metadata makes the API server refuse a write over another replica's."""
-        await self.rest.request("PUT", f"{self._collection}/{self.name}", body=_lease(found["metadata"], spec))
+        """The resource version in the metadata makes the API server reject a write over another replica's."""
+        await self.rest.request("PUT", f"{self.collection}/{self.name}", body=_lease(found["metadata"], spec))
 
 
 async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
-    """Waits for the Lease, then acts while it is renewed. Raises LeadershipLost, or what `act` raises; never returns before `act` does."""
+    """Waits for the Lease and runs `act` while it is renewed; whenever it is lost, again. Ends with `act`.
+
+    However long the API server is away, the process stays: it has nothing to gain from a start.
+    """
+    while True:
+        try:
+            return await _term(lease, act)
+        except LeadershipLost as lost:
+            log.warning("%s: this replica has stopped acting, and waits for the Lease", lost)
+
+
+async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
+    """Raises LeadershipLost when the Lease could not be renewed in time, and whatever `act` raises, after its end."""
     taken = await _acquire(lease)
     acting, renewing = asyncio.ensure_future(act()), asyncio.ensure_future(_renew(lease, taken))
     try:
@@ -96,16 +141,15 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
         for task in (acting, renewing):
             task.cancel()
         await asyncio.gather(acting, renewing, return_exceptions=True)
-        # Only now: the next holder must not meet this one's calls.
+        # Only now: the next holder must not act while this one still does.
         await _release(lease)
 
 
 async def _acquire(lease: Lease) -> float:
-    """Returns when the successful try began: the Lease counts from no later than that."""
+    """Returns when the Lease was written (monotonic seconds)."""
     while True:
-        began = time.monotonic()
         if await _try(lease, RENEW_SECONDS):
-            return began
+            return lease.written
         await asyncio.sleep(RETRY_SECONDS)
 
 
@@ -114,18 +158,18 @@ async def _renew(lease: Lease, renewed: float) -> None:
         await asyncio.sleep(RETRY_SECONDS)
         began = time.monotonic()
         if await _try(lease, renewed + RENEW_SECONDS - began):
-            renewed = began
+            renewed = lease.written
         elif time.monotonic() - renewed >= RENEW_SECONDS:
             raise LeadershipLost(f"the Lease {lease.namespace}/{lease.name} could not be renewed in {RENEW_SECONDS} s")
 
 
 async def _try(lease: Lease, seconds: float) -> bool:
-    """An API server that is away for a moment is no reason to end."""
+    """Tries once, for at most `seconds`. No answer ends the process: one that renews may be on its way."""
     try:
         async with asyncio.timeout(max(seconds, 0)):
             return await lease.hold()
-    except (Unavailable, TimeoutError) as error:
-        log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, error or "no answer in time")
+    except (ApiError, Unavailable, TimeoutError, KeyError) as error:  # KeyError: a proxy's page, for instance.
+        log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no answer in time")
         return False
 
 
@@ -133,8 +177,14 @@ async def _release(lease: Lease) -> None:
     try:
         async with asyncio.timeout(_RELEASE_SECONDS):
             await lease.release()
-    except (ApiError, Unavailable, TimeoutError) as error:
-        log.warning("the Lease %s/%s was not given back, it ends in %s s: %s", lease.namespace, lease.name, LEASE_SECONDS, error)
+    except (ApiError, Unavailable, TimeoutError, KeyError) as error:  # KeyError: a proxy's page, for instance.
+        log.warning(
+            "the Lease %s/%s was not released, it expires in %s s: %s",
+            lease.namespace,
+            lease.name,
+            LEASE_SECONDS,
+            error,
+        )
 
 
 def _lease(metadata: Json, spec: Json) -> Json:

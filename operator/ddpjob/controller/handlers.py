@@ -1,69 +1,111 @@
-"""kopf's part: watches that say which job to look at. They decide nothing and touch nothing, so running one again does no harm.
+"""kopf's part: a second watch of the DDPJobs, in a thread of its own. It decides and writes nothing.
 
-Only `kopf.on.event` is used: timers, daemons and change handlers would put finalizers and annotations on the jobs.
+Only `kopf.on.event` is used: timers, daemons and change handlers would add finalizers and
+annotations to the jobs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import kopf
 
-from ddpjob.api.types import GROUP, PLURAL, VERSION
+from ddpjob.api.types import GROUP, PLURAL, VERSION, Json
+from ddpjob.controller.caches import JOBS_PAGE
+from ddpjob.controller.informer import WATCH_SECONDS
 from ddpjob.controller.login import login
-from ddpjob.controller.settings import Settings
-from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, MANAGED_BY
-from ddpjob.engine.ports import JobKey
+from ddpjob.controller.operator_settings import Settings
 
-Wake = Callable[[JobKey], None]
+log = logging.getLogger("ddpjob.kopf")
+Seen = Callable[[str | None, Json], None]
+"""(ADDED, MODIFIED, DELETED or None for an object that was listed; the object)"""
 
-_OWNED = ("pods", "services", "configmaps")
-SERVER_TIMEOUT = 300
-CLIENT_TIMEOUT = 330
+CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
+_RETRY = 5.0
 
 
 class Patience:
-    """Seconds between kopf's tries of a request, without an end: each iteration begins anew.
+    """Seconds between kopf's tries of a request: an endless sequence, which starts again with every iteration.
 
-    With its own, finite ones, kopf ends the process when the API server answers with 5xx for a minute, as a control plane
-    that is being upgraded does.
+    After its own, finite ones, kopf would end when the API server answers with 5xx for a minute, as
+    it does while a control plane is upgraded.
     """
 
     def __iter__(self) -> Iterator[float]:
         return itertools.chain((1, 1, 2, 3), itertools.repeat(5))
 
 
-def build_registry(wake: Wake) -> kopf.OperatorRegistry:
-    """Handlers that call `wake` with the job an object belongs to."""
+def build_registry(seen: Seen) -> kopf.OperatorRegistry:
+    """Handlers that call `seen` with each event of a job."""
     registry = kopf.OperatorRegistry()
 
-    async def job_changed(name: str, namespace: str | None, **_: Any) -> None:
-        wake(JobKey(namespace or "default", name))
-
-    async def owned_changed(namespace: str | None, labels: Any, **_: Any) -> None:
-        job = labels.get(LABEL_JOB)
-        if job:
-            wake(JobKey(namespace or "default", job))
+    async def job_changed(event: Any, **_: Any) -> None:
+        seen(event["type"], event["object"])
 
     kopf.on.login(registry=registry)(login)
     kopf.on.event(GROUP, VERSION, PLURAL, id="job", registry=registry)(job_changed)
-    for kind in _OWNED:
-        kopf.on.event("", "v1", kind, labels={LABEL_MANAGED: MANAGED_BY}, id=f"owned-{kind}", registry=registry)(owned_changed)
     return registry
 
 
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
-    """Server-side filters, so that other workloads' pods never reach the operator, and watches that notice a dead peer."""
+    """kopf with lists in pages, and with watches that detect a dead peer."""
     chosen = kopf.OperatorSettings()
     chosen.posting.enabled = False
     chosen.scanning.disabled = bool(settings.namespaces)
+    chosen.process.ultimate_exiting_timeout = None  # It would kill the process after the end of one watch.
     watching = chosen.watching
-    watching.server_timeout, watching.client_timeout = SERVER_TIMEOUT, CLIENT_TIMEOUT
+    watching.server_timeout, watching.client_timeout = WATCH_SECONDS, CLIENT_TIMEOUT
+    watching.chunk_size = JOBS_PAGE
     chosen.networking.error_backoffs = Patience()
     watching.connect_timeout, watching.inactivity_timeout = CONNECT_TIMEOUT, 70.0
-    for kind in _OWNED:
-        watching.label_selectors["", "v1", kind] = f"{LABEL_MANAGED}={MANAGED_BY}"
     return chosen
+
+
+async def follow_jobs(settings: Settings, seen: Seen) -> None:
+    """Runs kopf until cancelled; when it ends by an error, as it does at an error in a watch, again.
+
+    In a thread of its own, since kopf cancels all younger tasks of its event loop at its end.
+    """
+    loop, ended = asyncio.get_running_loop(), threading.Event()
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    def hand_over(event: str | None, body: Json) -> None:
+        if not ended.is_set():
+            loop.call_soon_threadsafe(seen, event, body)
+
+    async def once() -> None:
+        stop = asyncio.Event()
+        running[:] = [(asyncio.get_running_loop(), stop)]
+        if ended.is_set():
+            return  # It was set before there was anything to stop.
+        await kopf.operator(
+            registry=build_registry(hand_over),
+            settings=kopf_settings(settings),
+            standalone=True,
+            clusterwide=not settings.namespaces,
+            namespaces=settings.namespaces,
+            stop_flag=stop,
+        )
+
+    def thread() -> None:
+        while not ended.is_set():
+            try:
+                asyncio.run(once())
+            except Exception as error:
+                log.warning("kopf's watch of the DDPJobs has ended, the next one begins in %s s: %r", _RETRY, error)
+            ended.wait(_RETRY)
+
+    threading.Thread(target=thread, name="kopf", daemon=True).start()
+    try:
+        await loop.create_future()
+    finally:
+        ended.set()
+        for other, stop in running:
+            if not other.is_closed():
+                other.call_soon_threadsafe(stop.set)

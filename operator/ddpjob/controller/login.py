@@ -1,4 +1,4 @@
-"""How kopf logs in to the API server: by the service account, else by the kubeconfig."""
+"""Credentials for kopf: the service account's, else the kubeconfig's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import kopf
 class Connection(kopf.ConnectionInfo):
     """Trusts the certificates that kubectl trusts.
 
-    Since Python 3.13 the default context refuses certificates without key identifiers (RFC 5280), which Go accepts and
-    which authorities of many older clusters have issued.
+    Since Python 3.13 the default context rejects certificates without key identifiers (RFC 5280),
+    which Go accepts and which the authorities of many older clusters have issued.
     """
 
     def as_ssl_context(self) -> ssl.SSLContext:
@@ -23,6 +23,8 @@ class Connection(kopf.ConnectionInfo):
 
 
 def login(**arguments: Any) -> kopf.ConnectionInfo | None:
-    """A handler of `kopf.on.login`. None: there are no credentials."""
+    """Handles `kopf.on.login`; None: there are no credentials."""
     found = kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
-    return Connection(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)}) if found else None
+    return (
+        Connection(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)}) if found else None
+    )

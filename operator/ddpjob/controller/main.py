@@ -1,117 +1,270 @@
-"""The operator's process: watches by kopf, a queue of jobs, one replica that acts. `python -m ddpjob.controller`."""
+"""The operator's process: leader election, caches, a work queue of jobs, probes. `python -m ddpjob.controller`."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import resource
+import signal
 import sys
 import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
-import kopf
-from prometheus_client import start_http_server
+from aiohttp import web
 
-from ddpjob.controller import metrics
-from ddpjob.controller.cluster import KubernetesCluster
-from ddpjob.controller.coordinator import CoordinatorClient
-from ddpjob.controller.election import LeadershipLost, Lease, act_while_elected
-from ddpjob.controller.handlers import build_registry, kopf_settings
-from ddpjob.controller.hosts import Hosts, HostWatch
-from ddpjob.controller.news import NewsWatch
+from ddpjob.api.types import ConditionType
+from ddpjob.controller import operator_metrics as metrics
+from ddpjob.controller.caches import Caches, watches
+from ddpjob.controller.election import Lease, act_while_elected
+from ddpjob.controller.handlers import follow_jobs
+from ddpjob.controller.host_watch import Hosts
+from ddpjob.controller.job_metrics import SERIES, JobAccounts
+from ddpjob.controller.kubernetes_cluster import KubernetesCluster
+from ddpjob.controller.namespace_claims import NamespaceClaims
+from ddpjob.controller.operator_settings import Settings, SettingsError
+from ddpjob.controller.operator_shards import Shards, shard_of
+from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.controller.rest import Rest
-from ddpjob.controller.settings import Settings, SettingsError
-from ddpjob.engine.ports import JobKey
-from ddpjob.engine.queue import DelayQueue
+from ddpjob.controller.served_schema import REMEDY, ServedSchema
+from ddpjob.controller.workqueue import DelayQueue
+from ddpjob.core.world import Role
+from ddpjob.engine.coordinator_client import CoordinatorClient
+from ddpjob.engine.ports import JobKey, Unavailable
 from ddpjob.engine.reconcile import reconcile
-from ddpjob.objects.site import Site
+from ddpjob.objects.platform import Platform
 
 log = logging.getLogger("ddpjob")
 
+OPEN_FILES = 65536
+OTHERS_SECONDS = 10.0
+"""Seconds until a job on which another operator acts, as far as is known, is reconciled again."""
 
-class Operator:
-    """What one replica holds together."""
+INCOMPLETE_SECONDS = 1.0
+"""Likewise, one in a namespace of which not all has been read."""
+CONNECTIONS = 64
+"""For requests, beside those that the watches hold."""
 
-    def __init__(self, settings: Settings, cluster: KubernetesCluster) -> None:
-        self.settings, self.cluster = settings, cluster
-        self.queue: DelayQueue[JobKey] = DelayQueue()
-        self.news = cluster.news = NewsWatch(self.queue.add)
 
-    def wake(self, key: JobKey) -> None:
-        self.cluster.changed(key)
-        self.queue.add(key)
+class Leader:
+    """One term as the leader of a shard: it follows the API server and reconciles the jobs of the shard's namespaces.
+
+    Nothing of it outlives the term.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        rest: Rest,
+        coordinators: CoordinatorClient,
+        shard: int = 0,
+        schema: ServedSchema | None = None,
+    ) -> None:
+        self.settings, self.shard, self.schema = settings, shard, schema
+        # Each namespace has its share of the workers; see `_rank` for the order.
+        self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank)
+        self._reconciled = set[JobKey]()
+        self.accounts = JobAccounts()
+        watched, mine = settings.namespaces, self._is_in_shard
+        self.caches = Caches(rest, self.wake, self.hosts_changed, watched, mine, self.accounts.changed)
+        platform = Platform(
+            operator_key=settings.key, operator_peer=settings.peer, metrics_peers=settings.metrics_peers
+        )
+        self.cluster = KubernetesCluster(rest, self.caches, coordinators, platform, settings.identity)
+        self.report_watch = self.cluster.report_watch = ReportWatch(self.queue.add)
+        release = f"{settings.lease_namespace}/{settings.lease_name}"
+        self.claims = NamespaceClaims(rest, release) if settings.lease_namespace else None
+
+    def _is_in_shard(self, namespace: str) -> bool:
+        return shard_of(namespace, self.settings.shards) == self.shard
+
+    def _rank(self, key: JobKey) -> int:
+        """Jobs that have ended wait for the others, and at first those that seem well for those that lack something."""
+        job = self.caches.job(key)
+        if job is None:
+            return 0
+        if job.status.terminal:
+            return 2
+        if key in self._reconciled or not job.status.holds(ConditionType.RUNNING):
+            return 0
+        living = sum(not pod.ended and pod.role is not Role.COORDINATOR for pod in self.caches.pods(job))
+        return int(living >= job.spec.pods)
+
+    def wake(self, key: JobKey, urgent: bool) -> None:
+        """Called for every change of a job or its objects that others have made."""
+        self.queue.add(key, urgent=urgent)
 
     def hosts_changed(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
-        """The jobs that have pods on nodes which have changed are looked at, at once."""
-        self.cluster.hosts = hosts
-        for key in self.cluster.jobs_on(changed):
+        """Called by the host watch: jobs with pods on changed hosts are reconciled at once."""
+        for key in self.caches.jobs_on(changed):
             self.queue.add(key)
 
-    async def one_pass(self, key: JobKey) -> float | None:
+    async def reconcile_one(self, key: JobKey) -> float | None:
+        """Reconciles one job and measures it; returns the seconds until its next reconcile."""
         began = time.perf_counter()
-        outcome = "failed"
+        (self._reconciled.add if self.caches.job(key) is not None else self._reconciled.discard)(key)
+        outcomes: list[str] = []
         try:
-            delay = await reconcile(self.cluster, key)
-            outcome = "done"
+            if not self.caches.complete_in(key.namespace):
+                outcomes.append("left")
+                return INCOMPLETE_SECONDS
+            if self.schema is not None and not self.schema.fits:
+                outcomes.append("left")
+                return INCOMPLETE_SECONDS
+            ours = await self._is_ours(key)
+            self.accounts.acts_on(key, acts=ours)
+            if not ours:
+                outcomes.append("left")
+                return OTHERS_SECONDS
+            return await reconcile(self.cluster, key, outcome=outcomes.append)
         finally:
-            metrics.PASSES.labels(outcome).inc()
-            metrics.PASS_SECONDS.observe(time.perf_counter() - began)
-        return delay
+            result = outcomes[0] if outcomes else "failed"
+            metrics.RECONCILE_SECONDS.labels(result).observe(time.perf_counter() - began)
+
+    async def _is_ours(self, key: JobKey) -> bool:
+        """Whether this operator, and no other one, acts on the job."""
+        try:
+            return self.claims is None or await self.claims.mine(key.namespace)
+        except Unavailable as error:
+            log.warning("namespace %s: the API server is unavailable: %s", key.namespace, error)
+            return False
 
     async def act(self) -> None:
-        metrics.LEADING.set(1)
-        log.info("this replica acts: %s", self.settings.identity)
-        await self.queue.work(self.one_pass, self.settings.workers)
+        """Reads everything that there is, then works on the queue, until cancelled."""
+        log.info("%s acts for shard %s of %s", self.settings.identity, self.shard, self.settings.shards)
+        metrics.LEADING.inc()
+        SERIES.begin(self.accounts)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.caches.run())
+                if self.caches.namespaces:  # Else none of the watched ones is in this shard.
+                    watched = replace(self.settings, namespaces=tuple(filter(None, self.caches.namespaces)))
+                    group.create_task(follow_jobs(watched, self.caches.seen_by_kopf))
+                await self.caches.answered()
+                await self.queue.work(self.reconcile_one, self.settings.workers)
+        finally:
+            metrics.LEADING.dec()
+            SERIES.end(self.accounts)
+            await self.report_watch.close()
 
-    async def watch(self, ready: asyncio.Event | None = None) -> None:
-        settings = self.settings
-        await kopf.operator(
-            registry=build_registry(self.wake),
-            settings=kopf_settings(settings),
-            standalone=True,
-            clusterwide=not settings.namespaces,
-            namespaces=settings.namespaces,
-            liveness_endpoint=f"http://0.0.0.0:{settings.health_port}/healthz" if settings.health_port else None,
-            ready_flag=ready,
-        )
+
+class Operator:
+    """One replica: the leader of each shard whose Lease it holds. Without any it waits, and asks for nothing else."""
+
+    def __init__(
+        self, settings: Settings, rest: Rest, leases: Sequence[Lease], coordinators: CoordinatorClient
+    ) -> None:
+        self.settings, self.rest, self.leases, self.coordinators = settings, rest, leases, coordinators
+        self.schema = ServedSchema(rest)
+        self.leaders: dict[int, Leader] = {}
+        metrics.SHARDS.set(settings.shards)
+        metrics.QUEUE_DEPTH.set_function(lambda: sum(leader.queue.depth() for leader in self._terms()))
+        metrics.QUEUE_AGE.set_function(lambda: max((leader.queue.age() for leader in self._terms()), default=0.0))
+        for state, answers in (("reachable", True), ("unreachable", False)):
+            metrics.COORDINATORS.labels(state).set_function(functools.partial(self._coordinators, answers=answers))
+
+    def _terms(self) -> list[Leader]:
+        """Also for the thread that answers Prometheus."""
+        return list(self.leaders.values())
+
+    def _coordinators(self, *, answers: bool) -> int:
+        return sum(leader.report_watch.count(answers=answers) for leader in self._terms())
+
+    async def act(self, shard: int) -> None:
+        """One term. What an earlier one knew may have been changed by another replica since."""
+        leader = self.leaders[shard] = Leader(self.settings, self.rest, self.coordinators, shard, self.schema)
+        try:
+            await leader.act()
+        finally:
+            del self.leaders[shard]
 
     async def act_when_elected(self) -> None:
-        """One replica of several acts. Losing the lease ends the process: whatever was under way is stopped with it."""
-        settings = self.settings
-        if not settings.lease_namespace:
-            return await self.act()
-        lease = Lease(self.cluster.rest, settings.lease_namespace, settings.lease_name, settings.identity)
-        return await act_while_elected(lease, self.act)
+        """Acts while this replica holds a Lease, or always where there is none. Ends by an error only.
+
+        One that is newer than the CRD leaves the Leases to replicas of the release before, which it would replace.
+        """
+        looking = asyncio.create_task(self.schema.run())
+        try:
+            await self.schema.wait()
+            if not self.leases:
+                await self.act(0)
+            async with asyncio.TaskGroup() as group:
+                for shard, lease in enumerate(self.leases):
+                    group.create_task(act_while_elected(lease, functools.partial(self.act, shard)))
+        finally:
+            looking.cancel()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a leader has read what there is, and another replica has read the Leases lately."""
+        if not self.schema.fits:
+            return False
+        if self.leaders:
+            return all(leader.caches.complete for leader in self.leaders.values())
+        return bool(self.leases) and all(lease.read_lately for lease in self.leases)
 
 
-async def _first_to_end(*work: Coroutine[Any, Any, None]) -> None:
-    """Runs several things that never end; when one does, the others are cancelled and its error is raised."""
-    tasks = [asyncio.create_task(w) for w in work]
+@asynccontextmanager
+async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIterator[None]:
+    """`/healthz`: the event loop turns. `/readyz`: this replica does its work."""
+    app = web.Application()
+
+    async def healthz(request: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def readyz(request: web.Request) -> web.Response:
+        if operator.schema.missing:
+            text = f"the DDPJob definition (CRD) in the cluster lacks fields, see the log; {REMEDY}"
+            return web.Response(status=503, text=text)
+        return web.Response(text="ok") if operator.ready else web.Response(status=503, text="not all is read yet")
+
+    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await web.TCPSite(runner, address, port).start()
+        yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await runner.cleanup()
 
 
 async def run(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT, which kopf handles."""
-    rest, coordinators = await Rest.connect(), CoordinatorClient()
-    if settings.metrics_port:
-        start_http_server(settings.metrics_port)
-    operator = Operator(settings, KubernetesCluster(rest, coordinators, Site(operator_key=settings.key), settings.identity))
+    """Runs the operator, until cancelled."""
+    async with AsyncExitStack() as stack:
+        watching = settings.shards * watches(len(settings.namespaces))
+        rest, coordinators = await Rest.connect(CONNECTIONS + watching), CoordinatorClient()
+        stack.push_async_callback(rest.close)
+        stack.push_async_callback(coordinators.close)
+        leases: Sequence[Lease] = ()
+        if settings.lease_namespace:
+            # They must not wait for connections that reconciles use.
+            alone = await Rest.connect(connections=2 * settings.shards)
+            stack.push_async_callback(alone.close)
+            place = settings.lease_namespace, settings.lease_name
+            leases = Shards(alone, *place, settings.identity, settings.shards).leases
+        operator = Operator(settings, rest, leases, coordinators)
+        if settings.metrics_port:
+            metrics.serve(settings.metrics_port, settings.address)
+        if settings.health_port:
+            await stack.enter_async_context(serve_probes(operator, settings.address, settings.health_port))
+        await operator.act_when_elected()
+
+
+async def run_until_signal(settings: Settings) -> None:
+    """Runs the operator until SIGTERM or SIGINT."""
+    loop, running = asyncio.get_running_loop(), asyncio.create_task(run(settings))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, running.cancel)
     try:
-        await _first_to_end(operator.watch(), HostWatch(rest, operator.hosts_changed).run(), operator.act_when_elected())
-    finally:
-        await operator.news.close()
-        await coordinators.close()
-        await rest.close()
+        await running
+    except asyncio.CancelledError:
+        log.info("ended by a signal")
 
 
 def main() -> int:
+    """Returns the exit code: 2 for wrong settings."""
     try:
         settings = Settings.from_environment()
     except SettingsError as error:
@@ -120,9 +273,10 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    try:
-        asyncio.run(run(settings))
-    except LeadershipLost as lost:
-        log.error("%s", lost)
-        return 1
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # Signals are ours, kopf runs in a thread.
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Each running job has a connection.
+    limit = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
+    if files != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, limit), most))
+    asyncio.run(run_until_signal(settings))
     return 0

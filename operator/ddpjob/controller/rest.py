@@ -1,26 +1,37 @@
-"""JSON over the official asyncio client: its transport, authentication and retries, without the models' cost per object."""
+"""JSON requests by the official asyncio client: its transport and authentication, without the cost of its models."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import json.scanner
+import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from kubernetes.aio import client, config
 
 from ddpjob.api.types import Json
+from ddpjob.controller.operator_metrics import API_REQUESTS
 from ddpjob.engine.ports import Unavailable
 
 REQUEST_SECONDS = 30
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
+STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
+METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+_DEEPEST = 50_000
+"""Python's recursion limit for an object that is nested deeper than its usual one: the API server's limit is 10,000
+levels, at three calls each."""
 _TRANSPORT_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
 class ApiError(Exception):
-    """An answer of 4xx, with the server's message."""
+    """A response of 4xx other than 429, with the server's message."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -35,59 +46,95 @@ class Rest:
 
     @classmethod
     async def connect(cls, connections: int = 64) -> Rest:
-        """By the service account inside a cluster, else by the kubeconfig of the environment."""
+        """Connects with the service account inside a cluster, else with the kubeconfig of the environment."""
         try:
             config.load_incluster_config()
         except config.ConfigException:
             await config.load_kube_config()
-        settings = client.Configuration.get_default_copy()
+        return cls.open(client.Configuration.get_default_copy(), connections)
+
+    @classmethod
+    def open(cls, settings: client.Configuration, connections: int) -> Rest:
+        """Connects as the settings say."""
         settings.connection_pool_maxsize = connections
         settings.disable_strict_ssl_verification = True  # As in ddpjob.controller.login.
+        # Once, and not for each request, in a thread, as aiohttp does. ~/.netrc is not for the API server.
+        settings.proxy = settings.proxy or _proxy(settings.host)
+        settings.client_session_kwargs = {"trust_env": False}
         return cls(client.ApiClient(configuration=settings))
 
     async def close(self) -> None:
         await self.api.close()
 
     async def request(
-        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Json | None = None, content_type: str = JSON
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        content_type: str = JSON,
+        accept: str = JSON,
     ) -> Json:
-        """The JSON answer. Raises ApiError for 4xx, Unavailable for 429, 5xx and a connection that fails."""
+        """The JSON response. Raises ApiError for 4xx, Unavailable for 429, 5xx and failures of the connection."""
         try:
-            response = await self._send(method, path, query or {}, body, content_type, aiohttp.ClientTimeout(total=REQUEST_SECONDS))
+            response = await self._send(
+                method, path, query or {}, body, (content_type, accept), aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+            )
             text = await response.read()
         except _TRANSPORT_ERRORS as error:
+            API_REQUESTS.labels(method, "none").inc()
             raise Unavailable(f"{method} {path}: {type(error).__name__}: {error}") from error
+        API_REQUESTS.labels(method, response.status).inc()
         _raise_for_status(response, text, f"{method} {path}")
         return _parse(text)
 
-    async def watch(self, path: str, query: Mapping[str, str], silence: float) -> AsyncIterator[Json]:
+    async def watch(
+        self, path: str, query: Mapping[str, str], silence: float, accept: str = JSON
+    ) -> AsyncIterator[Json]:
         """The events of a watch, until the server ends it.
 
-        Raises as `request` does, and Unavailable after `silence` seconds of nothing.
+        Raises as `request` does, and Unavailable after `silence` seconds without an event.
         """
         limits = aiohttp.ClientTimeout(total=None, connect=REQUEST_SECONDS, sock_read=silence)
         try:
-            response = await self._send("GET", path, {**query, "watch": "1"}, None, JSON, limits)
+            response = await self._send("GET", path, {**query, "watch": "1"}, None, (JSON, accept), limits)
+            API_REQUESTS.labels("WATCH", response.status).inc()
             if response.status >= 400:
                 _raise_for_status(response, await response.read(), f"watch {path}")
             async with response.response:
                 async for line in response.response.content:
                     event = _parse(line)
                     if not event:
-                        raise Unavailable(f"watch {path}: the server sent {line[:100]!r}, which is no event")
+                        raise Unavailable(f"watch {path}: the server sent {line[:100]!r}, which is not an event")
                     yield event
         except _TRANSPORT_ERRORS as error:
             raise Unavailable(f"watch {path}: {type(error).__name__}: {error}") from error
 
     async def _send(
-        self, method: str, path: str, query: Mapping[str, str], body: Json | None, content_type: str, limits: aiohttp.ClientTimeout
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Json | None,
+        types: tuple[str, str],
+        limits: aiohttp.ClientTimeout,
     ) -> Any:
-        headers = {"Accept": JSON, "Content-Type": content_type}
+        """`types`: of the body, and of the answer."""
+        headers = {"Content-Type": types[0], "Accept": types[1]}
         arguments = await self.api.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
         )
         method, url, headers = arguments[:3]
         return await self.api.call_api(method, url, headers, body=body, _request_timeout=limits)
+
+
+def _proxy(host: str) -> str | None:
+    """The proxy that the environment names for this URL."""
+    url = urlsplit(host)
+    if url.hostname is None or proxy_bypass(url.hostname):
+        return None
+    return getproxies().get(url.scheme)
 
 
 def _raise_for_status(response: Any, text: bytes, what: str) -> None:
@@ -97,13 +144,38 @@ def _raise_for_status(response: Any, text: bytes, what: str) -> None:
     message = str(answer.get("message") or text[:300])
     if response.status == 429 or response.status >= 500:
         after = response.headers.get("Retry-After", "")
-        raise Unavailable(f"{what}: {response.status}: {message}", float(after) if after.isdigit() else None, response.status)
+        raise Unavailable(
+            f"{what}: {response.status}: {message}", float(after) if after.isdigit() else None, response.status
+        )
     raise ApiError(response.status, str(answer.get("reason") or ""), message)
 
 
 def _parse(text: bytes) -> Json:
     try:
-        answer: Any = json.loads(text)
-    except ValueError:
+        answer: Any = _loads(text)
+    except (ValueError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}
+
+
+def _loads(text: bytes) -> Any:
+    """JSON as deep as the API server reads it: one user's object must not hide those of all others in its list."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(_DEEPEST)
+        try:
+            return _loads_deep(text)
+        finally:
+            sys.setrecursionlimit(limit)
+
+
+def _loads_deep(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:  # From Python 3.12 on the limit is not that of C; slower, but without C's stack:
+        decoder = json.JSONDecoder()
+        decoder.parse_object, decoder.parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]
+        decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
+        return decoder.decode(text.decode())

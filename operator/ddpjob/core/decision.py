@@ -1,4 +1,4 @@
-"""What a pass wants: a status to write, actions to perform, events to record, and when to look again."""
+"""What a reconcile decides: the status to write, actions, events, and when to reconcile again."""
 
 from __future__ import annotations
 
@@ -7,45 +7,63 @@ from dataclasses import dataclass, field
 from ddpjob.api.types import JobStatus, Json
 from ddpjob.core.world import Role
 
+POLL = 1.0
+"""Seconds between two reconciles of a job with which something happens, or whose report nobody follows."""
+BLOCKED_POLL = 10.0
+"""Seconds between two tries where something outside of the job is missing (a claim, a quota)."""
+
 
 @dataclass(frozen=True)
 class CreateService:
-    """The headless service of the job."""
+    """Create the headless service of the job."""
 
 
 @dataclass(frozen=True)
-class CreatePodFiles:
-    """The ConfigMap of pod files; its name is `status.pod_files`."""
+class CreateRuntime:
+    """Create the ConfigMap with the runtime of the job's pods, named `status.runtime`."""
 
 
 @dataclass(frozen=True)
 class CreateBudget:
-    """The PodDisruptionBudget of the job's node pods."""
+    """Create the PodDisruptionBudget of the job's node pods."""
+
+
+@dataclass(frozen=True)
+class CreatePolicy:
+    """Create the NetworkPolicy of the job's pods. The job runs without it where it is refused."""
+
+
+@dataclass(frozen=True)
+class CreateToken:
+    """Create the Secret with the token of the job's pods, which is never read."""
 
 
 @dataclass(frozen=True)
 class CreateCoordinator:
-    """The coordinator pod; generation and attempt are the status'."""
+    """Create the coordinator pod of the status' generation and attempt."""
 
 
 @dataclass(frozen=True)
 class CreateNode:
+    """Create the pod of a slot."""
+
     index: int
     attempt: int
 
 
 @dataclass(frozen=True)
 class DeletePod:
-    """With the uid as a precondition, so that a namesake is never hit. `grace` in seconds; None: the pod's own."""
+    """Delete a pod, with its uid as a precondition: another pod of the same name is never hit."""
 
     name: str
     uid: str
     grace: int | None = None
+    """Seconds; None: the pod's own grace period. 0 deletes it without waiting for its host to confirm."""
 
 
 @dataclass(frozen=True)
 class LabelPod:
-    """Another role label for a pod of a slot: the coordinator has given it, or taken from it, a place in the group."""
+    """Change the role label of a slot's pod, after the coordinator took it into the group or left it out."""
 
     name: str
     uid: str
@@ -54,20 +72,20 @@ class LabelPod:
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """The job itself, after its time to live."""
+    """Delete the job itself, after its time to live."""
 
 
 @dataclass(frozen=True)
-class Tell:
-    """A message to the coordinator at `endpoint` (host:port): `POST /v1/VERB`. Nothing depends on its arrival."""
+class Notify:
+    """Send `POST /v1/VERB` to the coordinator at `endpoint` (host:port). Nothing depends on its arrival."""
 
     endpoint: str
     verb: str
     body: Json = field(hash=False)
 
 
-Creation = CreateService | CreatePodFiles | CreateBudget | CreateCoordinator | CreateNode
-Action = Creation | DeletePod | LabelPod | DeleteJob | Tell
+Creation = CreateService | CreateRuntime | CreateBudget | CreatePolicy | CreateToken | CreateCoordinator | CreateNode
+Action = Creation | DeletePod | LabelPod | DeleteJob | Notify
 
 
 @dataclass(frozen=True)
@@ -80,9 +98,19 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why the job has failed: reason and message of its condition Failed."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
 class Decision:
+    """The outcome of `decide`, performed by `ddpjob.engine.apply` in the order of these fields."""
+
     status: JobStatus
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
     wake: float | None = None
-    """Seconds until the next look; None: only when something changes."""
+    """Seconds until the next reconcile; None: only when something changes."""

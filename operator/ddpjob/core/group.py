@@ -1,50 +1,74 @@
-"""Decides what has become of the group since the last look: slots, restarts, a new generation, success or failure."""
+"""Follows the group since the last reconcile: slots, restarts, a new generation, success or failure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
+
+from ddpjob_runtime.protocol import CoordinatorState
 
 from ddpjob.api.types import DDPJob, JobStatus, Placement, Restart, Slot, SlotState
-from ddpjob.core import incidents
-from ddpjob.core.attribution import Attributed, Finding, attribute
-from ddpjob.core.avoid import avoided
-from ddpjob.core.classify import Cause, End, is_down, stuck, vanished, why_ended
-from ddpjob.core.incidents import present_report
-from ddpjob.core.losses import given_up, lost_since
-from ddpjob.core.progress import trained
-from ddpjob.core.rules import ruling
-from ddpjob.core.slots import Repeated, new_generation, next_attempt, next_coordinator, repeated, with_slots
-from ddpjob.core.texts import with_traceback
-from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER, PodView, Role, World, coordinator_pod_name, node_pod_name
+from ddpjob.core.decision import Failure
+from ddpjob.core.failures.avoided_nodes import FAULTS, avoided
+from ddpjob.core.failures.classify import (
+    Cause,
+    End,
+    names_entry_point,
+    stuck,
+    vanished,
+    why_ended,
+    with_traceback,
+)
+from ddpjob.core.failures.liveness import given_up, lost_since
+from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
+from ddpjob.core.failures.new_incidents import new_incidents, with_seen
+from ddpjob.core.failures.policy import evaluate_rules
+from ddpjob.core.plan.slots import (
+    Repeated,
+    can_replace,
+    new_generation,
+    next_attempt,
+    next_coordinator,
+    repeated,
+    with_slots,
+)
+from ddpjob.core.status.messages import count, without_wait
+from ddpjob.core.view import View
+from ddpjob.core.world import (
+    COORDINATOR_CONTAINER,
+    TRAINER_CONTAINER,
+    PodView,
+    Role,
+    coordinator_pod_name,
+    host_port,
+    is_down,
+    node_pod_name,
+)
 
 RECENT = 10
 """Entries kept in `status.restarts.recent`."""
+FINISH = timedelta(seconds=60)
+"""How long the other pods may take to end when one has ended with exit code 0."""
 _REGROUPS = frozenset({Cause.RENDEZVOUS_LOST})
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The job has failed: what `status.conditions` will say."""
-
-    reason: str
-    message: str
+"""Causes after which only a new generation helps."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """The status after the look; `restarts` are new in it. `lost`: names of pods that are to go at once, with no time to end."""
+    """The outcome of `follow`."""
 
     status: JobStatus
     restarts: tuple[Restart, ...] = ()
+    """Restarts that are new in the status."""
     failure: Failure | None = None
     complete: bool = False
     lost: frozenset[str] = frozenset()
+    """Names of pods to delete immediately (grace period 0)."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A slot's pod that is of no more use. Without a view it has vanished."""
+    """A slot's or coordinator's pod that is of no more use; `pod` None: it has vanished."""
 
     end: End
     pod: PodView | None
@@ -52,129 +76,163 @@ class Ended:
 
 
 Ends = dict[int, Ended]
+"""By index of the slot."""
 
 
-def coordinator_pod(job: DDPJob, status: JobStatus, world: World) -> PodView | None:
-    """The pod that holds the present coordinator."""
-    if job.spec.rendezvous.placement is Placement.MASTER:
-        name = node_pod_name(job, 0, status.slots[0].attempt) if status.slots else ""
-    else:
-        name = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
-    return next((p for p in world.pods if p.name == name), None)
+def follow(view: View) -> Followed:
+    """Evaluates every pod of the current generation, and the coordinator's new incidents.
 
-
-def node_pods(job: DDPJob, status: JobStatus, world: World) -> list[PodView | None]:
-    """The pod of every slot's present attempt, in the order of the slots."""
-    by_name = {p.name: p for p in world.nodes()}
-    return [by_name.get(node_pod_name(job, i, slot.attempt)) for i, slot in enumerate(status.slots)]
-
-
-def follow(job: DDPJob, status: JobStatus, world: World, now: datetime) -> Followed:
-    """Looks at every pod of the present generation and at the coordinator's incidents.
-
-    Losses are recorded in the returned status before any action makes their traces go.
+    Slots and coordinator get their states; what ended is attributed, recorded and counted against
+    the budget; slots that lost their pod get another attempt, or the whole group another
+    generation. Restarts are in the returned status before any action removes the pods that they
+    were seen in. Pure.
     """
-    pods = node_pods(job, status, world)
-    status, ends = _follow_slots(job, status, pods, world, now)
-    status, coordinator = _follow_coordinator(job, status, world, now)
-    lost = frozenset(e.name for e in [*ends.values(), *([coordinator] if coordinator else [])] if e.end.cause is Cause.NODE_LOST)
-    if _finished(job, status, world):
-        return Followed(status, complete=True)
-    told = incidents.news(job, status, world)
-    findings = [_finding_of_end(job, status, index, ended, world, now) for index, ended in ends.items()]
-    attributed = attribute(status, _one_for_command(job, findings), list(told.findings), list(told.lost))
-    if _others_finished(job, status):
-        return Followed(_give_up_lost(incidents.seen(status, told, attributed.seen_round), ends), lost=lost)
-    restarts = list(attributed.restarts)
-    status = incidents.seen(record(status, restarts), told, attributed.seen_round)
+    view, ends = _follow_slots(view)
+    view, coordinator = _follow_coordinator(view)
+    ends, coordinator = _with_start_errors_judged(view, ends, coordinator)
+    gone = [*ends.values(), *([coordinator] if coordinator else [])]
+    lost = frozenset(e.name for e in gone if e.end.cause is Cause.NODE_LOST)
+    if _finished(view):
+        return Followed(view.status, complete=True)
+    incidents = new_incidents(view)
+    findings = [_finding_of_end(view, index, ended) for index, ended in ends.items()]
+    attributed = attribute(view.status, _one_for_command(view.job, findings), incidents.findings, incidents.lost)
+    if _others_finished(view):
+        status = with_seen(view.status, incidents, attributed.seen_round)
+        return Followed(_give_up_lost(status, ends), lost=lost)
+    restarts, faults = list(attributed.restarts), tuple[Restart, ...]()
+    status = with_seen(record(view.status, restarts), incidents, attributed.seen_round)
     if coordinator is not None:
-        status, loss = _record_coordinator(job, status, coordinator, now)
-        restarts.append(loss)
-    failure = _failure_of(attributed) or _cannot_start(job, status, world) or _no_coordinator(status, coordinator, world)
-    if failure is None and status.restarts.counted > job.spec.recovery.max_restarts:
-        failure = _budget_spent(job, status)
-    status = replace(status, avoided_nodes=avoided(status, now))
-    if failure is None:
-        status = _replace(job, status, world, ends, coordinator, attributed, now)
+        restart = _coordinator_restart(view.with_status(status), coordinator)
+        if coordinator.pod is not None and coordinator.pod.name in {ended.name for ended in ends.values()}:
+            restart = replace(restart, counted=False)  # placement Master: the pod that both were in has counted already
+        restarts.append(restart)
+        status = record(status, [restart])
+        if coordinator.end.cause in FAULTS:
+            faults = (replace(restart, reason=coordinator.end.cause),)
+    view = view.with_status(status)
+    failure = _failure_of(attributed) or _cannot_start(view) or _no_coordinator(view, coordinator)
+    if failure is None and status.restarts.counted > view.job.spec.recovery.max_restarts:
+        failure = _budget_spent(view)
+    view = view.with_status(
+        replace(status, avoided_nodes=avoided(status, view.now, trained=view.trained, faults=faults))
+    )
+    status = _replace(view, ends, coordinator, attributed) if failure is None else view.status
     return Followed(status, tuple(restarts), failure, lost=lost)
 
 
 # --- slots and coordinator --------------------------------------------------------------------------------------
 
 
-def _follow_slots(job: DDPJob, status: JobStatus, pods: list[PodView | None], world: World, now: datetime) -> tuple[JobStatus, Ends]:
+def _follow_slots(view: View) -> tuple[View, Ends]:
     slots, ends = [], {}
-    for index, (slot, pod) in enumerate(zip(status.slots, pods, strict=True)):
-        since = _silent_since(slot, pod, world, now)
-        state, end = _follow_slot(job, index, slot, pod, world)
-        if end is None and pod is not None and given_up(job, pod, since, world, now):
-            state, end = SlotState.FAILED, _node_lost(pod, since or now, world, now)
-        slots.append(replace(slot, state=state, node=pod.node if pod else slot.node, lost_since=since))
+    for index, (slot, pod) in enumerate(zip(view.status.slots, view.pods, strict=True)):
+        since = _silent_since(view, slot, pod)
+        state, end = _follow_slot(view, index, slot, pod)
+        if since is not None and end is None and pod is not None and given_up(view, pod, since):
+            state, end = SlotState.FAILED, _host_lost(view, pod, since)
+        node = pod.host if pod else slot.node
+        same = (slot.state, slot.node, slot.lost_since) == (state, node, since)
+        slots.append(slot if same else replace(slot, state=state, node=node, lost_since=since))
         if end is not None:
-            ends[index] = Ended(end, pod, node_pod_name(job, index, slot.attempt))
-    return replace(status, slots=tuple(slots)), ends
+            ends[index] = Ended(end, pod, node_pod_name(view.job, index, slot.attempt))
+    return view.with_slots(slots), ends
 
 
-def _silent_since(slot: Slot, pod: PodView | None, world: World, now: datetime) -> datetime | None:
-    """Remembered from the first look where nobody tells."""
-    since = lost_since(pod, world, now) if pod is not None else None
+def _silent_since(view: View, slot: Slot, pod: PodView | None) -> datetime | None:
+    """Remembered from the first reconcile that saw it, where the beginning is not known."""
+    since = lost_since(pod, view.world, view.now) if pod is not None else None
     return min(since, slot.lost_since) if since is not None and slot.lost_since is not None else since
 
 
-def _node_lost(pod: PodView, since: datetime, world: World, now: datetime) -> End:
-    seconds = round((now - since).total_seconds())
-    if is_down(pod.node, world.hosts):
-        gone = world.hosts is not None and pod.node not in world.hosts
-        what = "is deleted" if gone else f"has not been ready for {seconds} s"
-        return End(Cause.NODE_LOST, f"node {pod.node} of pod {pod.name} {what}")
-    return End(Cause.NODE_LOST, f"pod {pod.name} on node {pod.node} has not been heard of for {seconds} s")
+def _host_lost(view: View, pod: PodView, since: datetime | None) -> End:
+    seconds, hosts = _seconds(view, since), view.world.hosts
+    if not is_down(pod.host, hosts):
+        return End(Cause.NODE_LOST, f"pod {pod.name} on Kubernetes node {pod.host} has been silent for {seconds} s")
+    what = "is deleted" if (hosts or {})[pod.host].deleted else f"has not been ready for {seconds} s"
+    return End(Cause.NODE_LOST, f"Kubernetes node {pod.host} of pod {pod.name} {what}")
 
 
-def _follow_slot(job: DDPJob, index: int, slot: Slot, pod: PodView | None, world: World) -> tuple[SlotState, End | None]:
+def _seconds(view: View, since: datetime | None) -> int:
+    return round((view.now - (since or view.now)).total_seconds())
+
+
+def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tuple[SlotState, End | None]:
+    hosts, launcher = view.world.hosts, view.job.spec.under_torchrun
     if slot.state in (SlotState.SUCCEEDED, SlotState.LOST):
         return slot.state, None
     if pod is None:
-        if slot.state is SlotState.PLANNED:
+        name = node_pod_name(view.job, index, slot.attempt)
+        last = view.world.last_of(name)
+        if slot.state is SlotState.PLANNED and last is None:
             return slot.state, None
-        return SlotState.LOST, vanished(node_pod_name(job, index, slot.attempt), slot.node, world.hosts)
-    if pod.ended and pod.succeeded:
+        return SlotState.LOST, vanished(name, slot.node, hosts, last, launcher=launcher)
+    if pod.ended and pod.succeeded and (launcher or pod.deleted_at is None):
+        # A program of the user's that saves at SIGTERM may well end with 0; the launcher does so only when all have.
         return SlotState.SUCCEEDED, None
     if pod.ended or pod.deleted_at is not None:
-        return SlotState.FAILED, why_ended(pod, world.hosts)
+        return SlotState.FAILED, why_ended(pod, hosts, launcher=launcher)
     return (SlotState.RUNNING if pod.main.running else SlotState.CREATED), None
 
 
-def _follow_coordinator(job: DDPJob, status: JobStatus, world: World, now: datetime) -> tuple[JobStatus, Ended | None]:
-    pod = coordinator_pod(job, status, world)
-    state, rendezvous = status.rendezvous.state, status.rendezvous
+def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
+    """The coordinator's state and endpoint, or its end. In placement Master it is a container of slot 0's pod."""
+    job, rendezvous, hosts, pod = view.job, view.status.rendezvous, view.world.hosts, view.coordinator
     name = coordinator_pod_name(job, rendezvous.generation, rendezvous.attempt)
     if pod is None:
-        gone = state is not SlotState.PLANNED and job.spec.rendezvous.placement is Placement.DEDICATED
-        return status, (Ended(vanished(name, "", world.hosts), None, name) if gone else None)
+        dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
+        last = view.world.last_of(name)
+        gone = dedicated and (rendezvous.state is not SlotState.PLANNED or last is not None)
+        return view, (Ended(vanished(name, "", hosts, last), None, name) if gone else None)
     container = pod.containers.get(COORDINATOR_CONTAINER)
     dedicated = pod.role is Role.COORDINATOR
-    if (container is not None and container.ended) or (dedicated and (pod.ended or pod.deleted_at is not None)):
-        if dedicated:
-            return status, Ended(why_ended(pod, world.hosts), pod, name)
-        assert container is not None
-        return status, Ended(why_ended(replace(pod, containers={TRAINER_CONTAINER: container}), world.hosts), pod, name)
-    since = lost_since(pod, world, now) if dedicated else None
-    if given_up(job, pod, since, world, now):
-        return status, Ended(_node_lost(pod, since or now, world, now), pod, name)
+    if dedicated and ((container is not None and container.ended) or pod.ended or pod.deleted_at is not None):
+        return view, Ended(why_ended(pod, hosts), pod, name)
+    if container is not None and container.ended:
+        # Judged as if it were the pod's only container.
+        return view, Ended(why_ended(replace(pod, containers={TRAINER_CONTAINER: container}), hosts), pod, name)
+    since = lost_since(pod, view.world, view.now) if dedicated else None
+    if given_up(view, pod, since):
+        return view, Ended(_host_lost(view, pod, since), pod, name)
+    if job.spec.fast and given_up(view, pod, view.world.deaf_since):
+        why = f"pod {name} has not heard most of its members for {_seconds(view, view.world.deaf_since)} s"
+        return view, Ended(End(Cause.RENDEZVOUS_LOST, f"{why}, although their Kubernetes nodes are ready"), pod, name)
     running = container is not None and container.running
-    endpoint = f"{pod.address}:{job.spec.rendezvous.endpoint_port}" if pod.address else ""
+    endpoint = host_port(pod.address, job.spec.rendezvous.endpoint_port) if pod.address else ""
     state = SlotState.RUNNING if running else SlotState.CREATED
-    return replace(status, rendezvous=replace(rendezvous, state=state, endpoint=endpoint)), None
+    status = replace(view.status, rendezvous=replace(rendezvous, state=state, endpoint=endpoint))
+    return view.with_status(status), None
+
+
+def _with_start_errors_judged(view: View, ends: Ends, coordinator: Ended | None) -> tuple[Ends, Ended | None]:
+    """A container that cannot start is the job's fault where its own program is missing, else its host's.
+
+    Before the first step it is also the job's if it has happened on two hosts.
+    """
+    everyone = [*ends.values(), *([coordinator] if coordinator is not None else [])]
+    hosts = {e.pod.host for e in everyone if e.pod is not None and e.end.cause is Cause.START_ERROR}
+    hosts |= {r.node for r in view.status.restarts.recent if r.node and r.reason == Cause.START_ERROR}
+    everywhere = len(hosts) > 1 and not view.trained
+
+    def judged(ended: Ended) -> Ended:
+        if ended.end.cause is not Cause.START_ERROR:
+            return ended
+        program = () if ended is coordinator else view.job.spec.command
+        if not everywhere and not names_entry_point(ended.end, program):
+            return ended
+        return replace(ended, end=replace(ended.end, cause=Cause.INIT_FAILURE))
+
+    return {i: judged(e) for i, e in ends.items()}, judged(coordinator) if coordinator is not None else None
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------
 
 
-def _finding_of_end(job: DDPJob, status: JobStatus, index: int, ended: Ended, world: World, now: datetime) -> Finding:
-    end, slot = ended.end, status.slots[index]
-    ruled = ruling(job.spec, end.cause, end.exit_code, trained=trained(status.progress, world))
+def _finding_of_end(view: View, index: int, ended: Ended) -> Finding:
+    end, slot = ended.end, view.status.slots[index]
+    ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=view.trained)
     restart = Restart(
-        time=min(end.time or now, now),
+        time=min(end.time or view.now, view.now),
         pod=ended.name,
         index=index,
         node=slot.node,
@@ -186,33 +244,34 @@ def _finding_of_end(job: DDPJob, status: JobStatus, index: int, ended: Ended, wo
 
 
 def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:
-    """Nobody tells causes from consequences for `command`: of nodes that end together one stands for all.
+    """With `command`, of nodes that end together one represents all: causes and consequences look alike.
 
-    A disruption explains its peers' failures, so it comes first.
+    A disruption explains the failures of its peers, so it comes first.
     """
     return findings if job.spec.under_torchrun else sorted(findings, key=lambda f: f.contestable)[:1]
 
 
-def _record_coordinator(job: DDPJob, status: JobStatus, ended: Ended, now: datetime) -> tuple[JobStatus, Restart]:
-    """In mode Fast training goes on without it: a loss, but no break and no round."""
-    end = ended.end
-    fast = job.spec.fast
-    ruled = ruling(job.spec, end.cause, end.exit_code, trained=True)
-    restart = Restart(
-        time=now,
+def _coordinator_restart(view: View, ended: Ended) -> Restart:
+    """In mode Fast training continues without a coordinator: its loss is no break and begins no round.
+
+    Unless it cannot be replaced alone.
+    """
+    end, fast = ended.end, view.job.spec.fast and can_replace(view)
+    ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=True)
+    return Restart(
+        time=view.now,
         pod=ended.name,
         reason=Cause.COORDINATOR_LOST,
-        node=ended.pod.node if ended.pod else "",
+        node=ended.pod.host if ended.pod else "",
         message=with_traceback(f"the coordinator was lost: {end.message}", end.traceback),
         counted=ruled.counted and not fast,
-        round=0 if fast else status.round + 1,
+        round=0 if fast else view.status.round + 1,
         seconds=0.0 if fast else None,
     )
-    return record(status, [restart]), restart
 
 
 def record(status: JobStatus, restarts: list[Restart]) -> JobStatus:
-    """The status with restarts counted, and the round that the last of them began."""
+    """The status with restarts counted and remembered, and the round that the last of them began."""
     if not restarts:
         return status
     counted = [r for r in restarts if r.counted]
@@ -235,45 +294,54 @@ def _failure_of(attributed: Attributed) -> Failure | None:
     fatal = next((f for f in attributed.causes if f.fails), None)
     if fatal is None:
         return None
-    return Failure(fatal.fails, (f"{fatal.why}: {fatal.restart.reason}: " if fatal.why else "") + fatal.restart.message)
+    why = f"{fatal.why}: {fatal.restart.reason}: " if fatal.why else ""
+    return Failure(fatal.fails, why + without_wait(fatal.restart.message))
 
 
-def _cannot_start(job: DDPJob, status: JobStatus, world: World) -> Failure | None:
-    """A wrong image: nothing to wait for."""
-    has_run = any(s.state not in (SlotState.PLANNED, SlotState.CREATED) for s in status.slots) or status.round > 0
-    for pod in [coordinator_pod(job, status, world), *node_pods(job, status, world)]:
-        held = stuck(pod, has_run=has_run) if pod else None
+def _cannot_start(view: View) -> Failure | None:
+    """The failure of a job with a wrong image, which waiting does not cure."""
+    if view.has_run:
+        return None
+    for pod in [view.coordinator, *view.pods]:
+        held = stuck(pod, has_run=False) if pod else None
         if held is not None and held.final:
             return Failure(held.reason, held.message)
     return None
 
 
-def _no_coordinator(status: JobStatus, ended: Ended | None, world: World) -> Failure | None:
-    if ended is None or ended.end.cause is not Cause.INIT_FAILURE or trained(status.progress, world):
+def _no_coordinator(view: View, ended: Ended | None) -> Failure | None:
+    if ended is None or ended.end.cause is not Cause.INIT_FAILURE or view.trained:
         return None
     end = ended.end
-    hint = "the image must have python3 and torch" if "executable file not found" in end.message else ""
-    return Failure(
-        Cause.INIT_FAILURE, with_traceback(f"the coordinator cannot start: {end.message}" + (f" ({hint})" if hint else ""), end.traceback)
+    hint = " (the image must have python3 and torch)" if "executable file not found" in end.message else ""
+    message = f"the coordinator cannot start: {end.message}{hint}"
+    return Failure(Cause.INIT_FAILURE, with_traceback(message, end.traceback))
+
+
+def _finished(view: View) -> bool:
+    """Whether the job is complete.
+
+    Under torchrun a node ends with 0 only when every node of the group has finished (the launcher's
+    exit barrier). Spares and nodes that never joined are not waited for.
+    """
+    states = [slot.state for slot in view.status.slots]
+    if all(state is SlotState.SUCCEEDED for state in states):
+        return True
+    if not view.job.spec.under_torchrun or (SlotState.RUNNING in states and not _overdue(view)):
+        return False
+    return SlotState.SUCCEEDED in states or (
+        view.report is not None and view.report.state == CoordinatorState.SUCCEEDED
     )
 
 
-def _finished(job: DDPJob, status: JobStatus, world: World) -> bool:
-    """Under torchrun a node ends with 0 only when every node of the group has finished (the launcher's exit barrier).
-
-    Spares and nodes that never came to join are not waited for.
-    """
-    states = [slot.state for slot in status.slots]
-    if all(state is SlotState.SUCCEEDED for state in states):
-        return True
-    if not job.spec.under_torchrun or SlotState.RUNNING in states:
-        return False
-    report = present_report(status, world)
-    return SlotState.SUCCEEDED in states or (report is not None and report.state == "Succeeded")
+def _overdue(view: View) -> bool:
+    """Whether pods still run although one has ended with 0 a while ago, and with it the training of all."""
+    ends = [pod.main.finished for pod in view.pods if pod is not None and pod.ended and pod.succeeded]
+    return any(end is not None and view.now >= end + FINISH for end in ends)
 
 
-def _others_finished(job: DDPJob, status: JobStatus) -> bool:
-    return job.spec.under_torchrun and any(slot.state is SlotState.SUCCEEDED for slot in status.slots)
+def _others_finished(view: View) -> bool:
+    return view.job.spec.under_torchrun and any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots)
 
 
 def _give_up_lost(status: JobStatus, ends: Ends) -> JobStatus:
@@ -281,46 +349,50 @@ def _give_up_lost(status: JobStatus, ends: Ends) -> JobStatus:
     return replace(status, slots=tuple(slots))
 
 
-def _budget_spent(job: DDPJob, status: JobStatus) -> Failure:
-    """Also when nothing new has happened: recovery.maxRestarts may have been lowered."""
-    failures = f"{status.restarts.counted} failure" + ("" if status.restarts.counted == 1 else "s")
-    spent = f"{failures}, recovery.maxRestarts is {job.spec.recovery.max_restarts}"
-    last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
-    return Failure("RestartBudgetSpent", f"{spent}; the last one: {last.reason}: {last.message}" if last else spent)
+def _budget_spent(view: View) -> Failure:
+    """Also without a new failure: recovery.maxRestarts may have been lowered."""
+    restarts, limit = view.status.restarts, view.job.spec.recovery.max_restarts
+    spent = f"{count(restarts.counted, 'failure')}, recovery.maxRestarts is {limit}"
+    last = next((r for r in reversed(restarts.recent) if r.counted), None)
+    if last is not None:
+        spent += f"; the last one: {last.reason}: {without_wait(last.message)}"
+    return Failure("RestartBudgetSpent", spent)
 
 
-# --- who takes the place ----------------------------------------------------------------------------------------
+# --- replacements -----------------------------------------------------------------------------------------------
 
 
-def _replace(
-    job: DDPJob, status: JobStatus, world: World, ends: Ends, coordinator: Ended | None, attributed: Attributed, now: datetime
-) -> JobStatus:
-    """Another attempt for every lost slot, or a new generation where the rendezvous itself cannot go on."""
-    causes = {f.restart.pod for f in attributed.causes}
-    status = _remember_repeated(job, status, ends, causes, now)
-    if coordinator is not None:
-        before = Repeated(coordinator.end.cause, status.rendezvous.failures)
-        again = repeated(job, before, coordinator.end, coordinator.pod, now)
-        status = replace(status, rendezvous=replace(status.rendezvous, failures=again.failures, not_before=again.not_before))
+def _replace(view: View, ends: Ends, coordinator: Ended | None, attributed: Attributed) -> JobStatus:
+    """Another attempt for every lost slot, or a new generation where the rendezvous itself is lost."""
+    spec = view.job.spec
+    view = view.with_status(_with_backoff(view, ends, coordinator, {f.restart.pod for f in attributed.causes}))
     regroup = (
-        (coordinator is not None and not job.spec.fast)
-        or (ends and not job.spec.under_torchrun)
-        or (0 in ends and job.spec.rendezvous.placement is Placement.MASTER)
+        (coordinator is not None and not spec.fast)
+        or ((coordinator is not None or ends) and not can_replace(view))
+        or (ends and not spec.under_torchrun)
+        or (0 in ends and spec.rendezvous.placement is Placement.MASTER)
         or any(ended.end.cause in _REGROUPS for ended in ends.values())
     )
     if regroup:
-        return new_generation(job, status, world)
-    if coordinator is not None:
-        status = next_coordinator(status)
-    slots = [next_attempt(s, Repeated(s.reason, s.failures, s.not_before)) if i in ends else s for i, s in enumerate(status.slots)]
+        return new_generation(view)
+    status = next_coordinator(view.status) if coordinator is not None else view.status
+    slots = [
+        next_attempt(s, Repeated(s.reason, s.failures, s.not_before)) if i in ends else s
+        for i, s in enumerate(status.slots)
+    ]
     return with_slots(status, slots)
 
 
-def _remember_repeated(job: DDPJob, status: JobStatus, ends: Ends, causes: set[str], now: datetime) -> JobStatus:
-    """A consequence says nothing of the pod that suffered it."""
-    slots = list(status.slots)
+def _with_backoff(view: View, ends: Ends, coordinator: Ended | None, causes: set[str]) -> JobStatus:
+    """How often slots and coordinator have failed in a row. A consequence says nothing about the pod that had it."""
+    slots, rendezvous = list(view.status.slots), view.status.rendezvous
     for index, ended in ends.items():
-        slot = slots[index]
-        again = repeated(job, Repeated(slot.reason, slot.failures), ended.end, ended.pod, now) if ended.name in causes else Repeated()
+        slot, again = slots[index], Repeated()
+        if ended.name in causes:
+            again = repeated(view, Repeated(slot.reason, slot.failures), ended.end, ended.pod)
         slots[index] = replace(slot, reason=again.reason, failures=again.failures, not_before=again.not_before)
-    return replace(status, slots=tuple(slots))
+    if coordinator is not None:
+        before = Repeated(coordinator.end.cause, rendezvous.failures)
+        again = repeated(view, before, coordinator.end, coordinator.pod)
+        rendezvous = replace(rendezvous, failures=again.failures, not_before=again.not_before)
+    return replace(view.status, slots=tuple(slots), rendezvous=rendezvous)

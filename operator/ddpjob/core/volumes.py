@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ddpjob.api.types import DDPJob
 from ddpjob.core.world import ClaimView, World
 
-_ONE_NODE = {"ReadWriteOnce", "ReadWriteOncePod"}
+_ONE_HOST = {"ReadWriteOnce", "ReadWriteOncePod"}
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Unusable:
 
 
 def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
-    """The first claim that is missing, or that one node holds while several need it."""
+    """The first claim that does not exist, or that one host would hold while several need it; None: all can serve."""
     for claim in world.claims:
         if not claim.exists:
             message = (
@@ -30,19 +30,19 @@ def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
         if _serves_one(job, claim):
             modes = ", ".join(claim.access_modes)
             message = (
-                f"claim {claim.name} ({modes}) can be held by one node only, but {_wanted(job)}: "
+                f"claim {claim.name} ({modes}) can be mounted by one Kubernetes node only, but {_sizes(job)}: "
                 "use a claim with ReadWriteMany (or ReadOnlyMany for data), or spec.nodes 1"
             )
             return Unusable("VolumeSingleNode", message)
     return None
 
 
-def _wanted(job: DDPJob) -> str:
+def _sizes(job: DDPJob) -> str:
     return f"spec.nodes is {job.spec.nodes}" + (f" and spec.spares {job.spec.spares}" if job.spec.spares else "")
 
 
 def _serves_one(job: DDPJob, claim: ClaimView) -> bool:
-    if not claim.access_modes or not set(claim.access_modes) <= _ONE_NODE or job.spec.pods == 1:
+    if not claim.access_modes or not set(claim.access_modes) <= _ONE_HOST or job.spec.pods == 1:
         return False
     only_pod = set(claim.access_modes) == {"ReadWriteOncePod"}
     return job.spec.scheduling.one_pod_per_node or only_pod

@@ -1,21 +1,26 @@
-"""What a pass has seen of one job: pods, claims and the coordinator's report, as frozen values."""
+"""What a reconcile observes of one job: pods, hosts, claims and the coordinator's report, as frozen values."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
-from ddpjob.api.types import DDPJob, Json, parse_time
-from ddpjob.core.hosts import HostView
+from ddpjob_runtime.protocol import Report
+
+from ddpjob.api.types import DDPJob
 
 TRAINER_CONTAINER = "trainer"
 COORDINATOR_CONTAINER = "coordinator"
 
 NAME_TAKEN = 409
 """HTTP's Conflict: `Rejection.status` where an object of another owner has the name."""
+
+OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
 
 LABEL_MANAGED = "app.kubernetes.io/managed-by"
 MANAGED_BY = "ddpjob"
@@ -26,21 +31,25 @@ LABEL_INDEX = "ddpjob.io/index"
 LABEL_ATTEMPT = "ddpjob.io/attempt"
 LABEL_GENERATION = "ddpjob.io/generation"
 LABEL_ROUND = "ddpjob.io/round"
+LABEL_ISOLATED = "ddpjob.io/isolated"
+LABEL_BUDGET = "ddpjob.io/disruption-budget"
 
 
 class Role(StrEnum):
+    """Value of the label `ddpjob.io/role`."""
+
     NODE = "node"
     SPARE = "spare"
     COORDINATOR = "coordinator"
 
 
 NODE_ROLES = (Role.NODE, Role.SPARE)
-"""Pods of slots; which of them train is the coordinator's choice, and the label follows it."""
+"""Roles of slots' pods. Which of them train is the coordinator's choice, and the label follows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerView:
-    """A container's state: at most one of waiting, started and exit_code tells of now."""
+    """A container's state. At most one of waiting, started and exit_code describes the present."""
 
     waiting_reason: str = ""
     waiting_message: str = ""
@@ -59,9 +68,12 @@ class ContainerView:
         return self.exit_code is not None
 
 
+_NO_CONTAINER = ContainerView()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PodView:
-    """What decisions need of a pod."""
+    """A pod, as far as decisions need it."""
 
     name: str
     uid: str
@@ -70,188 +82,125 @@ class PodView:
     attempt: int = 0
     generation: int = 0
     phase: str = "Pending"
-    node: str = ""
+    host: str = ""
+    """Name of the Kubernetes node that the pod is bound to; empty until it is scheduled."""
     address: str = ""
     created: datetime | None = None
     deleted_at: datetime | None = None
-    """The moment by which the kubelet ends it; None while nobody has asked for its deletion."""
+    """The moment by which the kubelet ends it; None while its deletion has not been requested."""
     status_reason: str = ""
     status_message: str = ""
     unschedulable: str = ""
-    """The scheduler's message, while it finds no node."""
+    """The scheduler's message while no host fits."""
     disruption: str = ""
-    """Reason of the DisruptionTarget condition: PreemptionByScheduler, EvictionByEvictionAPI, TerminationByKubelet, ..."""
+    """Reason of the condition DisruptionTarget: PreemptionByScheduler, EvictionByEvictionAPI, ..."""
     disruption_message: str = ""
     containers: Mapping[str, ContainerView] = field(default_factory=dict)
     init_containers: Mapping[str, ContainerView] = field(default_factory=dict)
     grace_seconds: int = 30
 
-    @property
+    @cached_property
     def main(self) -> ContainerView:
-        """The container that decides: the trainer's, in a coordinator pod the coordinator's."""
+        """The main container: the trainer's, or in a coordinator pod the coordinator's."""
         name = COORDINATOR_CONTAINER if self.role is Role.COORDINATOR else TRAINER_CONTAINER
-        return self.containers.get(name, ContainerView())
+        return self.containers.get(name, _NO_CONTAINER)
 
-    @property
+    @cached_property
     def ended(self) -> bool:
-        """The deciding container has ended, or the pod as a whole has."""
+        """Whether the main container has ended, or the pod as a whole."""
         return self.main.ended or self.phase in ("Succeeded", "Failed")
 
-    @property
+    @cached_property
     def succeeded(self) -> bool:
-        """A program that its node or an eviction told to end may end with 0 and has not finished its work."""
+        """Whether it has finished its work. A program that is evicted may end with 0 without having done so."""
         if self.disruption or self.status_reason:
             return False
         return self.main.exit_code == 0 if self.main.ended else self.phase == "Succeeded"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Incident:
-    """One break of the group, as the coordinator tells it."""
-
-    id: int
-    time: datetime
-    kind: str
-    pod: str
-    index: int
-    rank: int | None
-    local_rank: int | None
-    exit_code: int | None
-    signal: str | None
-    message: str
-    traceback: str
-    backoff_seconds: float = 0.0
-    """How long the coordinator waits before the next round."""
+REMEMBERED = timedelta(hours=1)
+"""How long a deleted host is remembered, which is longer than pods outlive theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
-    """A pod that is connected to the coordinator."""
+class HostView:
+    """A Kubernetes node."""
 
-    pod: str
-    state: str
-    """Starting, Ready (waits for a place), Running, Finished, Leaving."""
-    rank: int | None = None
-    """Of the node in the present round."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LostMember:
-    """A pod that was connected, and is silent `since`."""
-
-    pod: str
-    since: datetime
-
-
-@dataclass(frozen=True, kw_only=True)
-class Note:
-    """Something that a pod says of itself, such as that it cannot have warm workers."""
-
-    pod: str
-    kind: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """The coordinator's answer to `GET /status`."""
-
-    generation: int
-    state: str
-    attempt: int = 0
-    wanted: int | None = None
-    minimum: int | None = None
-    hang_after: float | None = None
-    backoff: tuple[float, ...] | None = None
-    """Initial and longest, in seconds; None where a coordinator does not tell."""
-    """The size that the coordinator forms groups for."""
-    world: int | None = None
-    """Nodes of the present round."""
-    members: tuple[Member, ...] = ()
-    lost: tuple[LostMember, ...] = ()
-    notes: tuple[Note, ...] = ()
-    backoff_until: datetime | None = None
-    down_since: datetime | None = None
-    incidents: tuple[Incident, ...] = ()
-    progress: Json = field(default_factory=dict)
-    recovery_seconds: float | None = None
-    version: int = 0
+    name: str
+    ready: bool
+    """Whether its Ready condition is True. Unknown, the state of a host without a network, is not ready."""
+    since: datetime | None
+    """When the operator saw `ready` change last, by its own clock (see `remembered`). None: not known."""
+    out_of_service: bool
+    """Whether an administrator has marked it, by a taint, as down for good: nothing on it runs any more."""
+    deleted: bool = False
+    """Whether it was seen, and its object is deleted since."""
 
     @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Report:
-        """Raises KeyError or ValueError where the coordinator does not keep to the contract."""
-        recovery = body.get("recovery") or {}
+    def read(cls, body: Mapping[str, Any]) -> HostView:
+        """From a Node object. Raises KeyError for a body without a name, ValueError for a time that cannot be read."""
+        conditions = (body.get("status") or {}).get("conditions") or ()
+        ready: Mapping[str, Any] = next((c for c in conditions if c["type"] == "Ready"), {})
+        taints = (body.get("spec") or {}).get("taints") or ()
         return cls(
-            generation=int(body["generation"]),
-            state=str(body["state"]),
-            attempt=int(body.get("attempt", 0)),
-            wanted=body.get("wanted"),
-            minimum=body.get("minimum"),
-            hang_after=body.get("hangAfter"),
-            backoff=tuple(body["backoff"]) if body.get("backoff") else None,
-            world=body.get("world"),
-            members=tuple(Member(pod=str(m["pod"]), state=str(m["state"]), rank=m.get("rank")) for m in body.get("members", ())),
-            lost=tuple(LostMember(pod=str(m["pod"]), since=_time(m["since"])) for m in body.get("lost", ())),
-            notes=tuple(Note(pod=str(n["pod"]), kind=str(n["kind"]), why=_text(n.get("why"))) for n in body.get("notes", ())),
-            backoff_until=parse_time(body.get("backoffUntil")),
-            down_since=parse_time(recovery.get("downSince")),
-            incidents=tuple(_read_incident(i) for i in body.get("incidents", ())),
-            progress=dict(body.get("progress") or {}),
-            recovery_seconds=recovery.get("lastSeconds"),
-            version=int(body.get("version", 0)),
+            name=str(body["metadata"]["name"]),
+            ready=ready.get("status") == "True",
+            since=None,
+            out_of_service=any(t["key"] == OUT_OF_SERVICE_TAINT for t in taints),
         )
 
 
-def _read_incident(body: Mapping[str, Any]) -> Incident:
-    return Incident(
-        id=int(body["id"]),
-        time=_time(body["time"]),
-        kind=str(body["kind"]),
-        pod=str(body.get("pod") or ""),
-        index=int(body.get("index") or 0),
-        rank=body.get("rank"),
-        local_rank=body.get("localRank"),
-        exit_code=body.get("exitCode"),
-        signal=body.get("signal"),
-        message=_text(body.get("message")),
-        traceback=_text(body.get("traceback")),
-        backoff_seconds=float(body.get("backoffSeconds") or 0),
-    )
+def remembered(
+    before: Mapping[str, HostView] | None, found: Mapping[str, HostView], now: datetime
+) -> dict[str, HostView]:
+    """The hosts that were `found`, with what the operator remembers of those from `before`.
 
-
-def _time(text: Any) -> datetime:
-    moment = parse_time(text)
-    if moment is None:
-        raise ValueError("a time is missing")
-    return moment
-
-
-def _text(value: Any) -> str:
-    """What an exception says may hold halves of surrogate pairs (file names that are not UTF-8): no API takes them."""
-    return str(value or "").encode(errors="backslashreplace").decode()
+    That is since when each is ready or is not, and which were deleted. A host that was never seen
+    may be newer than what was found: it is unknown, not deleted.
+    """
+    hosts = {}
+    for name, host in (before or {}).items():
+        if name not in found and not host.deleted:
+            hosts[name] = replace(host, ready=False, deleted=True, since=now)
+        elif name not in found and host.since is not None and now - host.since < REMEMBERED:
+            hosts[name] = host
+    for name, host in found.items():
+        old = (before or {}).get(name)
+        same = old is not None and (old.ready, old.deleted) == (host.ready, False)
+        hosts[name] = replace(host, since=old.since if old is not None and same else now)
+    return hosts
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimView:
-    """A persistent volume claim the job names."""
+    """A persistent volume claim that the job names."""
 
     name: str
     exists: bool = True
     access_modes: tuple[str, ...] = ()
 
 
+_POLICY = re.compile(r"admission webhook|AdmissionPolicy|denied", re.IGNORECASE)
+"""What the API server writes where a webhook or an admission policy rejects an object, or cannot be asked."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """The API server refused to create an object."""
+    """An object that the API server rejected."""
 
     object: str
     status: int
     message: str
+    optional: bool = False
+    """Whether the job runs without it."""
 
     @property
     def final(self) -> bool:
-        """Whether the same object will always be refused: its content is invalid."""
-        return self.status in (400, 422)
+        """Whether the same object will always be rejected: its content is invalid.
+
+        A denial by an admission policy has the same HTTP statuses, and lasts as long as the policy.
+        """
+        return self.status in (400, 422) and not _POLICY.search(self.message)
 
     @property
     def name_taken(self) -> bool:
@@ -260,35 +209,100 @@ class Rejection:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What belongs to one job at one moment."""
+    """Everything that belongs to one job, at one moment."""
 
     pods: tuple[PodView, ...] = ()
+    departed: tuple[PodView, ...] = ()
+    """The last that was known of pods that are gone: as the event of their deletion showed them."""
     has_service: bool = False
     has_budget: bool = False
-    """Whether the job's PodDisruptionBudget (its name is the job's) is there."""
-    pod_files: str = ""
-    """Name of the job's ConfigMap of pod files, if it exists; or empty."""
-    pod_files_offered: str = ""
-    """Name of the one this version of the operator would make."""
+    """Whether the job's PodDisruptionBudget (named as the job) exists."""
+    runtime: str = ""
+    """Name of the ConfigMap with the runtime of the job's pods, if it exists; or empty."""
+    runtime_offered: str = ""
+    """Name of the one that this version of the operator would create."""
     key_mark: str = ""
-    """Of the key that the jobs' tokens are made from; pods of another key's tokens cannot speak with each other."""
+    """Identifies the key that the jobs' tokens derive from; pods with tokens of different keys reject each other."""
     report: Report | None = None
+    report_seconds: float = 0.0
+    """How old a report may become whose news wake the job by themselves. 0: each reconcile reads it."""
     claims: tuple[ClaimView, ...] = ()
     hosts: Mapping[str, HostView] | None = None
-    """Kubernetes nodes by name; a name that is missing: the node object is deleted. None: nothing is known of nodes."""
+    """Kubernetes nodes by name; of a missing one nothing is known. None: the state of hosts is not known at all."""
     problems: tuple[str, ...] = ()
-    """What is wrong with the podTemplate, one sentence each."""
+    """Faults of the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
-    """What the API server refused when this decision was last applied."""
+    """What the API server rejected when this decision was last applied, without what is optional."""
+    policy: str = ""
+    """Name of the NetworkPolicy that this operator makes for the job; empty: it makes none."""
+    has_policy: bool = False
+    """Whether it exists."""
+    policy_refused: str = ""
+    """Why the API server rejected it when this decision was last applied."""
 
     def nodes(self) -> tuple[PodView, ...]:
-        """Pods of slots, spares included."""
+        """The pods of slots, spares included."""
+        return self._nodes
+
+    @cached_property
+    def _nodes(self) -> tuple[PodView, ...]:
         return tuple(p for p in self.pods if p.role in NODE_ROLES)
+
+    @cached_property
+    def nodes_by_name(self) -> Mapping[str, PodView]:
+        """The pods of slots."""
+        return {p.name: p for p in self.nodes()}
+
+    def last_of(self, name: str) -> PodView | None:
+        """The last that was known of a pod that is gone."""
+        return self._departed_by_name.get(name)
+
+    @cached_property
+    def _departed_by_name(self) -> Mapping[str, PodView]:
+        return {p.name: p for p in self.departed}
+
+    @cached_property
+    def silent(self) -> Mapping[str, datetime]:
+        """Pods whose program runs, and that the coordinator has not heard since then."""
+        if self.report is None:
+            return {}
+        connected = {member.pod for member in self.report.members}
+        running = {pod.name for pod in self.pods if pod.main.running}
+        return {m.pod: m.since for m in self.report.lost if m.pod in running and m.pod not in connected}
+
+    @cached_property
+    def deaf_since(self) -> datetime | None:
+        """Since when the coordinator has not heard most of its members, although their hosts are well.
+
+        Then it is the coordinator that is cut off. None: it hears them.
+        """
+        if self.report is None or not self.silent:
+            return None
+        well = sorted(
+            since
+            for pod in self.pods
+            if (since := self.silent.get(pod.name)) is not None and not is_down(pod.host, self.hosts)
+        )
+        most = max(len(self.report.members) + len(self.silent), self.report.nodes) // 2
+        return well[most] if len(well) > most else None
+
+
+def is_down(host: str, hosts: Mapping[str, HostView] | None) -> bool:
+    """Whether a host is known to be down: it is not ready, or its node object was deleted."""
+    known = (hosts or {}).get(host)
+    return known is not None and not known.ready
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, as in a URL: an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def node_pod_name(job: DDPJob, index: int, attempt: int) -> str:
+    """The name of a slot's pod, never used twice."""
     return f"{job.name}-{index}-{attempt}"
 
 
 def coordinator_pod_name(job: DDPJob, generation: int, attempt: int = 0) -> str:
+    """The name of a coordinator's own pod (placement Dedicated)."""
     return f"{job.name}-coordinator-{generation}" + (f"-{attempt}" if attempt else "")

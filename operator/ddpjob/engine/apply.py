@@ -1,14 +1,18 @@
-"""The one function that acts. Nothing else creates, deletes or patches anything that belongs to a job.
+"""Performs decisions. Nothing else creates, deletes or patches anything that belongs to a job.
 
-Order: the status, then the actions, then the events. The status holds all that a later pass must know (attempts,
-counts, causes), so that a crash after any call leaves a state from which the next pass goes on.
+Order: the status, then deletions (which make room in a quota), creations, messages, and last the
+events. The status holds everything that a later reconcile must know (attempts, counts, causes), so
+that a crash after any call leaves a state from which the next one continues.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import assert_never
 
 from ddpjob.api.types import DDPJob, JobStatus, Json
 from ddpjob.core.decision import (
@@ -16,93 +20,145 @@ from ddpjob.core.decision import (
     CreateBudget,
     CreateCoordinator,
     CreateNode,
-    CreatePodFiles,
+    CreatePolicy,
+    CreateRuntime,
     CreateService,
+    CreateToken,
     Creation,
     Decision,
     DeleteJob,
     DeletePod,
     LabelPod,
-    Tell,
+    Notify,
 )
 from ddpjob.core.world import NAME_TAKEN, Rejection
 from ddpjob.engine.ports import Cluster, NameTaken, Refused
 from ddpjob.objects.budget import build_budget
-from ddpjob.objects.pods import build_coordinator, build_node
-from ddpjob.objects.service import build_pod_files, build_service
+from ddpjob.objects.isolation import build_policy, build_token
+from ddpjob.objects.pods import as_non_root, build_coordinator, build_node
+from ddpjob.objects.service import build_runtime, build_service
 
-CONCURRENT_CREATIONS = 32
+CONCURRENT = 16
+"""Requests of one reconcile at the same time."""
+MESSAGES_SECONDS = 5.0
+"""For all messages to a coordinator together; those that are lost are sent again by the next reconcile."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What came of a decision: the job as written, and what could not be created."""
+    """The outcome of `apply`: the job as written, and the objects that were rejected, optional ones included."""
 
     job: DDPJob
     rejections: tuple[Rejection, ...] = ()
 
 
 async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """Performs a decision. Raises Conflict before anything was done, Unavailable at any point."""
+    """Performs a decision; repeating it does no harm.
+
+    Raises Conflict before anything was done, Unavailable at any point.
+    """
     job = await _write_status(cluster, job, decision.status)
-    creations = [a for a in decision.actions if isinstance(a, Creation)]
-    rejections = await _create(cluster, job, decision.status, creations)
-    for action in decision.actions:
-        if isinstance(action, DeletePod):
-            await cluster.delete_pod(job, action.name, action.uid, action.grace)
-        elif isinstance(action, LabelPod):
-            await cluster.label_pod(job, action.name, action.uid, action.role)
-        elif isinstance(action, Tell):
-            await cluster.tell(job, action.endpoint, action.verb, action.body)
-        elif isinstance(action, DeleteJob):
-            await cluster.delete_job(job)
-    for event in decision.events:
-        await cluster.record(job, event)
+    actions = decision.actions
+    changes = [a for a in actions if isinstance(a, DeletePod | DeleteJob | LabelPod)]
+    await _together(partial(_perform, cluster, job, change) for change in changes)
+    rejections = await _create(cluster, job, decision.status, [a for a in actions if isinstance(a, Creation)])
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MESSAGES_SECONDS):
+            await _together(partial(_perform, cluster, job, a) for a in actions if isinstance(a, Notify))
+    await _together(partial(cluster.record, job, event) for event in decision.events)
     return Applied(job, rejections)
 
 
+async def _perform(cluster: Cluster, job: DDPJob, action: DeletePod | LabelPod | DeleteJob | Notify) -> None:
+    match action:
+        case DeletePod(name, uid, grace):
+            await cluster.delete_pod(job, name, uid, grace)
+        case LabelPod(name, uid, role):
+            await cluster.label_pod(job, name, uid, role)
+        case Notify(endpoint, verb, body):
+            await cluster.notify(job, endpoint, verb, body)
+        case DeleteJob():
+            await cluster.delete_job(job)
+        case _:
+            assert_never(action)
+
+
+async def _together(requests: Iterable[Callable[[], Awaitable[None]]]) -> None:
+    """At most CONCURRENT at a time, begun in their order. All end before the first error is raised."""
+    gate = asyncio.Semaphore(CONCURRENT)
+
+    async def one(request: Callable[[], Awaitable[None]]) -> None:
+        async with gate:
+            await request()
+
+    outcomes = await asyncio.gather(*(one(request) for request in requests), return_exceptions=True)
+    for error in (o for o in outcomes if isinstance(o, BaseException)):
+        raise error
+
+
 async def _write_status(cluster: Cluster, job: DDPJob, status: JobStatus) -> DDPJob:
-    written = status.write()
-    if written == job.status.write():
+    written = status.write(job.spec)
+    if written == job.status.write(job.spec):
         return job
     return await cluster.write_status(job, written)
 
 
-async def _create(cluster: Cluster, job: DDPJob, status: JobStatus, creations: Sequence[Action]) -> tuple[Rejection, ...]:
-    """What pods need comes before them; the rest at once, within bounds. What was refused, in an order that does not change."""
+async def _create(
+    cluster: Cluster, job: DDPJob, status: JobStatus, creations: Sequence[Action]
+) -> tuple[Rejection, ...]:
+    """Creates what pods need, then the pods: one, then twice as many at a time, until one is rejected.
+
+    What rejects one pod, a quota or a webhook, mostly rejects them all. Returns what was rejected,
+    sorted by name: the order must not depend on chance, since a condition shows the first.
+    """
     rejections: list[Rejection] = []
-    gate = asyncio.Semaphore(CONCURRENT_CREATIONS)
 
     async def one(action: Action) -> None:
         manifest = _manifest(cluster, job, status, action)
         name = f"{manifest['kind']} {manifest['metadata']['name']}"
-        async with gate:
-            try:
-                await cluster.create(job, manifest)
-            except NameTaken as owner:
-                rejections.append(Rejection(object=name, status=NAME_TAKEN, message=str(owner)))
-            except Refused as refused:
-                rejections.append(Rejection(object=name, status=refused.status, message=refused.message))
+        optional = isinstance(action, CreatePolicy)
+        try:
+            await _create_one(cluster, job, manifest)
+        except NameTaken as owner:
+            rejections.append(Rejection(object=name, status=NAME_TAKEN, message=str(owner), optional=optional))
+        except Refused as refused:
+            rejections.append(Rejection(object=name, status=refused.status, message=refused.message, optional=optional))
 
-    needed = (CreateService, CreatePodFiles, CreateBudget)
-    for batch in ([a for a in creations if isinstance(a, needed)], [a for a in creations if not isinstance(a, needed)]):
-        if not rejections:
-            outcomes = await asyncio.gather(*(one(action) for action in batch), return_exceptions=True)
-            for error in (o for o in outcomes if isinstance(o, BaseException)):
-                raise error
+    needed = [a for a in creations if not isinstance(a, CreateCoordinator | CreateNode)]
+    await _together(partial(one, action) for action in needed)
+    pods, size = [a for a in creations if a not in needed], 1
+    while pods and all(r.optional for r in rejections):
+        await _together(partial(one, action) for action in pods[:size])
+        pods, size = pods[size:], min(2 * size, CONCURRENT)
     return tuple(sorted(rejections, key=lambda r: r.object))
+
+
+async def _create_one(cluster: Cluster, job: DDPJob, manifest: Json) -> None:
+    """Creates an object; a pod whose namespace demands runAsNonRoot with it. Raises as Cluster.create."""
+    try:
+        await cluster.create(job, manifest)
+    except Refused as refused:
+        demanded = manifest["kind"] == "Pod" and "violates PodSecurity" in refused.message
+        other = as_non_root(manifest) if demanded and "runAsNonRoot" in refused.message else None
+        if other is None:
+            raise
+        await cluster.create(job, other)
 
 
 def _manifest(cluster: Cluster, job: DDPJob, status: JobStatus, action: Action) -> Json:
     match action:
         case CreateService():
             return build_service(job)
-        case CreatePodFiles():
-            return build_pod_files(job)
+        case CreateRuntime():
+            return build_runtime(job)
         case CreateBudget():
             return build_budget(job)
+        case CreatePolicy():
+            return build_policy(job, cluster.platform)
+        case CreateToken():
+            return build_token(job, cluster.platform)
         case CreateCoordinator():
-            return build_coordinator(job, status, cluster.site)
+            return build_coordinator(job, status, cluster.platform)
         case CreateNode(index, attempt):
-            return build_node(job, status, cluster.site, index, attempt)
-    raise TypeError(f"not a creation: {action}")
+            return build_node(job, status, cluster.platform, index, attempt)
+    raise TypeError(f"{action} creates nothing")

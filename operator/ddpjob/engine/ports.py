@@ -1,4 +1,4 @@
-"""What a pass needs of the place where jobs live: Kubernetes, or this machine."""
+"""The port through which a reconcile reads and writes: implemented for Kubernetes, for this machine and for tests."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import NamedTuple, Protocol
 from ddpjob.api.types import DDPJob, Json
 from ddpjob.core.decision import Event
 from ddpjob.core.world import Role, World
-from ddpjob.objects.site import Site
+from ddpjob.objects.platform import Platform
 
 
 class JobKey(NamedTuple):
+    """Names a job."""
+
     namespace: str
     name: str
 
 
 @dataclass(frozen=True)
 class Observation:
+    """A job and everything that belongs to it, observed after the job was read."""
+
     job: DDPJob
     world: World
 
 
 class Conflict(Exception):
-    """The job changed since it was read: nothing was written, the pass is made again."""
+    """The job has changed since it was read: nothing was written, and it is reconciled again."""
 
 
 class Refused(Exception):
-    """The API server does not accept an object. `status` is the HTTP status, `message` its explanation."""
+    """The API server rejects an object. `status` is the HTTP status, `message` its explanation."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -36,11 +40,17 @@ class Refused(Exception):
 
 
 class NameTaken(Exception):
-    """An object of this name exists and is not this job's, for instance an earlier job's of the same name. Its text says whose."""
+    """An object of this name exists and is not this job's but, for instance, an earlier job's of the same name.
+
+    The message names the owner.
+    """
 
 
 class Unavailable(Exception):
-    """The API server is away, throttles, or timed out: tried again later. `retry_after` in seconds, `status` of HTTP, where it said so."""
+    """The API server is unreachable, throttles or timed out; the job is reconciled again later.
+
+    `retry_after` in seconds and the HTTP `status`, where the server gave them.
+    """
 
     def __init__(self, message: str, retry_after: float | None = None, status: int | None = None) -> None:
         super().__init__(message)
@@ -49,16 +59,23 @@ class Unavailable(Exception):
 
 
 class NamespaceEnding(Unavailable):
-    """The namespace is being deleted, and the job with it: nothing is left to do."""
+    """The namespace is being deleted, and the job with it: there is nothing left to do."""
+
+
+class ReportPending(Unavailable):
+    """The coordinator was asked for its first report a moment ago: what it says decides what the job's state is."""
 
 
 class Cluster(Protocol):
-    """Reads for the pass, writes for `apply` alone. Every write may be repeated with no harm."""
+    """Reads for `reconcile`, writes for `apply` alone. Every write is idempotent.
 
-    site: Site
+    Every method raises Unavailable when the API server cannot be used.
+    """
+
+    platform: Platform
 
     async def observe(self, key: JobKey) -> Observation | None:
-        """All that belongs to a job; None when there is no such job."""
+        """The job and everything that belongs to it; None when it does not exist."""
         ...
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
@@ -66,23 +83,26 @@ class Cluster(Protocol):
         ...
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
-        """Creates an object; one of this job that is there already is success. Raises NameTaken, Refused."""
+        """Creates an object; one of this job that exists already is success. Raises NameTaken, Refused."""
         ...
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
-        """Asks for a pod's end; one that is gone, or is another by now, is success."""
+        """Requests a pod's deletion with a grace period in seconds (None: the pod's own).
+
+        A pod that is gone, or has another uid, is success.
+        """
         ...
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
-        """Sets a pod's role label; one that is gone, or is another by now, is success."""
+        """Sets a pod's role label; a pod that is gone, or has another uid, is success."""
         ...
 
     async def delete_job(self, job: DDPJob) -> None:
-        """Deletes the job; what it owns is collected after it."""
+        """Deletes the job; Kubernetes' garbage collector removes what it owns."""
         ...
 
-    async def tell(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
-        """Posts to the coordinator at `host:port`; an empty endpoint or an unreachable one is no error."""
+    async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
+        """Sends `POST /v1/VERB` to the coordinator at `host:port`; an empty or unreachable endpoint is no error."""
         ...
 
     async def record(self, job: DDPJob, event: Event) -> None:

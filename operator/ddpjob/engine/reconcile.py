@@ -1,4 +1,4 @@
-"""One pass over one job: observe, decide, apply."""
+"""One reconcile of one job: observe, decide, apply."""
 
 from __future__ import annotations
 
@@ -7,49 +7,67 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from ddpjob.core.decide import BLOCKED_POLL, decide
+from ddpjob.core.decide import decide
+from ddpjob.core.decision import BLOCKED_POLL
 from ddpjob.engine.apply import apply
-from ddpjob.engine.ports import Cluster, Conflict, JobKey, NamespaceEnding, Unavailable
+from ddpjob.engine.ports import Cluster, Conflict, JobKey, NamespaceEnding, ReportPending, Unavailable
 
 log = logging.getLogger("ddpjob.reconcile")
 
+# Seconds until the next reconcile.
 CONFLICT_RETRY = 0.05
 NAME_RETRY = 1.0
 UNAVAILABLE_RETRY = 2.0
 
 
 def utc_now() -> datetime:
+    """The time, timezone-aware."""
     return datetime.now(UTC)
 
 
-async def reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime] = utc_now) -> float | None:
+async def reconcile(
+    cluster: Cluster,
+    key: JobKey,
+    clock: Callable[[], datetime] = utc_now,
+    outcome: Callable[[str], None] = lambda word: None,
+) -> float | None:
     """Brings one job a step nearer to what its spec asks for.
 
-    Returns the seconds until it must be looked at again, None when only a change can be a reason.
+    Returns the seconds until the next reconcile; None when only a change is a reason for one. `outcome` is called
+    with what is to be counted: done, conflict or unavailable.
     """
     try:
-        return await _pass(cluster, key, clock)
+        delay = await _reconcile(cluster, key, clock)
+        outcome("done")
+        return delay
     except Conflict:
+        outcome("conflict")
         return CONFLICT_RETRY
-    except NamespaceEnding as ending:
-        log.debug("%s/%s: %s", key.namespace, key.name, ending)
-        return ending.retry_after
-    except Unavailable as away:
-        log.warning("%s/%s: the API server is not available: %s", key.namespace, key.name, away)
-        return away.retry_after or UNAVAILABLE_RETRY
+    except (NamespaceEnding, ReportPending) as later:
+        outcome("done")
+        log.debug("%s/%s: %s", key.namespace, key.name, later)
+        return later.retry_after
+    except Unavailable as error:
+        outcome("unavailable")
+        log.warning("%s/%s: the API server is unavailable: %s", key.namespace, key.name, error)
+        return error.retry_after or UNAVAILABLE_RETRY
 
 
-async def _pass(cluster: Cluster, key: JobKey, clock: Callable[[], datetime]) -> float | None:
+async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime]) -> float | None:
     seen = await cluster.observe(key)
     if seen is None:
         return None
     decision = decide(seen.job, seen.world, clock())
     applied = await apply(cluster, seen.job, decision)
     if applied.rejections:
-        # Told at once: the refusal is part of what was observed.
-        world = replace(seen.world, rejections=applied.rejections)
-        told = decide(applied.job, world, clock())
-        await apply(cluster, applied.job, replace(told, actions=()))
-        retry = NAME_RETRY if any(r.name_taken for r in applied.rejections) else BLOCKED_POLL
-        return min(retry, told.wake) if told.wake is not None else retry
+        # The status shows the rejection at once.
+        rejections = tuple(r for r in applied.rejections if not r.optional)
+        policy_refused = next((r.message for r in applied.rejections if r.optional), "")
+        world = replace(seen.world, rejections=rejections, policy_refused=policy_refused)
+        shown = decide(applied.job, world, clock())
+        await apply(cluster, applied.job, replace(shown, actions=()))
+        if not rejections:
+            return decision.wake
+        retry = NAME_RETRY if any(r.name_taken for r in rejections) else BLOCKED_POLL
+        return min(retry, shown.wake) if shown.wake is not None else retry
     return decision.wake

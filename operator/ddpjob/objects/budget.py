@@ -1,16 +1,19 @@
-"""Builds the job's PodDisruptionBudget: a drain takes its node pods one at a time, so that the group can go on in between."""
+"""Builds the PodDisruptionBudget: a drain evicts nodes one at a time, so that the group recovers in between."""
 
 from __future__ import annotations
 
 from ddpjob.api.types import DDPJob, Json
-from ddpjob.core.world import LABEL_ROLE, LABEL_UID, Role
+from ddpjob.core.world import LABEL_BUDGET, LABEL_ROLE, LABEL_UID, Role
 from ddpjob.objects.service import metadata
 
 
 def build_budget(job: DDPJob) -> Json:
-    """Named as the job. Neither coordinator nor spares are in it: they may always go.
+    """Named as the job. It selects pods by a label of their own, since spec.scheduling may change for later ones.
 
-    Kubernetes takes the number of pods that there should be from the job's scale, `spec.nodes`: with spares among them, two could go.
+    It selects neither coordinator nor spares: they may be evicted at any time.
+
+    Kubernetes takes the expected number of pods from the job's scale subresource, `spec.nodes`; if
+    spares were selected, it would allow two evictions at once.
     """
     return {
         "apiVersion": "policy/v1",
@@ -18,8 +21,8 @@ def build_budget(job: DDPJob) -> Json:
         "metadata": metadata(job, job.name),
         "spec": {
             "maxUnavailable": 1,
-            # A pod that does not run holds nothing up: a broken job must not keep a node from being drained.
+            # A broken job must not block the drain of a Kubernetes node.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE)}},
+            "selector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE), LABEL_BUDGET: "true"}},
         },
     }

@@ -8,8 +8,10 @@ from ddpjob.api.types import DDPJob, JobStatus, Json, Placement, Volume
 from ddpjob.core.world import (
     COORDINATOR_CONTAINER,
     LABEL_ATTEMPT,
+    LABEL_BUDGET,
     LABEL_GENERATION,
     LABEL_INDEX,
+    LABEL_ISOLATED,
     LABEL_ROLE,
     LABEL_ROUND,
     LABEL_UID,
@@ -19,46 +21,57 @@ from ddpjob.core.world import (
     coordinator_pod_name,
     node_pod_name,
 )
-from ddpjob.objects.overlay import coordinator_overlay, node_overlay
-from ddpjob.objects.service import metadata
-from ddpjob.objects.site import COORDINATOR_HOSTNAME, Site
+from ddpjob.objects.isolation import token_variable
+from ddpjob.objects.platform import COORDINATOR_HOSTNAME, Platform
+from ddpjob.objects.quantities import amount
+from ddpjob.objects.service import RUNTIME_FOLDER, metadata, runtime_items
+from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_node
 
-POD_FILES_VOLUME = "ddpjob-podfiles"
+RUNTIME_VOLUME = "ddpjob-runtime"
 MAX_RESTARTS = 1_000_000
-"""torchrun's own limit; the budget is the operator's, who sees every failure."""
+"""torchrun's own limit. The operator, which sees every failure, keeps the budget."""
 
 _TAINT_MARGIN = 10
-"""Seconds beyond nodeLostAfterSeconds after which Kubernetes itself removes pods from a silent node: the operator comes first."""
+"""Seconds beyond nodeLostAfterSeconds until Kubernetes itself evicts pods of a lost host: the operator acts first."""
 DEFAULT_GRACE = 30
+_COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
+"""Of the coordinator, or what it requests if that is more."""
 
 
-def build_node(job: DDPJob, status: JobStatus, site: Site, index: int, attempt: int) -> Json:
-    """The pod of one slot. `status` gives generation, round and pod files."""
+def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
+    """The pod of one slot. `status` supplies generation, round, runtime and avoided nodes."""
     name = node_pod_name(job, index, attempt)
-    containers = [_trainer(job, status, site, index, attempt)]
+    containers = [_trainer(job, status, platform, index, attempt)]
     if index == 0 and job.spec.rendezvous.placement is Placement.MASTER:
-        containers.append(_coordinator(job, status, site))
+        containers.append(_coordinator(job, status, platform))
     spec: Json = {
-        **_pod_basics(job, name),
+        **_pod_basics(job, status, name),
         "containers": containers,
         "volumes": _volumes(job, status),
     }
     affinity = _affinity(job, status)
     if affinity:
         spec["affinity"] = affinity
+    # Provisional: the coordinator decides who trains, and the label follows its report (core.plan.actions).
     role = Role.NODE if index < job.spec.nodes else Role.SPARE
-    pod = _pod(job, name, spec, _place_labels(status, role, index, attempt))
-    return node_overlay(pod, job.spec.pod_template)
+    pod = _pod(job, name, spec, _slot_labels(job, status, role, index, attempt))
+    return merge_into_node(pod, job.spec.pod_template)
 
 
-def build_coordinator(job: DDPJob, status: JobStatus, site: Site) -> Json:
-    """The coordinator's own pod (placement Dedicated). No GPU; it has the job's image, since the store needs torch."""
+def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
+    """The coordinator's own pod (placement Dedicated), without a GPU. Its image is the job's: the store needs torch."""
     name = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
-    spec = {**_pod_basics(job, name), "containers": [_coordinator(job, status, site)], "volumes": [_pod_files_volume(status)]}
+    spec = {
+        **_pod_basics(job, status, name),
+        "containers": [_coordinator(job, status, platform)],
+        "volumes": [_runtime_volume(status)],
+    }
+    if status.avoided_nodes:
+        spec["affinity"] = _elsewhere(status)
     if job.spec.fast:
         spec["hostname"] = COORDINATOR_HOSTNAME
-    pod = _pod(job, name, spec, _place_labels(status, Role.COORDINATOR, None, status.rendezvous.attempt))
-    return coordinator_overlay(pod, job.spec.pod_template)
+    pod = _pod(job, name, spec, _slot_labels(job, status, Role.COORDINATOR, None, status.rendezvous.attempt))
+    return merge_into_coordinator(pod, job.spec.pod_template)
 
 
 def _pod(job: DDPJob, name: str, spec: Json, labels: dict[str, str]) -> Json:
@@ -70,14 +83,28 @@ def _pod(job: DDPJob, name: str, spec: Json, labels: dict[str, str]) -> Json:
     }
 
 
-def _place_labels(status: JobStatus, role: Role, index: int | None, attempt: int) -> dict[str, str]:
-    labels = {LABEL_ROLE: str(role), LABEL_GENERATION: str(status.rendezvous.generation), LABEL_ROUND: str(status.round)}
+def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, attempt: int) -> dict[str, str]:
+    labels = {
+        **({LABEL_ISOLATED: "true"} if job.spec.isolated else {}),
+        **({LABEL_BUDGET: "true"} if job.spec.scheduling.disruption_budget else {}),
+        LABEL_ROLE: str(role),
+        LABEL_GENERATION: str(status.rendezvous.generation),
+        LABEL_ROUND: str(status.round),
+    }
     if index is not None:
         labels[LABEL_INDEX] = str(index)
     return labels | {LABEL_ATTEMPT: str(attempt)}
 
 
-def _pod_basics(job: DDPJob, name: str) -> Json:
+def as_non_root(pod: Json) -> Json | None:
+    """The pod as a namespace that forbids root admits it; None where podTemplate has decided who runs it."""
+    context = pod["spec"].get("securityContext", {})
+    if not context.keys().isdisjoint(("runAsNonRoot", "runAsUser")):
+        return None
+    return {**pod, "spec": {**pod["spec"], "securityContext": {**context, "runAsNonRoot": True}}}
+
+
+def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
     spec = job.spec
     patience = spec.recovery.node_lost_after_seconds + _TAINT_MARGIN
     basics: Json = {
@@ -88,11 +115,19 @@ def _pod_basics(job: DDPJob, name: str) -> Json:
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": DEFAULT_GRACE,
         "tolerations": [
-            # A node that is gone for longer is not coming back in time; Kubernetes' own default is 300 s.
-            {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": patience}
+            # Kubernetes' own default is 300 s.
+            {
+                "key": f"node.kubernetes.io/{taint}",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": patience,
+            }
             for taint in ("unreachable", "not-ready")
         ],
     }
+    if status.pod_defaults:
+        # Not runAsNonRoot: the kubelet would refuse the many images that run as root.
+        basics["securityContext"] = {"seccompProfile": {"type": "RuntimeDefault"}}
     if spec.image_pull_secrets:
         basics["imagePullSecrets"] = [{"name": secret} for secret in spec.image_pull_secrets]
     if spec.scheduling.scheduler_name:
@@ -107,11 +142,18 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
     if job.spec.scheduling.one_pod_per_node and job.spec.pods > 1:
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [_apart(job)]}
     if status.avoided_nodes:
-        # A term for a node takes one name, and all of a term's must hold.
-        fields = [{"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes]
-        elsewhere = {"weight": 100, "preference": {"matchFields": fields}}
-        affinity["nodeAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [elsewhere]}
+        affinity |= _elsewhere(status)
     return affinity
+
+
+def _elsewhere(status: JobStatus) -> Json:
+    """The affinity of pods that keep away from avoided nodes where they can."""
+    # A field selector takes one value, and all requirements of a term must hold.
+    fields = [
+        {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
+    ]
+    elsewhere = {"weight": 100, "preference": {"matchFields": fields}}
+    return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [elsewhere]}}
 
 
 def _apart(job: DDPJob) -> Json:
@@ -125,7 +167,7 @@ def _apart(job: DDPJob) -> Json:
 # --- containers -------------------------------------------------------------------------------------------------
 
 
-def _container(job: DDPJob, name: str, command: list[str], args: list[str]) -> Json:
+def _container(job: DDPJob, status: JobStatus, name: str, command: list[str], args: list[str]) -> Json:
     container: Json = {
         "name": name,
         "image": job.spec.image,
@@ -134,22 +176,29 @@ def _container(job: DDPJob, name: str, command: list[str], args: list[str]) -> J
     }
     if args:
         container["args"] = args
+    if status.pod_defaults:
+        container["securityContext"] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     if job.spec.image_pull_policy:
         container["imagePullPolicy"] = job.spec.image_pull_policy
     return container
 
 
-def _trainer(job: DDPJob, status: JobStatus, site: Site, index: int, attempt: int) -> Json:
-    command, args = _entry_point(job, status, site)
-    container = _container(job, TRAINER_CONTAINER, command, args)
-    # The owned variables come first, so that $(POD_IP) may be used in the user's; the schema keeps the names apart.
-    container["env"] = _environment(job, status, site, index, attempt) + list(job.spec.env)
+def _program(platform: Platform, name: str) -> list[str]:
+    """The command of one of the runtime's programs."""
+    return [platform.python, f"{platform.runtime_path}/{RUNTIME_FOLDER.name}", name]
+
+
+def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
+    command, args = _entry_point(job, status, platform)
+    container = _container(job, status, TRAINER_CONTAINER, command, args)
+    # The operator's variables come first, so that the user's may refer to $(POD_IP); the schema forbids equal names.
+    container["env"] = _environment(job, status, platform, index, attempt) + list(job.spec.env)
     if job.spec.env_from:
         container["envFrom"] = list(job.spec.env_from)
     if job.spec.working_dir:
         container["workingDir"] = job.spec.working_dir
     container["resources"] = _resources(job)
-    container["volumeMounts"] = _mounts(job, site)
+    container["volumeMounts"] = _mounts(job, platform)
     return container
 
 
@@ -160,22 +209,22 @@ def _resources(job: DDPJob) -> Json:
     return {kind: amounts for kind, amounts in resources.items() if amounts}
 
 
-def rendezvous_settings(job: DDPJob, status: JobStatus, site: Site) -> dict[str, str]:
-    """torchrun's options without their dashes. Why each is what it is: docs/architecture.md, "Rendezvous settings"."""
+def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[str, str]:
+    """torchrun's options without their dashes. Reasons: docs/architecture.md, "Rendezvous settings"."""
     nodes = job.spec.nodes
     if job.spec.fast:
-        return _fast_settings(job, status, site)
+        return _fast_settings(job, status, platform)
     return {
         "nnodes": f"{nodes}:{nodes}",
         "nproc-per-node": str(job.spec.procs_per_node),
         "rdzv-backend": "c10d",
-        "rdzv-endpoint": f"{site.coordinator_host(job, status)}:{job.spec.rendezvous.port}",
+        "rdzv-endpoint": f"{platform.coordinator_host(job, status)}:{job.spec.rendezvous.port}",
         "rdzv-id": f"{job.uid}-{status.rendezvous.generation}",
         "rdzv-conf": ",".join(
             [
                 "is_host=false",
                 "keep_alive_interval=1",
-                "keep_alive_max_attempt=3",
+                "keep_alive_max_attempt=10800",
                 "last_call_timeout=1",
                 f"join_timeout={job.spec.rendezvous.join_timeout_seconds}",
                 "read_timeout=60",
@@ -187,13 +236,13 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, site: Site) -> dict[str,
     }
 
 
-def _fast_settings(job: DDPJob, status: JobStatus, site: Site) -> dict[str, str]:
-    """The coordinator forms the group itself: there is no store to look for, and nothing to wait for."""
+def _fast_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[str, str]:
+    """The coordinator forms the group itself: there is no store, and nothing to wait for."""
     return {
         "nnodes": f"{job.spec.nodes}:{job.spec.nodes}",
         "nproc-per-node": str(job.spec.procs_per_node),
         "rdzv-backend": "ddpjob",
-        "rdzv-endpoint": f"{site.coordinator_host(job, status)}:{job.spec.rendezvous.endpoint_port}",
+        "rdzv-endpoint": f"{platform.coordinator_host(job, status)}:{job.spec.rendezvous.endpoint_port}",
         "rdzv-id": f"{job.uid}-{status.rendezvous.generation}",
         "max-restarts": str(MAX_RESTARTS),
         "monitor-interval": "0.02",
@@ -201,46 +250,48 @@ def _fast_settings(job: DDPJob, status: JobStatus, site: Site) -> dict[str, str]
     }
 
 
-def _entry_point(job: DDPJob, status: JobStatus, site: Site) -> tuple[list[str], list[str]]:
+def _entry_point(job: DDPJob, status: JobStatus, platform: Platform) -> tuple[list[str], list[str]]:
     """The container's command and args."""
     spec = job.spec
     if not spec.under_torchrun:
         return list(spec.command), list(spec.args)
-    options = [f"--{name}={value}" for name, value in rendezvous_settings(job, status, site).items()]
+    options = [f"--{name}={value}" for name, value in rendezvous_settings(job, status, platform).items()]
     program = ["-m", spec.module] if spec.module else [spec.script or ""]
     args = [*options, *spec.torchrun_args, *program, *spec.args]
-    return [site.python, f"{site.pod_files_path}/launcher.py"], args
+    return _program(platform, "launcher"), args
 
 
-def _environment(job: DDPJob, status: JobStatus, site: Site, index: int, attempt: int) -> list[Json]:
+def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> list[Json]:
     spec = job.spec
     data, checkpoints = spec.storage.data, spec.storage.checkpoints
-    shared = site.checkpoints_shared
+    shared = platform.checkpoints_shared
     if shared is None:
         shared = checkpoints is not None and checkpoints.seen_by_every_node
     values = {
-        **_identity(job, status, site, node_pod_name(job, index, attempt)),
+        **_identity(job, status, node_pod_name(job, index, attempt)),
         "DDPJOB_INDEX": str(index),
         "DDPJOB_ATTEMPT": str(attempt),
         "DDPJOB_ROUND": str(status.round),
         "DDPJOB_NODES": str(spec.nodes),
         "DDPJOB_PROCS_PER_NODE": str(spec.procs_per_node),
-        "DDPJOB_COORDINATOR": f"{site.coordinator_host(job, status)}:{spec.rendezvous.endpoint_port}",
-        "DDPJOB_CHECKPOINT_DIR": site.checkpoint_path or (checkpoints.mount_path if checkpoints else "/checkpoints"),
+        "DDPJOB_COORDINATOR": f"{platform.coordinator_host(job, status)}:{spec.rendezvous.endpoint_port}",
+        "DDPJOB_CHECKPOINT_DIR": platform.checkpoint_path or spec.storage.checkpoint_path,
         "DDPJOB_CHECKPOINT_SHARED": "1" if shared else "0",
         "DDPJOB_BACKEND": spec.backend,
         "DDPJOB_RECOVERY": str(spec.recovery.mode),
         "DDPJOB_GRACE_SECONDS": str(_grace(job)),
+        "DDPJOB_CLUSTER": platform.cluster,
     }
     if data is not None:
-        values["DDPJOB_DATA_DIR"] = site.data_path or data.mount_path
+        values["DDPJOB_DATA_DIR"] = platform.data_path or data.mount_path
     owned: list[Json] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        token_variable(job, platform),
         *({"name": name, "value": value} for name, value in values.items()),
     ]
     if not spec.under_torchrun:
-        settings = rendezvous_settings(job, status, site)
+        settings = rendezvous_settings(job, status, platform)
         owned += [{"name": "PET_" + name.upper().replace("-", "_"), "value": value} for name, value in settings.items()]
         owned.append({"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"})
     return owned
@@ -251,31 +302,44 @@ def _grace(job: DDPJob) -> int:
     return int(grace)
 
 
-def _identity(job: DDPJob, status: JobStatus, site: Site, pod: str) -> dict[str, str]:
+def _identity(job: DDPJob, status: JobStatus, pod: str) -> dict[str, str]:
     return {
         "DDPJOB_NAME": job.name,
         "DDPJOB_NAMESPACE": job.namespace,
         "DDPJOB_UID": job.uid,
         "DDPJOB_POD": pod,
         "DDPJOB_GENERATION": str(status.rendezvous.generation),
-        "DDPJOB_TOKEN": site.token(job),
     }
 
 
-def _coordinator(job: DDPJob, status: JobStatus, site: Site) -> Json:
+def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
     rendezvous = job.spec.rendezvous
     arguments = _coordinator_arguments(job, status)
-    container = _container(job, COORDINATOR_CONTAINER, [site.python, f"{site.pod_files_path}/coordinator.py"], arguments)
+    container = _container(job, status, COORDINATOR_CONTAINER, _program(platform, "coordinator"), arguments)
     pod = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
-    container["env"] = [{"name": name, "value": value} for name, value in _identity(job, status, site, pod).items()]
-    if rendezvous.resources:
-        container["resources"] = rendezvous.resources
-    container["volumeMounts"] = [_pod_files_mount(site)]
+    container["env"] = [
+        token_variable(job, platform),
+        *({"name": name, "value": value} for name, value in _identity(job, status, pod).items()),
+    ]
+    resources = _with_limits(rendezvous.resources) if status.pod_defaults else rendezvous.resources
+    if resources:
+        container["resources"] = resources
+    container["volumeMounts"] = [_runtime_mount(platform)]
     container["ports"] = [
         {"name": "rendezvous", "containerPort": rendezvous.port},
         {"name": "coordinator", "containerPort": rendezvous.endpoint_port},
     ]
     return container
+
+
+def _with_limits(resources: Json) -> Json:
+    """Resources with limits: a ResourceQuota may demand them, and a LimitRange's may be below the requests."""
+    requests = resources.get("requests", {})
+    limits = {
+        kind: max(most, requests.get(kind, most), key=lambda quantity: amount(quantity) or 0.0)
+        for kind, most in _COORDINATOR_LIMITS.items()
+    }
+    return {**resources, "limits": limits | resources.get("limits", {})}
 
 
 def _coordinator_arguments(job: DDPJob, status: JobStatus) -> list[str]:
@@ -284,7 +348,7 @@ def _coordinator_arguments(job: DDPJob, status: JobStatus) -> list[str]:
         f"--port={rendezvous.endpoint_port}",
         f"--nodes={job.spec.nodes}",
         f"--min-nodes={job.spec.min_nodes}",
-        f"--mode={recovery.mode.lower()}",
+        f"--mode={recovery.mode}",
         f"--attempt={status.rendezvous.attempt}",
         f"--backoff={recovery.backoff.initial:g}:{recovery.backoff.maximum:g}",
     ]
@@ -298,18 +362,18 @@ def _coordinator_arguments(job: DDPJob, status: JobStatus) -> list[str]:
 # --- volumes ----------------------------------------------------------------------------------------------------
 
 
-def _pod_files_volume(status: JobStatus) -> Json:
-    return {"name": POD_FILES_VOLUME, "configMap": {"name": status.pod_files}}
+def _runtime_volume(status: JobStatus) -> Json:
+    return {"name": RUNTIME_VOLUME, "configMap": {"name": status.runtime, "items": runtime_items()}}
 
 
-def _pod_files_mount(site: Site) -> Json:
-    return {"name": POD_FILES_VOLUME, "mountPath": site.pod_files_path, "readOnly": True}
+def _runtime_mount(platform: Platform) -> Json:
+    return {"name": RUNTIME_VOLUME, "mountPath": platform.runtime_path, "readOnly": True}
 
 
 def _volumes(job: DDPJob, status: JobStatus) -> list[Json]:
     storage = job.spec.storage
     volumes = [
-        _pod_files_volume(status),
+        _runtime_volume(status),
         {"name": "ddpjob-shm", "emptyDir": {"medium": "Memory", "sizeLimit": storage.shared_memory}},
         {"name": "ddpjob-checkpoints", **(_source(storage.checkpoints) if storage.checkpoints else {"emptyDir": {}})},
     ]
@@ -326,10 +390,13 @@ def _source(volume: Volume) -> Json:
     return {"hostPath": {"path": volume.host_path}}
 
 
-def _mounts(job: DDPJob, site: Site) -> list[Json]:
+def _mounts(job: DDPJob, platform: Platform) -> list[Json]:
     storage = job.spec.storage
-    mounts: list[Json] = [_pod_files_mount(site), {"name": "ddpjob-shm", "mountPath": "/dev/shm"}]
-    for name, volume in (("ddpjob-checkpoints", storage.checkpoints or Volume(mount_path="/checkpoints")), ("ddpjob-data", storage.data)):
+    mounts: list[Json] = [_runtime_mount(platform), {"name": "ddpjob-shm", "mountPath": "/dev/shm"}]
+    for name, volume in (
+        ("ddpjob-checkpoints", storage.checkpoints or Volume(mount_path=storage.checkpoint_path, read_only=False)),
+        ("ddpjob-data", storage.data),
+    ):
         if volume is None:
             continue
         mount: Json = {"name": name, "mountPath": volume.mount_path}

@@ -1,0 +1,265 @@
+"""The objects of all jobs as the watches show them: what a reconcile reads instead of asking the API server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ddpjob.api.types import GROUP, KIND, PLURAL, VERSION, DDPJob, JobStatus, Json
+from ddpjob.controller.host_watch import Changed, HostWatch
+from ddpjob.controller.informer import Informer
+from ddpjob.controller.pod_views import read_pod
+from ddpjob.controller.rest import Rest
+from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY, PodView
+from ddpjob.engine.ports import JobKey
+
+Wake = Callable[[JobKey, bool], None]
+"""(job, whether its reconcile is urgent)"""
+
+DEPARTED_FOR = 30.0
+"""Seconds for which the last state of a pod that is gone is kept: it may say why, to an operator that is late."""
+JOBS_PAGE = 100
+"""A user may make a DDPJob as large as 1.5 MB."""
+_ROOTS = {
+    KIND: (f"/apis/{GROUP}/{VERSION}", PLURAL),
+    "Pod": ("/api/v1", "pods"),
+    "Service": ("/api/v1", "services"),
+    "ConfigMap": ("/api/v1", "configmaps"),
+    "Secret": ("/api/v1", "secrets"),
+    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
+    "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
+}
+
+_WATCHED = tuple(kind for kind in _ROOTS if kind != "Secret")
+"""The operator may not read Secrets."""
+
+
+def watches(namespaces: int) -> int:
+    """How many watches, each with a connection of its own, are open with so many watched namespaces; 0: all."""
+    return len(_WATCHED) * max(1, namespaces) + 1
+
+
+def collection(kind: str, namespace: str) -> str:
+    """The path of a collection; an empty namespace: of all namespaces."""
+    root, plural = _ROOTS[kind]
+    return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
+
+
+@dataclass(frozen=True)
+class Owned:
+    """An object's owners, and its uid. `job` and `job_uid` are empty for one that several jobs share."""
+
+    uid: str
+    jobs: tuple[JobKey, ...]
+    job_uids: frozenset[str]
+
+
+@dataclass(frozen=True)
+class OwnedPod:
+    job: JobKey
+    job_uid: str
+    pod: PodView
+
+
+class Caches:
+    """One `Informer` per kind, or per kind and watched namespace, and one for Kubernetes nodes.
+
+    `wake` is called with each job that a change concerns, but for what the operator has written itself. `namespaces`:
+    those that are watched, all if there are none; only what is in those for which `keep` is true is in the caches.
+    `on_job(before, after)` is called with each change of a job, whoever made it.
+    """
+
+    def __init__(
+        self,
+        rest: Rest,
+        wake: Wake,
+        on_hosts: Changed,
+        namespaces: Collection[str] = (),
+        keep: Callable[[str], bool] = lambda namespace: True,
+        on_job: Callable[[DDPJob | None, DDPJob | None], None] = lambda before, after: None,
+    ) -> None:
+        self._on_job = on_job
+        self._wake, self._own_write = wake, False
+        self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
+        self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
+        """By namespace and the job's uid, then by name."""
+        self._departed: dict[tuple[str, str], dict[str, tuple[float, PodView]]] = {}
+        """Likewise, with the time (monotonic seconds) at which they were gone."""
+        self._departures = deque[tuple[float, tuple[str, str], str]]()
+        """Time, job and name of each departure in `_departed`, oldest first."""
+        ours = f"{LABEL_MANAGED}={MANAGED_BY}"
+        more: dict[str, tuple[Callable[[Json], Any], Callable[[Any, Any], None], dict[str, Any]]] = {
+            KIND: (self._read_job, self._job_changed, {"page": JOBS_PAGE}),
+            "Pod": (_read_owned_pod, self._pod_changed, {"selector": ours}),
+        }
+        for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
+            more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
+        # Without the right to list them jobs run without, and their condition Isolated says so.
+        more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
+        assert set(more) == set(_WATCHED)
+        self._informers: dict[tuple[str, str], Informer[Any]] = {
+            (kind, namespace): Informer(rest, collection(kind, namespace), read, changed, keep=keep, **options)
+            for kind, (read, changed, options) in more.items()
+            for namespace in self.namespaces
+        }
+        self.hosts = HostWatch(rest, on_hosts)
+
+    def _of(self, kind: str, namespace: str) -> Informer[Any]:
+        return self._informers.get((kind, namespace)) or self._informers[kind, ""]
+
+    async def run(self) -> None:
+        """Follows the API server, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for informer in (*self._informers.values(), self.hosts):
+                group.create_task(informer.run())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that may be read has been, and that is all that there is in one namespace at least."""
+        answered = all(informer.answered.is_set() for informer in (*self._informers.values(), self.hosts))
+        return answered and (not self.namespaces or any(map(self.complete_in, self.namespaces)))
+
+    async def answered(self) -> None:
+        """Waits until all that may be read has been."""
+        await asyncio.gather(*(i.answered.wait() for i in (*self._informers.values(), self.hosts)))
+
+    def complete_in(self, namespace: str) -> bool:
+        """Whether all that there is in a namespace has been read. One that may not be read holds up no other."""
+        return all(self._of(kind, namespace).listed.is_set() for kind in _WATCHED)
+
+    # --- what is known
+
+    def job(self, key: JobKey) -> DDPJob | None:
+        job: DDPJob | None = self._of(KIND, key.namespace).get(key.namespace, key.name)
+        return job
+
+    def pods(self, job: DDPJob) -> tuple[PodView, ...]:
+        """The job's pods, by name. As with a ReplicaSet, a pod whose labels are removed is released."""
+        return tuple(pod for _, pod in sorted(self._pods.get((job.namespace, job.uid), {}).items()))
+
+    def departed(self, job: DDPJob) -> tuple[PodView, ...]:
+        """The job's pods that are gone since a moment ago, as they were at last."""
+        known = self._departed.get((job.namespace, job.uid), {})
+        return tuple(pod for gone, pod in known.values() if time.monotonic() - gone < DEPARTED_FOR)
+
+    def pod(self, job: DDPJob, name: str) -> PodView | None:
+        return self._pods.get((job.namespace, job.uid), {}).get(name)
+
+    def owned(self, kind: str, job: DDPJob, name: str) -> Owned | None:
+        """An object in the job's namespace, if the job is among its owners."""
+        found = self.known(kind, job.namespace, name)
+        return found if found is not None and job.uid in found.job_uids else None
+
+    def known(self, kind: str, namespace: str, name: str) -> Owned | None:
+        """An object of a kind of which only the metadata is read."""
+        found: Owned | None = self._of(kind, namespace).get(namespace, name)
+        return found
+
+    def jobs_on(self, hosts: frozenset[str]) -> set[JobKey]:
+        """Jobs with a pod on one of these hosts."""
+        views = (v for (kind, _), informer in self._informers.items() if kind == "Pod" for v in informer.views())
+        return {view.job for view in views if view.pod.host in hosts}
+
+    # --- what the operator writes or reads itself
+
+    def take(self, kind: str, body: Json) -> None:
+        """An object as the API server has just answered: it needs no reconcile."""
+        self._own_write = True
+        try:
+            self._of(kind, body["metadata"]["namespace"]).take(body)
+        finally:
+            self._own_write = False
+
+    def forget(self, kind: str, namespace: str, name: str) -> None:
+        """The API server has just answered that this object is gone."""
+        self._of(kind, namespace).forget(namespace, name)
+
+    def seen_by_kopf(self, event: str | None, body: Json) -> None:
+        """A job, as kopf's watch shows it."""
+        informer = self._of(KIND, body["metadata"]["namespace"])
+        if event == "DELETED":
+            informer.drop(body)
+        elif informer.listed.is_set():
+            informer.take(body)
+
+    # --- changes
+
+    def _read_job(self, body: Json) -> DDPJob:
+        """The spec, which costs most, is read once per generation."""
+        meta = body["metadata"]
+        known = self.job(JobKey(meta["namespace"], meta["name"]))
+        if known is None or (known.uid, known.generation) != (meta["uid"], meta.get("generation")):
+            return DDPJob.read(body)
+        return replace(
+            known,
+            status=JobStatus.read(body.get("status") or {}),
+            resource_version=meta["resourceVersion"],
+            deleting="deletionTimestamp" in meta,
+        )
+
+    def _job_changed(self, before: DDPJob | None, after: DDPJob | None) -> None:
+        self._on_job(before, after)
+        job = after or before
+        assert job is not None
+        same_spec = before is not None and after is not None and before.generation == after.generation
+        self._woken(JobKey(job.namespace, job.name), urgent=not same_spec)
+
+    def _pod_changed(self, before: OwnedPod | None, after: OwnedPod | None) -> None:
+        if before is not None:
+            pods = self._pods[before.job.namespace, before.job_uid]
+            del pods[before.pod.name]
+            if not pods:
+                del self._pods[before.job.namespace, before.job_uid]
+            if after is None:
+                self._depart(before)
+        if after is not None:
+            self._pods.setdefault((after.job.namespace, after.job_uid), {})[after.pod.name] = after.pod
+        for view in {v.job: v for v in (before, after) if v is not None}.values():
+            self._woken(view.job, urgent=after is None or (before is not None and _end(before.pod) != _end(after.pod)))
+
+    def _depart(self, view: OwnedPod) -> None:
+        now, job = time.monotonic(), (view.job.namespace, view.job_uid)
+        self._departed.setdefault(job, {})[view.pod.name] = now, view.pod
+        self._departures.append((now, job, view.pod.name))
+        while self._departures and now - self._departures[0][0] >= DEPARTED_FOR:
+            gone, job, name = self._departures.popleft()
+            known = self._departed.get(job, {})
+            if name in known and known[name][0] == gone:
+                del known[name]
+                if not known:
+                    del self._departed[job]
+
+    def _owned_changed(self, before: Owned | None, after: Owned | None) -> None:
+        for job in (after or before or _NOBODY).jobs if before is None or after is None else ():
+            self._woken(job, urgent=False)
+
+    def _woken(self, key: JobKey, *, urgent: bool) -> None:
+        if not self._own_write:
+            self._wake(key, urgent)
+
+
+_NOBODY = Owned("", (), frozenset())
+
+
+def _read_owned_pod(body: Json) -> OwnedPod:
+    labels = body["metadata"]["labels"]
+    return OwnedPod(JobKey(body["metadata"]["namespace"], labels[LABEL_JOB]), labels[LABEL_UID], read_pod(body))
+
+
+def _read_owned(body: Json) -> Owned:
+    meta = body["metadata"]
+    owners = [o for o in meta.get("ownerReferences", ()) if o["kind"] == KIND]
+    return Owned(
+        meta["uid"],
+        tuple(JobKey(meta["namespace"], o["name"]) for o in owners),
+        frozenset(o["uid"] for o in owners),
+    )
+
+
+def _end(pod: PodView) -> tuple[object, ...]:
+    """What of a pod's change cannot wait: it has ended, or is about to."""
+    return pod.ended, pod.deleted_at, pod.disruption

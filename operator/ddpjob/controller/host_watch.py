@@ -1,0 +1,81 @@
+"""Watches Kubernetes nodes, and reports those whose readiness, out-of-service taint or existence has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from ddpjob.controller.informer import Informer
+from ddpjob.controller.rest import ApiError, Rest
+from ddpjob.core.world import HostView, remembered
+from ddpjob.engine.reconcile import utc_now
+
+log = logging.getLogger("ddpjob.hosts")
+
+Hosts = Mapping[str, HostView]
+Changed = Callable[[Hosts | None, frozenset[str]], None]
+
+NODES = "/api/v1/nodes"
+_FORBIDDEN_RETRY = 600.0
+"""Seconds until the API server is asked again whether nodes may be read."""
+
+
+class HostWatch(Informer[HostView]):
+    """Keeps a `HostView` of every Kubernetes node, and calls `on_hosts(hosts, changed)` when some of them change.
+
+    Heartbeats change no view. `hosts` None: they are not known (yet), or may not be read.
+    """
+
+    def __init__(self, rest: Rest, on_hosts: Changed) -> None:
+        super().__init__(rest, NODES, HostView.read, self._changed)
+        self.on_hosts = on_hosts
+        self.hosts: Hosts | None = None
+        """An immutable mapping: a reconcile that has it sees one moment."""
+        self._pending: set[str] = set()
+        self._listing = False
+
+    def _changed(self, before: HostView | None, after: HostView | None) -> None:
+        known = after or before
+        assert known is not None
+        self._pending.add(known.name)
+        if not self._listing:
+            self._publish()
+
+    async def list(self) -> None:
+        """What one list has changed is reported at once: 1,000 nodes that are new are one change."""
+        self._listing = True
+        try:
+            await super().list()
+        finally:
+            self._listing = False
+        if self._pending or self.hosts is None:
+            self._publish()
+
+    def gone(self, name: str) -> None:
+        """The API server has just answered that it has no Kubernetes node of this name, where a pod is said to be."""
+        if self.hosts is not None and name not in self.hosts:
+            self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}
+            self._publish()
+        self.forget("", name)
+
+    def _publish(self) -> None:
+        changed = frozenset(self._pending)
+        self._pending.clear()
+        found = {host.name: host for host in self.views()}
+        self.hosts = MappingProxyType(remembered(self.hosts, found, utc_now()))
+        self.on_hosts(self.hosts, changed)
+
+    def _forbidden(self, error: ApiError) -> float:
+        if not self._logged_forbidden:
+            self._logged_forbidden = True
+            log.warning(
+                "nodes are not watched: a lost one is only detected by the silence of its pods (%s). "
+                "To watch them, grant the operator get, list and watch of nodes by a ClusterRole",
+                error,
+            )
+        self.listed.set()  # Without them there is nothing to wait for.
+        if self.hosts is not None:
+            self.hosts = None
+            self.on_hosts(None, frozenset())
+        return _FORBIDDEN_RETRY

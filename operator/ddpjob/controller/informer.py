@@ -1,0 +1,220 @@
+"""A cache of one collection of the API server: listed in pages, then followed by a watch, for as long as it runs.
+
+Without kopf: its handlers miss what is deleted while a watch is interrupted, and it keeps no objects to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Generic, TypeVar
+
+from ddpjob.api.types import Json
+from ddpjob.controller.operator_metrics import WATCH_ERRORS
+from ddpjob.controller.rest import JSON, METADATA, METADATA_LIST, ApiError, Rest
+from ddpjob.engine.ports import Unavailable
+
+log = logging.getLogger("ddpjob.informer")
+View = TypeVar("View")
+Id = tuple[str, str]
+"""Namespace (empty: none) and name."""
+
+PAGE = 500
+WATCH_SECONDS = 300
+"""After so long the API server ends a watch, and the next one continues."""
+_SILENCE = 75.0
+"""Seconds without an event after which a watch is dead: the API server sends a bookmark each minute."""
+TURN_SECONDS = 0.02
+"""For which one watch keeps everything else waiting, the Lease too, when thousands of events arrive at once."""
+_RETRY = 1.0
+_FORBIDDEN_RETRY = 600.0
+"""Seconds until the API server is asked again for a collection that may not be read."""
+
+
+class Informer(Generic[View]):
+    """Keeps a view of every object of a collection, and calls `on_change(before, after)` where a view has changed.
+
+    `read` makes the view; an object for which it raises is left out, and so are those in namespaces for which `keep` is
+    false. Of an `optional` collection that may not be read there is nothing. What the operator writes itself goes into
+    the cache by `take` and `forget`, so that the next look shows it, however late the watch is: of two versions of an
+    object the later one stays.
+    """
+
+    def __init__(
+        self,
+        rest: Rest,
+        path: str,
+        read: Callable[[Json], View],
+        on_change: Callable[[View | None, View | None], None],
+        *,
+        selector: str = "",
+        metadata_only: bool = False,
+        page: int = PAGE,
+        optional: bool = False,
+        keep: Callable[[str], bool] = lambda namespace: True,
+    ) -> None:
+        self.keep = keep
+        self.rest, self.path, self.read, self.on_change = rest, path, read, on_change
+        self.listed = asyncio.Event()
+        """Set when the cache holds what there is: a list of the collection has been read."""
+        self.answered = asyncio.Event()
+        """Set when that is so, or when the API server has answered that the collection may not be read."""
+        self._query = {"labelSelector": selector} if selector else {}
+        self._list_accept, self._accept = (METADATA_LIST, METADATA) if metadata_only else (JSON, JSON)
+        self._page, self._optional = str(page), optional
+        self._views: dict[Id, View] = {}
+        self._versions: dict[Id, int] = {}
+        self._floor = 0
+        """Version of the last list: older events are known."""
+        self._version = ""
+        self._logged_forbidden = False
+        self._errors = WATCH_ERRORS.labels(path.rpartition("/")[2])
+
+    def get(self, namespace: str, name: str) -> View | None:
+        """The view of an object, or None."""
+        return self._views.get((namespace, name))
+
+    def views(self) -> tuple[View, ...]:
+        """All of them, as of now."""
+        return tuple(self._views.values())
+
+    # --- following
+
+    async def run(self) -> None:
+        """Runs until cancelled. An API server that is unavailable is asked again; what is known stays."""
+        while True:
+            pause = 0.0
+            try:
+                if not self._version:
+                    await self.list()
+                await self._follow()
+            except Unavailable as error:
+                pause = error.retry_after or _RETRY
+                self._errors.inc()
+                log.info("%s is not watched for %s s: %s", self.path, pause, error)
+            except ApiError as error:
+                self._version = ""
+                pause = _RETRY
+                if error.status != HTTPStatus.GONE and not (self._optional and error.status == HTTPStatus.FORBIDDEN):
+                    self._errors.inc()
+                if error.status == HTTPStatus.FORBIDDEN:
+                    pause = self._forbidden(error)
+                    self.answered.set()
+                elif error.status != HTTPStatus.GONE:
+                    log.warning("%s is listed again in %s s: %s", self.path, pause, error)
+            except Exception as error:  # A proxy's page, for instance: whatever it is, the process stays.
+                self._version = ""
+                pause = _RETRY
+                self._errors.inc()
+                log.warning("%s is listed again in %s s: an answer cannot be read: %r", self.path, pause, error)
+            await asyncio.sleep(pause)
+
+    def _forbidden(self, error: ApiError) -> float:
+        """Seconds until the next try."""
+        if not self._logged_forbidden:
+            self._logged_forbidden = True
+            log.error("%s cannot be watched: %s. Grant the operator get, list and watch of it", self.path, error)
+        if self._optional:
+            self.listed.set()  # There is nothing to wait for.
+            return _FORBIDDEN_RETRY
+        return _RETRY
+
+    async def list(self) -> None:
+        """Lists the collection, in pages; what is not in them is deleted."""
+        query = {**self._query, "limit": self._page}
+        found: set[Id] = set()
+        while True:
+            page = await self.rest.request("GET", self.path, query=query, accept=self._list_accept)
+            version = int(page["metadata"]["resourceVersion"])
+            for body in page["items"] or ():  # null where there are none, in a list of metadata
+                found.add(_id(body))
+                self._take(body, -1)
+            token = page["metadata"].get("continue")
+            if not token:
+                break
+            query["continue"] = token
+        for key in [k for k in self._views if k not in found and self._versions[k] <= version]:
+            self._remove(key)
+        self._floor, self._version = version, str(version)
+        self._logged_forbidden = False
+        self.listed.set()
+        self.answered.set()
+
+    async def _follow(self) -> None:
+        """Follows one watch, from the version that was seen last, until it ends."""
+        query = {
+            **self._query,
+            "resourceVersion": self._version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_SECONDS),
+        }
+        turn = time.perf_counter()
+        async for event in self.rest.watch(self.path, query, _SILENCE, accept=self._accept):
+            if time.perf_counter() - turn > TURN_SECONDS:
+                await asyncio.sleep(0)  # Events that have arrived already are read without waiting for anything.
+                turn = time.perf_counter()
+            kind, body = event["type"], event["object"]
+            if kind == "ERROR":
+                raise ApiError(
+                    int(body.get("code") or 0), str(body.get("reason") or ""), str(body.get("message") or "")
+                )
+            self._version = body["metadata"]["resourceVersion"]
+            if kind == "DELETED":
+                self.drop(body)
+            elif kind != "BOOKMARK":
+                self.take(body)
+
+    # --- what is known
+
+    def take(self, body: Json) -> None:
+        """Takes an object as it is at its version, unless a later one is known."""
+        self._take(body, self._floor)
+
+    def _take(self, body: Json, floor: int) -> None:
+        key, version = _id(body), _version(body)
+        if version <= self._versions.get(key, floor) or not self.keep(key[0]):
+            return
+        try:
+            view = self.read(body)
+        except Exception as error:  # It was written by a user: it costs its own job only.
+            log.warning("%s: %s/%s cannot be read and is ignored: %r", self.path, *key, error)
+            self._remove(key)
+            return
+        before = self._views.get(key)
+        self._views[key], self._versions[key] = view, version
+        if before != view:
+            self.on_change(before, view)
+
+    def drop(self, body: Json) -> None:
+        """The object has been deleted, at its version."""
+        key = _id(body)
+        if self._versions.get(key, 0) <= _version(body):
+            if key in self._views:
+                self.take(body)  # What it was at last may say why it has ended.
+            self._remove(key)
+
+    def forget(self, namespace: str, name: str) -> None:
+        """The object is gone, as the answer to a request has shown."""
+        self._remove((namespace, name))
+
+    def _remove(self, key: Id) -> None:
+        self._versions.pop(key, None)
+        before = self._views.pop(key, None)
+        if before is not None:
+            self.on_change(before, None)
+
+
+def _id(body: Json) -> Id:
+    meta: Mapping[str, str] = body["metadata"]
+    return meta.get("namespace", ""), meta["name"]
+
+
+def _version(body: Json) -> int:
+    """The number of the change in the API server's store: versions of one collection can be compared.
+
+    Guaranteed since Kubernetes 1.35 (KEP-5504), and so with etcd since the beginning.
+    """
+    return int(body["metadata"]["resourceVersion"])

@@ -1,0 +1,382 @@
+"""Prometheus metrics of jobs, from the statuses that the operator writes and reads: it asks for nothing more.
+
+Events are counted where the cache changes from one status of a job to the next: once for each status that the API
+server has stored, whether its own answer showed it or a watch. What happened before this replica read the job, or
+while no replica acted, is not counted: counters begin at 0 with the process, as Prometheus expects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter as Tally
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from ddpjob_runtime import protocol
+from prometheus_client import REGISTRY, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Phase, Restart, SlotState, known_time
+from ddpjob.core.failures.classify import PLANNED, Cause
+from ddpjob.core.status.describe import STEP_OVERDUE
+from ddpjob.core.view import is_number
+from ddpjob.engine.ports import JobKey
+
+MOST_JOBS = 5000
+"""Jobs that have series of their own: those that have not ended first, of each namespace in turn."""
+OTHER = "Other"
+"""The label of a reason that is not known: who writes a status must not make series."""
+FAILURES = frozenset(
+    {
+        *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "InvalidPodTemplate", "InvalidPod"),
+        *("DeadlineExceeded", "ErrImagePull", "ImagePullBackOff", "InvalidImageName"),
+    }
+)
+"""Reasons of the condition Failed."""
+_CAUSES = frozenset(str(cause) for cause in Cause)
+_STARTS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
+_RECOVERIES = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+_STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+
+CREATED = Counter("ddpjob_jobs_created", "Jobs that the operator has begun to work on")
+COMPLETED = Counter("ddpjob_jobs_completed", "Jobs that became Complete")
+FAILED = Counter("ddpjob_jobs_failed", "Jobs that became Failed, by the condition's reason", ["reason"])
+RESTARTS = Counter(
+    "ddpjob_restarts",
+    "Restarts of jobs, by cause and by whether they counted against recovery.maxRestarts (true, false)",
+    ["reason", "counted"],
+)
+TO_PODS = Histogram(
+    "ddpjob_time_to_pods_seconds",
+    "From a job's start, or its resumption, until all its pods have a Kubernetes node",
+    buckets=_STARTS,
+)
+TO_RUNNING = Histogram(
+    "ddpjob_time_to_running_seconds",
+    "From a job's start, or its resumption, until its group runs; starts that broke before are left out",
+    buckets=_STARTS,
+)
+TO_FIRST_STEP = Histogram(
+    "ddpjob_time_to_first_step_seconds", "From a job's start until its first step is reported", buckets=_STARTS
+)
+RECOVERY = Histogram(
+    "ddpjob_recovery_seconds",
+    "From a break until the next step (for scripts that report no steps: until the group runs), by cause; "
+    "planned restarts are left out",
+    ["reason"],
+    buckets=_RECOVERIES,
+)
+LOST_STEPS = Histogram(
+    "ddpjob_lost_steps",
+    "Steps by which a job's reported step fell back after a break; jobs that report no steps are left out",
+    buckets=_STEPS,
+)
+
+
+def _begin_at_0() -> None:
+    """A series whose first value is 1 has no increase."""
+    for cause in sorted(_CAUSES):
+        RESTARTS.labels(cause, "false")
+        if cause not in PLANNED:
+            RESTARTS.labels(cause, "true")
+            RECOVERY.labels(cause)
+    for reason in sorted((*FAILURES, OTHER)):
+        FAILED.labels(reason)
+
+
+_begin_at_0()
+
+
+@dataclass
+class _Account:
+    """What is summed up for one job since this replica has read it."""
+
+    job: DDPJob
+    since: float
+    pod_seconds: float = 0.0
+    training_seconds: float = 0.0
+    step_at_break: int | None = None
+    """The last step before a break; None: no break is waiting for the next step."""
+
+    def at(self, now: float) -> tuple[float, float]:
+        """Pod seconds and training seconds up to `now`."""
+        pods, training = _usage(self.job.status)
+        return self.pod_seconds + pods * (now - self.since), self.training_seconds + training * (now - self.since)
+
+
+class JobAccounts:
+    """The jobs of one term as the leader of a shard. `changed` is called for each change of a job in the cache."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._accounts: dict[JobKey, _Account] = {}
+        self._ours: set[JobKey] = set()
+        """Jobs on which this operator acts: another one counts the others."""
+
+    def acts_on(self, key: JobKey, *, acts: bool) -> None:
+        """Whether this operator acts on the job, as each reconcile finds out before it writes."""
+        if acts and key in self._accounts:
+            self._ours.add(key)
+        else:
+            self._ours.discard(key)
+
+    def changed(self, before: DDPJob | None, after: DDPJob | None) -> None:
+        """A job's change from one version to the next; None: it is not known yet, or is gone."""
+        job = after or before
+        assert job is not None
+        key = JobKey(job.namespace, job.name)
+        if after is None:
+            self._accounts.pop(key, None)
+            self._ours.discard(key)
+            return
+        now = self._clock()
+        account = self._accounts.get(key)
+        if before is None or account is None or before.uid != after.uid:
+            self._accounts[key] = _Account(after, now)
+            return
+        account.pod_seconds, account.training_seconds = account.at(now)
+        account.job, account.since = after, now
+        if key in self._ours:
+            _count(before.status, after.status, account)
+
+    def jobs(self) -> list[_Account]:
+        """Those that this operator acts on. May be called from another thread."""
+        return [account for key, account in list(self._accounts.items()) if key in self._ours]
+
+    def now(self) -> float:
+        """Seconds by the clock of the accounts."""
+        return self._clock()
+
+
+def _usage(status: JobStatus) -> tuple[int, int]:
+    """How many pods hold resources, and how many of them train."""
+    if status.terminal:
+        return 0, 0
+    pods = sum(bool(s.node) and s.state in (SlotState.CREATED, SlotState.RUNNING) for s in status.slots)
+    trains = status.holds(ConditionType.RUNNING) and not status.holds(ConditionType.RESTARTING)
+    return pods, min(pods, status.ready) if trains and not _is_stalled(status) else 0
+
+
+def _is_stalled(status: JobStatus) -> bool:
+    return _reason(status, ConditionType.RUNNING) == STEP_OVERDUE
+
+
+def _reason(status: JobStatus, kind: ConditionType) -> str:
+    condition = status.condition(kind)
+    return condition.reason if condition is not None else ""
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+def _count(old: JobStatus, new: JobStatus, account: _Account) -> None:
+    if old.phase is None and new.phase is not None:
+        CREATED.inc()
+    if _became(old, new, ConditionType.COMPLETE):
+        COMPLETED.inc()
+    if _became(old, new, ConditionType.FAILED):
+        reason = _reason(new, ConditionType.FAILED)
+        FAILED.labels(reason if reason in FAILURES else OTHER).inc()
+    _count_start(old, new)
+    _count_restarts(old, new, account)
+
+
+def _became(old: JobStatus, new: JobStatus, kind: ConditionType) -> bool:
+    return new.holds(kind) and not old.holds(kind)
+
+
+def _count_start(old: JobStatus, new: JobStatus) -> None:
+    start = new.start_time
+    if start is None:
+        return
+    # A start that broke is measured by `ddpjob_recovery_seconds`.
+    first = not any(restart.time >= start for restart in new.restarts.recent)
+    for kind, histogram in ((ConditionType.SCHEDULED, TO_PODS), (ConditionType.RUNNING, TO_RUNNING)):
+        condition = new.condition(kind)
+        if first and condition is not None and _became(old, new, kind):
+            histogram.observe(_between(start, condition.since))
+    stepped = new.progress.get("step") is not None or new.progress.get("epoch") is not None
+    moment = known_time(new.progress.get("updatedAt"))
+    if new.trained and not old.trained and stepped and moment is not None:
+        TO_FIRST_STEP.observe(_between(start, moment))
+
+
+def _between(begin: datetime, end: datetime) -> float:
+    """Seconds; 0 where a clock was set back."""
+    return max(0.0, (end - begin).total_seconds())
+
+
+def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
+    fresh = max(0, new.restarts.total - old.restarts.total)
+    known = {old.restarts.total - number: r for number, r in enumerate(reversed(old.restarts.recent))}
+    for number, restart in enumerate(reversed(new.restarts.recent)):
+        position, reason = new.restarts.total - number, _known_cause(restart)
+        if number < fresh:
+            RESTARTS.labels(reason, str(restart.counted).lower()).inc()
+        # The loss of a coordinator in mode Fast begins no round: training continued.
+        before = known.get(position)
+        timed = restart.seconds is not None and (number < fresh or (before is not None and before.seconds is None))
+        if timed and restart.round and restart.reason not in PLANNED:
+            RECOVERY.labels(reason).observe(max(0.0, restart.seconds or 0.0))
+    unseen = fresh - len(new.restarts.recent)
+    if unseen > 0:  # More at once than a status names.
+        RESTARTS.labels(OTHER, "false").inc(unseen)
+    _count_lost_steps(old, new, new.restarts.recent[-fresh:] if fresh else (), account)
+
+
+def _known_cause(restart: Restart) -> str:
+    return restart.reason if restart.reason in _CAUSES else OTHER
+
+
+def _count_lost_steps(old: JobStatus, new: JobStatus, fresh: Iterable[Restart], account: _Account) -> None:
+    """The first step reported after a break shows how far training fell back."""
+    before, step = _step(old), _step(new)
+    if any(restart.round and restart.reason not in PLANNED for restart in fresh):
+        known = [s for s in (before, step, account.step_at_break) if s is not None]
+        account.step_at_break = max(known, default=None)
+    elif account.step_at_break is not None and step is not None and step != before and _usage(new)[1]:
+        LOST_STEPS.observe(max(0, account.step_at_break - step))
+        account.step_at_break = None
+
+
+def _step(status: JobStatus) -> int | None:
+    step = status.progress.get("step")
+    return int(step) if is_number(step) else None
+
+
+# --- series of single jobs --------------------------------------------------------------------------------------
+
+_PROGRESS = {
+    "epoch": ("ddpjob_train_epoch", "Epoch that the script has reported"),
+    "step": ("ddpjob_train_step", "Step that the script has reported; falls back to the checkpoint's after a break"),
+    "steps": ("ddpjob_train_planned_steps", "Steps that the whole training takes, as reported"),
+    "loss": ("ddpjob_train_loss", "Training loss that the script has reported"),
+    "samplesPerSecond": ("ddpjob_train_samples_per_second", "Samples per second over all ranks, as reported"),
+}
+JOB_LABELS = ("namespace", "job_name")
+
+
+class JobSeries(Collector):
+    """The series of single jobs, made at each scrape from what is known then: a job that is gone has none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._terms: list[JobAccounts] = []
+
+    def begin(self, accounts: JobAccounts) -> None:
+        """A term begins: its jobs are exported."""
+        with self._lock:
+            self._terms.append(accounts)
+
+    def end(self, accounts: JobAccounts) -> None:
+        """A term ends: another replica exports its jobs from now on."""
+        with self._lock:
+            self._terms.remove(accounts)
+
+    def describe(self) -> Iterator[Metric]:
+        """Families without samples."""
+        yield from _families().values()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client, in a thread of its own."""
+        with self._lock:
+            terms = list(self._terms)
+        found = [(account, *account.at(term.now())) for term in terms for account in term.jobs()]
+        found.sort(key=lambda each: (each[0].job.status.terminal, each[0].job.namespace, each[0].job.name))
+        # The first of each namespace come first: the jobs of one cannot take away the series of another's.
+        turns = defaultdict[tuple[bool, str], Iterator[int]](itertools.count)
+        found.sort(key=lambda each: (ended := each[0].job.status.terminal, next(turns[ended, each[0].job.namespace])))
+        families = _families()
+        phases = Tally(account.job.status.phase or Phase.PENDING for account, *_ in found)
+        for phase in Phase:
+            families["ddpjob_jobs"].add_metric([phase], phases[phase])
+        for account, pod_seconds, training_seconds in found[:MOST_JOBS]:
+            _add(families, account.job, pod_seconds, training_seconds)
+        families["ddpjob_operator_jobs_without_series"].add_metric([], max(0, len(found) - MOST_JOBS))
+        yield from families.values()
+
+
+_Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
+
+
+def _families() -> _Families:
+    gauge, counter, own = GaugeMetricFamily, CounterMetricFamily, JOB_LABELS
+    families: list[GaugeMetricFamily | CounterMetricFamily] = [
+        gauge("ddpjob_jobs", "Jobs by phase, in the shards for which this replica acts", labels=["phase"]),
+        gauge(
+            "ddpjob_operator_jobs_without_series",
+            f"Jobs beyond the first {MOST_JOBS}, which have no series of their own",
+            labels=[],
+        ),
+        gauge("ddpjob_job_phase", "1 for the phase that a job is in", labels=[*own, "phase"]),
+        gauge("ddpjob_job_failed", "1 for a job that has failed, with the reason", labels=[*own, "reason"]),
+        gauge("ddpjob_job_nodes_wanted", "Nodes that a job that has not ended asks for (spec.nodes)", labels=own),
+        gauge("ddpjob_job_nodes_training", "Nodes that train as one group", labels=own),
+        gauge("ddpjob_job_stalled", "1 while the next step is overdue (reason StepOverdue), else 0", labels=own),
+        gauge(
+            "ddpjob_job_coordinator_unreachable",
+            "1 while the job's coordinator does not answer the operator, else 0",
+            labels=own,
+        ),
+        counter("ddpjob_job_restarts", "Restarts of a job since it began, of any cause", labels=own),
+        gauge("ddpjob_job_budget_spent_restarts", "Restarts that count now against recovery.maxRestarts", labels=own),
+        gauge("ddpjob_job_budget_restarts", "Restarts that recovery.maxRestarts allows", labels=own),
+        counter(
+            "ddpjob_job_pod_seconds",
+            "Time that pods have held resources of a Kubernetes node, summed over a job's pods, spares included",
+            labels=own,
+        ),
+        counter(
+            "ddpjob_job_training_seconds",
+            "Time that nodes have trained, summed over a job's nodes: without starts, restarts and stalls",
+            labels=own,
+        ),
+        gauge(
+            "ddpjob_train_checkpoint_timestamp_seconds",
+            "Unix time at which the newest checkpoint was on disk, as reported",
+            labels=own,
+        ),
+        *(gauge(name, text, labels=own) for name, text in _PROGRESS.values()),
+    ]
+    return {family.name: family for family in families}
+
+
+def _add(families: _Families, job: DDPJob, pod_seconds: float, training_seconds: float) -> None:
+    labels, status = [job.namespace, job.name], job.status
+
+    def add(name: str, value: float, *more: str) -> None:
+        families[name].add_metric([*labels, *more], value)
+
+    add("ddpjob_job_phase", 1, status.phase or Phase.PENDING)
+    add("ddpjob_job_restarts", status.restarts.total)
+    if status.holds(ConditionType.FAILED):
+        reason = _reason(status, ConditionType.FAILED)
+        add("ddpjob_job_failed", 1, reason if reason in FAILURES else OTHER)
+    add("ddpjob_job_pod_seconds", pod_seconds)
+    add("ddpjob_job_training_seconds", training_seconds)
+    if status.terminal:
+        return
+    add("ddpjob_job_nodes_wanted", job.spec.nodes)
+    add("ddpjob_job_nodes_training", _usage(status)[1])
+    add("ddpjob_job_stalled", _is_stalled(status))
+    add("ddpjob_job_coordinator_unreachable", _reason(status, ConditionType.RUNNING) == "CoordinatorUnreachable")
+    add("ddpjob_job_budget_spent_restarts", status.restarts.counted)
+    add("ddpjob_job_budget_restarts", job.spec.recovery.max_restarts)
+    own = status.progress.get("metrics")
+    saved = own.get(protocol.CHECKPOINT_TIME) if isinstance(own, dict) else None
+    if is_number(saved):
+        add("ddpjob_train_checkpoint_timestamp_seconds", saved)
+    for name, (metric, _) in _PROGRESS.items():
+        value = status.progress.get(name)
+        if is_number(value):
+            add(metric, value)
+
+
+SERIES = JobSeries()
+REGISTRY.register(SERIES)

@@ -1,0 +1,465 @@
+"""`Cluster` on Kubernetes: reads from the caches that watches keep, writes for `apply`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from ddpjob_runtime.protocol import Report
+
+from ddpjob.api.types import API_VERSION, KIND, DDPJob, Json, SlotState
+from ddpjob.controller.caches import Caches, collection
+from ddpjob.controller.host_watch import NODES
+from ddpjob.controller.pod_views import read_claim
+from ddpjob.controller.report_watch import ReportWatch
+from ddpjob.controller.rest import MERGE_PATCH, METADATA, STRATEGIC_MERGE_PATCH, ApiError, Rest
+from ddpjob.controller.workqueue import Turns
+from ddpjob.core.decision import BLOCKED_POLL, Event
+from ddpjob.core.world import LABEL_MANAGED, LABEL_ROLE, MANAGED_BY, ClaimView, HostView, PodView, Role, World
+from ddpjob.engine.coordinator_client import CoordinatorClient, target_of
+from ddpjob.engine.ports import (
+    Conflict,
+    JobKey,
+    NamespaceEnding,
+    NameTaken,
+    Observation,
+    Refused,
+    ReportPending,
+    Unavailable,
+)
+from ddpjob.engine.reconcile import utc_now
+from ddpjob.objects.isolation import policy_name
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.pod_template import problems
+from ddpjob.objects.service import holds_runtime, runtime_name, runtime_owner
+
+log = logging.getLogger("ddpjob.cluster")
+NAMESPACE_RETRY = 5.0
+REPORT_RETRY = 1.0
+"""The report's arrival wakes the job earlier."""
+CREATIONS = 16
+"""Objects created at the same time, of all jobs together: a burst must not take the API server for itself."""
+LONGEST_PAUSE = 60.0
+"""Seconds between two tries to create what was refused, at most."""
+LOOK_AGAIN = 5.0
+"""Seconds for which the answer to a look at a Kubernetes node that seems lost is believed."""
+MOST_OWNERS = 1000
+"""Jobs that a shared ConfigMap names as owners: beyond that many it stays for long enough without the others."""
+
+
+@dataclass(frozen=True)
+class _Pause:
+    """Creations that were refused are not tried again `until` (monotonic seconds)."""
+
+    until: float
+    seconds: float
+    generation: int
+    living: int
+    refusal: Refused | NameTaken
+
+    def holds(self, now: float, generation: int, living: int) -> bool:
+        """Not where the user has changed the job, or where fewer pods of it live than then: there may be room."""
+        return now < self.until and generation == self.generation and living >= self.living
+
+
+@dataclass
+class _Shared:
+    """The turn of jobs that become owners of a ConfigMap, and those that wait for it: their owner references by uid."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: dict[str, Json] = field(default_factory=dict)
+
+
+class KubernetesCluster:
+    """Implements `ddpjob.engine.ports.Cluster` for every job. `instance` names this replica in events."""
+
+    def __init__(
+        self,
+        rest: Rest,
+        caches: Caches,
+        coordinators: CoordinatorClient,
+        platform: Platform,
+        instance: str | None = None,
+    ) -> None:
+        self.rest, self.caches, self.coordinators, self.platform = rest, caches, coordinators, platform
+        self.instance = instance or socket.gethostname()
+        self.report_watch: ReportWatch | None = None
+        """Set by the operator, which it wakes when a coordinator's report changes."""
+        self._creating = Turns(CREATIONS)
+        self._unsure: set[JobKey] = set()
+        """Jobs whose status was perhaps written by a request without an answer, or by others: they are read again."""
+        self._pauses: dict[JobKey, dict[str, _Pause]] = {}
+        """By job, then by kind and role."""
+        self._looked: dict[str, float] = {}
+        """When a Kubernetes node that seemed lost was read, by name."""
+        self._checked: dict[str, bool] = {}
+        """Whether a ConfigMap of the runtime holds what it should, by uid: its content never changes."""
+        self._shared: dict[tuple[str, str], _Shared] = {}
+        """ConfigMaps of which a job becomes an owner now, by namespace and name."""
+
+    # --- reading
+
+    async def observe(self, key: JobKey) -> Observation | None:
+        if key in self._unsure:
+            await self._read_again(key)
+        job = self.caches.job(key)
+        if job is None:
+            self._pauses.pop(key, None)
+            self._follow(key, None)
+            return None
+        self._follow(key, job)
+        pods = self.caches.pods(job)
+        if job.status.terminal:
+            return Observation(job, World(pods=pods, key_mark=self.platform.key_mark, hosts=self.caches.hosts.hosts))
+        await self._look_at_lost(pod.host for pod in pods if not pod.ended)
+        return Observation(job, await self._world(job, pods))
+
+    async def _read_again(self, key: JobKey) -> None:
+        try:
+            self.caches.take(KIND, await self.rest.request("GET", _path(KIND, key.namespace, key.name)))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            self.caches.forget(KIND, *key)
+        self._unsure.discard(key)
+
+    def _follow(self, key: JobKey, job: DDPJob | None) -> None:
+        """Follows the job's coordinator while it runs."""
+        if self.report_watch is None:
+            return
+        rendezvous = job.status.rendezvous if job is not None and not job.status.terminal else None
+        runs = rendezvous is not None and rendezvous.endpoint and rendezvous.state is SlotState.RUNNING
+        self.report_watch.follow(
+            key, target_of(job, self.platform, rendezvous.endpoint) if runs and job and rendezvous else None
+        )
+
+    def _report(self, key: JobKey) -> Report | None:
+        if self.report_watch is None:
+            return None
+        if self.report_watch.is_asking(key):
+            raise ReportPending(f"the coordinator of {key.name} is asked for the first time", REPORT_RETRY)
+        return self.report_watch.report(key)
+
+    async def _look_at_lost(self, hosts: Iterable[str]) -> None:
+        """Reads those of these Kubernetes nodes that seem lost: their pods would be replaced, and a watch may lag."""
+        known = self.caches.hosts.hosts
+        if known is not None:
+            lost = {host for host in hosts if host and (host not in known or not known[host].ready)}
+            await asyncio.gather(*(self._look_at(host) for host in lost))
+
+    async def _look_at(self, host: str) -> HostView | None:
+        """A Kubernetes node as it was LOOK_AGAIN seconds ago, or later; None: it does not exist."""
+        now = time.monotonic()
+        self._looked = {h: when for h, when in self._looked.items() if now - when < LOOK_AGAIN}
+        if host in self._looked:
+            return self.caches.hosts.get("", host)
+        try:
+            self.caches.hosts.take(await self.rest.request("GET", f"{NODES}/{host}"))
+        except ApiError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                self.caches.hosts.gone(host)
+            elif error.status != HTTPStatus.FORBIDDEN:
+                raise
+        self._looked[host] = now
+        return self.caches.hosts.get("", host)
+
+    async def _world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
+        policy = policy_name(job, self.platform)
+        claims = await self._claims(job)
+        runtime = await self._runtime(job, job.status.runtime or runtime_name())
+        # Nothing is awaited from here on: a host that changes later wakes the job again.
+        return World(
+            pods=pods,
+            departed=self.caches.departed(job),
+            has_service=self.caches.owned("Service", job, job.name) is not None,
+            has_budget=self.caches.owned("PodDisruptionBudget", job, job.name) is not None,
+            policy=policy,
+            has_policy=self.caches.owned("NetworkPolicy", job, policy) is not None,
+            runtime=runtime,
+            runtime_offered=runtime_name(),
+            key_mark=self.platform.key_mark,
+            report=self._report(JobKey(job.namespace, job.name)),
+            report_seconds=self.report_watch.progress_seconds if self.report_watch is not None else 0.0,
+            claims=claims,
+            hosts=self.caches.hosts.hosts,
+            problems=problems(job.spec.pod_template)
+            if job.status.template_hash.split("-")[0] != job.spec.template_hash
+            else (),
+        )
+
+    async def _runtime(self, job: DDPJob, name: str) -> str:
+        """`name`, if this ConfigMap exists, is the job's (too) and holds what it should; else empty."""
+        found = self.caches.known("ConfigMap", job.namespace, name)
+        if found is None or (job.uid not in found.job_uids and len(found.job_uids) < MOST_OWNERS):
+            return ""
+        if found.uid not in self._checked:
+            try:
+                body = await self.rest.request("GET", _path("ConfigMap", job.namespace, name))
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                return ""
+            self._checked[body["metadata"]["uid"]] = holds_runtime(body)
+        return name if self._checked.get(found.uid) else ""
+
+    async def _claims(self, job: DDPJob) -> tuple[ClaimView, ...]:
+        """Read until the first pod exists; a claim's access modes do not change."""
+        if not job.spec.storage.claims or job.status.active:
+            return ()
+        return tuple([await self._claim(job.namespace, name) for name in job.spec.storage.claims])
+
+    async def _claim(self, namespace: str, name: str) -> ClaimView:
+        try:
+            return read_claim(
+                await self.rest.request("GET", f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}")
+            )
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return ClaimView(name=name, exists=False)
+
+    # --- writing: called by apply alone
+
+    async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version},
+            "status": status,
+        }
+        key = JobKey(job.namespace, job.name)
+        self._unsure.add(key)
+        try:
+            written = await self.rest.request("PUT", f"{_path(KIND, *key)}/status", body=body)
+        except ApiError as error:
+            if error.status in (404, 409):
+                raise Conflict from error
+            raise
+        self._unsure.discard(key)
+        self.caches.take(KIND, written)
+        known = self.caches.job(key)
+        same = known is not None and known.resource_version == written["metadata"]["resourceVersion"]
+        result = known if known is not None and same else DDPJob.read(written)
+        self._follow(key, result)  # A coordinator that runs since now: nothing else may change for a long time.
+        return result
+
+    async def create(self, job: DDPJob, manifest: Json) -> None:
+        kind, pauses = manifest["kind"], self._pauses.setdefault(JobKey(job.namespace, job.name), {})
+        user = manifest.get("spec", {}).get("securityContext", {}).get("runAsNonRoot")
+        what = f"{kind} {manifest['metadata'].get('labels', {}).get(LABEL_ROLE)} {user}"
+        before = pauses.get(what)
+        if before is not None and before.holds(time.monotonic(), job.generation, self._living(job)):
+            raise before.refusal
+        try:
+            if kind == "ConfigMap":
+                await self._share_in_turn(job, manifest)
+            else:
+                async with self._creating.turn(job.namespace):
+                    await self._create(job, manifest)
+        except (Refused, NameTaken) as refusal:
+            first, longest = (1.0, BLOCKED_POLL) if isinstance(refusal, NameTaken) else (BLOCKED_POLL, LONGEST_PAUSE)
+            # What is refused at the same time is one refusal.
+            seconds = min(longest, 2 * before.seconds) if before is not None else first
+            pauses[what] = _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
+            raise
+        pauses.pop(what, None)
+
+    def _living(self, job: DDPJob) -> int:
+        return sum(not pod.ended for pod in self.caches.pods(job))
+
+    async def _create(self, job: DDPJob, manifest: Json) -> None:
+        path = collection(manifest["kind"], job.namespace)
+        try:
+            made = await self.rest.request("POST", path, body=manifest, query={"fieldValidation": "Strict"})
+        except Unavailable as error:
+            if error.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+                # For instance an admission webhook that cannot be called: the user must see it.
+                raise Refused(error.status, str(error)) from error
+            raise
+        except ApiError as error:
+            if error.status == 409 and error.reason == "AlreadyExists" and manifest["kind"] == "Secret":
+                return  # This job's, by its name; the operator may not read it.
+            if error.status == 409 and error.reason == "AlreadyExists":
+                await self._own_or_taken(job, manifest)
+            elif error.status == 403 and "being terminated" in error.message:
+                raise NamespaceEnding(f"namespace {job.namespace} is being deleted", NAMESPACE_RETRY) from error
+            elif error.status == 409:
+                # Two requests collided at a ResourceQuota.
+                raise Unavailable(str(error)) from error
+            elif error.status == 404:
+                # The namespace is gone: so is the job, or it will be.
+                raise Conflict from error
+            else:
+                raise Refused(error.status, error.message) from error
+        else:
+            self._made(manifest["kind"], made)
+
+    def _made(self, kind: str, body: Json) -> None:
+        if kind == "ConfigMap":
+            self._checked[body["metadata"]["uid"]] = holds_runtime(body)
+        ours = body["metadata"].get("labels", {}).get(LABEL_MANAGED) == MANAGED_BY
+        if ours and kind != "Secret":  # Others are not followed.
+            self.caches.take(kind, body)
+
+    async def _own_or_taken(self, job: DDPJob, manifest: Json) -> None:
+        try:
+            found = await self.rest.request("GET", _path(manifest["kind"], job.namespace, manifest["metadata"]["name"]))
+        except ApiError as error:
+            if error.status == 404:
+                raise NameTaken("an object of this name existed a moment ago") from error
+            raise
+        self._made(manifest["kind"], found)
+        if manifest["kind"] == "ConfigMap":
+            return  # `_share` judges it.
+        owners = found["metadata"].get("ownerReferences", ())
+        if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
+            if not any(o["uid"] == job.uid for o in owners):
+                raise NameTaken("it belongs to an earlier job of this name and is still being removed")
+            if "deletionTimestamp" in found["metadata"]:
+                raise NameTaken("an object of this name is still being removed")
+            return
+        raise NameTaken(
+            "an object of this name exists and does not belong to this job: remove it, or give the job another name"
+        )
+
+    async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
+        """Creates a ConfigMap that the jobs of a namespace share, or makes the job one of its owners.
+
+        One after the other, and the first one for all that wait: it is large, and writes at the same time collide.
+        """
+        key = job.namespace, manifest["metadata"]["name"]
+        shared = self._shared.setdefault(key, _Shared())
+        shared.waiting[job.uid] = runtime_owner(job)
+        try:
+            async with shared.turn, self._creating.turn(job.namespace):
+                await self._share(job, manifest, shared.waiting)
+        finally:
+            del shared.waiting[job.uid]
+            if not shared.waiting:
+                self._shared.pop(key, None)
+
+    async def _share(self, job: DDPJob, manifest: Json, waiting: Mapping[str, Json]) -> None:
+        name = manifest["metadata"]["name"]
+        if self.caches.known("ConfigMap", job.namespace, name) is None:
+            await self._create(job, manifest)
+        found = self.caches.known("ConfigMap", job.namespace, name)
+        if found is None:  # It has no label of ours.
+            raise NameTaken(_NOT_THE_RUNTIME)
+        if found.uid not in self._checked:
+            await self._own_or_taken(job, manifest)
+        if not self._checked.get(found.uid):
+            raise NameTaken(_NOT_THE_RUNTIME)
+        if job.uid in found.job_uids or len(found.job_uids) >= MOST_OWNERS:
+            return
+        owners = [runtime_owner(job), *(owner for uid, owner in waiting.items() if uid != job.uid)]
+        room = MOST_OWNERS - len(found.job_uids)
+        body = {"metadata": {"uid": found.uid, "ownerReferences": owners[:room]}}
+        path = _path("ConfigMap", job.namespace, name)
+        try:
+            # A strategic merge adds to the owners that others add at the same time.
+            patched = await self.rest.request(
+                "PATCH", path, body=body, content_type=STRATEGIC_MERGE_PATCH, accept=METADATA
+            )
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise Refused(error.status, error.message) from error
+            self.caches.forget("ConfigMap", job.namespace, name)
+            raise NameTaken("an object of this name existed a moment ago") from error
+        self.caches.take("ConfigMap", patched)
+
+    async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
+        body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        known = self.caches.pod(job, name)
+        if grace == 0 and known is not None and not await self._is_lost(known):
+            if known.deleted_at is not None:
+                return
+            grace = None
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
+        answer = await self._delete(_path("Pod", job.namespace, name), body)
+        meta = (answer or {}).get("metadata", {})
+        if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
+            self.caches.take("Pod", answer)
+        elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
+            self.caches.forget("Pod", job.namespace, name)  # It ran nowhere, or nobody waits for its host.
+
+    async def _is_lost(self, pod: PodView) -> bool:
+        """Whether a pod may be removed without waiting for its host: one that is Ready confirms its end itself."""
+        if not pod.host or self.caches.hosts.hosts is None:
+            return True
+        host = await self._look_at(pod.host)
+        return host is None or not host.ready
+
+    async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
+        """The uid in the patch makes the API server reject it for another pod of the same name."""
+        body = {"metadata": {"uid": uid, "labels": {LABEL_ROLE: role}}}
+        path = _path("Pod", job.namespace, name)
+        try:
+            self.caches.take("Pod", await self.rest.request("PATCH", path, body=body, content_type=MERGE_PATCH))
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+
+    async def delete_job(self, job: DDPJob) -> None:
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": job.uid},
+            "propagationPolicy": "Background",
+        }
+        await self._delete(_path(KIND, job.namespace, job.name), body)
+
+    async def _delete(self, path: str, body: Json) -> Json | None:
+        """The answer; None: the object is gone, or is another one by now."""
+        try:
+            return await self.rest.request("DELETE", path, body=body)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            return None
+
+    async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
+        if endpoint:
+            await self.coordinators.notify(target_of(job, self.platform, endpoint), verb, body)
+
+    async def record(self, job: DDPJob, event: Event) -> None:
+        """An event that cannot be written is logged only: it repeats what the status says."""
+        now = utc_now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        body = {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": f"{job.name}.{uuid.uuid4().hex[:16]}", "namespace": job.namespace},
+            "eventTime": now,
+            "type": "Warning" if event.warning else "Normal",
+            "reason": event.reason,
+            "note": event.message.encode()[:1000].decode(errors="ignore"),
+            "action": "Reconcile",
+            "regarding": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": job.name,
+                "namespace": job.namespace,
+                "uid": job.uid,
+            },
+            "reportingController": "ddpjob.io/operator",
+            "reportingInstance": self.instance[:128],
+        }
+        try:
+            await self.rest.request("POST", f"/apis/events.k8s.io/v1/namespaces/{job.namespace}/events", body=body)
+        except ApiError as error:
+            log.warning("%s/%s: event %s was not written: %s", job.namespace, job.name, event.reason, error)
+
+
+def _path(kind: str, namespace: str, name: str) -> str:
+    return f"{collection(kind, namespace)}/{name}"
+
+
+_NOT_THE_RUNTIME = (
+    "a ConfigMap of this name exists that is not the operator's, or not as it was made: remove it, and it is made again"
+)

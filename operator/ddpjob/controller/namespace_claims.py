@@ -1,0 +1,76 @@
+"""Claims of namespaces: of two operators that watch the same one, only the first acts on its jobs.
+
+Each would take the other's key for a change of its own, and restart every job, for ever. Helm refuses
+most such installations, not all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from ddpjob.api.types import Json
+from ddpjob.controller.election import Lease
+from ddpjob.controller.rest import ApiError, Rest
+from ddpjob.engine.ports import Unavailable
+
+log = logging.getLogger("ddpjob.claims")
+
+CLAIM_NAME = "ddpjob-jobs"
+"""Name of the Lease in each namespace with jobs."""
+CLAIM_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 600, 200, 10
+
+
+class _Claim(Lease):
+    """A Lease that outlives restarts and upgrades of the operator that holds it."""
+
+    def _taken(self, spec: Json) -> Json:
+        return {**super()._taken(spec), "leaseDurationSeconds": CLAIM_SECONDS}
+
+
+class _Namespace:
+    """What is known of one namespace. `due`, `renewed`: monotonic seconds."""
+
+    def __init__(self, claim: _Claim) -> None:
+        self.claim, self.lock = claim, asyncio.Lock()
+        self.mine, self.due, self.renewed = False, 0.0, float("-inf")
+
+
+class NamespaceClaims:
+    """The claims of a release, which all its replicas share: `release` is the name of their own Lease."""
+
+    def __init__(self, rest: Rest, release: str) -> None:
+        self.rest, self.release = rest, release
+        self._namespaces: dict[str, _Namespace] = {}
+
+    async def mine(self, name: str) -> bool:
+        """Whether this release acts in a namespace; it claims one that nobody has. Raises Unavailable."""
+        if name not in self._namespaces:
+            self._namespaces[name] = _Namespace(_Claim(self.rest, name, CLAIM_NAME, self.release))
+        known = self._namespaces[name]
+        async with known.lock:
+            if time.monotonic() >= known.due:
+                await self._ask(name, known)
+        return known.mine
+
+    async def _ask(self, name: str, known: _Namespace) -> None:
+        now = time.monotonic()
+        try:
+            held = await known.claim.hold()
+        except ApiError as error:
+            # Without the right to hold Leases there, or in a namespace that is ending.
+            log.info("namespace %s is not claimed: %s", name, error)
+            held = True
+        except Unavailable:
+            if not known.mine or now - known.renewed >= CLAIM_SECONDS:
+                raise
+            return
+        if not held and (known.mine or not known.due):
+            log.error(
+                "namespace %s: another operator acts on its jobs (Lease %s/%s), so this one does not. Leave it to one "
+                "of them by watchNamespaces; the claim of one that is gone ends %s s after its last renewal",
+                *(name, name, CLAIM_NAME, CLAIM_SECONDS),
+            )
+        known.mine, known.due = held, now + (RENEW_SECONDS if held else RETRY_SECONDS)
+        known.renewed = now if held else known.renewed

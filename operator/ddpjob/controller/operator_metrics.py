@@ -1,0 +1,152 @@
+"""The operator's own Prometheus metrics, and the port of all. Those of jobs: `job_metrics`."""
+
+from __future__ import annotations
+
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+# Else each counter has a second series for its beginning.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+RECONCILE_SECONDS = Histogram(
+    "ddpjob_operator_reconcile_duration_seconds",
+    "Duration of one reconcile, by result: done, conflict (somebody else wrote the status: it is made again), "
+    "unavailable (the API server did not answer), left (not this operator's job, or not all is read yet), "
+    "failed (a defect: the log has its traceback)",
+    ["result"],
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+)
+RESULTS = ("done", "conflict", "unavailable", "left", "failed")
+for _result in RESULTS:
+    RECONCILE_SECONDS.labels(_result)
+SHARDS = Gauge("ddpjob_operator_shards", "Shards that there are, as this replica was started with")
+LEADING = Gauge("ddpjob_operator_leader", "Shards for which this replica acts; without shards 1 at the leader, else 0")
+QUEUE_DEPTH = Gauge("ddpjob_operator_queue_depth", "Jobs that are due and wait for a worker")
+QUEUE_AGE = Gauge("ddpjob_operator_queue_age_seconds", "For how long the first of the jobs that are due has waited")
+MISSING_FIELDS = Gauge(
+    "ddpjob_operator_crd_missing_fields",
+    "Status fields that the DDPJob definition in the cluster lacks: above 0 the operator acts on no job",
+)
+API_REQUESTS = Counter(
+    "ddpjob_operator_api_requests",
+    "Requests to the API server, by verb (WATCH for watches) and HTTP status; none: there was no answer",
+    ["verb", "code"],
+)
+WATCH_ERRORS = Counter(
+    "ddpjob_operator_watch_errors",
+    "Watches and lists that failed and were begun again, by the collection's resource",
+    ["resource"],
+)
+COORDINATORS = Gauge(
+    "ddpjob_operator_coordinators",
+    "Coordinators of running jobs, by whether they answer the operator: reachable, unreachable",
+    ["state"],
+)
+BUILD_INFO = Gauge("ddpjob_operator_build_info", "Always 1; the versions are labels", ["version", "python_version"])
+
+
+def _version() -> str:
+    try:
+        return version("ddpjob")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+BUILD_INFO.labels(_version(), platform.python_version()).set(1)
+
+
+# --- the port ---------------------------------------------------------------------------------------------------
+
+CONNECTIONS = 16
+"""Scrapes at the same time; whoever comes beyond is refused. Anybody may come."""
+PATIENCE = 10.0
+"""Seconds for which a client may be silent."""
+FRESH_SECONDS = 0.5
+"""For so long a text is served again."""
+SHARE = 0.1
+"""Of a CPU's time goes at most into making texts: one of many jobs, which takes long, is served again for longer."""
+
+
+class Page:
+    """The text of all metrics as a WSGI application, made once for all who ask within a moment."""
+
+    def __init__(self, render: Callable[[], bytes] = generate_latest) -> None:
+        self._render = render
+        self._lock = threading.Lock()
+        self._text, self._until = b"", 0.0
+
+    def text(self) -> bytes:
+        """Raises what a collector raises."""
+        with self._lock:
+            if time.monotonic() >= self._until:
+                began = time.thread_time()
+                self._text = self._render()
+                self._until = time.monotonic() + max(FRESH_SECONDS, (time.thread_time() - began) / SHARE)
+            return self._text
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Any path and any method: there is one page."""
+        text = self.text()
+        start_response("200 OK", [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)])
+        return [text]
+
+
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """A thread per connection, and no more of them than CONNECTIONS, so that they cost the operator no more than that.
+
+    It answers while the event loop hangs.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        self._free = threading.Semaphore(CONNECTIONS)
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, place = found[0]
+        super().__init__((str(place[0]), address[1]), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Also that of the thread which accepts: it must not wait."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # No thread could be started.
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Of a thread of its own."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away, or is silent, is no news."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = PATIENCE
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not a line per scrape."""
+
+
+def serve(port: int, address: str, page: Page | None = None) -> MetricsServer:
+    """Answers Prometheus at the port, in threads, until `shutdown` is called or the process ends."""
+    server = make_server(address, port, page or Page(), MetricsServer, _Handler)
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    return server

@@ -1,0 +1,148 @@
+"""Shards: the namespaces are dealt out by a hash of their names, and for each shard one replica acts.
+
+There is a Lease per shard. A replica takes a free one at once when it has none, and further ones only after the others
+have had their chance. One without any asks a replica that has several for one of them, by an annotation of its Lease.
+The number of shards is in the Leases' names: as long as a Lease of another number is held, none of ours is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import time
+import zlib
+from collections import Counter
+from http import HTTPStatus
+
+from ddpjob.api.types import Json
+from ddpjob.controller.election import LEASE_SECONDS, RETRY_SECONDS, LeadershipLost, Lease
+from ddpjob.controller.rest import ApiError, Rest
+
+log = logging.getLogger("ddpjob.election")
+
+WANTED_BY = "ddpjob.io/wanted-by"
+"""Annotation of a Lease: the replica for which its holder is asked to release it."""
+PATIENCE = 3 * RETRY_SECONDS
+"""Seconds for which a Lease must have been free, per Lease that a replica has already, before it takes this one too."""
+
+
+def shard_of(namespace: str, count: int) -> int:
+    """The shard of a namespace, 0 to `count` - 1: the same at every replica and in every version."""
+    return zlib.crc32(namespace.encode()) % count
+
+
+class Shards:
+    """The Leases of `count` shards, as seen by one replica. A single shard's Lease is called `name`."""
+
+    def __init__(self, rest: Rest, namespace: str, name: str, identity: str, count: int) -> None:
+        self.rest, self.name, self.namespace = rest, name, namespace
+        names = [name] if count == 1 else [f"{name}-{index}-of-{count}" for index in range(count)]
+        self.leases = [ShardLease(rest, namespace, lease, identity, self) for lease in names]
+        self.taking = asyncio.Lock()
+        self._family = re.compile(rf"{re.escape(name)}(-\d+-of-\d+)?")
+        self._strangers: dict[str, Lease] = {}
+        self._asked = float("-inf")
+
+    @property
+    def held(self) -> int:
+        """How many this replica holds."""
+        return sum(lease.held for lease in self.leases)
+
+    def asks(self, holder: str) -> bool:
+        """Whether to ask `holder` for one of its shards now: it would still have as many as this replica."""
+        theirs = Counter(lease.holder for lease in self.leases)[holder]
+        if theirs < self.held + 2 or time.monotonic() - self._asked < LEASE_SECONDS:
+            return False
+        self._asked = time.monotonic()
+        return True
+
+    async def another_number_is_held(self) -> bool:
+        """Whether a replica acts by another number of shards, as while an upgrade changes it. Raises as Rest does."""
+        try:
+            found = (await self.rest.request("GET", self.leases[0].collection))["items"]
+        except ApiError as error:
+            if error.status == HTTPStatus.FORBIDDEN and len(self.leases) == 1:
+                log.warning("Leases of another number of shards are not looked for: %s", error)
+                return False
+            raise
+        ours = {lease.name for lease in self.leases}
+        for body in found:
+            name = body["metadata"]["name"]
+            if name not in ours and self._family.fullmatch(name):
+                stranger = self._strangers.setdefault(name, Lease(self.rest, self.namespace, name, ""))
+                stranger.observe(body)
+                if stranger.is_held_by_another(body):
+                    log.info("waits for the Lease %s of another number of shards", name)
+                    return True
+        return False
+
+
+class ShardLease(Lease):
+    """The Lease of one shard."""
+
+    def __init__(self, rest: Rest, namespace: str, name: str, identity: str, shards: Shards) -> None:
+        super().__init__(rest, namespace, name, identity)
+        self.shards = shards
+        self.held, self.holder = False, ""
+        """Whether this replica holds it; who does, as was seen last (empty: nobody)."""
+        self._free_since: float | None = None
+
+    async def hold(self) -> bool:
+        if self.held:
+            return await super().hold()
+        async with self.shards.taking:
+            self.held = await super().hold() and await self._is_alone()
+        return self.held
+
+    async def _is_alone(self) -> bool:
+        """Two of different numbers that take Leases at the same time: each sees the other's here, and tries later."""
+        if not await self.shards.another_number_is_held():
+            return True
+        await super().release()
+        await asyncio.sleep(random.uniform(0, RETRY_SECONDS))
+        return False
+
+    async def release(self) -> None:
+        self.held = False
+        await super().release()
+
+    def observe(self, found: Json | None) -> None:
+        super().observe(found)
+        if found is None and self.holder not in ("", self.identity) and time.monotonic() - self._seen < LEASE_SECONDS:
+            return  # It has been deleted, and its holder writes it again.
+        holder = (found or {}).get("spec", {}).get("holderIdentity") or ""
+        free = holder != self.identity and not self.is_held_by_another(found)
+        self.holder = "" if free else holder
+        if not free:
+            self._free_since = None
+        elif self._free_since is None:
+            self._free_since = time.monotonic()
+
+    async def _may_have(self, found: Json | None) -> bool:
+        annotations = (found or {}).get("metadata", {}).get("annotations", {})
+        wanted_by = annotations.get(WANTED_BY, "")
+        if self.held and self.holder not in ("", self.identity):
+            self.held = False
+            raise LeadershipLost(f"the Lease {self.namespace}/{self.name} is held by {self.holder}")
+        if self.held and not self.holder:
+            return True  # It has been deleted.
+        if self.holder == self.identity:
+            if self.held and wanted_by not in ("", self.identity) and self.shards.held > 1:
+                self.held = False
+                raise LeadershipLost(f"the Lease {self.namespace}/{self.name} is released for {wanted_by}")
+        elif self.holder:
+            if found is not None and not wanted_by and self.shards.asks(self.holder):
+                annotations = {**annotations, WANTED_BY: self.identity}
+                await self._write({"metadata": {**found["metadata"], "annotations": annotations}}, found["spec"])
+            return False
+        else:
+            patience = PATIENCE * self.shards.held
+            if wanted_by not in ("", self.identity):
+                patience = max(patience, LEASE_SECONDS)
+            assert self._free_since is not None
+            if time.monotonic() - self._free_since < patience or await self.shards.another_number_is_held():
+                return False
+        annotations.pop(WANTED_BY, None)
+        return True

@@ -1,0 +1,199 @@
+"""Follows the coordinators: one pending request per running job, the last report, and a wake of the job for news.
+
+A reconcile reads what is here and waits for no coordinator: one that hangs, floods or lies costs its own job alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpjob_runtime.protocol import Report
+
+from ddpjob.engine.coordinator_client import UNREACHABLE, CoordinatorClient, Link, Target, describe_error
+from ddpjob.engine.ports import JobKey
+
+log = logging.getLogger("ddpjob.coordinator")
+PROGRESS_SECONDS, LONGEST_WAIT = 10.0, 60.0
+"""How long a coordinator holds a request without news, and so how old its progress may be: for JOBS jobs and fewer; in
+proportion for more. Its upper limit is the coordinators'."""
+JOBS = 50
+PAUSE, SLOW_PAUSE = 0.1, 1.0
+"""Seconds between two requests to one coordinator: for the first BURST of them, and beyond."""
+BURST = 10
+WAKE_SECONDS = 1.0
+"""Between two wakes of one job. The first news after a quiet second wakes it at once."""
+FIRST_RETRY, LONGEST_RETRY = 0.5, 30.0
+STALE_SECONDS = 3.0
+"""A coordinator that has not answered for so long has no report."""
+READ_BYTES = 25_000_000
+"""Of all coordinators' reports in a second: about half of what one processor reads."""
+
+
+@dataclass
+class Followed:
+    """A job whose coordinator is followed. Times are the event loop's."""
+
+    target: Target
+    task: asyncio.Task[None] | None = None
+    report: Report | None = None
+    failing_since: float | None = None
+    """Since when it has not answered, although asked; None: it did."""
+    answered: float = field(default=float("-inf"))
+    news: Any = None
+    failures: int = 0
+    size: int = 0
+    """Bytes of its last answer."""
+    credit: float = BURST
+    woken: float = field(default=float("-inf"))
+    wake: asyncio.TimerHandle | None = None
+    complaint: str = ""
+
+
+class ReportWatch:
+    """`wake(job)` is called when there is news of the job's coordinator: a break, another state, its silence."""
+
+    def __init__(self, wake: Callable[[JobKey], None], client: CoordinatorClient | None = None) -> None:
+        self._wake = wake
+        self._client = client or CoordinatorClient()
+        self._followed: dict[JobKey, Followed] = {}
+        self._bytes = 0
+
+    async def close(self) -> None:
+        tasks = [followed.task for followed in self._followed.values() if followed.task is not None]
+        for key in list(self._followed):
+            self.follow(key, None)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.close()
+
+    def follow(self, key: JobKey, target: Target | None) -> None:
+        """Follows this coordinator instead of the job's previous one; None: follows none."""
+        before = self._followed.get(key)
+        if (before.target if before is not None else None) == target:
+            return
+        if before is not None:
+            del self._followed[key]
+            self._bytes -= before.size
+            if before.task is not None:
+                before.task.cancel()
+            if before.wake is not None:
+                before.wake.cancel()
+        if target is not None:
+            followed = self._followed[key] = Followed(target)
+            followed.task = asyncio.create_task(self._run(key, followed))
+
+    def report(self, key: JobKey) -> Report | None:
+        """The job's last report; None while its coordinator does not answer, or has not been asked."""
+        followed = self._followed.get(key)
+        return followed.report if followed is not None else None
+
+    def count(self, *, answers: bool) -> int:
+        """How many coordinators have answered the last request, or have not. For any thread."""
+        return sum((followed.failing_since is None) == answers for followed in list(self._followed.values()))
+
+    def is_asking(self, key: JobKey) -> bool:
+        """Whether the coordinator was asked for the first time and may still answer."""
+        followed = self._followed.get(key)
+        return followed is not None and followed.report is None and followed.failing_since is None
+
+    # --- one coordinator
+
+    async def _run(self, key: JobKey, followed: Followed) -> None:
+        """Runs until cancelled."""
+        link = Link(self._client, followed.target)
+        while True:
+            try:
+                report = await link.report(followed.report, self.progress_seconds)
+            except Exception as error:  # whatever it has sent: another request may be answered better
+                self._failed(key, followed, error)
+                await asyncio.sleep(min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(followed.failures - 1, 10)) * _jitter())
+            else:
+                self._answered(key, followed, report)
+                await asyncio.sleep(max(self._pause(followed), self._share(followed, link.size)))
+
+    @property
+    def progress_seconds(self) -> float:
+        """How old a coordinator's progress may become."""
+        return min(LONGEST_WAIT, PROGRESS_SECONDS * max(1.0, len(self._followed) / JOBS))
+
+    def _share(self, followed: Followed, size: int) -> float:
+        """Seconds in which all coordinators may send what they last sent, or all as much as this one, if that is less.
+
+        So a large report waits only where many are large, and a small one for none of them.
+        """
+        self._bytes += size - followed.size
+        followed.size = size
+        return min(LONGEST_RETRY, min(self._bytes, len(self._followed) * size) / READ_BYTES)
+
+    def _pause(self, followed: Followed) -> float:
+        """A coordinator that always has news is asked once a second, which is as often as it can wake its job."""
+        now = _now()
+        followed.credit = min(BURST, followed.credit + now - followed.answered) - 1
+        followed.answered = now
+        return PAUSE if followed.credit > 0 else SLOW_PAUSE
+
+    def _answered(self, key: JobKey, followed: Followed, report: Report) -> None:
+        news = _news(report)
+        changed = followed.report is None or news != followed.news
+        followed.report, followed.news = report, news
+        followed.failing_since, followed.failures, followed.complaint = None, 0, ""
+        if changed:
+            self._plan_wake(key, followed)
+
+    def _failed(self, key: JobKey, followed: Followed, error: Exception) -> None:
+        followed.failures += 1
+        if followed.failing_since is None:
+            followed.failing_since = _now()
+            if followed.report is None:
+                self._plan_wake(key, followed)
+            else:
+                asyncio.get_running_loop().call_later(STALE_SECONDS, self._stale, key, followed, followed.failing_since)
+        if not isinstance(error, UNREACHABLE):
+            complaint = describe_error(f"the report of {key.namespace}/{key.name} cannot be used", error)
+            if complaint != followed.complaint:
+                log.warning("%s", complaint)
+            followed.complaint = complaint
+
+    def _stale(self, key: JobKey, followed: Followed, since: float) -> None:
+        if followed.failing_since == since and self._followed.get(key) is followed:
+            followed.report = None
+            self._plan_wake(key, followed)
+
+    def _plan_wake(self, key: JobKey, followed: Followed) -> None:
+        """Wakes the job, but not twice within WAKE_SECONDS."""
+        if followed.wake is not None:
+            return
+        left = followed.woken + WAKE_SECONDS - _now()
+        if left <= 0:
+            self._wake_now(key, followed)
+        else:
+            followed.wake = asyncio.get_running_loop().call_later(left, self._wake_now, key, followed)
+
+    def _wake_now(self, key: JobKey, followed: Followed) -> None:
+        followed.wake, followed.woken = None, _now()
+        self._wake(key)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _jitter() -> float:
+    return random.uniform(0.75, 1.25)
+
+
+def _news(report: Report) -> Any:
+    """The parts of a report whose change is a reason to reconcile at once: everything but progress."""
+    members = [(m.pod, m.state) for m in report.members]
+    lost = [m.pod for m in report.lost]
+    settings = report.nodes, report.min_nodes, report.hang_after, report.backoff
+    last = [i.id for i in report.incidents[-1:]]
+    begun = bool(report.progress.get("step") or report.progress.get("epoch"))
+    recovery = report.recovery.last_seconds, begun
+    # Its time is read by another comparison of the clocks in each report.
+    overdue = report.overdue and (report.overdue.where, report.overdue.activity)
+    return report.state, report.round, last, members, lost, len(report.notes), settings, recovery, overdue

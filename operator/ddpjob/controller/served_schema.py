@@ -1,0 +1,136 @@
+"""Whether the DDPJob that the API server serves holds the status fields that this operator writes.
+
+The status is the operator's only memory, and the API server drops what the CRD does not describe: `helm upgrade` leaves
+the CRD as it is, so an operator may meet one that is older than itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpjob.api.schema import schema_of
+from ddpjob.api.types import GROUP, KIND, PLURAL, SINCE_SCHEMA, VERSION, Json
+from ddpjob.controller import operator_metrics as metrics
+from ddpjob.controller.rest import ApiError, Rest
+from ddpjob.engine.ports import Unavailable
+
+log = logging.getLogger("ddpjob.schema")
+
+LOOK_SECONDS, RETRY_SECONDS = 60.0, 2.0
+MOST_REFUSALS = 10
+"""Answers of 429 and 5xx, and indices that do not list what is served, after which the operator acts unchecked: the
+rest of the API server may well work."""
+INDEX = "/openapi/v3"
+"""Every authenticated client may read it, so no right to read CRDs is needed."""
+_API, _SCHEMA = f"apis/{GROUP}/{VERSION}", ".".join([*reversed(GROUP.split(".")), VERSION, KIND])
+_NOT_INSTALLED = ("status",)
+_SHOWN = 5
+REMEDY = "kubectl apply --server-side --force-conflicts --filename charts/ddpjob-operator/crds"
+
+
+class ServedSchema:
+    """Looks at the API server's schema, each minute; while it lacks fields, each RETRY_SECONDS."""
+
+    def __init__(self, rest: Rest) -> None:
+        self.rest = rest
+        self.missing: tuple[str, ...] | None = None
+        """Status fields that the API server would drop; None: not known yet."""
+        self._fits = asyncio.Event()
+        self._seen = ""
+        """Address of the schema that was read last: it holds its hash."""
+        self._logged = float("-inf")
+        self._refusals = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the operator may act."""
+        return self.missing == ()
+
+    async def wait(self) -> None:
+        """Waits until the schema fits."""
+        await self._fits.wait()
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            try:
+                await self._look()
+                self._refusals = 0
+            except Unavailable as error:
+                log.info("the served schema is not known: %s", error)
+                self._refusals += error.status is not None
+                if self._refusals >= MOST_REFUSALS:
+                    self._judge(self.missing or ())
+            except Exception as error:
+                # Without the right, or from behind a proxy: the check is a help, no condition.
+                log.log(logging.DEBUG if self.missing == () else logging.INFO, "the schema is not checked: %r", error)
+                self._judge(self.missing or ())
+            await asyncio.sleep(LOOK_SECONDS if self.fits else RETRY_SECONDS)
+
+    async def _look(self) -> None:
+        index = await self.rest.request("GET", INDEX)
+        address = str(index["paths"].get(_API, {}).get("serverRelativeURL", ""))
+        if not address:
+            self._seen = ""
+            if not await self._is_served():
+                self._judge(_NOT_INSTALLED)
+                return
+            if self.missing == _NOT_INSTALLED:
+                self.missing = None
+            raise Unavailable(f"{INDEX} does not list {_API}, which is served", status=200)
+        if address != self._seen or self.missing is None:
+            path, _, query = address.partition("?")
+            served = await self.rest.request("GET", path, query=dict(q.split("=", 1) for q in query.split("&") if q))
+            status = served["components"]["schemas"][_SCHEMA]["properties"].get("status", {})
+            self._judge(tuple(lacking(schema_of("status"), status)))
+            self._seen = address
+        else:
+            self._judge(self.missing)
+
+    async def _is_served(self) -> bool:
+        """Whether discovery knows the resource: an index may be late, or filtered by what stands before the server."""
+        try:
+            found = await self.rest.request("GET", f"/{_API}")
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return any(resource["name"] == PLURAL for resource in found["resources"])
+
+    def _judge(self, missing: tuple[str, ...]) -> None:
+        changed, self.missing = missing != self.missing, missing
+        metrics.MISSING_FIELDS.set(len(missing))
+        if not missing:
+            if changed:
+                log.info("the DDPJob definition (CRD) in the cluster holds all fields that this operator writes")
+            self._fits.set()
+            return
+        self._fits.clear()
+        now = asyncio.get_running_loop().time()
+        if changed or now - self._logged >= LOOK_SECONDS:
+            self._logged = now
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            log.error(
+                "this operator does nothing for any job: the DDPJob definition (CRD) in the cluster lacks %s%s, which "
+                "the API server would drop. Running pods are not touched. Apply the definition of this release: %s",
+                *(", ".join(missing[:_SHOWN]), more, REMEDY),
+            )
+
+
+def lacking(ours: Mapping[str, Any], served: Any, path: str = "status") -> Iterator[str]:
+    """Paths of our schema's fields that the served one would drop."""
+    served = served if isinstance(served, Mapping) else {}
+    if served.get("x-kubernetes-preserve-unknown-fields"):
+        return
+    if isinstance(ours.get("items"), Mapping):
+        yield from lacking(ours["items"], served.get("items"), path)
+    fields: Json = served.get("properties") or {}
+    for name, schema in ours.get("properties", {}).items():
+        below = f"{path}.{name}"
+        if name in fields:
+            yield from lacking(schema, fields[name], below)
+        elif below not in SINCE_SCHEMA:
+            yield below

@@ -1,0 +1,198 @@
+"""A work queue of keys with delays, and turns that groups share.
+
+A key waits once, is handled by one worker at a time, and may be added again meanwhile. Groups of keys share the
+workers: each may have half as many as are free, so that one whose keys take long leaves some to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+
+log = logging.getLogger("ddpjob.queue")
+Key = TypeVar("Key", bound=Hashable)
+
+FIRST_BACKOFF = 0.5
+LONGEST_BACKOFF = 60.0
+INTERVAL = 1.0
+"""Seconds between two starts of the same key, unless the second one is urgent or was asked for by the first."""
+
+
+class DelayQueue(Generic[Key]):
+    """Keys with the time at which they are due, by the event loop's clock. The earliest time requested wins.
+
+    Of the keys that are due, those of the lowest `rank` come first, then those of the `group` with the fewest
+    workers, then the one that has been due for longest.
+    """
+
+    def __init__(
+        self, group: Callable[[Key], Hashable] = lambda key: key, rank: Callable[[Key], int] = lambda key: 0
+    ) -> None:
+        self._group, self._rank = group, rank
+        self._due: dict[Key, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._ready: dict[Hashable, list[tuple[int, int, Key]]] = {}
+        self._busy: set[Key] = set()
+        self._workers: Counter[Hashable] = Counter()
+        self._began: dict[Key, float] = {}
+        self._order = 0
+        self._changed = asyncio.Event()
+        self._failures: dict[Key, int] = {}
+        self._time: Callable[[], float] = lambda: 0.0
+
+    def add(self, key: Key, delay: float = 0.0, *, urgent: bool = True) -> None:
+        """Schedules `key` in `delay` seconds, or sooner, if an earlier wake-up is already scheduled.
+
+        Not urgent: at the earliest INTERVAL seconds after the last start.
+        """
+        when = asyncio.get_running_loop().time() + delay
+        if not urgent and key in self._began:
+            when = max(when, self._began[key] + INTERVAL)
+        if key not in self._due or when < self._due[key][0]:
+            self._schedule(key, when)
+
+    def depth(self) -> int:
+        """How many keys are due and wait. For any thread."""
+        return len(self._waiting())
+
+    def age(self) -> float:
+        """Seconds for which the first of the keys that are due has waited; 0 where none is. For any thread."""
+        return max(0.0, self._time() - min(self._waiting(), default=math.inf))
+
+    def _waiting(self) -> list[float]:
+        """When the keys that wait for a worker became due. `_ready` lacks those that came while none was free."""
+        now = self._time()
+        return [when for key, (when, _) in list(self._due.items()) if when <= now and key not in self._busy]
+
+    def _schedule(self, key: Key, when: float) -> None:
+        self._order += 1
+        self._due[key] = when, self._order
+        heapq.heappush(self._heap, (when, self._order, key))
+        self._changed.set()
+
+    async def work(self, handle: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
+        """Runs until cancelled, with at most `workers` keys at a time.
+
+        `handle` returns in how many seconds the key is due again, or None. An exception is logged,
+        and the key is due again after FIRST_BACKOFF seconds, doubled for each further failure up to
+        LONGEST_BACKOFF.
+        """
+        self._time = asyncio.get_running_loop().time
+        gate = asyncio.Semaphore(workers)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await gate.acquire()
+                key = await self._next(workers)
+                group.create_task(self._one(key, handle, gate))
+
+    async def _next(self, workers: int) -> Key:
+        while True:
+            self._changed.clear()
+            now = asyncio.get_running_loop().time()
+            while self._heap and self._heap[0][0] <= now:
+                when, order, key = heapq.heappop(self._heap)
+                # Otherwise it was added again for an earlier time, or waits for its own end.
+                if self._due.get(key) == (when, order) and key not in self._busy:
+                    heapq.heappush(self._ready.setdefault(self._group(key), []), (self._rank(key), order, key))
+            share = max(1, (workers - len(self._busy)) / 2)
+            heads = [(keys[0][0], self._workers[g], keys[0][1], g) for g, keys in self._ready.items()]
+            chosen = min((head for head in heads if head[1] < share), default=None)
+            if chosen is not None:
+                return self._begin(chosen[3], now)
+            try:
+                async with asyncio.timeout_at(self._heap[0][0] if self._heap else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def _begin(self, group: Hashable, now: float) -> Key:
+        keys = self._ready[group]
+        key = heapq.heappop(keys)[2]
+        if not keys:
+            del self._ready[group]
+        del self._due[key]
+        self._busy.add(key)
+        self._workers[group] += 1
+        self._began[key] = now
+        return key
+
+    async def _one(self, key: Key, handle: Callable[[Key], Awaitable[float | None]], gate: asyncio.Semaphore) -> None:
+        try:
+            delay = await handle(key)
+            self._failures.pop(key, None)
+        except Exception:
+            failures = self._failures[key] = self._failures.get(key, 0) + 1
+            delay = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** min(failures - 1, 10))
+            log.exception("the reconcile of %s failed; the next one in %.1f s", key, delay)
+        finally:
+            self._end(key)
+            gate.release()
+        if delay is not None:
+            self.add(key, delay)
+        elif key not in self._due:
+            self._began.pop(key, None)
+
+    def _end(self, key: Key) -> None:
+        group = self._group(key)
+        self._workers[group] -= 1
+        if not self._workers[group]:
+            del self._workers[group]
+        self._busy.discard(key)
+        if key in self._due:
+            self._schedule(key, self._due[key][0])
+        self._changed.set()
+
+
+class Turns:
+    """At most so many at a time. The next turn is for the group that has the fewest, however many others wait."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._taken: Counter[Hashable] = Counter()
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def turn(self, group: Hashable) -> AsyncIterator[None]:
+        """Waits for a turn of the group, which ends with the context."""
+        if self._free and not self._waiting:
+            self._free -= 1
+            self._taken[group] += 1
+        else:
+            await self._wait(group)
+        try:
+            yield
+        finally:
+            self._end(group)
+
+    async def _wait(self, group: Hashable) -> None:
+        mine = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(group, deque()).append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():
+                self._end(group)  # It was given a turn at the same time.
+            raise
+
+    def _end(self, group: Hashable) -> None:
+        self._free += 1
+        self._taken[group] -= 1
+        if not self._taken[group]:
+            del self._taken[group]
+        while self._free and self._waiting:
+            # Of those with equally many, the one whose last turn is longest ago: `_waiting` is in that order.
+            chosen = min(self._waiting, key=lambda waiting: self._taken[waiting])
+            others = self._waiting.pop(chosen)
+            first = others.popleft()
+            if others:
+                self._waiting[chosen] = others
+            if not first.cancelled():
+                first.set_result(None)
+                self._free -= 1
+                self._taken[chosen] += 1

@@ -1,0 +1,55 @@
+"""Decides which Kubernetes nodes new pods avoid, from the restarts of the last hour."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from ddpjob.api.types import AvoidedNode, JobStatus, Restart
+from ddpjob.core.failures.classify import Cause
+
+WINDOW = timedelta(hours=1)
+"""How long a failure is remembered, and how long after its last one a host is avoided."""
+FAILURES = 3
+LOSSES = 2
+FAULTS = frozenset({Cause.NODE_FAULT, Cause.START_ERROR})
+"""What a host does to a pod before its program runs, or without its program's part: once is enough."""
+
+
+def avoided(
+    status: JobStatus, now: datetime, *, trained: bool, faults: tuple[Restart, ...] = ()
+) -> tuple[AvoidedNode, ...]:
+    """Hosts to avoid, by name: those of before whose time is not over, and those that have become suspect.
+
+    `trained`: whether the job has made a step. Before that its failures say nothing of a host.
+    `faults`: of hosts that the restarts of the status do not name as such.
+    """
+    fresh = {entry.node: entry for entry in _suspects((*status.restarts.recent, *faults), now, trained=trained)}
+    kept = {entry.node: entry for entry in status.avoided_nodes if entry.until > now}
+    return tuple(sorted((kept | fresh).values(), key=lambda entry: entry.node))
+
+
+def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
+    """Hosts with a fault, lost LOSSES times, or the only host with failures if it had FAILURES.
+
+    Failures on several hosts are the job's own fault, and so is memory; the loss of a host is
+    always the host's.
+    """
+    recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
+    own = [r for r in recent if trained and r.counted and r.reason != Cause.OOM_KILLED]
+    lost = [r for r in recent if r.reason == Cause.NODE_LOST]
+    alone = len({r.node for r in own + lost}) == 1
+    suspects = []
+    for host in dict.fromkeys(r.node for r in recent):
+        faults = [r for r in recent if r.node == host and r.reason in FAULTS]
+        losses = [r for r in lost if r.node == host]
+        failures = losses + [r for r in own if r.node == host]
+        if faults:
+            reason, of = faults[-1].reason + " on it within an hour", faults
+        elif len(losses) >= LOSSES:
+            reason, of = f"lost {len(losses)} times within an hour", losses
+        elif alone and len(failures) >= FAILURES:
+            reason, of = f"{len(failures)} failures within an hour, none on other nodes", failures
+        else:
+            continue
+        suspects.append(AvoidedNode(node=host, until=max(r.time for r in of) + WINDOW, reason=reason))
+    return suspects

@@ -1,0 +1,270 @@
+"""Decides why a pod of the job ended, from the pod and its host. Whether that counts is decided in `policy`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import StrEnum
+
+from ddpjob_runtime.protocol import EXIT_FENCED, EXIT_INIT_FAILURE, EXIT_RENDEZVOUS_LOST, EXIT_STOPPED
+
+from ddpjob.core.world import ContainerView, HostView, PodView, Role, is_down
+
+_TRACEBACK_LIMIT = 3000
+"""Characters of a traceback that are kept: its end, which names the error."""
+
+
+class Cause(StrEnum):
+    """Reasons as users read them in `status.restarts.recent` and in conditions."""
+
+    WORKER_FAILED = "WorkerFailed"
+    EXIT_CODE = "ExitCode"
+    OOM_KILLED = "OOMKilled"
+    DISRUPTION = "Disruption"
+    PREEMPTED = "Preempted"
+    EVICTED = "Evicted"
+    DELETED = "Deleted"
+    NODE_LOST = "NodeLost"
+    NODE_FAULT = "NodeFault"
+    START_ERROR = "StartError"
+    HANG = "Hang"
+    INIT_FAILURE = "InitFailure"
+    RENDEZVOUS_LOST = "RendezvousLost"
+    FENCED = "Fenced"
+    COORDINATOR_LOST = "CoordinatorLost"
+    SCALED = "Scaled"
+    JOINED = "Joined"
+    SPEC_CHANGED = "SpecChanged"
+    KEY_CHANGED = "KeyChanged"
+    RUNTIME_CHANGED = "RuntimeChanged"
+
+
+PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED})
+"""Restarts that were made on purpose: nothing broke."""
+
+
+def with_traceback(summary: str, traceback: str) -> str:
+    """The summary, and below it the end of the traceback, if there is one."""
+    tail = traceback.strip()[-_TRACEBACK_LIMIT:]
+    return f"{summary}\n{tail}" if tail else summary
+
+
+_DISRUPTIONS = {
+    "PreemptionByScheduler": Cause.PREEMPTED,
+    "EvictionByEvictionAPI": Cause.EVICTED,
+    "TerminationByKubelet": Cause.EVICTED,
+    "DeletionByTaintManager": Cause.DISRUPTION,
+    "DeletionByPodGC": Cause.NODE_LOST,
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a pod is of no more use."""
+
+    cause: Cause
+    message: str
+    traceback: str = ""
+    exit_code: int | None = None
+    time: datetime | None = None
+    """When its program ended, as reported by the kubelet; None where it was not."""
+
+
+_ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
+"""Reasons with which a kubelet ends a pod that has run."""
+_LOST_BY_HOST = frozenset({("ContainerStatusUnknown", 137), ("Unknown", 255)})
+"""Reason and exit code of a container that is gone after its host was started again: kubelet's, containerd's."""
+
+Hosts = Mapping[str, HostView] | None
+
+
+def vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
+    """The end of a pod whose object is gone: by the last that was known of it, where that shows a reason.
+
+    Else it was deleted by force, or with its host.
+    """
+    if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
+        return why_ended(last, hosts, launcher=launcher)
+    if is_down(host, hosts):
+        return End(Cause.NODE_LOST, f"pod {name} is gone with its Kubernetes node {host}")
+    return End(Cause.DELETED, f"pod {name} was deleted")
+
+
+def why_ended(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> End:
+    """The end of a pod that failed, is being deleted or was evicted; `hosts` None: the state of hosts is not known.
+
+    The pod's own conditions take precedence over exit codes: a container ended by an eviction has
+    an exit code too. `launcher`: whether the program is the launcher, whose exit codes have a meaning.
+    """
+    end = _by_conditions(pod, hosts) or _by_container(pod, launcher=launcher)
+    return replace(end, exit_code=pod.main.exit_code, time=pod.main.finished)
+
+
+def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
+    """By what Kubernetes says of the pod as a whole."""
+    if is_down(pod.host, hosts) and pod.disruption == "DeletionByTaintManager":
+        return End(
+            Cause.NODE_LOST,
+            f"Kubernetes node {pod.host} of pod {pod.name} is lost: {pod.disruption_message or pod.disruption}",
+        )
+    if pod.disruption:
+        cause = _DISRUPTIONS.get(pod.disruption, Cause.DISRUPTION)
+        return End(cause, f"pod {pod.name} was disrupted: {pod.disruption_message or pod.disruption}")
+    if pod.status_reason == "NodeLost":
+        return End(
+            Cause.NODE_LOST,
+            f"Kubernetes node {pod.host} of pod {pod.name} is lost: {pod.status_message or pod.status_reason}",
+        )
+    if pod.status_reason in _ENDED_BY_HOST:
+        return End(
+            Cause.EVICTED, f"pod {pod.name} was ended by its Kubernetes node: {pod.status_message or pod.status_reason}"
+        )
+    if pod.status_reason and not pod.main.ended:
+        # Admission by the kubelet: UnexpectedAdmissionError, OutOfcpu, TopologyAffinityError, NodeAffinity, ...
+        why = ": ".join(part for part in (pod.status_reason, pod.status_message) if part)
+        return End(Cause.NODE_FAULT, f"Kubernetes node {pod.host or '(unknown)'} rejected pod {pod.name}: {why}")
+    return None
+
+
+def _by_container(pod: PodView, *, launcher: bool) -> End:
+    """By the exit code of its program, and what that wrote."""
+    main = pod.main
+    if (main.reason, main.exit_code) in _LOST_BY_HOST:
+        why = f"{main.reason}, exit code {main.exit_code}"
+        return End(Cause.NODE_FAULT, f"Kubernetes node {pod.host} has lost the container of pod {pod.name} ({why})")
+    if main.reason == "OOMKilled":
+        limit = (
+            "spec.rendezvous.resources.limits.memory"
+            if pod.role is Role.COORDINATOR
+            else "spec.resources.limits.memory"
+        )
+        return End(
+            Cause.OOM_KILLED, f"pod {pod.name} used more memory than {limit} allows (exit code {main.exit_code})"
+        )
+    if main.ended and main.reason in _CANNOT_START:
+        return End(Cause.START_ERROR, f"the container of pod {pod.name} cannot start: {main.message or main.reason}")
+    return (_by_launcher(pod) if launcher and main.ended else None) or _by_program(pod)
+
+
+def _by_launcher(pod: PodView) -> End | None:
+    """By the exit codes that are the launcher's own."""
+    main = pod.main
+    if main.exit_code == EXIT_INIT_FAILURE:
+        written = termination_message(main)
+        return End(
+            Cause.INIT_FAILURE,
+            f"the entry point of pod {pod.name} cannot start: {written.message}".rstrip(": "),
+            written.traceback,
+        )
+    if main.exit_code == EXIT_RENDEZVOUS_LOST:
+        return End(Cause.RENDEZVOUS_LOST, termination_message(main).message or f"pod {pod.name} lost the rendezvous")
+    if main.exit_code == EXIT_FENCED:
+        return End(
+            Cause.FENCED,
+            termination_message(main).message or f"pod {pod.name} was fenced: the group has continued without it",
+        )
+    if main.exit_code == EXIT_STOPPED and pod.deleted_at is None:
+        return End(Cause.DELETED, f"pod {pod.name} was stopped by the coordinator")
+    return None
+
+
+def _by_program(pod: PodView) -> End:
+    main = pod.main
+    if pod.deleted_at is not None:
+        return End(Cause.DELETED, f"pod {pod.name} was deleted")
+    if main.ended:
+        written = termination_message(main)
+        return End(
+            Cause.EXIT_CODE,
+            f"pod {pod.name} ended with exit code {main.exit_code}: {written.message or main.reason}".rstrip(": "),
+            written.traceback,
+        )
+    return _never_began(pod)
+
+
+def _never_began(pod: PodView) -> End:
+    """The end of a pod whose main container never ran: an init container failed, or the host rejected the pod."""
+    for name, container in pod.init_containers.items():
+        if container.ended and container.exit_code != 0:
+            written = termination_message(container)
+            why = f"init container {name} of pod {pod.name} ended with exit code {container.exit_code}"
+            why += f": {written.message or container.reason}"
+            return End(
+                Cause.START_ERROR if container.reason in _CANNOT_START else Cause.EXIT_CODE,
+                why.rstrip(": "),
+                written.traceback,
+            )
+    reason = pod.status_message or "no reason given"
+    return End(Cause.NODE_FAULT, f"pod {pod.name} failed before its program ran: {reason}")
+
+
+def names_entry_point(end: End, command: tuple[str, ...]) -> bool:
+    """Whether a START_ERROR says that the job's own program is missing: `exec: "python3": executable file not found`.
+
+    Other programs that a container runtime names, such as its hooks for GPUs, belong to the node.
+    """
+    programs = (path.rpartition("/")[2] for path in _QUOTED.findall(end.message))
+    wanted = command[0].rpartition("/")[2] if command else "python"
+    return any(program == wanted if command else program.startswith(wanted) for program in programs)
+
+
+_QUOTED = re.compile(r"""["']([^"']+)["']""")
+
+
+@dataclass(frozen=True)
+class TerminationMessage:
+    """What a container wrote before its end."""
+
+    message: str
+    traceback: str
+
+
+def termination_message(container: ContainerView) -> TerminationMessage:
+    """Reads a termination message: the launcher writes JSON, any other program its last lines."""
+    text = container.message.strip()
+    try:
+        written = json.loads(text)
+    except ValueError:
+        lines = text.splitlines()
+        return TerminationMessage(lines[-1] if lines else "", text if len(lines) > 1 else "")
+    if not isinstance(written, dict):
+        return TerminationMessage(text, "")
+    return TerminationMessage(str(written.get("message") or ""), str(written.get("traceback") or ""))
+
+
+_NO_SUCH_IMAGE = re.compile(r"(^|: )not found|manifest unknown|invalid reference", re.IGNORECASE)
+"""A registry's answer that will not change by itself. Denials and rate limits do."""
+PULLING = ("ErrImagePull", "ImagePullBackOff")
+"""A kubelet alternates between the two."""
+_CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A container that does not start."""
+
+    reason: str
+    message: str
+    final: bool
+    """Whether waiting is pointless, so that the job fails."""
+
+
+def stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
+    """The first container of a pod that waits for something that may never come; None when all is well.
+
+    Final are only an image name that is invalid, and a registry's answer that it has no such image,
+    for a job of which no pod has ever run. A registry that is away, denies access or limits the
+    rate is waited for, and so is an image that a host lacks.
+    """
+    preparing = {} if pod.main.running or pod.main.ended else pod.init_containers
+    for name, container in [*preparing.items(), *pod.containers.items()]:
+        reason = container.waiting_reason
+        if reason in ("", "ContainerCreating", "PodInitializing"):
+            continue
+        message = f"container {name} of pod {pod.name}: {reason}: {container.waiting_message}".rstrip(": ")
+        absent = reason in PULLING and _NO_SUCH_IMAGE.search(container.waiting_message) is not None
+        return Stuck(reason, message, final=not has_run and (absent or reason == "InvalidImageName"))
+    return None

@@ -1,0 +1,56 @@
+"""Decides since when a pod has been silent, from its host and from the coordinator's report."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from ddpjob.core.view import View
+from ddpjob.core.world import PodView, World
+
+
+def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
+    """The moment from which a pod that has not ended has been silent; None while it is alive, or has ended.
+
+    `now` where the beginning is not known: the caller remembers the first answer.
+    """
+    if pod.ended:
+        return None
+    host, member = _host_lost(pod, world, now), _member_lost(pod, world)
+    return member if host is None else host if member is None else min(host, member)
+
+
+def out_of_service(pod: PodView, world: World) -> bool:
+    """Whether the pod's host was marked as down for good, and is not ready: waiting for it is pointless."""
+    host = (world.hosts or {}).get(pod.host)
+    return host is not None and host.out_of_service and not host.ready
+
+
+def given_up(view: View, pod: PodView, since: datetime | None) -> bool:
+    """Whether a pod that has been silent `since` then has had recovery.nodeLostAfterSeconds to return.
+
+    Never for a pod that is alive (`since` None); at once where its host is out of service.
+    """
+    patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
+    return since is not None and (view.now >= since + patience or out_of_service(pod, view.world))
+
+
+def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
+    if world.hosts is None or not pod.host:
+        return None
+    host = world.hosts.get(pod.host)
+    if host is None:
+        return None
+    if host.deleted:
+        return host.since or now
+    if not host.out_of_service and (host.ready or not any(other.ready for other in world.hosts.values())):
+        # Where no host is ready, the control plane is cut off from all of them, and there is none to move to.
+        return None
+    return now if host.ready or host.since is None else host.since
+
+
+def _member_lost(pod: PodView, world: World) -> datetime | None:
+    """The coordinator has lost its connection to the pod, although the kubelet reports that it runs.
+
+    A coordinator that hears hardly anybody says nothing of the pods.
+    """
+    return world.silent.get(pod.name) if world.silent and world.deaf_since is None else None

@@ -1,0 +1,203 @@
+"""Decides which of several failures seen together is the cause and which are consequences: one break counts once.
+
+The ends of pods are seen at once, the coordinator's incidents (one for each break of the group) a
+second later, and either may come first. A pod that was made after a break had no part in it: its
+failure is a break of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+from ddpjob.api.types import ConditionType, JobStatus, Restart
+from ddpjob.core.failures.classify import Cause
+
+SAME_BREAK = timedelta(seconds=5)
+"""A pod's end and an incident no further apart belong to one break."""
+CLEARLY_BEFORE = timedelta(seconds=2)
+"""More than clocks differ by and kubelets round to."""
+
+_EVER = datetime.max.replace(tzinfo=UTC)
+_HARD = frozenset({Cause.OOM_KILLED})
+"""Ends of pods that explain a failed worker rather than follow from it; so do all ends that do not count."""
+_NO_BREAKS = frozenset({Cause.JOINED, Cause.SCALED})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A failure before it is attributed: it may turn out to be a cause or a consequence."""
+
+    restart: Restart
+    """What is recorded if it is a cause."""
+    made_in: int | None = None
+    """The round in which the pod was made; None for incidents and for the coordinator's own end."""
+    fails: str = ""
+    """Reason of the condition Failed if it is a cause; empty if it does not fail the job."""
+    why: str = ""
+    """The rule that fails the job; empty for the defaults."""
+    exit_code: int | None = None
+
+    @property
+    def contestable(self) -> bool:
+        """Whether it matters that it may be a consequence. A program that cannot start is nobody's consequence."""
+        return self.restart.counted or bool(self.fails and self.fails != Cause.INIT_FAILURE)
+
+
+@dataclass(frozen=True)
+class Attributed:
+    """The outcome of `attribute`."""
+
+    restarts: tuple[Restart, ...]
+    """To be recorded, in this order: every finding, as a cause or as a consequence, with the number of its round."""
+    causes: tuple[Finding, ...]
+    """The findings that stand for breaks of their own; only these may fail the job."""
+    seen_round: int
+    """The newest round whose break an incident has explained: a later incident is not merged into it again."""
+
+
+@dataclass
+class _Break:
+    """A break that is new in this reconcile. The first finding is its cause."""
+
+    findings: list[Finding]
+    incident: bool
+    """Whether one of the coordinator's incidents belongs to it; a break has at most one."""
+
+
+def attribute(
+    status: JobStatus, ends: Sequence[Finding], incidents: Sequence[Finding], lost: Sequence[tuple[str, datetime]]
+) -> Attributed:
+    """Merges what was found in one reconcile into breaks, each with one cause. Pure; nothing is recorded here.
+
+    `status` holds the breaks of earlier reconciles (`restarts.recent`, `restarts.seen_round`,
+    `round`). `ends` are pods that ended since, in any order. `incidents` are the coordinator's, in
+    the order of their numbers. `lost` are the incidents (pod, time) that name no cause because the
+    end of a pod explains them.
+
+    1. An end joins the last recorded break if its pod was made before it, and the group is still
+       down from it or the two are within SAME_BREAK. All other ends form one new break; its cause
+       is an end that does not count, if there is one, else the earliest.
+    2. The first incident within SAME_BREAK of the new break joins it: as the cause, if the ends are
+       ordinary failures of a worker; else as a consequence of the eviction, deletion or lack of
+       memory. If it was clearly before one of the latter, it is a break of its own.
+    3. An incident within SAME_BREAK of the last recorded break, when none before it has explained
+       that one yet, is a consequence of it. Every other incident is a break of its own.
+
+    New breaks are numbered from `status.round + 1`. Consequences get the round of their cause and
+    never count.
+    """
+    last = _last_break(status)
+    absorbed = [end for end in ends if last is not None and end.contestable and _belongs(end, last, status)]
+    own = sorted((end for end in ends if end not in absorbed), key=lambda f: (f.contestable, f.restart.time))
+    here = _Break(own, incident=False) if own else None
+    seen = status.restarts.seen_round
+    late: list[Finding] = []
+    breaks: list[_Break] = []
+    losses = sorted(lost, key=lambda loss: loss[1])
+
+    def explain_losses(until: datetime = _EVER) -> None:
+        """Take the losses reported up to this time as the incidents of their breaks. Not later ones: a failure that was
+        reported before, to a coordinator that had just begun, may be of the same break.
+        """
+        nonlocal seen
+        while losses and losses[0][1] <= until:
+            pod, time = losses.pop(0)
+            if here is not None and _explained_by(here, pod, time):
+                here.incident = True
+            elif last is not None and (last.pod == pod or abs(time - last.time) <= SAME_BREAK):
+                seen = max(seen, last.round)
+
+    for incident in incidents:
+        explain_losses(incident.restart.time)
+        if incident.restart.reason == Cause.JOINED and _scaling(status):
+            continue  # the operator has recorded it already
+        if here is not None and not here.incident and _close(incident, here):
+            here.incident = True
+            if not _join(incident, here):
+                breaks.append(_Break([incident], incident=True))
+        elif (
+            last is not None
+            and seen < last.round
+            and incident.contestable
+            and abs(incident.restart.time - last.time) <= SAME_BREAK
+        ):
+            seen = last.round
+            late.append(incident)
+        else:
+            breaks.append(_Break([incident], incident=True))
+    explain_losses()
+    if here is not None:
+        breaks.append(here)
+    return _recorded(status, last, [*absorbed, *late], breaks, seen)
+
+
+def _scaling(status: JobStatus) -> bool:
+    """Whether the group is down for a change of spec.nodes."""
+    recent = status.restarts.recent
+    return bool(recent) and recent[-1].reason == Cause.SCALED and status.holds(ConditionType.RESTARTING)
+
+
+def _last_break(status: JobStatus) -> Restart | None:
+    breaks = (
+        r for r in reversed(status.restarts.recent) if r.round and not r.consequence and r.reason not in _NO_BREAKS
+    )
+    return next(breaks, None)
+
+
+def _belongs(end: Finding, last: Restart, status: JobStatus) -> bool:
+    """Whether a pod's end may follow from the last recorded break."""
+    if end.made_in is None or end.made_in >= last.round:
+        return False
+    still_broken = last.seconds is None and status.holds(ConditionType.RESTARTING)
+    return still_broken or abs(end.restart.time - last.time) <= SAME_BREAK
+
+
+def _explained_by(here: _Break, pod: str, time: datetime) -> bool:
+    return any(f.restart.pod == pod or abs(time - f.restart.time) <= SAME_BREAK for f in here.findings)
+
+
+def _close(incident: Finding, here: _Break) -> bool:
+    return any(abs(incident.restart.time - f.restart.time) <= SAME_BREAK for f in here.findings)
+
+
+def _join(incident: Finding, here: _Break) -> bool:
+    """Adds an incident to the break that ends of pods opened, as its cause or not. False: it is an earlier break."""
+    first = here.findings[0]
+    if incident.restart.reason == Cause.JOINED:
+        return False
+    if first.contestable and first.restart.reason not in _HARD:
+        here.findings.insert(0, incident)
+        return True
+    if incident.restart.time < first.restart.time - CLEARLY_BEFORE:
+        return False
+    here.findings.append(incident)
+    return True
+
+
+def _recorded(
+    status: JobStatus, last: Restart | None, late: list[Finding], breaks: list[_Break], seen: int
+) -> Attributed:
+    """Numbers the new breaks. `late` are consequences of `last`."""
+    restarts = [_consequence(f, last) for f in late if last is not None]
+    causes = []
+    for number, broken in enumerate(breaks, start=status.round + 1):
+        cause = replace(broken.findings[0].restart, round=number)
+        causes.append(broken.findings[0])
+        restarts.append(cause)
+        for finding in broken.findings[1:]:
+            if finding.contestable:
+                restarts.append(_consequence(finding, cause))
+            else:
+                restarts.append(replace(finding.restart, round=number))
+                causes.append(finding)
+        seen = number if broken.incident else seen
+    return Attributed(tuple(restarts), tuple(causes), seen)
+
+
+def _consequence(finding: Finding, cause: Restart) -> Restart:
+    first, newline, rest = finding.restart.message.partition("\n")
+    where = f" of pod {cause.pod}" if cause.pod != finding.restart.pod else ""
+    message = f"{first} (a consequence of {cause.reason}{where}){newline}{rest}"
+    return replace(finding.restart, counted=False, consequence=True, round=cause.round, message=message)

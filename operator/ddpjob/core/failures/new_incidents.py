@@ -1,0 +1,92 @@
+"""Turns the coordinator's incidents that no reconcile has seen before into findings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from ddpjob_runtime.protocol import Incident, IncidentKind
+
+from ddpjob.api.types import JobStatus, Restart
+from ddpjob.core.failures.classify import Cause, with_traceback
+from ddpjob.core.failures.merge_causes import Finding
+from ddpjob.core.failures.policy import evaluate_rules, shell_code
+from ddpjob.core.view import View
+
+_CAUSES = {
+    IncidentKind.WORKER_FAILED: Cause.WORKER_FAILED,
+    IncidentKind.OOM_KILLED: Cause.OOM_KILLED,
+    IncidentKind.HANG: Cause.HANG,
+    IncidentKind.INIT_FAILURE: Cause.INIT_FAILURE,
+    IncidentKind.JOINED: Cause.JOINED,
+}
+"""The other kinds, PeerLost and Left, are explained by the end of a pod."""
+
+
+@dataclass(frozen=True)
+class NewIncidents:
+    """Incidents that were not seen before."""
+
+    findings: tuple[Finding, ...] = ()
+    """Those that are causes by themselves, in the order of their numbers."""
+    lost: tuple[tuple[str, datetime], ...] = ()
+    """Pod and time of those that the end of a pod explains."""
+    last: int = 0
+    """The number of the newest incident that has been seen."""
+
+
+def new_incidents(view: View) -> NewIncidents:
+    """The incidents of the coordinator's report beyond the last one that the status has seen."""
+    restarts = view.status.restarts
+    seen = restarts.seen_incident if restarts.seen_generation == view.status.rendezvous.generation else 0
+    if view.report is None:
+        return NewIncidents(last=seen)
+    fresh = sorted((i for i in view.report.incidents if i.id > seen), key=lambda i: i.id)
+    return NewIncidents(
+        findings=tuple(_finding(view, i) for i in fresh if i.kind in _CAUSES),
+        lost=tuple((i.pod or "", i.time) for i in fresh if i.kind not in _CAUSES),
+        last=max((i.id for i in fresh), default=seen),
+    )
+
+
+def with_seen(status: JobStatus, new: NewIncidents, seen_round: int) -> JobStatus:
+    """The status after these incidents were evaluated; `seen_round` as in `Attributed`."""
+    generation = status.rendezvous.generation
+    return replace(
+        status,
+        restarts=replace(status.restarts, seen_generation=generation, seen_incident=new.last, seen_round=seen_round),
+    )
+
+
+def _finding(view: View, incident: Incident) -> Finding:
+    cause = _CAUSES[incident.kind]
+    code = shell_code(incident.exit_code, incident.signal)
+    ruled = evaluate_rules(view.job.spec, cause, code, trained=view.trained)
+    first, _, rest = _summary(cause, incident).rstrip(": ").partition("\n")
+    if incident.backoff_seconds:
+        first += f"; waits {incident.backoff_seconds:g} s"
+    index = incident.index or 0
+    slot = view.status.slot(index)
+    restart = Restart(
+        time=incident.time,
+        pod=incident.pod or view.job.name,
+        index=index,
+        node=slot.node if slot is not None else "",
+        rank=incident.rank,
+        reason=cause,
+        message=with_traceback(first + (f"\n{rest}" if rest else ""), incident.traceback),
+        counted=ruled.counted,
+    )
+    return Finding(restart, fails=ruled.fails, why=ruled.why, exit_code=code)
+
+
+def _summary(cause: Cause, incident: Incident) -> str:
+    if cause is Cause.WORKER_FAILED:
+        how = f"signal {incident.signal}" if incident.signal else f"exit code {incident.exit_code}"
+        return f"rank {incident.rank} in pod {incident.pod} ended with {how}: {incident.message}"
+    if cause is Cause.OOM_KILLED:
+        what = "was killed: the container used more memory than spec.resources.limits.memory allows"
+        return f"rank {incident.rank} in pod {incident.pod} {what}: {incident.message}"
+    if cause is Cause.INIT_FAILURE:
+        return f"the entry point of pod {incident.pod} cannot start: {incident.message}"
+    return incident.message or f"{incident.kind} in pod {incident.pod}"

@@ -1,0 +1,74 @@
+"""Decides what follows from a cause, by spec.recovery.rules and the defaults.
+
+That is: whether it counts against the budget, and whether it fails the job.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE
+
+from ddpjob.api.types import JobSpec, RuleAction, RuleCause
+from ddpjob.core.failures.classify import Cause
+
+_RULED = {
+    Cause.WORKER_FAILED: RuleCause.EXIT_CODE,
+    Cause.EXIT_CODE: RuleCause.EXIT_CODE,
+    Cause.OOM_KILLED: RuleCause.OOM_KILLED,
+    Cause.DISRUPTION: RuleCause.DISRUPTION,
+    Cause.PREEMPTED: RuleCause.DISRUPTION,
+    Cause.EVICTED: RuleCause.DISRUPTION,
+    Cause.NODE_LOST: RuleCause.NODE_LOST,
+    Cause.HANG: RuleCause.HANG,
+    Cause.INIT_FAILURE: RuleCause.INIT_FAILURE,
+}
+COUNTED = frozenset({Cause.WORKER_FAILED, Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.HANG, Cause.INIT_FAILURE})
+"""Failures of the job itself. Disruptions, lost hosts, manual deletions and consequences do not use the budget."""
+RULE_FAILED = "RuleFailed"
+CONFIGURATION_ERROR = "ConfigurationError"
+_CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
+"""Exit codes of a program that refuses its arguments or settings: argparse's, and those of sysexits.h."""
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What the rules make of a cause."""
+
+    counted: bool
+    """Whether it counts against recovery.maxRestarts."""
+    fails: str = ""
+    """The reason of the condition Failed; empty: the job continues."""
+    why: str = ""
+    """The rule that fails the job."""
+
+
+def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, trained: bool) -> Ruling:
+    """The first rule that matches decides, else the defaults.
+
+    `exit_code` as a shell shows it (128 + N for signal N, see `shell_code`). `trained`: whether the
+    job has made a step; before that, a program that cannot start or refuses its configuration fails
+    the job, since restarting cannot help.
+    """
+    for number, rule in enumerate(spec.recovery.rules):
+        if _RULED.get(cause) is not rule.cause or (rule.exit_codes and exit_code not in rule.exit_codes):
+            continue
+        if rule.action is RuleAction.FAIL:
+            return Ruling(False, RULE_FAILED, f"recovery.rules[{number}] (cause {rule.cause}) fails the job")
+        return Ruling(rule.action is RuleAction.RESTART)
+    if cause is Cause.INIT_FAILURE and not trained:
+        return Ruling(False, Cause.INIT_FAILURE)
+    if cause in (Cause.WORKER_FAILED, Cause.EXIT_CODE) and exit_code in _CONFIGURATION and not trained:
+        return Ruling(
+            False, CONFIGURATION_ERROR, f"exit code {exit_code} before the first step is a configuration error"
+        )
+    return Ruling(cause in COUNTED)
+
+
+def shell_code(exit_code: int | None, signal_name: str | None) -> int | None:
+    """The exit code that a shell would show for a process, for which torchrun gives -N or the name of signal N."""
+    if exit_code is not None:
+        return exit_code if exit_code >= 0 else 128 - exit_code
+    number = getattr(signal, signal_name, None) if signal_name else None
+    return 128 + number if isinstance(number, signal.Signals) else None

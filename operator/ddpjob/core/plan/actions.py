@@ -1,0 +1,200 @@
+"""Decides the actions that bring a job's objects to what its status plans, and what the coordinator is notified of."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from ddpjob_runtime.protocol import Command, CoordinatorState, MemberState
+
+from ddpjob.api.types import ConditionType, Placement, Restart, SlotState
+from ddpjob.core.decision import (
+    Action,
+    CreateBudget,
+    CreateCoordinator,
+    CreateNode,
+    CreatePolicy,
+    CreateRuntime,
+    CreateService,
+    CreateToken,
+    DeletePod,
+    LabelPod,
+    Notify,
+)
+from ddpjob.core.failures.liveness import given_up, lost_since
+from ddpjob.core.plan.slots import can_replace, protocol_of
+from ddpjob.core.plan.wind_down import end_leftovers, has_leftovers
+from ddpjob.core.view import View
+from ddpjob.core.world import PodView, Role, coordinator_pod_name
+
+_ENDING_MARGIN = timedelta(seconds=5)
+LISTS_SINCE = 3
+"""Version of the protocol from which on a coordinator takes notice of several pods at once."""
+
+
+def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], datetime | None]:
+    """What to create and remove, and until when something of it is held back (None: nothing is).
+
+    `lost`: names of pods to delete immediately (grace period 0). A job whose claims cannot serve it
+    gets no objects, and one whose podTemplate has faults gets no pods. Planned again from the same
+    observation, the actions are the same: creations have names, deletions uids.
+    """
+    if view.claim_problem is not None:
+        return (), None
+    job, status, world, now = view.job, view.status, view.world, view.now
+    actions: list[Action] = []
+    if not world.has_service:
+        actions.append(CreateService())
+    if world.runtime != status.runtime and can_replace(view):
+        actions.append(CreateRuntime())
+    if job.spec.pods > 1 and job.spec.scheduling.disruption_budget and not world.has_budget:
+        actions.append(CreateBudget())
+    pods: list[Action] = []
+    held = [_held_until(view)]
+    dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
+    missing = dedicated and status.rendezvous.state is SlotState.PLANNED and view.coordinator is None
+    buildable = not world.problems
+    if buildable and missing and _due(status.rendezvous.not_before, now, held):
+        pods.append(CreateCoordinator())
+    if buildable and held[0] is None:
+        planned = [(i, s) for i, s in enumerate(status.slots) if s.state is SlotState.PLANNED and view.pods[i] is None]
+        pods += [CreateNode(i, s.attempt) for i, s in planned if _due(s.not_before, now, held)]
+    isolated = view.status.condition(ConditionType.ISOLATED)
+    if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
+        # One that was refused is tried again with the next pod, not at every reconcile.
+        actions.append(CreatePolicy())
+    if pods:
+        # Not observed, since the operator may not read Secrets: every new pod makes sure of it.
+        actions += [CreateToken(), *pods]
+    actions += _removals(view, lost)
+    actions += _labels(view)
+    return tuple(actions), min((moment for moment in held if moment is not None), default=None)
+
+
+def _due(not_before: datetime | None, now: datetime, held: list[datetime | None]) -> bool:
+    """Whether a creation's back-off is over; if not, its end is added to `held`."""
+    if not_before is None or now >= not_before:
+        return True
+    held.append(not_before)
+    return False
+
+
+def _held_until(view: View) -> datetime | None:
+    """Until when nodes of a new generation wait for those of the old one, which may be saving a checkpoint.
+
+    Not beyond the grace of the old pods: their host may be dead.
+    """
+    latest = None
+    for pod in view.world.nodes():
+        if pod.generation >= view.status.rendezvous.generation or pod.ended:
+            continue
+        until = (pod.deleted_at or view.now + timedelta(seconds=pod.grace_seconds)) + _ENDING_MARGIN
+        if until > view.now and (latest is None or until > latest):
+            latest = until
+    return latest
+
+
+# --- removals ---------------------------------------------------------------------------------------------------
+
+
+def _removals(view: View, lost: frozenset[str]) -> list[Action]:
+    """Deletes pods that are not planned and still run, and failed pods beyond runPolicy.failedPodsKept."""
+    job, world, generation = view.job, view.world, view.status.rendezvous.generation
+    actions: list[Action] = []
+    kept: dict[int, list[PodView]] = {}
+    old_nodes_run = any(p.generation < generation and not p.ended for p in world.nodes())
+    for pod in world.pods:
+        if pod.name in view.current_names and pod.name not in lost:
+            continue
+        if not pod.ended and (pod.name in lost or given_up(view, pod, lost_since(pod, world, view.now))):
+            # A host that does not answer will never confirm the pod's end.
+            actions.append(DeletePod(pod.name, pod.uid, 0))
+        elif pod.role is Role.COORDINATOR:
+            if pod.deleted_at is None and (pod.generation == generation or not old_nodes_run):
+                actions.append(DeletePod(pod.name, pod.uid))
+        elif pod.ended:
+            kept.setdefault(pod.index, []).append(pod)
+            actions += end_leftovers(job, pod, view.now) if has_leftovers(pod) and pod.deleted_at is None else []
+        elif pod.deleted_at is None:
+            actions.append(DeletePod(pod.name, pod.uid))
+    for pods in kept.values():
+        pods.sort(key=lambda p: p.attempt)
+        surplus = pods[: max(0, len(pods) - job.spec.run_policy.failed_pods_kept)]
+        actions += [DeletePod(p.name, p.uid) for p in surplus if p.deleted_at is None]
+    return actions
+
+
+# --- what the coordinator has decided, and what it should know --------------------------------------------------
+
+
+def _labels(view: View) -> list[Action]:
+    """Role labels that follow the coordinator's choice of who trains, while a group runs."""
+    report = view.report
+    if report is None or report.state != CoordinatorState.RUNNING or report.world is None:
+        return []
+    state = {m.pod: m.state for m in report.members}
+    full = report.world >= view.job.spec.nodes
+    actions: list[Action] = []
+    for pod in view.pods:
+        if pod is None or pod.ended or pod.deleted_at is not None:
+            continue
+        if state.get(pod.name) == MemberState.RUNNING and pod.role is Role.SPARE:
+            actions.append(LabelPod(pod.name, pod.uid, Role.NODE))
+        elif state.get(pod.name) == MemberState.READY and full and pod.role is Role.NODE:
+            actions.append(LabelPod(pod.name, pod.uid, Role.SPARE))
+    return actions
+
+
+def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
+    """Messages to the coordinator: settings until its report shows them, and pods that are gone.
+
+    A pod on a dead host cannot close its connections, so its peers would wait for it.
+    """
+    endpoint, report, spec = view.status.rendezvous.endpoint, view.report, view.job.spec
+    if not spec.under_torchrun:
+        return ()
+    actions = _dismissal(view, lost)
+    if not endpoint:
+        return tuple(actions)
+    if report is not None and (report.nodes, report.min_nodes) != (spec.nodes, spec.min_nodes):
+        actions.append(Notify(endpoint, Command.SIZE, {"nodes": spec.nodes, "minNodes": spec.min_nodes}))
+    patience = (spec.recovery.hang_after_seconds, (spec.recovery.backoff.initial, spec.recovery.backoff.maximum))
+    if report is not None and (report.hang_after, report.backoff) != patience:
+        actions.append(Notify(endpoint, Command.PATIENCE, {"hangAfter": patience[0], "backoff": list(patience[1])}))
+    present = {p.name for p in view.world.pods} - lost
+    gone = [r.pod for r in restarts if r.index is not None and r.pod not in present and not r.consequence]
+    if report is not None:
+        known = [*(m.pod for m in report.members), *(m.pod for m in report.lost)]
+        gone += [pod for pod in known if pod not in view.current_names and pod not in present]
+    for why, pods in _by_reason(list(dict.fromkeys(gone)), lost).items():
+        if len(pods) == 1 or protocol_of(view.status) < LISTS_SINCE:
+            actions += [Notify(endpoint, Command.GONE, {"pod": pod, "why": why}) for pod in pods]
+        else:
+            actions.append(Notify(endpoint, Command.GONE, {"pods": pods, "why": why}))
+    return tuple(actions)
+
+
+def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
+    """The end of a coordinator that was given up and may run all the same, such as on a host whose kubelet is dead.
+
+    In a generation that continues its members then look for the next one; else they end. Not of one that still serves
+    pods which are saving: they are asked to end, and it goes last.
+    """
+    before, after = view.job.status.rendezvous, view.status.rendezvous
+    name = coordinator_pod_name(view.job, before.generation, before.attempt)
+    if not before.endpoint or (before.generation, before.attempt) == (after.generation, after.attempt):
+        return []
+    if before.generation == after.generation:
+        # The next one may have the same address, as in the process backend.
+        return [Notify(before.endpoint, Command.EXIT, {"why": f"{name} has been replaced", "before": after.attempt})]
+    if name not in lost:
+        return []
+    why = f"{name} was given up, and the group continues as generation {after.generation}"
+    return [Notify(before.endpoint, Command.STOP, {"ok": False, "why": why})]
+
+
+def _by_reason(gone: list[str], lost: frozenset[str]) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for pod in gone:
+        why = "its Kubernetes node is lost" if pod in lost else "the pod was deleted"
+        reasons.setdefault(why, []).append(pod)
+    return reasons

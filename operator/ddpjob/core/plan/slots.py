@@ -1,0 +1,181 @@
+"""Decides the slots: which attempt of each pod there should be, in a new generation, after a loss, at another size.
+
+No pod name is ever used twice: an attempt that a pod may have had is never planned again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from ddpjob_runtime import protocol
+
+from ddpjob.api.types import POD_DEFAULTS, JobStatus, Placement, RendezvousStatus, Slot, SlotState
+from ddpjob.core.failures.classify import Cause, End
+from ddpjob.core.view import View
+from ddpjob.core.world import PodView
+
+QUICK = timedelta(seconds=60)
+"""A pod that ended sooner after its creation has achieved nothing."""
+_REPEATING = frozenset(
+    {Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.INIT_FAILURE, Cause.EVICTED, Cause.NODE_FAULT, Cause.START_ERROR}
+)
+"""Causes that waiting may help; other causes say nothing about the next pod."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A cause, how often in a row it has occurred, and until when the next pod waits."""
+
+    reason: str = ""
+    failures: int = 0
+    not_before: datetime | None = None
+
+
+SUPPORTED_PROTOCOLS = frozenset({2, protocol.VERSION})
+"""Versions of which this operator can build pods, from the runtime that the job is pinned to."""
+
+UNVERSIONED = 1
+"""The version of pods that were made before versions had numbers: their runtime is not a package."""
+
+
+def template_mark(view: View) -> str:
+    """What all pods of a generation share: the spec they are made from, the key of their token, their protocol.
+
+    The protocol is that of the runtime which the job is pinned to.
+    """
+    version = protocol_of(view.status) if view.status.runtime else protocol.VERSION
+    return f"{_spec_and_key(view)}-{version}"
+
+
+def _spec_and_key(view: View) -> str:
+    return f"{view.job.spec.template_hash}-{view.world.key_mark}"
+
+
+def protocol_of(status: JobStatus) -> int:
+    """The version of the protocol that the pods of the job's generation speak."""
+    parts = status.template_hash.split("-")
+    if len(parts) == 2:
+        return UNVERSIONED
+    return int(parts[2]) if len(parts) == 3 and parts[2].isdecimal() else protocol.VERSION
+
+
+def fits(view: View) -> bool:
+    """Whether the present generation is still what the job needs.
+
+    Pods whose runtime another release made stay until one of them has to be made again: an upgrade of the operator, or
+    the way back, is no reason to end what trains.
+    """
+    made_from = "-".join(view.status.template_hash.split("-")[:2])
+    return made_from == _spec_and_key(view) and (can_replace(view) or not _lacks_pods(view))
+
+
+def can_replace(view: View) -> bool:
+    """Whether single pods of the present generation can be made again.
+
+    A pod has the runtime of its peers: where theirs is gone, they cannot get another beside them.
+    """
+    version, runtime = protocol_of(view.status), view.status.runtime
+    if runtime and runtime == view.world.runtime:
+        return version in SUPPORTED_PROTOCOLS
+    return version == protocol.VERSION and runtime in ("", view.world.runtime_offered)
+
+
+def _lacks_pods(view: View) -> bool:
+    """Whether pods of the present generation have yet to be created."""
+    rendezvous, placement = view.status.rendezvous, view.job.spec.rendezvous.placement
+    planned = rendezvous.state is SlotState.PLANNED and placement is Placement.DEDICATED
+    slots = zip(view.status.slots, view.pods, strict=True)
+    return (planned and view.coordinator is None) or any(s.state is SlotState.PLANNED and not p for s, p in slots)
+
+
+def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
+    """The status with these slots, and the highest attempt that any slot has ever had."""
+    highest = max([status.highest_attempt, *(slot.attempt for slot in slots)])
+    return replace(status, slots=tuple(slots), highest_attempt=highest)
+
+
+def new_generation(view: View) -> JobStatus:
+    """The status of a new generation: every slot is planned again, around a new coordinator.
+
+    A slot keeps its attempt if no pod was created for it yet; else its next attempt is higher than
+    that of every pod of its index, in the status or in the world. The generation's number rises by
+    one (the first is 0), the coordinator's attempts begin at 0. Back-off (reason, failures,
+    not_before) is kept. Applied twice to pods that were not created in between, it changes the
+    generation only. Where pods cannot be made with the runtime that the job is pinned to, it gets the offered one.
+    """
+    if not can_replace(view):
+        view = view.with_status(replace(view.status, runtime=""))
+    job, status = view.job, view.status
+    used: dict[int, int] = {}
+    for pod in view.world.nodes():
+        used[pod.index] = max(used.get(pod.index, -1), pod.attempt)
+    for index, slot in enumerate(status.slots):
+        if slot.state is not SlotState.PLANNED:
+            used[index] = max(used.get(index, -1), slot.attempt)
+    slots = []
+    for index in range(job.spec.pods):
+        old = status.slots[index] if index < len(status.slots) else Slot(attempt=_unused(status))
+        attempt = max(old.attempt, used.get(index, -1) + 1)
+        slots.append(Slot(attempt=attempt, reason=old.reason, failures=old.failures, not_before=old.not_before))
+    rendezvous = RendezvousStatus(
+        generation=status.rendezvous.generation + 1 if status.slots else 0,
+        nodes=job.spec.nodes,
+        failures=status.rendezvous.failures,
+        not_before=status.rendezvous.not_before,
+    )
+    defaults = status.pod_defaults if status.slots else POD_DEFAULTS
+    status = replace(with_slots(status, slots), pod_defaults=defaults)
+    status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view))
+    return status if status.runtime else replace(status, runtime=view.world.runtime_offered)
+
+
+def _unused(status: JobStatus) -> int:
+    """An attempt that no pod of any index has had, not even of slots that were dropped long ago."""
+    return status.highest_attempt + 1 if status.slots or status.highest_attempt else 0
+
+
+def resized(view: View) -> JobStatus:
+    """The status with as many slots as spec.nodes and spec.spares ask for: more at the end, or fewer."""
+    job, status = view.job, view.status
+    slots = list(status.slots[: job.spec.pods])
+    slots += [Slot(attempt=_unused(status)) for _ in range(job.spec.pods - len(slots))]
+    return replace(with_slots(status, slots), rendezvous=replace(status.rendezvous, nodes=job.spec.nodes))
+
+
+def next_attempt(slot: Slot, repeated: Repeated) -> Slot:
+    """The slot with its next pod planned."""
+    return Slot(
+        attempt=slot.attempt + 1, reason=repeated.reason, failures=repeated.failures, not_before=repeated.not_before
+    )
+
+
+def next_coordinator(status: JobStatus) -> JobStatus:
+    """The status with another coordinator planned for the same generation, while the group continues."""
+    rendezvous = replace(status.rendezvous, attempt=status.rendezvous.attempt + 1, state=SlotState.PLANNED, endpoint="")
+    return replace(status, rendezvous=rendezvous)
+
+
+def repeated(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
+    """Counts `end` in: one more than `before` if it has the same cause, was quick, and waiting may help; else none."""
+    if end.cause not in _REPEATING or pod is None or pod.created is None:
+        return Repeated()
+    if (end.time or view.now) - pod.created >= QUICK:
+        return Repeated()
+    failures = before.failures + 1 if before.reason == end.cause else 1
+    seconds = view.job.spec.recovery.backoff.seconds(failures)
+    until = view.now + timedelta(seconds=seconds)
+    # Times are written in whole seconds.
+    whole = until.replace(microsecond=0) + timedelta(seconds=math.ceil(until.microsecond / 1e6))
+    return Repeated(end.cause, failures, whole if seconds else None)
+
+
+def with_rounds(view: View) -> JobStatus:
+    """The status in which pods that are about to be created belong to the current round."""
+    status = view.status
+    if all(s.state is not SlotState.PLANNED for s in status.slots):
+        return status
+    pairs = zip(status.slots, view.pods, strict=True)
+    slots = [replace(s, round=status.round) if s.state is SlotState.PLANNED and pod is None else s for s, pod in pairs]
+    return replace(status, slots=tuple(slots))

@@ -1,0 +1,128 @@
+"""Decides how a job ends: what is written, how training stops, and when pods and the job are deleted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from ddpjob_runtime.protocol import Command
+
+from ddpjob.api.types import CleanPodPolicy, ConditionType, DDPJob, SlotState
+from ddpjob.core.decision import POLL, Action, Decision, DeleteJob, DeletePod, Event, Failure, Notify
+from ddpjob.core.status.conditions import with_condition, with_phase
+from ddpjob.core.status.messages import event_text
+from ddpjob.core.status.shown_progress import shown_progress
+from ddpjob.core.view import View
+from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, host_port
+
+STOP_SECONDS = 15
+"""How long running nodes may take to stop by themselves, which keeps their logs, before they are deleted."""
+EXIT_SECONDS = 15
+"""How long the coordinator in a node's pod may take to exit before the pod is deleted, and its log with it."""
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+
+def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Decision:
+    """The decision for a job that has failed, for good. `events` come before the one of the failure."""
+    status = with_condition(view.status, ConditionType.FAILED, True, failure.reason, failure.message, view.now)
+    announced = Event(True, failure.reason, event_text(failure.message))
+    return _end(view.with_status(status), [*(events or []), announced], "Failed")
+
+
+def complete(view: View, events: list[Event]) -> Decision:
+    """The decision for a job whose group has finished: every node has ended with exit code 0."""
+    nodes = view.job.spec.nodes
+    finished = sum(slot.state is SlotState.SUCCEEDED for slot in view.status.slots)
+    done = min(finished, nodes) or nodes
+    message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
+    status = with_condition(view.status, ConditionType.COMPLETE, True, "Finished", message, view.now)
+    return _end(view.with_status(status), [*events, Event(False, "Complete", message)], "Complete")
+
+
+def _end(view: View, events: list[Event], reason: str) -> Decision:
+    status, now = view.status, view.now
+    for kind in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED):
+        if status.holds(kind) or (kind is not ConditionType.SUSPENDED and status.condition(kind) is not None):
+            status = with_condition(status, kind, False, reason, f"the job is {reason.lower()}", now)
+    ended = SlotState.SUCCEEDED if reason == "Complete" else SlotState.FAILED
+    status = replace(
+        status,
+        rendezvous=replace(status.rendezvous, state=ended),
+        completion_time=now.replace(microsecond=0),
+        active=0,
+        ready=0,
+        spare=0,
+        progress=shown_progress(status.progress, view.reported_progress, now, at_once=True),
+    )
+    status = with_phase(status)
+    return replace(wind_down(view.with_status(status)), status=status, events=tuple(events))
+
+
+# --- after the end ----------------------------------------------------------------------------------------------
+
+
+def wind_down(view: View) -> Decision:
+    """The actions that are due for a job that has ended; its status does not change any more."""
+    job, world, now = view.job, view.world, view.now
+    ended_at = view.status.completion_time or now
+    training = [p for p in world.nodes() if not p.ended and p.deleted_at is None]
+    overdue = now >= ended_at + timedelta(seconds=STOP_SECONDS)
+    actions = _stop(view, training, overdue=overdue) if training else _clean(view)
+    wake = [POLL] if training or actions else []
+    ttl = job.spec.run_policy.ttl_seconds_after_finished
+    if ttl is not None:
+        left = (ended_at + timedelta(seconds=ttl) - now).total_seconds()
+        if left <= 0:
+            return Decision(view.status, (DeleteJob(),))
+        wake.append(left)
+    return Decision(view.status, tuple(actions), wake=min(wake, default=None))
+
+
+def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]:
+    """Stops nodes by a message, which keeps their logs; deletes those that cannot get one (`command`, not started)."""
+    reachable = view.job.spec.under_torchrun and view.coordinator is not None
+    if overdue or not reachable:
+        return [DeletePod(p.name, p.uid) for p in training]
+    idle: list[Action] = [DeletePod(p.name, p.uid) for p in training if not p.main.running]
+    failed = view.status.condition(ConditionType.FAILED)
+    if failed is None or not failed.status:
+        return idle
+    return [*idle, Notify(view.status.rendezvous.endpoint, Command.STOP, {"ok": False, "why": failed.reason})]
+
+
+def _clean(view: View) -> list[Action]:
+    """Deletes pods by runPolicy.cleanPodPolicy, and ends what is left in those that stay."""
+    policy = view.job.spec.run_policy.clean_pod_policy
+    actions: list[Action] = []
+    for pod in view.world.pods:
+        if pod.deleted_at is not None:
+            continue
+        if pod.role is Role.COORDINATOR or policy is CleanPodPolicy.ALL:
+            actions.append(DeletePod(pod.name, pod.uid))
+        elif has_leftovers(pod):
+            ends = end_leftovers(view.job, pod, view.now)
+            actions += [e for e in ends if policy is CleanPodPolicy.RUNNING or isinstance(e, Notify)]
+    return actions
+
+
+# --- pods whose trainer has ended while other containers run ----------------------------------------------------
+
+
+def has_leftovers(pod: PodView) -> bool:
+    """Whether the pod's main container has ended and another one still runs."""
+    return pod.ended and not all(c.ended for c in pod.containers.values())
+
+
+def end_leftovers(job: DDPJob, pod: PodView, now: datetime) -> list[Action]:
+    """Ends the other containers: a coordinator (placement Master) is asked to exit, a sidecar is deleted with its pod.
+
+    A coordinator that exits by itself leaves the pod, and with it the trainer's log, in place.
+    """
+    coordinator = pod.containers.get(COORDINATOR_CONTAINER)
+    patient = pod.main.finished is None or now < pod.main.finished + timedelta(seconds=EXIT_SECONDS)
+    if coordinator is not None and coordinator.running and patient:
+        endpoint = host_port(pod.address, job.spec.rendezvous.endpoint_port)
+        return [Notify(endpoint, Command.EXIT, {"why": "the trainer in its pod has ended"})]
+    return [DeletePod(pod.name, pod.uid)]

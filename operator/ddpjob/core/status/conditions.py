@@ -1,0 +1,53 @@
+"""Sets status conditions and derives the phase. A condition's transition time changes only when its status does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+
+from ddpjob.api.types import Condition, ConditionType, JobStatus, Phase
+
+_ORDER = list(ConditionType)
+MESSAGE_LIMIT = 8192
+"""Characters. The API server allows 32768 for a condition's message; a terminal shows less."""
+
+
+def with_condition(
+    status: JobStatus, kind: ConditionType, holds: bool, reason: str, message: str, now: datetime
+) -> JobStatus:
+    """The status with one condition set and the others unchanged; too long a message loses its middle."""
+    old = status.condition(kind)
+    since = old.since if old is not None and old.status == holds else now.replace(microsecond=0)
+    new = Condition(
+        type=kind,
+        status=holds,
+        reason=reason,
+        message=_shortened(message),
+        since=since,
+        generation=status.observed_generation,
+    )
+    others = [c for c in status.conditions if c.type != kind]
+    return replace(status, conditions=tuple(sorted([*others, new], key=lambda c: _ORDER.index(c.type))))
+
+
+def _shortened(message: str) -> str:
+    return message if len(message) <= MESSAGE_LIMIT else message[:200] + "\n...\n" + message[-(MESSAGE_LIMIT - 205) :]
+
+
+def with_phase(status: JobStatus) -> JobStatus:
+    """The status with the phase that follows from its conditions and counts."""
+    return replace(status, phase=_phase(status))
+
+
+def _phase(status: JobStatus) -> Phase:
+    if status.holds(ConditionType.FAILED):
+        return Phase.FAILED
+    if status.holds(ConditionType.COMPLETE):
+        return Phase.COMPLETE
+    if status.holds(ConditionType.SUSPENDED):
+        return Phase.SUSPENDED
+    if status.holds(ConditionType.RESTARTING):
+        return Phase.RESTARTING
+    if status.holds(ConditionType.RUNNING):
+        return Phase.RUNNING
+    return Phase.STARTING if status.ready else Phase.PENDING

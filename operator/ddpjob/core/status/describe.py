@@ -1,0 +1,370 @@
+"""Describes the present in the status: conditions, counts and progress, from pods and the report."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import datetime, timedelta
+from functools import partial
+
+from ddpjob_runtime.protocol import CoordinatorState, MemberState, Overdue
+
+from ddpjob.api.types import Condition, ConditionType, JobStatus, Restart, SlotState, format_time, known_time
+from ddpjob.core.decision import BLOCKED_POLL
+from ddpjob.core.failures.classify import Cause, stuck
+from ddpjob.core.status.conditions import with_condition, with_phase
+from ddpjob.core.status.messages import count
+from ddpjob.core.status.shown_progress import shown_progress
+from ddpjob.core.view import View
+from ddpjob.core.world import PodView, Role
+
+CREATION_REFUSED = "CreationRefused"
+NAME_IS_TAKEN = "NameTaken"
+STEP_OVERDUE = "StepOverdue"
+SURELY_TRAINED = timedelta(minutes=10)
+_FORMED = (CoordinatorState.RUNNING, CoordinatorState.SUCCEEDED)
+_IN_GROUP = (MemberState.RUNNING, MemberState.FINISHED)
+
+_BEFORE_THE_REPORT = frozenset(
+    {Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED, Cause.COORDINATOR_LOST}
+)
+"""Decided by the operator itself: a report that was read before cannot know of them."""
+
+
+def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> JobStatus:
+    """The view's status with conditions, counts and progress as of now.
+
+    `restarts` are those recorded in this reconcile. `creating`: something is missing and is about
+    to be created.
+    """
+    job, now = view.job, view.now
+    alive = [p for p in view.pods if p is not None and not p.ended and p.deleted_at is None]
+    training = _training(view)
+    running_pods = sum(p.main.running for p in alive)
+    finished = sum(s.state is SlotState.SUCCEEDED for s in view.status.slots)
+    ready = max(0, training - finished) if training is not None else min(running_pods, job.spec.nodes)
+    status = replace(
+        view.status, active=min(len(alive), job.spec.nodes), ready=ready, spare=max(0, running_pods - ready)
+    )
+    view = view.with_status(_scheduled(view.with_status(status), alive, creating=creating))
+    running, reason, message = _running(view, training, running_pods)
+    view = view.with_status(with_condition(view.status, ConditionType.RUNNING, running, reason, message, now))
+    whole = (
+        running
+        and reason not in ("CoordinatorUnreachable", "CoordinatorReplaced")
+        and (training is None or training <= job.spec.nodes)
+    )
+    view = view.with_status(_restarting(view, whole, [r for r in restarts if r.round]))
+    status = _isolated(view.with_status(_fast_recovery(view)))
+    status = replace(status, trained=view.trained or _has_run_long(status, now))
+    due = status.phase is not with_phase(status).phase
+    return with_phase(
+        replace(status, progress=shown_progress(status.progress, view.reported_progress, now, at_once=due))
+    )
+
+
+def _has_run_long(status: JobStatus, now: datetime) -> bool:
+    """Whether the group has run for so long that steps must be assumed, although the program reports none."""
+    running = status.condition(ConditionType.RUNNING)
+    return running is not None and running.status and now - running.since >= SURELY_TRAINED
+
+
+def _training(view: View) -> int | None:
+    """How many nodes train as one group; None: not known, or none do.
+
+    The coordinator's report counts only while the pods of all its members are alive: it may be
+    older than a loss.
+    """
+    report = view.report
+    if not view.job.spec.under_torchrun or report is None or report.state not in _FORMED:
+        return None
+    alive = {p.name for p in view.pods if p is not None and (p.succeeded or (p.main.running and not p.ended))}
+    members = [m.pod for m in report.members if m.state in _IN_GROUP]
+    if report.world is None or len(members) < report.world or not set(members) <= alive:
+        return None
+    return report.world
+
+
+# --- Scheduled --------------------------------------------------------------------------------------------------
+
+
+def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
+    """The status with its condition Scheduled. `alive`: pods of slots that run or will."""
+    status, spec, world = view.status, view.job.spec, view.world
+    condition = partial(with_condition, status, ConditionType.SCHEDULED, now=view.now)
+
+    if world.problems:
+        remedy = "the pods stay as they are, and none is created until spec.podTemplate is corrected"
+        return condition(False, "InvalidPodTemplate", f"{'; '.join(world.problems)} ({remedy})")
+    if view.claim_problem is not None:
+        return condition(False, view.claim_problem.reason, view.claim_problem.message)
+    if world.rejections:
+        rejected = world.rejections[0]
+        what = f"{rejected.object}: {rejected.message}"
+        if rejected.name_taken:
+            return condition(False, NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s")
+        if "violates PodSecurity" in rejected.message:
+            where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
+            what += f"; set what is missing in {where}; instead of hostPath and nfs use claims"
+        return condition(False, CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}")
+    before = status.condition(ConditionType.SCHEDULED)
+    if creating and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
+        # The outcome of the next try is not known yet. Another reason in the meantime would be a write, which wakes
+        # the job, which tries again: without end and without a pause.
+        return status
+    coordinator = view.coordinator
+    dedicated = [coordinator] if coordinator is not None and coordinator.role is Role.COORDINATOR else []
+    waiting = next((p for p in [*alive, *dedicated] if p.unschedulable and not p.host), None)
+    if waiting is not None:
+        message = f"pod {waiting.name}: {waiting.unschedulable}{_spread_hint(view, waiting)}"
+        return condition(False, "Unschedulable", message)
+    placed = sum(bool(p.host) for p in alive) + sum(s.state is SlotState.SUCCEEDED for s in status.slots)
+    if placed >= spec.pods:
+        return condition(True, "AllPlaced", f"{spec.pods} of {spec.pods} pods are scheduled")
+    return condition(False, "Placing", f"{placed} of {spec.pods} pods are scheduled{_backing_off(status, view.now)}")
+
+
+def _idle(view: View, alive: list[PodView]) -> str:
+    """What the pods that there are hold while they wait for those that are refused, and how to let them go."""
+    spec, unknown = view.job.spec, view.report is None and view.status.holds(ConditionType.RUNNING)
+    if not alive or unknown or _training(view) is not None:
+        return ""
+    wait = "waits" if len(alive) == 1 else "wait"
+    gpus = len(alive) * spec.gpus_per_node
+    held = f" with {count(gpus, 'GPU')}" if gpus else ""
+    text = f"; meanwhile {len(alive)} of {count(spec.pods, 'pod')} {wait}{held}"
+    return f"{text}: to let go of them, set runPolicy.suspend to true; to train with fewer, lower spec.nodes"
+
+
+def _backing_off(status: JobStatus, now: datetime) -> str:
+    held = [
+        (s.not_before, i, s)
+        for i, s in enumerate(status.slots)
+        if s.state is SlotState.PLANNED and s.not_before and s.not_before > now
+    ]
+    if not held:
+        return ""
+    until, index, slot = min(held, key=lambda h: h[0])
+    repeated = f"{slot.reason}, {slot.failures} times in a row"
+    return f"; the next pod of index {index} is created at {until:%H:%M:%S} UTC (backing off: {repeated})"
+
+
+def _spread_hint(view: View, pod: PodView) -> str:
+    scheduling = view.job.spec.scheduling
+    leaving = next((p for p in view.world.nodes() if p.deleted_at is not None and not p.ended), None)
+    if leaving is not None and leaving.deleted_at is not None:
+        until = f"{leaving.deleted_at:%H:%M:%S} UTC"
+        return f" (pod {leaving.name} is still terminating and keeps its Kubernetes node until {until} at the latest)"
+    if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
+        wanted = "spec.nodes and spec.spares" if view.job.spec.spares else "spec.nodes"
+        return (
+            f" (one pod per {scheduling.topology_key}: fewer Kubernetes nodes fit than {wanted} asks for; "
+            "scheduling.onePodPerNode=false lets pods share one)"
+        )
+    return ""
+
+
+# --- Running ----------------------------------------------------------------------------------------------------
+
+
+def _running(view: View, training: int | None, running_pods: int) -> tuple[bool, str, str]:
+    """Status, reason and message of the condition Running."""
+    status, spec, report = view.status, view.job.spec, view.report
+    wanted = spec.nodes
+    if training is not None:
+        return _group_runs(view, training)
+    for pod in [view.coordinator, *view.pods]:
+        held = stuck(pod, has_run=True) if pod and pod.deleted_at is None else None
+        if held is not None and not (report is None and spec.fast):
+            return False, held.reason, held.message
+    finished = sum(s.state is SlotState.SUCCEEDED for s in status.slots)
+    there = min(running_pods, wanted)
+    present = f"{there} of {count(wanted, 'node')} {'runs' if there == 1 else 'run'}"
+    if there + finished < spec.min_nodes and not (spec.under_torchrun and finished):
+        least = f", {spec.min_nodes} are needed" if spec.min_nodes < wanted else ""
+        return False, "NodesMissing", present + least
+    if not spec.under_torchrun:
+        ended = f", {finished} {'has' if finished == 1 else 'have'} finished" if finished else ""
+        return True, "NodesRun", present + ended
+    if report is None:
+        return status.holds(ConditionType.RUNNING), "CoordinatorUnreachable", f"{present}; {_unreachable(view)}"
+    if report.attempt and report.state == CoordinatorState.FORMING and status.holds(ConditionType.RUNNING):
+        return True, "CoordinatorReplaced", f"{present} and continue to train, while they connect to a new coordinator"
+    if report.backoff_until is not None and report.backoff_until > view.now:
+        until = f"{report.backoff_until:%H:%M:%S} UTC"
+        return (
+            False,
+            "BackingOff",
+            f"{present}; the next round starts at {until}: the same failure repeats without progress",
+        )
+    if spec.under_torchrun and (finished or report.state == CoordinatorState.SUCCEEDED):
+        return (
+            status.holds(ConditionType.RUNNING),
+            "GroupFinished",
+            "training has finished; the remaining pods are ending",
+        )
+    return False, "GroupForming", f"{present} and {'is' if there == 1 else 'are'} joining the rendezvous"
+
+
+UNREACHABLE = timedelta(minutes=1)
+"""After so long it is worth an event: restarts of workers are neither counted nor shown meanwhile."""
+UNREACHABLE_LONG = "meanwhile failures of workers are neither counted nor shown"
+
+
+def _unreachable(view: View) -> str:
+    """Since when the coordinator does not answer, which the message itself remembers."""
+    status = view.status
+    where = status.rendezvous.endpoint or "its pod, which has no address yet"
+    known = status.condition(ConditionType.RUNNING)
+    said = _SINCE.search(known.message) if known is not None and known.reason == "CoordinatorUnreachable" else None
+    since = (known_time(said[1]) if said else None) or view.now
+    text = f"the coordinator at {where} has not answered the operator since {format_time(since)}"
+    if view.now - since >= UNREACHABLE:
+        port = view.job.spec.rendezvous.endpoint_port
+        text += f": training may continue, but {UNREACHABLE_LONG}; let the operator's pod reach port {port} of pods"
+    before = last_step(known)
+    return text if before is None else f"{text}; when it last did, the group had {_NO_STEP} {format_time(before)}"
+
+
+_SINCE = re.compile(r"has not answered the operator since (\S+Z)")
+
+
+def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
+    wanted = view.job.spec.nodes
+    if view.report is not None and view.report.overdue is not None:
+        return True, STEP_OVERDUE, _without_steps(view, view.report.overdue, training)
+    if training == wanted:
+        return True, "GroupRuns", f"{_train(wanted)}{_finished_early(view)}"
+    if training > wanted:
+        return True, "GroupShrinking", f"{_train(training)}, which is about to become {wanted}"
+    train = "trains" if training == 1 else "train as one group"
+    return True, "GroupRunsSmaller", f"{training} of {count(wanted, 'node')} {train}; {_missing(view)}"
+
+
+def _without_steps(view: View, overdue: Overdue, training: int) -> str:
+    """What is known of a group whose next step is overdue, with the stacks of its ranks; it stays the same."""
+    known = last_step(view.status.condition(ConditionType.RUNNING))
+    since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
+    said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
+    remedy = "to have groups without a step restarted, set recovery.hangAfterSeconds"
+    text = (
+        f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}, far beyond the job's own "
+        f"pace{said}: {overdue.where}. It is left alone; {remedy}"
+    )
+    return f"{text}\n{overdue.traceback}" if overdue.traceback else text
+
+
+_SAME_STEP = timedelta(minutes=1)
+"""What a step's time may differ by from one report to the next: each is read by a new comparison of the clocks."""
+_NO_STEP = "made no step since"
+_LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
+
+
+def last_step(running: Condition | None) -> datetime | None:
+    """When the group made its last step, if the next one is overdue: the condition's message remembers it."""
+    said = _LAST_STEP.search(running.message) if running is not None else None
+    return known_time(said[1]) if said else None
+
+
+def _train(nodes: int) -> str:
+    return f"{count(nodes, 'node')} {'trains' if nodes == 1 else 'train as one group'}"
+
+
+def _finished_early(view: View) -> str:
+    """Names a node whose program has ended with 0 while others still train: they wait for it in vain."""
+    report = view.report
+    members = () if report is None or report.state is not CoordinatorState.RUNNING else report.members
+    finished = [m for m in members if m.state is MemberState.FINISHED]
+    if not finished or len(finished) == len(members):
+        return ""
+    first = finished[0]
+    others = f" and {len(finished) - 1} more" if len(finished) > 1 else ""
+    return f"; pod {first.pod} (node rank {first.rank}){others} has already ended with exit code 0"
+
+
+def _missing(view: View) -> str:
+    """Why a group that may be smaller is smaller."""
+    for pod in view.pods:
+        if pod is None or pod.main.running or pod.ended:
+            continue
+        held = stuck(pod, has_run=True)
+        if held is not None:
+            return held.message
+        if pod.unschedulable:
+            return f"pod {pod.name} is not scheduled: {pod.unschedulable}"
+        return f"pod {pod.name} is starting"
+    spare = view.status.spare
+    if spare:
+        return f"{spare} more {'joins' if spare == 1 else 'join'} at the next restart"
+    return "the missing pods are being created"
+
+
+# --- Restarting and FastRecovery --------------------------------------------------------------------------------
+
+
+def _restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
+    """True from a break until the group runs again; never for one that is over already when it is seen."""
+    status, now = view.status, view.now
+    if not broke and status.round > view.job.status.round and status.restarts.recent:
+        broke = [status.restarts.recent[-1]]
+    if broke and not (running and all(r.reason not in _BEFORE_THE_REPORT for r in broke)):
+        last = next((r for r in reversed(broke) if not r.consequence), broke[-1])
+        message = next(iter(last.message.splitlines()), "")  # Of a user's coordinator: it may be empty.
+        return with_condition(status, ConditionType.RESTARTING, True, last.reason, message, now)
+    if running and any(r.seconds is None for r in status.restarts.recent):
+        status = replace(status, restarts=replace(status.restarts, recent=_timed(view)))
+    if running and (broke or status.holds(ConditionType.RESTARTING)):
+        return with_condition(status, ConditionType.RESTARTING, False, "Recovered", "the group runs again", now)
+    return status
+
+
+def _timed(view: View) -> tuple[Restart, ...]:
+    """Recent restarts, those that have ended with their duration in seconds.
+
+    They end with the next step, if the coordinator hears of steps. Its measurement of the last one
+    is finer than the time between two reconciles.
+    """
+    report = view.report
+    if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
+        return view.status.restarts.recent
+    measured = report.recovery.last_seconds if report is not None and report.recovery.down_since is None else None
+
+    def seconds(restart: Restart, *, last: bool) -> float:
+        seen = max(0.0, (view.now - restart.time).total_seconds())
+        return round(min(seen, measured) if last and measured is not None else seen, 2 if measured is not None else 1)
+
+    recent = view.status.restarts.recent
+    return tuple(
+        r if r.seconds is not None else replace(r, seconds=seconds(r, last=n == len(recent)))
+        for n, r in enumerate(recent, start=1)
+    )
+
+
+def _fast_recovery(view: View) -> JobStatus:
+    """In mode Fast, once the coordinator has reported: whether every pod can do what the mode promises."""
+    status, report = view.status, view.report
+    if not view.job.spec.fast or report is None or not report.members:
+        return status
+    if report.notes:
+        first = report.notes[0]
+        others = len({n.pod for n in report.notes}) - 1
+        message = f"pod {first.pod}: {first.why}" + (f" (and {others} more)" if others else "")
+        return with_condition(status, ConditionType.FAST_RECOVERY, False, first.kind, message, view.now)
+    message = "workers start from a process that has imported torch"
+    return with_condition(status, ConditionType.FAST_RECOVERY, True, "WarmWorkers", message, view.now)
+
+
+def _isolated(view: View) -> JobStatus:
+    """What prevents the isolation that spec.network asks for; no condition where nothing does."""
+    status, spec, world = view.status, view.job.spec, view.world
+    condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
+
+    if world.policy_refused:
+        reached = "pods of others reach this job's; the operator tries again with the job's next pod"
+        return condition(False, "PolicyRefused", f"NetworkPolicy {world.policy}: {world.policy_refused}; {reached}")
+    if spec.network.isolate and spec.on_host_network:
+        why = "with podTemplate.spec.hostNetwork no NetworkPolicy applies to the job's pods"
+        return condition(False, "HostNetwork", f"{why}; if this is intended, set spec.network.isolate to false")
+    if world.has_policy and status.condition(ConditionType.ISOLATED) is not None:
+        return condition(True, "PolicyExists", f"NetworkPolicy {world.policy}")
+    return status

@@ -1,0 +1,106 @@
+"""Decides which events a reconcile records: what happened, whether it counts, what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddpjob.api.types import ConditionType, JobStatus, Restart
+from ddpjob.core.decision import Event
+from ddpjob.core.failures.classify import PLANNED, Cause
+from ddpjob.core.status.describe import STEP_OVERDUE, UNREACHABLE_LONG, last_step
+from ddpjob.core.status.messages import count, event_text, without_wait
+from ddpjob.core.view import View
+from ddpjob.core.world import node_pod_name
+
+_QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable")
+"""Reasons of false conditions that every start passes through."""
+
+
+def restart_events(view: View, restarts: tuple[Restart, ...], *, failed: bool) -> list[Event]:
+    """The events of restarts that are new in the view's status, few of them: one for many pods of the same fate."""
+    alike: dict[tuple[str, bool], list[Restart]] = {}
+    for restart in restarts:
+        alike.setdefault((restart.reason, restart.counted), []).append(restart)
+    events = []
+    for several in alike.values():
+        if len(several) <= SINGLE_EVENTS:
+            events += [restart_event(view, restart, failed=failed) for restart in several]
+        else:
+            events.append(_summary(several))
+    return events[:MOST_EVENTS]
+
+
+def _summary(several: list[Restart]) -> Event:
+    first = several[0]
+    counted = "counts" if first.counted else "does not count"
+    pods = ", ".join(restart.pod for restart in several)
+    text = f"{len(several)} pods: {first.reason} ({counted} against recovery.maxRestarts): {pods}"
+    return Event(True, first.reason, event_text(text))
+
+
+def restart_event(view: View, restart: Restart, *, failed: bool) -> Event:
+    """The event of a restart that is new in the view's status. `failed`: the job fails, so nothing follows."""
+    if restart.reason == Cause.JOINED:
+        return Event(False, restart.reason, event_text(restart.message))
+    if failed:
+        restart = replace(restart, message=without_wait(restart.message))
+    counted = "counts" if restart.counted else "does not count"
+    follows = "" if failed else _what_follows(view, restart)
+    return Event(True, restart.reason, event_text(restart.message, f"{counted} against recovery.maxRestarts{follows}"))
+
+
+def _what_follows(view: View, restart: Restart) -> str:
+    if restart.reason == Cause.COORDINATOR_LOST and view.job.spec.fast:
+        return "; training continues, another coordinator takes over"
+    slot = view.status.slot(restart.index)
+    if slot is None or restart.index is None:
+        return ""
+    successor = node_pod_name(view.job, restart.index, slot.attempt)
+    if successor == restart.pod:
+        return "; it restarts in its pod"
+    wait = f" at {slot.not_before:%H:%M:%S} UTC (backing off: repeated failure)" if slot.not_before is not None else ""
+    return f"; {successor} replaces it{wait}"
+
+
+SINGLE_EVENTS = 3
+"""Restarts of one kind that get an event each; more of them get one together."""
+MOST_EVENTS = 20
+"""Of one reconcile, for restarts."""
+
+
+def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
+    """Events of what has changed from one status to the next, beside restarts."""
+    events = []
+    if new.holds(ConditionType.RUNNING) and not old.holds(ConditionType.RUNNING):
+        events.append(Event(False, "Running", _begun(old, new)))
+    for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.FAST_RECOVERY, ConditionType.ISOLATED):
+        condition, before = new.condition(kind), old.condition(kind)
+        if condition is None or condition.status or condition.reason in _QUIET:
+            continue
+        if before is None or before.reason != condition.reason:
+            events.append(Event(True, condition.reason, event_text(condition.message)))
+    running, before = new.condition(ConditionType.RUNNING), old.condition(ConditionType.RUNNING)
+    known_before = before is not None and UNREACHABLE_LONG in before.message
+    late = running is not None and running.reason == STEP_OVERDUE and last_step(before) != last_step(running)
+    if running is not None and (late or (UNREACHABLE_LONG in running.message and not known_before)):
+        events.append(Event(True, running.reason, event_text(running.message)))
+    known = {entry.node for entry in old.avoided_nodes}
+    for entry in new.avoided_nodes:
+        if entry.node not in known:
+            where = f"Kubernetes node {entry.node} until {entry.until:%H:%M} UTC: {entry.reason}"
+            message = f"new pods go elsewhere, if they can, than to {where}"
+            events.append(Event(True, "NodeAvoided", message))
+    return events
+
+
+def _begun(old: JobStatus, new: JobStatus) -> str:
+    """What trains, and how long after what."""
+    text = f"{count(new.ready, 'node')} {'trains' if new.ready == 1 else 'train'}"
+    restarting = ConditionType.RESTARTING
+    if not old.holds(restarting) or new.holds(restarting) or not new.restarts.recent:
+        return text
+    last = new.restarts.recent[-1]
+    if last.reason in PLANNED:
+        return f"{text} again, after a planned restart: {last.reason}"
+    after = f"{last.seconds} s after" if last.seconds is not None else "after"
+    return f"{text} again, {after} {last.pod} broke the group"

@@ -1,0 +1,100 @@
+"""The view of one reconcile: a job, its status so far, the world, the time, and what derives from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
+from typing import Any, TypeGuard
+
+from ddpjob_runtime.protocol import Report
+
+from ddpjob.api.types import DDPJob, JobStatus, Placement, Slot, SlotState
+from ddpjob.core.volumes import Unusable, unusable_claim
+from ddpjob.core.world import PodView, World, coordinator_pod_name, node_pod_name
+
+
+@dataclass(frozen=True)
+class View:
+    """Immutable; what is derived is computed once. A decision that changes the status continues with `with_status`."""
+
+    job: DDPJob
+    status: JobStatus
+    world: World
+    now: datetime
+
+    def with_status(self, status: JobStatus) -> View:
+        """The same job, world and time after a change of the status."""
+        view = replace(self, status=status)
+        if status.slots is self.status.slots:
+            # A large job has many: they are looked up once.
+            kept = ("pods",) + (("current_names",) if status.rendezvous is self.status.rendezvous else ())
+            view.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+        return view
+
+    def with_slots(self, slots: list[Slot]) -> View:
+        """The same after a change of slots: none, where they are equal."""
+        old = self.status.slots
+        if len(old) == len(slots) and all(a is b for a, b in zip(old, slots, strict=True)):
+            return self
+        return self.with_status(replace(self.status, slots=tuple(slots)))
+
+    @cached_property
+    def pods(self) -> tuple[PodView | None, ...]:
+        """The pod of every slot's current attempt, in the order of the slots; None where there is none."""
+        by_name = self.world.nodes_by_name
+        return tuple(by_name.get(node_pod_name(self.job, i, slot.attempt)) for i, slot in enumerate(self.status.slots))
+
+    @cached_property
+    def coordinator(self) -> PodView | None:
+        """The pod that holds the current coordinator: its own, or slot 0's in placement Master."""
+        rendezvous = self.status.rendezvous
+        if self.job.spec.rendezvous.placement is Placement.MASTER:
+            name = node_pod_name(self.job, 0, self.status.slots[0].attempt) if self.status.slots else ""
+        else:
+            name = coordinator_pod_name(self.job, rendezvous.generation, rendezvous.attempt)
+        return next((p for p in self.world.pods if p.name == name), None)
+
+    @cached_property
+    def current_names(self) -> frozenset[str]:
+        """Names of the pods that there should be: every slot's and the coordinator's."""
+        rendezvous = self.status.rendezvous
+        names = {node_pod_name(self.job, i, s.attempt) for i, s in enumerate(self.status.slots)}
+        return frozenset(names | {coordinator_pod_name(self.job, rendezvous.generation, rendezvous.attempt)})
+
+    @cached_property
+    def report(self) -> Report | None:
+        """The coordinator's report, if it is of the current generation."""
+        report = self.world.report
+        return report if report is not None and report.generation == self.status.rendezvous.generation else None
+
+    @cached_property
+    def reported_progress(self) -> dict[str, Any]:
+        """What the training script reported last, of whatever generation; empty without a report."""
+        return self.world.report.progress if self.world.report is not None else {}
+
+    @cached_property
+    def claim_problem(self) -> Unusable | None:
+        """Why the job's claims cannot serve its pods; None when they can."""
+        return unusable_claim(self.job, self.world)
+
+    @cached_property
+    def has_run(self) -> bool:
+        """Whether the program of any pod of the job may ever have run."""
+        status = self.status
+        began = any(s.state not in (SlotState.PLANNED, SlotState.CREATED) for s in status.slots)
+        return bool(status.slots) and (began or status.round > 0 or status.rendezvous.generation > 0)
+
+    @cached_property
+    def trained(self) -> bool:
+        """Whether the job has ever made a step, by its status or the last report."""
+        if self.status.trained:
+            return True
+        known = (self.status.progress, self.reported_progress)
+        values = (progress.get(name) for progress in known for name in ("step", "epoch", "percent"))
+        return any(is_number(value) and value > 0 for value in values)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a reported value is a finite number; JSON's true and NaN are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

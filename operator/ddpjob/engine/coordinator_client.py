@@ -1,0 +1,305 @@
+"""HTTP client of the jobs' coordinators, for both implementations of `Cluster`.
+
+A coordinator runs the user's image, and its address may be another pod's by now: what answers is not believed before
+it has proved to know the job's token, which is never sent, and is read within bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+import aiohttp
+from ddpjob_runtime import protocol
+from ddpjob_runtime.protocol import INSTANCE_HEADER, NONCE_HEADER, PROOF_HEADER, STATUS_PATH, Command, Record, Report
+from yarl import URL
+
+from ddpjob.api.schema import without_nulls
+from ddpjob.api.types import DDPJob, Json
+from ddpjob.core.plan.slots import UNVERSIONED, protocol_of
+from ddpjob.engine.reconcile import utc_now
+from ddpjob.objects.platform import Platform
+
+log = logging.getLogger("ddpjob.coordinator")
+
+SECONDS = 2.0
+"""For a request, beyond the time for which a long poll is held."""
+CONNECT_SECONDS = 1.0
+SMALL = 64 * 1024
+"""Bytes of an answer that any number of coordinators may send at the same time."""
+LARGE_ANSWERS = 64
+"""Answers beyond SMALL that are read at the same time."""
+SAME_CLOCK = timedelta(seconds=1)
+"""A clock that differs by less is taken for ours: the difference holds the time that the answer took."""
+LONGEST_AGE = timedelta(days=3650)
+DETAILED_INCIDENTS = 10
+"""The newest ones, which are kept with their texts: a status shows no more."""
+_TEXT, _SHORT_TEXT = 3000, 200
+_STACKS = 6000
+"""Characters of the stacks of all ranks; the pods' logs hold them whole."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A job's coordinator: its `endpoint` is `host:port`, a host that is an IPv6 address in brackets."""
+
+    endpoint: str
+    token: str
+    """The job's: both sides prove that they know it."""
+    version: int = protocol.VERSION
+    """Of the protocol. Those before version 3 prove nothing, and want the token itself with every message."""
+    pods: int = protocol.MAX_PODS
+    """How many pods the job has: bounds what is kept of a report."""
+
+    @property
+    def proves(self) -> bool:
+        """Whether requests and answers carry a proof of the token."""
+        return self.version >= 3
+
+
+def target_of(job: DDPJob, platform: Platform, endpoint: str) -> Target:
+    """The job's coordinator at `host:port`."""
+    pods = max(job.spec.pods, len(job.status.slots))
+    return Target(endpoint, platform.token(job), protocol_of(job.status), pods)
+
+
+class CoordinatorClient:
+    """One HTTP session for all jobs, opened by the first request.
+
+    An unreachable coordinator is an observation, not an error.
+    """
+
+    def __init__(self, clock: Callable[[], datetime] = utc_now) -> None:
+        self.clock = clock
+        self._opened: aiohttp.ClientSession | None = None
+        self.large = asyncio.Semaphore(LARGE_ANSWERS)
+        self._last: Link | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """A session belongs to the event loop that runs when it is made. Who opens a link bounds its connections."""
+        if self._opened is None:
+            self._opened = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_watched_socket),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                headers={"Accept-Encoding": "identity"},
+            )
+        return self._opened
+
+    async def close(self) -> None:
+        if self._opened is not None:
+            await self._opened.close()
+
+    def link(self, target: Target) -> Link:
+        """The link to a coordinator; the last one is used again."""
+        if self._last is None or self._last.target != target:
+            self._last = Link(self, target)
+        return self._last
+
+    async def report(self, target: Target) -> Report | None:
+        """The coordinator's report; None without a readable answer."""
+        try:
+            return await self.link(target).report()
+        except UNREACHABLE:
+            return None
+        except Exception as error:  # whatever it sends, the job is reconciled without it
+            log.warning(
+                "%s", describe_error(f"the report of the coordinator at {target.endpoint} cannot be used", error)
+            )
+            return None
+
+    async def notify(self, target: Target, verb: str, body: Json) -> None:
+        """`POST /v1/VERB`. A message that is lost is sent again by the next reconcile while its reason persists."""
+        try:
+            await self.link(target).request("POST", Command(verb).path, json.dumps(body).encode())
+        except UNREACHABLE as error:
+            log.info("%s", describe_error(f"the coordinator at {target.endpoint} was not notified ({verb})", error))
+        except Exception as error:
+            log.warning("%s", describe_error(f"the coordinator at {target.endpoint} rejects {verb}", error))
+
+
+def _watched_socket(info: Any) -> socket.socket:
+    """A socket that notices within seconds, while it waits, that the other host is gone."""
+    made = socket.socket(*info[:3])
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
+
+
+UNREACHABLE = (TimeoutError, aiohttp.ClientError, OSError)
+
+
+class Link:
+    """Requests to one coordinator."""
+
+    def __init__(self, client: CoordinatorClient, target: Target) -> None:
+        self.target = target
+        self._client = client
+        self._instance = ""
+        self.size = 0
+        """Bytes of the last answer."""
+
+    async def report(self, known: Report | None = None, wait: float = 0.0) -> Report:
+        """`GET /status`: at once, or when there is news beyond the `known` report, at most after `wait` seconds.
+
+        Raises one of UNREACHABLE without an answer, any other error for one that cannot be believed or read.
+        """
+        path = STATUS_PATH
+        if known is not None:
+            beyond = f"after={known.version}" if not self.target.proves else f"news={known.news}"
+            path += f"?{beyond}&wait={wait:g}"
+        body = await self.request("GET", path, wait=wait if known is not None else 0.0)
+        return read_report(body, self._client.clock(), self.target.pods, self.target.version)
+
+    async def request(self, method: str, path: str, body: bytes = b"", wait: float = 0.0) -> bytes:
+        """The proved answer to a request. Raises as `report` does."""
+        async with asyncio.timeout(wait + SECONDS):
+            nonce, instance = secrets.token_hex(16), self._instance  # which another request may change meanwhile
+            status, headers, content = await self._ask(method, path, body, nonce, instance)
+            offered = headers.get(INSTANCE_HEADER, "")[:64]
+            if status == 401 and self.target.proves and offered not in ("", instance):
+                instance = self._instance = offered  # a coordinator takes no proof that was made for another
+                status, headers, content = await self._ask(method, path, body, nonce, instance)
+        proof = headers.get(PROOF_HEADER, "")
+        known = self.target.token, "answer", instance, nonce, content
+        if self.target.proves and not protocol.is_sealed(proof, *known):
+            raise ValueError(f"the answer ({status}) does not prove that it comes from this job's coordinator")
+        if status != 200:
+            raise ValueError(f"the answer is {status} {content[:150]!r}")
+        return content
+
+    def _credentials(self, method: str, path: str, body: bytes, nonce: str, instance: str) -> dict[str, str]:
+        target = self.target
+        if not target.proves:
+            return {"Authorization": f"Bearer {target.token}"} if method == "POST" else {}
+        proof = protocol.seal(target.token, "request", instance, nonce, method, path, body)
+        return {NONCE_HEADER: nonce, PROOF_HEADER: proof}
+
+    async def _ask(self, method: str, path: str, body: bytes, nonce: str, instance: str) -> tuple[int, Any, bytes]:
+        headers = self._credentials(method, path, body, nonce, instance)
+        url = URL(f"http://{self.target.endpoint}{path}", encoded=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        async with self._client.session.request(
+            method, url, data=body or None, headers=headers, allow_redirects=False, timeout=timeout
+        ) as answer:
+            if answer.headers.get("Content-Encoding", "identity") != "identity":
+                raise ValueError(f"the answer is encoded: {answer.headers['Content-Encoding'][:40]!r}")
+            async with asyncio.timeout(SECONDS):  # a long poll's time is over when the answer begins
+                content = await self._read(answer.content)
+            return answer.status, answer.headers, content
+
+    async def _read(self, stream: aiohttp.StreamReader) -> bytes:
+        content = await _until(stream, b"", SMALL)
+        if len(content) > SMALL:
+            async with self._client.large:
+                content = await _until(stream, content, protocol.MAX_REPORT)
+        if len(content) > protocol.MAX_REPORT:
+            raise ValueError(f"the answer has more than {protocol.MAX_REPORT} bytes")
+        self.size = len(content)
+        return content
+
+
+async def _until(stream: aiohttp.StreamReader, begun: bytes, limit: int) -> bytes:
+    """What the stream holds from `begun` on, to its end or to a little more than `limit` bytes."""
+    parts, size = [begun], len(begun)
+    while size <= limit and (part := await stream.readany()):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+def describe_error(what: str, error: BaseException) -> str:
+    """One line for the log: an error may quote what somebody's coordinator has sent."""
+    return f"{what}: {type(error).__name__}: {str(error)!r}"[:200]
+
+
+# --- reports ----------------------------------------------------------------------------------------------------
+
+
+def read_report(
+    body: bytes, received: datetime, pods: int = protocol.MAX_PODS, version: int = protocol.VERSION
+) -> Report:
+    """The report in an answer, with its times on our clock, and without what is not used.
+
+    `version`: of the protocol that the coordinator speaks.
+
+    Raises:
+        ValueError: it breaks the contract.
+    """
+    try:
+        content = json.loads(body, parse_constant=_not_json)
+        report = Report.read(content if version > UNVERSIONED else _renamed(content))
+        known = 2 * pods + 16  # pods that end are in it for a while
+        report = replace(
+            report,
+            members=report.members[:known],
+            lost=report.lost[:known],
+            notes=report.notes[:known],
+            incidents=_shortened(report.incidents),
+            overdue=report.overdue
+            and replace(report.overdue, traceback=protocol.clip(report.overdue.traceback, _STACKS)),
+        )
+        ahead = received - report.now if report.now is not None else timedelta(0)
+        placed: Report = _on_our_clock(report, received, ahead)
+        return placed
+    except RecursionError:
+        raise ValueError("its JSON is nested deeper than Python reads") from None
+    except OverflowError as error:
+        raise ValueError(f"a number or a time is out of bounds: {error}") from None
+
+
+def _renamed(content: Any) -> Any:
+    """A report of the first protocol in the words of the next ones. Its incidents held nulls for absent texts."""
+    if not isinstance(content, dict) or not isinstance(content.get("incidents", []), list):
+        return content
+    incidents = [without_nulls(incident) for incident in content.get("incidents", ())]
+    return {**content, "minNodes": content.get("minimum"), "incidents": incidents}
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _shortened(incidents: tuple[protocol.Incident, ...]) -> tuple[protocol.Incident, ...]:
+    older = len(incidents) - DETAILED_INCIDENTS
+    return tuple(
+        replace(
+            incident,
+            message=protocol.clip(incident.message, _SHORT_TEXT if number < older else _TEXT),
+            traceback="" if number < older else incident.traceback.strip()[-_TEXT:],
+        )
+        for number, incident in enumerate(incidents)
+    )
+
+
+def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
+    """The record with its times read by our clock: `offset` is what ours is ahead of the coordinator's."""
+    shift = offset if abs(offset) >= SAME_CLOCK else timedelta(0)
+    changes: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, datetime):
+            changes[field.name] = _moment(value + shift, received, field.name)
+        elif isinstance(value, Record):
+            changes[field.name] = _on_our_clock(value, received, shift)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Record):
+            changes[field.name] = tuple(_on_our_clock(item, received, shift) for item in value)
+    return replace(record, **changes) if changes else record
+
+
+def _moment(moment: datetime, received: datetime, name: str) -> datetime:
+    """A time of a report. Nothing but the end of a wait lies in the future, whatever a clock says."""
+    if abs(moment - received) > LONGEST_AGE:
+        raise ValueError(f"{name}: {moment} is out of bounds")
+    return moment if name == "backoff_until" else min(moment, received)

@@ -1,0 +1,72 @@
+"""What keeps a job to itself: the Secret with the token of its pods, and the NetworkPolicy in front of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from ddpjob.api.types import DDPJob, Json
+from ddpjob.core.world import LABEL_ISOLATED, LABEL_UID
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.service import metadata
+
+TOKEN_KEY = "token"
+"""The key in the Secret."""
+
+
+def build_token(job: DDPJob, platform: Platform) -> Json:
+    """The Secret with the job's token, which the role view does not read.
+
+    The operator creates it and never reads it: its name stands for its content.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(job, platform.token_secret(job)),
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": {TOKEN_KEY: platform.token(job)},
+    }
+
+
+def token_variable(job: DDPJob, platform: Platform) -> Json:
+    """The environment variable DDPJOB_TOKEN of the job's containers."""
+    secret = platform.token_secret(job)
+    if not secret:
+        return {"name": "DDPJOB_TOKEN", "value": platform.token(job)}
+    return {"name": "DDPJOB_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": TOKEN_KEY}}}
+
+
+def policy_name(job: DDPJob, platform: Platform) -> str:
+    """Name of the job's NetworkPolicy, with a hash of its content; empty: the job gets none.
+
+    An operator that was moved, or given other metrics peers, makes another one: policies add up.
+    """
+    if not job.spec.isolated or platform.operator_peer is None:
+        return ""
+    content = json.dumps(_policy(job, platform), sort_keys=True)
+    return f"{job.name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+
+
+def build_policy(job: DDPJob, platform: Platform) -> Json:
+    """The NetworkPolicy that admits the job's own pods everywhere, and the operator to the coordinator's port."""
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(job, policy_name(job, platform)),
+        "spec": _policy(job, platform),
+    }
+
+
+def _policy(job: DDPJob, platform: Platform) -> Json:
+    """Selects pods by a label of their own: those that an earlier release has made stay as they are."""
+    own = {"matchLabels": {LABEL_UID: job.uid}}
+    port = {"protocol": "TCP", "port": job.spec.rendezvous.endpoint_port}
+    return {
+        "podSelector": {"matchLabels": {**own["matchLabels"], LABEL_ISOLATED: "true"}},
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {"from": [{"podSelector": own}]},
+            {"from": [platform.operator_peer, *platform.metrics_peers], "ports": [port]},
+        ],
+    }

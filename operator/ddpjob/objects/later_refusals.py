@@ -1,0 +1,190 @@
+"""Finds what the API server accepts in a DDPJob and refuses in its pods, or the kubelet in them: for people who check.
+
+The operator does not use it: it creates the pods and shows the API server's own answer, which a check
+here can only anticipate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpjob.api import near_misses
+from ddpjob.api.schema import Problem, without_nulls
+from ddpjob.api.types import Json
+from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
+from ddpjob.objects.pod_template import problems
+from ddpjob.objects.quantities import amount
+
+_TEMPLATE = "spec.podTemplate.spec"
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_LABEL_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
+# distribution/reference: [domain[:port]/]path[:tag][@digest]
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_DOMAIN = (
+    r"(?:[A-Za-z0-9](?:[-A-Za-z0-9]*[A-Za-z0-9])?(?:\.[A-Za-z0-9](?:[-A-Za-z0-9]*[A-Za-z0-9])?)*|\[[0-9a-fA-F:]+\])"
+)
+_IMAGE = re.compile(
+    rf"(?:{_DOMAIN}(?::[0-9]+)?/)?{_PART}(?:/{_PART})*(?::[\w][\w.-]{{0,127}})?(?:@[A-Za-z][\w+.-]*:[0-9a-fA-F]{{32,}})?"
+)
+_OWN_RESOURCES = ("cpu", "memory", "ephemeral-storage", "storage")
+_WORDS = {"mem": "memory", "ram": "memory", "cpus": "cpu", "cores": "cpu", "disk": "ephemeral-storage",
+          "gpu": "nvidia.com/gpu", "gpus": "nvidia.com/gpu"}  # fmt: skip
+_OWN_VOLUMES = ("ddpjob-runtime", "ddpjob-shm", "ddpjob-checkpoints", "ddpjob-data")
+_OPERATORS = ("Exists", "Equal", "Lt", "Gt")
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+
+def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
+    """What keeps a job that fits the schema from running anywhere; with paths into the manifest."""
+    spec = manifest["spec"]
+    template = spec.get("podTemplate") or {}
+    faulty = [Problem(*fault.split(": ", 1)) for fault in problems(template)] if template else []
+    pod = without_nulls(template).get("spec") or {}
+    found = [*_metadata(manifest["metadata"], "metadata"), *_spec(spec)]
+    if not faulty:
+        found += [*_pod(pod), *_metadata(without_nulls(template).get("metadata") or {}, "spec.podTemplate.metadata")]
+    return sorted({*faulty, *found})
+
+
+def _metadata(metadata: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    for key, value in (metadata.get("labels") or {}).items():
+        if len(value) > 63 or not _LABEL_VALUE.fullmatch(value):
+            remedy = "at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends"
+            yield Problem(f"{path}.labels.{key}", f"{value!r} cannot be a label's value: {remedy}")
+
+
+def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
+    yield from _image(spec["image"], "spec.image")
+    if re.search(r"\.py$", spec.get("module") or ""):
+        yield Problem("spec.module", f"{spec['module']} is the name of a file; write script: {spec['module']}")
+    yield from _resources(spec.get("resources") or {}, "spec.resources")
+    rendezvous = spec.get("rendezvous") or {}
+    yield from _resources(rendezvous.get("resources") or {}, "spec.rendezvous.resources")
+    for kind in ("data", "checkpoints"):
+        volume = (spec.get("storage") or {}).get(kind) or {}
+        yield from _name(volume.get("claimName"), f"spec.storage.{kind}.claimName")
+    for position, secret in enumerate(spec.get("imagePullSecrets") or ()):
+        yield from _name(secret.get("name"), f"spec.imagePullSecrets[{position}].name")
+    yield from _name((spec.get("scheduling") or {}).get("priorityClassName"), "spec.scheduling.priorityClassName")
+
+
+def _image(image: str, path: str) -> Iterator[Problem]:
+    if _IMAGE.fullmatch(image):
+        return
+    if image != image.strip() or " " in image:
+        remedy = "it contains a space"
+    elif image.endswith(":"):
+        remedy = "the tag after ':' is missing"
+    elif image != image.lower() and _IMAGE.fullmatch(image.lower()):
+        name, _, tag = image.rpartition(":")
+        meant = f"{name.lower()}:{tag}" if name and "/" not in tag else image.lower()
+        remedy = f"the path must be in lower case; did you mean {meant}?"
+    else:
+        remedy = "write [REGISTRY/]NAME[:TAG], such as ghcr.io/me/train:1.4"
+    yield Problem(path, f"{image!r} is not the name of an image: {remedy}")
+
+
+def _name(name: Any, path: str) -> Iterator[Problem]:
+    if name is not None and (len(str(name)) > 253 or not _NAME.fullmatch(str(name))):
+        meant = re.sub(r"[^a-z0-9.]+", "-", str(name).lower()).strip("-.")
+        hint = f"; did you mean {meant}?" if meant else ""
+        yield Problem(path, f"{name!r} is not the name of an object: lower-case letters, digits, '-' and '.'{hint}")
+
+
+def _resources(resources: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    for kind in ("requests", "limits"):
+        for name, value in (resources.get(kind) or {}).items():
+            at = f"{path}.{kind}.{name}" if "/" not in name and "." not in name else f"{path}.{kind}[{name}]"
+            if name not in _OWN_RESOURCES and "/" not in name and not name.startswith("hugepages-"):
+                meant = _WORDS.get(name.lower())
+                hint = f"did you mean {meant}?" if meant else "write cpu, memory, or a name with its domain"
+                yield Problem(at, f"is not the name of a resource; {hint}")
+            yield from _quantity(value, at)
+    requests, limits = resources.get("requests") or {}, resources.get("limits") or {}
+    for name in sorted(requests.keys() & limits.keys()):
+        least, most = amount(requests[name]), amount(limits[name])
+        if least is not None and most is not None and least > most:
+            yield Problem(f"{path}.requests.{name}", f"{requests[name]} is more than the limit, {limits[name]}")
+
+
+def _quantity(value: Any, path: str) -> Iterator[Problem]:
+    number = amount(value)
+    if number is None:
+        meant = near_misses.quantity(str(value))
+        hint = f"; did you mean {meant}?" if meant else ""
+        yield Problem(path, f"{value!r} is not a quantity, such as 500m, 8 or 16Gi{hint}")
+    elif number < 0:
+        yield Problem(path, f"{value} is less than 0")
+
+
+def _pod(pod: Json) -> Iterator[Problem]:
+    yield from _name(pod.get("serviceAccountName"), f"{_TEMPLATE}.serviceAccountName")
+    volumes = set(_OWN_VOLUMES)
+    for position, volume in enumerate(pod.get("volumes") or ()):
+        at = f"{_TEMPLATE}.volumes[{position}]"
+        name = volume.get("name")
+        if not name:
+            yield Problem(f"{at}.name", "missing; name the volume")
+        elif not _LABEL_NAME.fullmatch(name):
+            yield Problem(f"{at}.name", f"{name!r} is not a name of lower-case letters, digits and '-'")
+        elif name in volumes:
+            yield Problem(f"{at}.name", f"{name} is the name of another volume; choose another")
+        volumes.add(name)
+        limit = (volume.get("emptyDir") or {}).get("sizeLimit")
+        if limit is not None:
+            yield from _quantity(limit, f"{at}.emptyDir.sizeLimit")
+        sources = [key for key in volume if key != "name"]
+        if len(sources) > 1:
+            yield Problem(at, f"has {len(sources)} sources ({', '.join(sources)}); a volume has one")
+    for position, toleration in enumerate(pod.get("tolerations") or ()):
+        yield from _toleration(toleration, f"{_TEMPLATE}.tolerations[{position}]")
+    yield from _containers(pod, volumes)
+
+
+def _toleration(toleration: Json, path: str) -> Iterator[Problem]:
+    for field, known in (("operator", _OPERATORS), ("effect", _EFFECTS)):
+        value = toleration.get(field)
+        if value and value not in known:
+            near = next((word for word in known if word.lower().startswith(str(value).lower()[:7])), None)
+            hint = f"; did you mean {near}?" if near else ""
+            yield Problem(f"{path}.{field}", f"{value!r} is not one of {', '.join(known)}{hint}")
+    if toleration.get("operator") == "Exists" and toleration.get("value"):
+        yield Problem(f"{path}.value", "must be absent with operator Exists; remove it, or write operator: Equal")
+    if not toleration.get("key") and toleration.get("operator", "Equal") != "Exists":
+        yield Problem(f"{path}.key", "missing; without a key the operator must be Exists")
+
+
+def _containers(pod: Json, volumes: set[str]) -> Iterator[Problem]:
+    names: set[str] = {COORDINATOR_CONTAINER}
+    for kind in ("initContainers", "containers"):
+        for position, container in enumerate(pod.get(kind) or ()):
+            at = f"{_TEMPLATE}.{kind}[{position}]"
+            name = container["name"]
+            if name in names:
+                yield Problem(f"{at}.name", f"{name} is the name of an earlier container; merge the two, or rename one")
+            elif not _LABEL_NAME.fullmatch(name):
+                yield Problem(f"{at}.name", f"{name!r} is not a name of lower-case letters, digits and '-'")
+            names.add(name)
+            if name != TRAINER_CONTAINER:
+                yield from _image(container["image"], f"{at}.image")
+            yield from _resources(container.get("resources") or {}, f"{at}.resources")
+            yield from _mounts(container, volumes, at)
+
+
+def _mounts(container: Json, volumes: set[str], path: str) -> Iterator[Problem]:
+    places: set[str] = set()
+    for position, mount in enumerate(container.get("volumeMounts") or ()):
+        at, name, place = f"{path}.volumeMounts[{position}]", mount.get("name"), mount.get("mountPath")
+        if not name:
+            yield Problem(f"{at}.name", "missing; name one of the volumes")
+        elif name not in volumes:
+            others = ", ".join(sorted(v for v in volumes if v and v not in _OWN_VOLUMES)) or "none"
+            yield Problem(f"{at}.name", f"there is no volume {name}; volumes of podTemplate: {others}")
+        if not place:
+            yield Problem(f"{at}.mountPath", "missing; write the folder in the container")
+        elif place in places:
+            yield Problem(f"{at}.mountPath", f"{place} is the folder of an earlier mount; choose another")
+        places.add(place or "")

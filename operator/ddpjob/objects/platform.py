@@ -1,0 +1,70 @@
+"""What differs between Kubernetes and one machine in the pods that are built."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from ddpjob.api.types import DDPJob, JobStatus, Json, Placement
+from ddpjob.core.world import coordinator_pod_name, node_pod_name
+
+COORDINATOR_HOSTNAME = "coordinator"
+"""Hostname of every coordinator pod in mode Fast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """The defaults are Kubernetes'. `operator_key` is the secret that the jobs' tokens derive from."""
+
+    operator_key: bytes
+    python: str = "python3"
+    runtime_path: str = "/opt/ddpjob"
+    data_path: str | None = None
+    """A folder instead of spec.storage.data's mount path; None: the mount path."""
+    checkpoint_path: str | None = None
+    """A folder instead of spec.storage.checkpoints' mount path; None: the mount path."""
+    operator_peer: Json | None = None
+    """The operator's pods, as the peer of a NetworkPolicy; None: they are not known, and no policy is made."""
+    metrics_peers: tuple[Json, ...] = ()
+    """Further peers that may reach the coordinators' port, for their metrics."""
+    checkpoints_shared: bool | None = None
+    """Whether all nodes see the same checkpoints; None: by the kind of volume."""
+
+    def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
+        """The coordinator's host name, which every pod of the job resolves.
+
+        In mode Standard it changes with the generation: a name server may still return an old
+        address. In mode Fast it is the same for every coordinator of the job: nodes outlive theirs
+        and look up the next.
+        """
+        if job.spec.fast:
+            return f"{COORDINATOR_HOSTNAME}.{job.name}"
+        if job.spec.rendezvous.placement is Placement.MASTER:
+            pod = node_pod_name(job, 0, status.slots[0].attempt)
+        else:
+            pod = coordinator_pod_name(job, status.rendezvous.generation)
+        return f"{pod}.{job.name}"
+
+    @property
+    def key_mark(self) -> str:
+        """Distinguishes operator keys without revealing anything of them."""
+        return hmac.new(self.operator_key, b"mark", hashlib.sha256).hexdigest()[:6]
+
+    @property
+    def cluster(self) -> str:
+        """Distinguishes this operator's jobs from those of other clusters, which may have the same names."""
+        return self.key_mark
+
+    def token(self, job: DDPJob) -> str:
+        """The token that the job's pods authenticate with. It is not stored: the operator derives it again."""
+        return hmac.new(self.operator_key, job.uid.encode(), hashlib.sha256).hexdigest()
+
+    def token_secret(self, job: DDPJob) -> str:
+        """Name of the Secret with the job's token; it changes with the job's UID and with the operator's key.
+
+        It derives from the key, so that nobody can create a Secret of this name in advance. Empty: the
+        token is in the environment of the job's processes itself.
+        """
+        mark = hmac.new(self.operator_key, f"secret {job.uid}".encode(), hashlib.sha256).hexdigest()[:10]
+        return f"{job.name}-token-{mark}"

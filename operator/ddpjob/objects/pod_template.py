@@ -1,0 +1,148 @@
+"""Finds the faults of spec.podTemplate, for `ddpjob validate` and for the operator.
+
+Unknown fields are what the API server's strict field validation rejects as well; here they are
+found before a pod is created, and without a cluster.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpjob.api.schema import without_nulls
+from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
+
+_NOT_RESTARTED = "what ends is replaced by the operator and counted, not restarted by the kubelet"
+_OWNED_SPEC = {
+    "restartPolicy": _NOT_RESTARTED,
+    "hostname": "names carry the attempt",
+    "subdomain": "it is the job's service",
+    "nodeName": "use nodeSelector or affinity; a pod bound by name could not leave a lost Kubernetes node",
+    "activeDeadlineSeconds": "use spec.runPolicy.activeDeadlineSeconds",
+    "schedulerName": "use spec.scheduling.schedulerName",
+    "priorityClassName": "use spec.scheduling.priorityClassName",
+    "imagePullSecrets": "use spec.imagePullSecrets",
+}
+_OWNED_CONTAINER = {
+    "image": "use spec.image",
+    "imagePullPolicy": "use spec.imagePullPolicy",
+    "command": "use spec.command, spec.script or spec.module",
+    "args": "use spec.args",
+    "envFrom": "use spec.envFrom",
+    "workingDir": "use spec.workingDir",
+    "resources": "use spec.resources, spec.gpusPerNode and spec.gpuResource",
+    "restartPolicy": _NOT_RESTARTED,
+    "restartPolicyRules": _NOT_RESTARTED,
+}
+_OWNED_VARIABLES = re.compile(r"(DDPJOB_|PET_).*|POD_IP|NODE_NAME|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK")
+_OWNED_METADATA = ("name", "generateName", "namespace", "ownerReferences", "finalizers")
+_OWNED_MOUNTS = {"/opt/ddpjob": "the runtime", "/dev/shm": "spec.storage.sharedMemory"}
+
+
+def problems(template: Mapping[str, Any]) -> tuple[str, ...]:
+    """One sentence for each fault of a podTemplate, with its path and what to write instead."""
+    template = without_nulls(template)
+    unknown = tuple(_unknown_fields(template, "V1PodTemplateSpec", "spec.podTemplate"))
+    return unknown or tuple(_overrides(template))
+
+
+def _overrides(template: Mapping[str, Any]) -> Iterator[str]:
+    metadata, spec = template.get("metadata") or {}, template.get("spec") or {}
+    for field in _OWNED_METADATA:
+        if field in metadata:
+            yield f"spec.podTemplate.metadata.{field}: belongs to the operator; remove it"
+    for kind in ("labels", "annotations"):
+        for key in metadata.get(kind) or {}:
+            if key.split("/")[0] == "ddpjob.io" or key == "app.kubernetes.io/managed-by":
+                yield f"spec.podTemplate.metadata.{kind}.{key}: belongs to the operator; remove it"
+    for field, remedy in _OWNED_SPEC.items():
+        if field in spec:
+            yield f"spec.podTemplate.spec.{field}: belongs to the operator; remove it ({remedy})"
+    yield from _volume_overrides(spec)
+    for kind in ("containers", "initContainers"):
+        for position, container in enumerate(spec.get(kind) or ()):
+            yield from _container_overrides(container, f"spec.podTemplate.spec.{kind}[{position}]", kind)
+
+
+def _volume_overrides(spec: Mapping[str, Any]) -> Iterator[str]:
+    for position, volume in enumerate(spec.get("volumes") or ()):
+        if str(volume.get("name", "")).startswith("ddpjob-"):
+            path = f"spec.podTemplate.spec.volumes[{position}].name"
+            yield f"{path}: names that begin with ddpjob- belong to the operator; choose another"
+
+
+def _container_overrides(container: Mapping[str, Any], path: str, kind: str) -> Iterator[str]:
+    name = container.get("name")
+    if not name:
+        remedy = f"name it {TRAINER_CONTAINER} to change the training container, anything else for a sidecar"
+        yield f"{path}.name: missing; {remedy}"
+        return
+    if name == COORDINATOR_CONTAINER or (name == TRAINER_CONTAINER and kind == "initContainers"):
+        yield f"{path}.name: {name} belongs to the operator; choose another name"
+    if name != TRAINER_CONTAINER:
+        if not container.get("image"):
+            yield f"{path}.image: missing for the sidecar {name} (the training container's name is {TRAINER_CONTAINER})"
+        return
+    for field, remedy in _OWNED_CONTAINER.items():
+        if field in container:
+            yield f"{path}.{field}: belongs to the operator; remove it ({remedy})"
+    for position, variable in enumerate(container.get("env") or ()):
+        if _OWNED_VARIABLES.fullmatch(str(variable.get("name"))):
+            yield f"{path}.env[{position}].name: {variable['name']} is set by the operator; remove it"
+    for position, mount in enumerate(container.get("volumeMounts") or ()):
+        owner = _OWNED_MOUNTS.get(str(mount.get("mountPath", "")).rstrip("/"))
+        if owner:
+            yield f"{path}.volumeMounts[{position}].mountPath: {mount['mountPath']} holds {owner}; choose another path"
+
+
+def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
+    """Checks names and types of fields against the models of the official client."""
+    listed = re.fullmatch(r"[Ll]ist\[(.+)\]", type_name)
+    mapped = re.fullmatch(r"[Dd]ict[\[(]str, (.+)[\])]", type_name)
+    if value is None:
+        yield f"{path}: must not be null; remove it"
+    elif listed:
+        if not isinstance(value, list):
+            yield f"{path}: must be a list, not {_kind(value)}"
+            return
+        for position, item in enumerate(value):
+            yield from _unknown_fields(item, listed[1], f"{path}[{position}]")
+    elif mapped:
+        if not isinstance(value, Mapping):
+            yield f"{path}: must be a mapping, not {_kind(value)}"
+        elif ("labels" in path or "annotations" in path) and any(not isinstance(v, str) for v in value.values()):
+            yield f"{path}: values must be strings; put quotes around numbers and booleans"
+    elif type_name in _SCALARS:
+        if not isinstance(value, _SCALARS[type_name]) or (isinstance(value, bool) and type_name != "bool"):
+            yield f"{path}: must be {_SCALAR_NAMES[type_name]}, not {_kind(value)} ({value!r})"
+    elif type_name not in ("object", "datetime"):
+        yield from _unknown_in_model(value, type_name, path)
+
+
+_SCALARS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
+_SCALAR_NAMES = {"str": "a string", "int": "an integer", "bool": "true or false", "float": "a number"}
+
+
+def _kind(value: Any) -> str:
+    return {dict: "a mapping", list: "a list", str: "a string", bool: "a boolean", int: "an integer"}.get(
+        type(value), type(value).__name__
+    )
+
+
+def _unknown_in_model(value: Any, type_name: str, path: str) -> Iterator[str]:
+    from kubernetes.client import models
+
+    model = getattr(models, type_name)
+    if not isinstance(value, Mapping):
+        yield f"{path}: must be a mapping, not {_kind(value)}"
+        return
+    attributes = {json_name: attribute for attribute, json_name in model.attribute_map.items()}
+    for name, item in value.items():
+        if name in attributes:
+            yield from _unknown_fields(item, model.openapi_types[attributes[name]], f"{path}.{name}")
+        else:
+            near = difflib.get_close_matches(str(name), attributes, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(attributes)[:12])}, ..."
+            yield f"{path}.{name}: no such field{hint}"

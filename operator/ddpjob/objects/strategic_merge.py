@@ -1,0 +1,147 @@
+"""Merges spec.podTemplate into the pods that the operator builds.
+
+Lists merge by the keys that Kubernetes' strategic merge patch uses for them, so that a template
+adds a volume or changes the trainer's securityContext without repeating the rest. Nothing is removed
+by null: a template without nulls is what JobSpec.read gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from ddpjob.api.types import Json
+from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
+
+_LIST_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "env": "name",
+    "ports": "containerPort",
+    "imagePullSecrets": "name",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+    "resourceClaims": "name",
+}
+_TERMS = ("requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution")
+"""Lists of affinity terms that all hold or all weigh: the template's come after the operator's own."""
+
+
+def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
+    """A node's pod with the whole template; in placement Master the coordinator's container gets its part."""
+    spec = dict(template.get("spec") or {})
+    if spec.get("hostNetwork"):
+        # There the default, ClusterFirst, means the host's own name server, which knows no pod of the job.
+        spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
+    if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
+        spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
+    return _merged(pod, template, spec)
+
+
+def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> Json:
+    """`pod` with the template's metadata and `spec`. Labels and annotations of the operator take precedence."""
+    merged: Json = merge(pod, {"spec": spec})
+    for container in merged["spec"]["containers"]:
+        _keep_privileges(container.get("securityContext", {}))
+    for kind in ("labels", "annotations"):
+        given = (template.get("metadata") or {}).get(kind) or {}
+        if given:
+            meta = merged["metadata"]
+            merged["metadata"] = {**meta, kind: {**given, **meta.get(kind, {})}}
+    return merged
+
+
+def _keep_privileges(context: Json) -> None:
+    """Removes the default that the API server refuses beside privileges that the template gives."""
+    added = context.get("capabilities", {}).get("add", ())
+    if context.get("privileged") or not {"SYS_ADMIN", "CAP_SYS_ADMIN"}.isdisjoint(added):
+        context.pop("allowPrivilegeEscalation", None)
+
+
+_COORDINATOR_SPEC = (
+    "tolerations",
+    "serviceAccountName",
+    "securityContext",
+    "dnsPolicy",
+    "dnsConfig",
+    "hostAliases",
+    "hostUsers",
+    "runtimeClassName",
+)
+_COORDINATOR_CONTAINER_FIELDS = ("securityContext", "volumeMounts", "env")
+_LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
+
+
+def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
+    """The coordinator's pod with what lets its image run, without claims and without the nodes' selector.
+
+    Of nodeSelector only kubernetes.io/ keys are taken (architecture, operating system): it needs no
+    GPU.
+    """
+    spec = template.get("spec") or {}
+    taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}
+    selector = {
+        key: value for key, value in (spec.get("nodeSelector") or {}).items() if key.startswith("kubernetes.io/")
+    }
+    if selector:
+        taken["nodeSelector"] = selector
+    if volumes := _local_volumes(spec):
+        taken["volumes"] = volumes
+    return _merged(pod, template, {**taken, "containers": _coordinator_containers(spec)})
+
+
+def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
+    """Volumes that need no claim."""
+    return [v for v in spec.get("volumes") or () if any(source in v for source in _LOCAL_SOURCES)]
+
+
+def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
+    """The coordinator's part of the template: it runs the trainer's image, which needs the same things here."""
+    names = {v["name"] for v in _local_volumes(spec)}
+    trainer: Json = next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
+    container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}
+    if "volumeMounts" in container:
+        container["volumeMounts"] = [m for m in container["volumeMounts"] if m["name"] in names]
+    return [{"name": COORDINATOR_CONTAINER, **container}] if container else []
+
+
+def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
+    """A new object: mappings merge, keyed lists merge by key, affinity terms add up, everything else is replaced.
+
+    What the overlay does not name is shared with `base`.
+    """
+    merged = dict(base)
+    for field, value in overlay.items():
+        old = merged.get(field)
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            merged[field] = merge(old, value)
+        elif isinstance(old, list) and isinstance(value, list) and field == "tolerations":
+            merged[field] = [item for item in old if not _answered(item, value)] + deepcopy(value)
+        elif isinstance(old, list) and isinstance(value, list) and field in _TERMS:
+            merged[field] = [*old, *deepcopy(value)]
+        elif isinstance(old, list) and isinstance(value, list) and field in _LIST_KEYS:
+            merged[field] = _merge_list(old, value, _LIST_KEYS[field])
+        else:
+            merged[field] = deepcopy(value)
+    return merged
+
+
+def _answered(toleration: Json, given: list[Json]) -> bool:
+    """Whether the template tolerates the same taint, and so replaces this toleration."""
+    return any(t.get("key") == toleration["key"] for t in given)
+
+
+def _merge_list(old: list[Json], new: list[Json], key: str) -> list[Json]:
+    merged = list(old)
+    positions = {item.get(key): position for position, item in enumerate(merged)}
+    for item in new:
+        position = positions.get(item.get(key))
+        if position is None:
+            merged.append(deepcopy(item))
+        else:
+            merged[position] = merge(merged[position], item)
+    return merged
