@@ -1,4 +1,4 @@
-"""`python -m ddpjob.cli.demo FILE`: runs a job, kills one of its nodes in the middle, and checks that it learned all the same."""
+"""`python -m ddpjob.cli.demo FILE`: runs a job, kills a node midway, and checks that the model has learned anyway."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 
 from ddpjob.api.types import JobStatus, Json
-from ddpjob.cli.display import recoveries, stall_line, told_accuracy
-from ddpjob.cli.run import BadInput, read_job
+from ddpjob.cli.display import recoveries, reported_accuracy, stall_line
+from ddpjob.client.manifest_sources import BadInput, read_job
 from ddpjob.local.paths import JobFolder, job_folder
 from ddpjob.local.record import ask, read_record, runner
 
 
 class Killer(threading.Thread):
-    """Waits until a share of the work is done, then has one node's pod killed."""
+    """Waits until `percent` of the work is done, then kills the pod of one node."""
 
     def __init__(self, folder: JobFolder, index: int, percent: int, run: subprocess.Popen[bytes]) -> None:
         super().__init__(name="killer", daemon=True)
@@ -41,12 +41,16 @@ class Killer(threading.Thread):
 
 
 def main() -> int:
-    """0 when the job is Complete, the node was killed and replaced, and the accuracy is reached."""
+    """Returns 0 when the job is Complete, the node was killed and replaced, and the accuracy is reached."""
     parser = argparse.ArgumentParser(prog="python -m ddpjob.cli.demo", description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--kill-node", type=int, default=0, metavar="INDEX", help="node whose pod is killed (default 0)")
-    parser.add_argument("--at", type=int, default=40, metavar="PERCENT", help="after so much of the work (default 40)")
-    parser.add_argument("--accuracy", type=float, default=0.97, help="test accuracy to be reached (default 0.97)")
+    parser.add_argument(
+        "--kill-node", type=int, default=0, metavar="INDEX", help="node whose pod is killed (default 0)"
+    )
+    parser.add_argument(
+        "--at", type=int, default=40, metavar="PERCENT", help="progress at which it is killed (default 40)"
+    )
+    parser.add_argument("--accuracy", type=float, default=0.97, help="test accuracy to reach (default 0.97)")
     arguments = parser.parse_args()
     try:
         manifest = read_job(arguments.file)
@@ -55,7 +59,9 @@ def main() -> int:
         return 2
     folder = job_folder(manifest["metadata"]["name"])
     nodes = manifest["spec"]["nodes"]
-    print(f"{arguments.file}: {nodes} nodes train; node {arguments.kill_node} is killed at {arguments.at} %\n", flush=True)
+    print(
+        f"{arguments.file}: {nodes} nodes train; node {arguments.kill_node} is killed at {arguments.at} %\n", flush=True
+    )
     run = subprocess.Popen([sys.executable, "-m", "ddpjob.cli", "run", "--fresh", str(arguments.file)])
     killer = Killer(folder, arguments.kill_node, arguments.at, run)
     killer.start()
@@ -65,7 +71,7 @@ def main() -> int:
 
 
 def _wait(run: subprocess.Popen[bytes]) -> int:
-    """The run's exit code. Ctrl-C reaches the run by itself, which then takes its time to end."""
+    """The run's exit code. Ctrl-C reaches the run as well, which then needs time to stop."""
     while True:
         try:
             return run.wait()
@@ -77,17 +83,22 @@ def _judge(folder: JobFolder, killed: str | None, wanted: float) -> int:
     record = read_record(folder)
     assert record is not None, "the run that has just ended wrote it"
     status = JobStatus.read(record["status"])
-    accuracy = told_accuracy(status)
+    accuracy = reported_accuracy(status)
     if killed is None or not status.restarts.uncounted:
-        return _fail("no node was killed: the job was over before")
+        return _fail("no node was killed: the job ended first")
     if accuracy is None or accuracy < wanted:
         return _fail(f"test accuracy {accuracy} is below {wanted:.0%}")
     if not _ledger(folder):
-        return _fail("the ledger shows samples that were lost or repeated")
+        return _fail("the ledger shows lost or repeated samples")
     plot = _plot(folder)
     if plot is None:
         return _fail("the plot was not drawn")
-    print(f"\nPod {killed} was killed on purpose.", *recoveries(status), *map(stall_line, record["local"]["stallSeconds"]), sep="\n  ")
+    print(
+        f"\nPod {killed} was killed on purpose.",
+        *recoveries(status),
+        *map(stall_line, record["local"]["stallSeconds"]),
+        sep="\n  ",
+    )
     print(f"Complete with {accuracy:.2%} test accuracy (at least {wanted:.0%} wanted).\nPlot:        {plot}")
     return 0
 
@@ -98,7 +109,7 @@ def _fail(why: str) -> int:
 
 
 def _ledger(folder: JobFolder) -> bool:
-    """Every sample of every epoch once, beyond the steps that the kill undid."""
+    """Whether every sample of every epoch was used once, apart from the steps that the kill undid."""
     command = [sys.executable, "-m", "ddpjob_trainer", "ledger", str(folder.checkpoints / "run")]
     print("\nLedger:", flush=True)
     return subprocess.run(command, check=False).returncode == 0

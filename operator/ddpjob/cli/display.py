@@ -1,4 +1,4 @@
-"""How a run is shown: a live panel in a terminal, plain lines elsewhere."""
+"""Displays of a run: a live panel in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ddpjob.api.types import JobStatus, Phase
-from ddpjob.core.progress import duration
-from ddpjob.local.cluster import Happening
+from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Phase
+from ddpjob.core.status.shown_progress import duration
+from ddpjob.local.process_cluster import TimedEvent
 from ddpjob.local.runner import Display, Shown
 
 PLAIN_SECONDS = 2.0
-_COLOURS = {
+STEPS_UNKNOWN = "NodesRun"
+"""Reason of the condition Running of a job with `command`, whose steps nobody counts."""
+PHASE_COLOURS = {
     Phase.RUNNING: "green",
     Phase.COMPLETE: "bold green",
     Phase.FAILED: "bold red",
@@ -31,58 +33,68 @@ _COLOURS = {
 
 
 def open_display() -> Display:
-    """The live one where standard output is a terminal."""
+    """The live panel where standard output is a terminal, else plain lines."""
     console = Console()
     return LivePanel(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines()
 
 
-def summary(status: JobStatus) -> str:
+def summary(job: DDPJob, status: JobStatus) -> str:
     """State, nodes and progress in one line."""
     progress = status.progress
-    words = [f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display}"]
+    words = [f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display(job.spec)}"]
     words += [str(progress[name]) for name in ("display",) if name in progress]
-    words += [f"{label} {progress[name]}" for label, name in (("loss", "lossDisplay"), ("eta", "eta")) if name in progress]
+    words += [
+        f"{label} {progress[name]}" for label, name in (("loss", "lossDisplay"), ("eta", "eta")) if name in progress
+    ]
     words += [str(progress[name]) for name in ("speedDisplay",) if name in progress]
-    words += [f"accuracy {accuracy:.2%}" for accuracy in [told_accuracy(status)] if accuracy is not None]
+    words += [f"accuracy {accuracy:.2%}" for accuracy in [reported_accuracy(status)] if accuracy is not None]
     return "  ".join(words)
 
 
-def told_accuracy(status: JobStatus) -> float | None:
-    """The metric `accuracy` between 0 and 1, where the script tells it."""
+def reported_accuracy(status: JobStatus) -> float | None:
+    """The metric `accuracy` (0 to 1), if the script reports it."""
     accuracy = (status.progress.get("metrics") or {}).get("accuracy")
     return float(accuracy) if accuracy is not None else None
 
 
-def event_line(happening: Happening) -> str:
+def event_line(happened: TimedEvent) -> str:
     """An event's first line, with its reason."""
-    message = happening.event.message.splitlines() or [""]
+    message = happened.event.message.splitlines() or [""]
     counts = f" {message[-1][message[-1].rindex(' (') :].strip()}" if len(message) > 1 and " (" in message[-1] else ""
-    return f"{happening.event.reason}: {message[0]}{counts}"
+    return f"{happened.event.reason}: {message[0]}{counts}"
 
 
 def recoveries(status: JobStatus) -> list[str]:
-    """Lines on the restarts that are over: what broke, and how long training stood still."""
+    """A line for each restart that is over: what broke the group, and after how long it ran again.
+
+    None of a job that has made no step: it runs again only to fail again.
+    """
+    running = status.condition(ConditionType.RUNNING)
+    if not status.progress and not (running is not None and running.reason == STEPS_UNKNOWN):
+        return []
     return [
-        f"{r.reason}: {r.message.splitlines()[0]}: the group ran again after {r.seconds:.1f} s" for r in status.restarts.recent if r.seconds
+        f"{r.reason}: {r.message.splitlines()[0]}: the group ran again after {r.seconds:.1f} s"
+        for r in status.restarts.recent
+        if r.seconds
     ]
 
 
 def stall_line(seconds: float) -> str:
-    """How long nobody trained."""
+    """A line on the time without training."""
     return f"Training: from the break to the next step {seconds:.1f} s"
 
 
-class News:
-    """What was not shown before: events and recoveries, each once."""
+class NewLines:
+    """Lines for events, recoveries and stalls that were not shown before."""
 
     def __init__(self) -> None:
         self._events = self._recovered = self._stalls = 0
 
     def lines(self, shown: Shown) -> Iterator[tuple[bool, str]]:
-        """(warning, line)"""
-        for happening in shown.happenings[self._events :]:
-            yield happening.event.warning, event_line(happening)
-        self._events = len(shown.happenings)
+        """(whether it is a warning, line) of everything new."""
+        for happened in shown.events[self._events :]:
+            yield happened.event.warning, event_line(happened)
+        self._events = len(shown.events)
         over = recoveries(shown.status)
         for line in over[self._recovered :]:
             yield False, "Recovered: " + line
@@ -93,18 +105,18 @@ class News:
 
 
 class PlainLines:
-    """For logs: a line at each change of state, and progress at most each two seconds."""
+    """For logs: a line at each change of the phase, and progress at most every PLAIN_SECONDS."""
 
     def __init__(self) -> None:
-        self._news = News()
+        self._new = NewLines()
         self._last = ""
         self._phase: Phase | None = None
         self._printed = float("-inf")
 
     def show(self, shown: Shown) -> None:
-        for _, line in self._news.lines(shown):
+        for _, line in self._new.lines(shown):
             self.note(line)
-        line, now = summary(shown.status), shown.now.timestamp()
+        line, now = summary(shown.job, shown.status), shown.now.timestamp()
         due = now - self._printed >= PLAIN_SECONDS or shown.status.phase is not self._phase
         if line != self._last and due:
             self.note(line)
@@ -118,15 +130,15 @@ class PlainLines:
 
 
 class LivePanel:
-    """For terminals: a panel that is redrawn, and above it the lines that stay."""
+    """For terminals: a panel that is redrawn, below the lines that stay."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._news = console, News()
+        self._console, self._new = console, NewLines()
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
 
     def show(self, shown: Shown) -> None:
-        for warning, line in self._news.lines(shown):
+        for warning, line in self._new.lines(shown):
             self._console.print(Text(line, style="yellow" if warning else "dim"))
         self._live.update(panel(shown), refresh=True)
 
@@ -138,35 +150,35 @@ class LivePanel:
 
 
 def shortest(path: Path) -> str:
-    """Relative to the current folder where that is shorter."""
+    """The path, relative to the current folder if that is shorter."""
     return min(str(path), os.path.relpath(path), key=len)
 
 
 def panel(shown: Shown) -> RenderableType:
-    """The job, its bar, its pods."""
+    """The job, its progress bar and its pods."""
     status = shown.status
     phase = status.phase or Phase.PENDING
     since = shown.now - (status.start_time or shown.now)
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(shown.job.name, style="bold"),
-        Text(str(phase), style=_COLOURS.get(phase, "cyan")),
-        f"nodes {status.nodes_display}",
-        f"restarts {status.restarts.counted}/{status.max_restarts}"
+        Text(str(phase), style=PHASE_COLOURS.get(phase, "cyan")),
+        f"nodes {status.nodes_display(shown.job.spec)}",
+        f"restarts {status.restarts.counted}/{shown.job.spec.recovery.max_restarts}"
         + (f" +{status.restarts.uncounted} not counted" if status.restarts.uncounted else ""),
         f"time {duration(max(since, timedelta()).total_seconds())}",
     )
-    return Group(head, _bar(status), _pods(shown))
+    return Group(head, _bar(shown), _pods(shown))
 
 
-def _bar(status: JobStatus) -> RenderableType:
-    progress = status.progress
+def _bar(shown: Shown) -> RenderableType:
+    progress = shown.status.progress
     if not progress:
-        return Text("no progress told yet", style="dim")
+        return Text("no progress reported yet", style="dim")
     row = Table.grid(padding=(0, 2))
     percent = progress.get("percent")
     cells: list[RenderableType] = [] if percent is None else [ProgressBar(total=100, completed=percent, width=30)]
-    cells += [escape(word) for word in summary(status).split("  ")[2:] if word]
+    cells += [escape(word) for word in summary(shown.job, shown.status).split("  ")[2:] if word]
     row.add_row(*cells)
     return row
 
@@ -176,6 +188,8 @@ def _pods(shown: Shown) -> RenderableType:
     for title in ("POD", "STATE", "LOG"):
         table.add_column(title, overflow="fold" if title == "LOG" else "ellipsis")
     for pod in shown.pods[-12:]:
-        style = "red" if pod.state.startswith("Error") else "green" if pod.state in ("Running", "Completed") else "yellow"
+        style = (
+            "red" if pod.state.startswith("Error") else "green" if pod.state in ("Running", "Completed") else "yellow"
+        )
         table.add_row(pod.name, Text(pod.state, style=style), Text(shortest(pod.log), style="dim"))
     return table

@@ -1,8 +1,7 @@
-"""`ddpjob run`: reads a manifest, runs it here, tells how it went."""
+"""`ddpjob run`: reads a manifest, runs its job here, prints the result."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import platform
@@ -11,12 +10,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob.api.reader import ManifestError, read_manifest
 from ddpjob.api.types import ConditionType, DDPJob, Json
-from ddpjob.cli.display import open_display, recoveries, shortest, stall_line, told_accuracy
-from ddpjob.core.progress import duration
+from ddpjob.cli.display import open_display, recoveries, reported_accuracy, shortest, stall_line
+from ddpjob.client.manifest_sources import BadInput, read_job
+from ddpjob.core.status.shown_progress import duration
 from ddpjob.engine.reconcile import utc_now
-from ddpjob.local.fitting import Fit, Options, fit
+from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
 from ddpjob.local.paths import JobFolder, RunFolder, job_folder
 from ddpjob.local.record import AlreadyRunning, held
 from ddpjob.local.runner import Outcome, Runner, new_body, prepare
@@ -24,8 +23,15 @@ from ddpjob.local.runner import Outcome, Runner, new_body, prepare
 EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
 
-class BadInput(Exception):
-    """Nothing was started; one line for each reason."""
+@dataclass(frozen=True)
+class RunOptions:
+    """The command line of `ddpjob run`."""
+
+    file: str | Path
+    name: str | None = None
+    fresh: bool = False
+    data: Path | None = None
+    workdir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -33,40 +39,26 @@ class Ready:
     """A job that can start."""
 
     body: Json
-    fit: Fit
+    local_spec: LocalSpec
     folder: JobFolder
 
 
-def read_job(path: Path, name: str | None = None) -> Json:
-    """The manifest with its defaults, checked as the API server and the operator would. Raises BadInput."""
-    try:
-        manifest = read_manifest(path, name=name)
-    except ManifestError as error:
-        raise BadInput(str(error)) from error
-    template = manifest["spec"].get("podTemplate")
-    if template:
-        from ddpjob.objects.overlay import problems
-
-        faults = problems(template)
-        if faults:
-            raise BadInput("\n".join(f"{fault} ({path})" for fault in faults))
-    return manifest
-
-
-def ready(arguments: argparse.Namespace) -> Ready:
-    """All checks that need no folder. Raises BadInput."""
+def ready(arguments: RunOptions) -> Ready:
+    """Makes all checks that need no folder. Raises BadInput."""
     if platform.system() != "Linux":
-        raise BadInput(f"jobs run on Linux (on Windows within WSL 2), not on {platform.system()}; `ddpjob validate` works everywhere")
+        raise BadInput(
+            f"jobs run on Linux (on Windows in WSL 2), not on {platform.system()}; `ddpjob validate` works everywhere"
+        )
     body = new_body(read_job(arguments.file, arguments.name), utc_now())
     job = DDPJob.read(body)
     folder = job_folder(job.name)
-    fitted = fit(job, folder, Options(data=arguments.data, working_dir=arguments.workdir))
-    if fitted.problems:
-        raise BadInput("\n".join(fitted.problems))
-    return Ready(body, fitted, folder)
+    local_spec = adapt_spec(job, folder, Options(data=arguments.data, working_dir=arguments.workdir))
+    if local_spec.problems:
+        raise BadInput("\n".join(local_spec.problems))
+    return Ready(body, local_spec, folder)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(arguments: RunOptions) -> int:
     """Returns the exit code: 0 Complete, 1 Failed, 2 bad input, 128+N ended by signal N."""
     with ExitStack() as holding:
         try:
@@ -79,7 +71,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> RunFolder:
-    """The folder of a new run, and the job's lock held. Raises AlreadyRunning, BadInput."""
+    """Locks the job and creates the folder of a new run. Raises AlreadyRunning, BadInput."""
     try:
         job.folder.path.mkdir(parents=True, exist_ok=True)
         holding.enter_context(held(job.folder))
@@ -91,19 +83,19 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> RunFolder:
 
 
 def _run(job: Ready, run: RunFolder) -> int:
-    for warning in job.fit.warnings:
+    for warning in job.local_spec.warnings:
         print(f"note: {warning}", file=sys.stderr)
     had_checkpoints = any(job.folder.checkpoints.iterdir())
     print(f"job {job.folder.name}: logs and status in {shortest(run.path)}")
     if had_checkpoints:
-        print(f"goes on from the checkpoints in {shortest(job.folder.checkpoints)} (--fresh begins anew)")
+        print(f"resumes from the checkpoints in {shortest(job.folder.checkpoints)} (--fresh starts from scratch)")
     sys.stdout.flush()
     display = open_display()
     try:
-        outcome = asyncio.run(Runner(job.body, job.fit, job.folder, run, display).run())
+        outcome = asyncio.run(Runner(job.body, job.local_spec, job.folder, run, display).run())
     finally:
         display.close()
-    _tell_end(job, run, outcome)
+    _print_result(job, run, outcome)
     return _exit_code(outcome)
 
 
@@ -114,7 +106,7 @@ def _exit_code(outcome: Outcome) -> int:
     return 128 + outcome.interrupted if outcome.interrupted and not status.terminal else EXIT_FAILED
 
 
-def _tell_end(job: Ready, run: RunFolder, outcome: Outcome) -> None:
+def _print_result(job: Ready, run: RunFolder, outcome: Outcome) -> None:
     status = outcome.shown.status
     took = (status.completion_time or outcome.shown.now) - (outcome.shown.job.created or outcome.shown.now)
     state = str(status.phase)
@@ -126,17 +118,17 @@ def _tell_end(job: Ready, run: RunFolder, outcome: Outcome) -> None:
         lines.append(("Reason", f"{condition.reason}: {condition.message}"))
     lines.append(("Time", duration(took.total_seconds())))
     lines += [("Progress", status.progress["display"])] if "display" in status.progress else []
-    accuracy = told_accuracy(status)
+    accuracy = reported_accuracy(status)
     lines += [("Accuracy", f"{accuracy:.2%}")] if accuracy is not None else []
-    counts = status.restarts
-    lines.append(("Restarts", f"{counts.counted} counted of {status.max_restarts} allowed, {counts.uncounted} not counted"))
+    counts, allowed = status.restarts, outcome.shown.job.spec.recovery.max_restarts
+    lines.append(("Restarts", f"{counts.counted} counted of {allowed} allowed, {counts.uncounted} not counted"))
     lines += [("", line) for line in (*recoveries(status), *map(stall_line, outcome.shown.stalls))]
     lines.append(("Logs", shortest(run.pods)))
     if any(job.folder.checkpoints.iterdir()):
         lines.append(("Checkpoints", shortest(job.folder.checkpoints)))
         if not status.terminal:
-            lines.append(("Next", "the same command goes on from there"))
+            lines.append(("Next", "the same command resumes from there"))
     for label, text in lines:
         print(f"{label + ':' if label else '':<13}" + text.replace("\n", "\n    "))
     if outcome.left:
-        print(f"processes that could not be ended: {', '.join(map(str, outcome.left))}", file=sys.stderr)
+        print(f"processes that could not be killed: {', '.join(map(str, outcome.left))}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A container's environment, command and arguments as the kubelet makes them from a manifest, on top of this shell's environment."""
+"""A container's environment, command and arguments as the kubelet derives them, on top of this shell's environment."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 from ddpjob.api.types import Json
 
 ADDRESS = "127.0.0.1"
-NODE = "local"
+HOST = "local"
 
 _NOT_INHERITED = re.compile(
-    r"(DDPJOB_|PET_|TORCHELASTIC_).*|POD_IP|NODE_NAME|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_.*"
+    r"(DDPJOB_|PET_|TORCHELASTIC_|ROLE_).*|POD_IP|NODE_NAME|MASTER_ADDR|MASTER_PORT"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE"
 )
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 
@@ -30,7 +31,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def field_value(pod: Json, path: str) -> str | None:
-    """A field by the downward API; None for one that this machine does not know."""
+    """A field of the downward API; None for one that does not exist on this machine."""
     meta, spec = pod["metadata"], pod["spec"]
     keyed = re.fullmatch(r"metadata\.(labels|annotations)\['([^']+)'\]", path)
     if keyed:
@@ -39,7 +40,7 @@ def field_value(pod: Json, path: str) -> str | None:
         "metadata.name": meta["name"],
         "metadata.namespace": meta["namespace"],
         "metadata.uid": meta.get("uid", ""),
-        "spec.nodeName": NODE,
+        "spec.nodeName": HOST,
         "spec.serviceAccountName": spec.get("serviceAccountName", "default"),
         "status.podIP": ADDRESS,
         "status.podIPs": ADDRESS,
@@ -50,7 +51,11 @@ def field_value(pod: Json, path: str) -> str | None:
 
 
 def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
-    """What `env` of the container says. References to Secrets and ConfigMaps are answered by this shell's variable of the same name."""
+    """The variables of a container's `env`.
+
+    A reference to a Secret or ConfigMap gets the value of this shell's variable of the same name,
+    if there is one.
+    """
     variables: dict[str, str] = {}
     for entry in container.get("env", ()):
         name, source = entry["name"], entry.get("valueFrom")
@@ -65,9 +70,10 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
 
 
 def inherited(cores_per_rank: int) -> dict[str, str]:
-    """This shell's environment without what belongs to another job, and with what one machine needs.
+    """This shell's environment without the variables of another job, and with those that one machine needs.
 
-    torchrun and python are found beside the interpreter that runs this; traffic between ranks stays on loopback.
+    torchrun and python are found in the folder of this interpreter; traffic between ranks stays on
+    loopback.
     """
     environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     beside = str(Path(sys.executable).parent)
@@ -77,13 +83,13 @@ def inherited(cores_per_rank: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
-        # All ranks share the cores of one machine; torch would take them all in each.
+        # All ranks share the cores of one machine; by default every one of them would use all.
         "OMP_NUM_THREADS": str(cores_per_rank),
     }
     return defaults | environment
 
 
 def argument_vector(container: Json, variables: Mapping[str, str]) -> list[str]:
-    """command and args with their `$(NAME)` replaced."""
+    """command and args with each `$(NAME)` replaced."""
     words: Sequence[str] = [*container["command"], *container.get("args", ())]
     return [expand(word, variables) for word in words]

@@ -1,4 +1,4 @@
-"""Where the process backend keeps things: RUNS/JOB holds what outlives a run, RUNS/JOB/RUN what belongs to one."""
+"""Folders of the process backend: RUNS/JOB holds what outlives a run, RUNS/JOB/RUN what belongs to one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def runs_folder() -> Path:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run of a job: logs, termination messages, pod files, the manifest as it was read."""
+    """The folder of one run: logs, termination messages, the manifest as it was read."""
 
     path: Path
 
@@ -31,10 +31,6 @@ class RunFolder:
         return self.path / "pods"
 
     @property
-    def pod_files(self) -> Path:
-        return self.path / "podfiles"
-
-    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 
@@ -43,18 +39,18 @@ class RunFolder:
         return self.path / "job.json"
 
     def log(self, pod: str, container: str) -> Path:
-        """The log of one container; the pod's only, or its trainer's, has the pod's name."""
+        """The log of one container. That of a pod's only container, or of its trainer, has the pod's name."""
         second = container == COORDINATOR_CONTAINER and "-coordinator-" not in pod
         return self.pods / (f"{pod}.{container}.log" if second else f"{pod}.log")
 
     def termination(self, pod: str, container: str) -> Path:
-        """Where the container writes why it ended."""
+        """The file in which the container writes its termination message."""
         return self.log(pod, container).with_suffix(".end")
 
 
 @dataclass(frozen=True)
 class JobFolder:
-    """A job's folder."""
+    """The folder of a job: its record, lock, requests, code, checkpoints and data, which every run shares."""
 
     path: Path
 
@@ -82,9 +78,15 @@ class JobFolder:
     def data(self) -> Path:
         return self.path / "data"
 
+    @property
+    def code(self) -> Path:
+        """What was submitted as text, not as a file."""
+        return self.path / "code"
+
     def run(self, name: str) -> RunFolder:
         return RunFolder(self.path / name)
 
 
 def job_folder(name: str) -> JobFolder:
+    """RUNS/NAME, whether it exists or not."""
     return JobFolder(runs_folder() / name)

@@ -1,4 +1,4 @@
-"""A pod on this machine: one process group for each container, reported as a kubelet would report it."""
+"""A pod on this machine: one process group per container, reported as a kubelet would."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpjob.core.world import (
     Role,
 )
 from ddpjob.local import processes
-from ddpjob.local.environment import ADDRESS, NODE, argument_vector, manifest_variables
+from ddpjob.local.environment import ADDRESS, HOST, argument_vector, manifest_variables
 from ddpjob.local.paths import RunFolder
 
 UID_VARIABLE, CONTAINER_VARIABLE = "DDPJOB_UID", "DDPJOB_CONTAINER"
@@ -35,7 +35,7 @@ _CANNOT_START = 128
 
 @dataclass(frozen=True)
 class Started:
-    """A container's main process and where it writes."""
+    """A container's main process and the files that it writes."""
 
     name: str
     process: subprocess.Popen[bytes] | None
@@ -46,9 +46,14 @@ class Started:
 
 
 class Pod:
-    """Started when it is made. `inherited` is the environment under the manifest's own."""
+    """Starts its containers when it is constructed; raises OSError where their logs cannot be written.
 
-    def __init__(self, manifest: Json, folder: RunFolder, inherited: dict[str, str], working_dir: Path, now: datetime) -> None:
+    `inherited` is the environment that the manifest's variables are added to.
+    """
+
+    def __init__(
+        self, manifest: Json, folder: RunFolder, inherited: dict[str, str], working_dir: Path, now: datetime
+    ) -> None:
         meta, labels = manifest["metadata"], manifest["metadata"]["labels"]
         self.name, self.uid = str(meta["name"]), str(uuid.uuid4())
         self.role = Role(labels[LABEL_ROLE])
@@ -92,19 +97,21 @@ class Pod:
             except OSError as error:
                 message = f"{words[0]!r} in {self._working_dir}: {error.strerror}"
                 output.write(f"cannot start {message}\n".encode())
-                self.views[name] = ContainerView(started=now, exit_code=_CANNOT_START, reason="StartError", message=message, finished=now)
+                self.views[name] = ContainerView(
+                    started=now, exit_code=_CANNOT_START, reason="StartError", message=message, finished=now
+                )
         self._started.append(Started(name, process, log, termination, marks, now))
 
-    # --- what has become of it
+    # --- observation
 
     def poll(self, now: datetime) -> bool:
-        """Takes note of main processes that have ended, and ends what they leave. Returns whether there was one."""
-        news = False
+        """Observes main processes that have ended, and kills what they left. Returns whether there were any."""
+        changed = False
         for started in self._started:
             if started.process is None or self.views[started.name].ended or started.process.poll() is None:
                 continue
-            news = True
-            processes.end_all(started.marks)  # a container ends with its main process
+            changed = True
+            processes.end_all(started.marks)  # A container ends with its main process.
             code = started.process.returncode
             self.views[started.name] = ContainerView(
                 started=started.since,
@@ -113,7 +120,7 @@ class Pod:
                 message=_termination_message(started, failed=code != 0),
                 finished=now,
             )
-        return news
+        return changed
 
     @property
     def ended(self) -> bool:
@@ -127,7 +134,7 @@ class Pod:
         return [s.log for s in self._started]
 
     def view(self) -> PodView:
-        """As the API would show it."""
+        """The pod as the API would show it."""
         return PodView(
             name=self.name,
             uid=self.uid,
@@ -136,7 +143,7 @@ class Pod:
             attempt=int(self._labels.get(LABEL_ATTEMPT, 0)),
             generation=int(self._labels.get(LABEL_GENERATION, 0)),
             phase=self._phase(),
-            node=NODE,
+            host=HOST,
             address=ADDRESS,
             created=self.created,
             deleted_at=self.deleted_at,
@@ -149,7 +156,7 @@ class Pod:
             return "Running"
         return "Succeeded" if all(view.exit_code == 0 for view in self.views.values()) else "Failed"
 
-    # --- its end
+    # --- termination
 
     def terminate(self) -> None:
         """SIGTERM to the main process of each container, as the kubelet does."""
@@ -158,7 +165,7 @@ class Pod:
                 processes.send(started.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to each container: its main process, its group, and whatever else carries its marks."""
+        """SIGKILL to each container: its process group, and everything else with its marks."""
         for started in self._started:
             if started.process is None or self.views[started.name].ended:
                 continue

@@ -1,4 +1,4 @@
-"""Process trees on Linux: started so that they end with their parent, found by their environment, ended without a rest."""
+"""Process trees on Linux: tied to their parent, found by an environment variable, killed completely."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ENVIRONMENT = slice(47, 49)
+"""The fields env_start and env_end of /proc/PID/stat, counted from the state."""
+_EXEC_SECONDS = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> None:
-    """Orphans among this process' descendants become its children, so that it can end and bury them."""
+    """Makes orphans among this process' descendants its children, so that it can kill and reap them."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def dying_with(parent: int) -> Callable[[], None]:
-    """What a child does before exec: asks the kernel for SIGKILL at the death of `parent`, which may be dead already."""
+    """A `preexec_fn`: the kernel sends the child SIGKILL at the death of `parent`, which may be dead already."""
 
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -32,23 +35,42 @@ def dying_with(parent: int) -> Callable[[], None]:
 
 
 def find(marks: Mapping[str, str]) -> list[int]:
-    """Processes that were started with all of `marks` in their environment; zombies and other users' have none to be read."""
+    """Process ids of those started with all of `marks` in their environment.
+
+    The environment of zombies and of other users' processes cannot be read: they are not found.
+    """
     wanted = {f"{name}={value}".encode() for name, value in marks.items()}
     found = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
         try:
-            environment = Path(entry.path, "environ").read_bytes()
+            environment = _environment(entry.path)
         except OSError:
-            continue  # ended by now, or another user's
+            continue  # it has ended, or is another user's
         if wanted <= set(environment.split(b"\0")):
             found.append(int(entry.name))
     return found
 
 
+def _environment(process: str) -> bytes:
+    """Raises OSError for a process that has ended, or is another user's.
+
+    One that is just becoming another program (exec) has no environment yet: overlooked, it would outlive those that
+    are found and killed.
+    """
+    deadline = time.monotonic() + _EXEC_SECONDS
+    while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:
+        Path(process, "exe").readlink()  # OSError: a thread of the kernel, or a zombie
+        start, end = Path(process, "stat").read_text().rpartition(")")[2].split()[_ENVIRONMENT]
+        if start == end != "0":
+            break  # It has an empty one.
+        time.sleep(0.0005)
+    return found
+
+
 def end_all(marks: Mapping[str, str], seconds: float = 5.0) -> list[int]:
-    """Kills everything that carries `marks`, until nothing is left. Returns what could not be ended within `seconds`."""
+    """Kills every process that carries `marks`. Returns the ids of those that are left after `seconds`."""
     deadline = time.monotonic() + seconds
     while left := find(marks):
         if time.monotonic() > deadline:
@@ -60,7 +82,7 @@ def end_all(marks: Mapping[str, str], seconds: float = 5.0) -> list[int]:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """A signal; a process that has ended needs none."""
+    """Sends a signal; a process that has ended is no error."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -68,15 +90,15 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def send_group(leader: int, number: signal.Signals) -> None:
-    """A signal to a whole process group."""
+    """Sends a signal to a process group; one that has ended is no error."""
     try:
         os.killpg(leader, number)
     except ProcessLookupError:
         return
 
 
-def bury_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
-    """Reaps adopted children that have ended; those in `own` are left to their owners (they are polled, which reaps them)."""
+def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
+    """Reaps adopted children that have ended; those in `own` are polled, which reaps them for their owners."""
     by_pid = {process.pid: process for process in own}
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A job's record on disk: who runs it, how it stands, and what other terminals ask of it."""
+"""A job's record on disk: which process runs it, its status, and requests from other terminals."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ from ddpjob.local.paths import JobFolder
 
 
 class AlreadyRunning(Exception):
-    """Another process runs this job."""
+    """Another process runs this job already."""
 
 
 @contextmanager
 def held(folder: JobFolder) -> Iterator[None]:
-    """Holds the job for this process; the kernel lets go when it ends in any way. Raises AlreadyRunning, OSError."""
+    """Locks the job for this process; the kernel releases it however the process ends.
+
+    Raises AlreadyRunning, OSError.
+    """
     descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if not _locked(descriptor):
             pid = folder.lock.read_text().strip()
-            raise AlreadyRunning(f"job {folder.name} runs already (process {pid}); `ddpjob stop {folder.name}` ends it")
+            raise AlreadyRunning(
+                f"job {folder.name} is running already (process {pid}); `ddpjob stop {folder.name}` stops it"
+            )
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
         yield
@@ -36,7 +41,7 @@ def held(folder: JobFolder) -> Iterator[None]:
 
 
 def _locked(descriptor: int) -> bool:
-    """A reader that asks who runs the job holds the lock for an instant, so that one refusal means nothing yet."""
+    """Tries for 0.2 s: `runner` holds the lock for an instant, so one failure means nothing."""
     for _ in range(10):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,7 +53,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def runner(folder: JobFolder) -> int | None:
-    """The process id of the `ddpjob run` that holds the job; None when nobody does."""
+    """The id of the `ddpjob run` process that holds the job; None when none does."""
     try:
         with folder.lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -61,26 +66,32 @@ def runner(folder: JobFolder) -> int | None:
 
 
 def write_record(folder: JobFolder, record: Json) -> None:
-    """Replaces status.json; a reader sees the old one or the new one."""
+    """Replaces status.json; a reader sees the old record or the new one."""
     write_atomically(folder.status, json.dumps(record, indent=1))
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Writes a file in whole, or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
 
 
 def read_record(folder: JobFolder) -> Json | None:
-    """status.json; None when the job was never run here. Raises ValueError for a file that is none of ours."""
+    """Reads status.json; None when the job was never run here. Raises ValueError for a file that is no record."""
     try:
-        record: Any = json.loads(folder.status.read_text())
-    except FileNotFoundError:
+        read: Any = json.loads(folder.status.read_text())
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise ValueError(f"{folder.status} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{folder.status} is damaged ({error}); remove it") from error
-    if not isinstance(record, dict) or "metadata" not in record or "local" not in record:
-        raise ValueError(f"{folder.status} is not a record of a job; remove it")
+        raise ValueError(f"{folder.status} is damaged, or another tool's ({error})") from error
+    record: Json = read if isinstance(read, dict) else {}
+    parts = [record.get(part) for part in ("metadata", "spec", "local")]
+    parts.append(record.get("status") or {})
+    if not all(isinstance(part, dict) for part in parts) or record["metadata"].get("name") != folder.name:
+        raise ValueError(f"{folder.status} is not the record of a job {folder.name}; another tool may have written it")
     return record
 
 
@@ -88,7 +99,7 @@ def read_record(folder: JobFolder) -> Json | None:
 
 
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
-    """Leaves a request for the job's runner; returns whether it was taken within `seconds`."""
+    """Leaves a request for the job's runner; returns whether it was processed within `seconds`."""
     folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}-{os.getpid()}.json"
     write_atomically(path, json.dumps({"verb": verb, "subject": subject}))
@@ -102,7 +113,7 @@ def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bo
 
 
 def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
-    """(file, verb, subject) of every request that waits, oldest first. The file is removed when it was obeyed."""
+    """(file, verb, subject) of every pending request, oldest first. The runner removes the file after processing it."""
     if not folder.requests.is_dir():
         return []
     found = []

@@ -1,4 +1,4 @@
-"""Runs one job on this machine from its manifest to its end: the loop over passes, signals, the record, the cleaning up."""
+"""Runs one job on this machine from its manifest to its end: the reconcile loop, signals, the record, the clean-up."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from pathlib import Path
 from typing import Protocol
 
 from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Json, format_time
+from ddpjob.core.status.messages import count
 from ddpjob.engine.ports import JobKey
 from ddpjob.engine.reconcile import reconcile, utc_now
-from ddpjob.local import guard, processes
-from ddpjob.local.cluster import Happening, ProcessCluster
-from ddpjob.local.fitting import Fit, too_many_nodes
+from ddpjob.local import processes, watchdog
+from ddpjob.local.adapt_spec import LocalSpec, too_many_nodes
 from ddpjob.local.paths import JobFolder, RunFolder
 from ddpjob.local.pod import Pod
+from ddpjob.local.process_cluster import ProcessCluster, TimedEvent
 from ddpjob.local.record import requests, write_record
 
 TICK = 0.25
-"""Seconds between two looks at requests and at what is shown."""
-PASS_SECONDS = 0.5
-"""Longest time between two passes while the job runs: the coordinator's report is one request on loopback."""
+"""Seconds between two checks for requests and updates of the display."""
+RECONCILE_SECONDS = 0.5
+"""Longest time between two reconciles while the job runs: the coordinator's report is one request on loopback."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class PodLine:
-    """A pod as it is shown."""
+    """A pod as the display shows it."""
 
     name: str
     state: str
@@ -44,28 +45,28 @@ class PodLine:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a display shows: the job, its pods, and what has happened since the run began."""
+    """What a display shows: the job, its pods, and the events since the run began."""
 
     job: DDPJob
     status: JobStatus
     pods: tuple[PodLine, ...]
-    happenings: tuple[Happening, ...]
+    events: tuple[TimedEvent, ...]
     now: datetime
     stalls: tuple[float, ...] = ()
     """Seconds from each break to the first step after it."""
 
 
 class Display(Protocol):
-    """Where the run is shown."""
+    """Shows a run to the user."""
 
     def show(self, shown: Shown) -> None:
-        """Called several times a second."""
+        """Updates what is shown; called several times a second."""
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restores the terminal."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Outcome:
     shown: Shown
     interrupted: signal.Signals | None = None
     left: tuple[int, ...] = ()
-    """Processes that could not be ended."""
+    """Ids of processes that could not be killed."""
 
 
 def new_body(manifest: Json, now: datetime) -> Json:
@@ -86,7 +87,7 @@ def new_body(manifest: Json, now: datetime) -> Json:
 
 
 def prepare(folder: JobFolder, *, fresh: bool, now: datetime) -> RunFolder:
-    """Makes the folders of a new run. `fresh` puts old checkpoints aside, into the new run's folder. Raises OSError."""
+    """Creates the folders of a new run. `fresh` moves old checkpoints into the new run's folder. Raises OSError."""
     name = now.astimezone().strftime("%Y%m%d-%H%M%S")
     run = folder.run(name)
     for number in range(2, 100):
@@ -102,9 +103,9 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime) -> RunFolder:
 
 
 @contextmanager
-def guarded(uid: str) -> Iterator[None]:
-    """A process beside this one that ends the job's processes if this one cannot."""
-    command = [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), uid]
+def watched(uid: str) -> Iterator[None]:
+    """Runs the watchdog, which kills the job's processes if this process cannot."""
+    command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__).resolve()), uid]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDPJOB_")}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
     try:
@@ -116,41 +117,41 @@ def guarded(uid: str) -> Iterator[None]:
 
 
 class Runner:
-    """One run of one job. `run()` returns when it has ended, with none of its processes left."""
+    """One run of one job. `run()` returns after its end, with none of its processes left."""
 
-    def __init__(self, body: Json, fit: Fit, folder: JobFolder, run: RunFolder, display: Display) -> None:
+    def __init__(self, body: Json, local_spec: LocalSpec, folder: JobFolder, run: RunFolder, display: Display) -> None:
         self.folder, self.run_folder, self.display = folder, run, display
-        self.cluster = ProcessCluster(body, fit, run, folder.checkpoints)
+        self.cluster = ProcessCluster(body, local_spec, run, folder.checkpoints)
         self.key = JobKey(body["metadata"]["namespace"], body["metadata"]["name"])
         self.interrupted: signal.Signals | None = None
         self.abandoned = False
         self._recorded: Json = {}
 
     async def run(self) -> Outcome:
-        """Until the job is Complete or Failed and its pods have ended, or a signal has ended it."""
+        """Runs until the job is Complete or Failed and its pods have ended, or a signal has stopped it."""
         loop = asyncio.get_running_loop()
         processes.become_subreaper()
         loop.add_signal_handler(signal.SIGCHLD, self.cluster.changed.set)
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         left: list[int] = []
-        with guarded(self.cluster.body["metadata"]["uid"]):
+        with watched(self.cluster.body["metadata"]["uid"]):
             try:
-                await self._passes()
+                await self._reconcile_until_over()
             finally:
-                left = self.cluster.close()
+                left = await self.cluster.close()
                 self._record()
         return Outcome(self._shown(), self.interrupted, tuple(left))
 
-    async def _passes(self) -> None:
+    async def _reconcile_until_over(self) -> None:
         clock = asyncio.get_running_loop().time
         due = clock()
         while not self._is_over():
             if self.cluster.changed.is_set() or clock() >= due:
                 self.cluster.changed.clear()
                 delay = await reconcile(self.cluster, self.key)
-                due = clock() + min(PASS_SECONDS, delay if delay is not None else PASS_SECONDS)
-            self._obey()
+                due = clock() + min(RECONCILE_SECONDS, delay if delay is not None else RECONCILE_SECONDS)
+            self._process_requests()
             self._record()
             self.display.show(self._shown())
             await self._sleep(max(0.0, min(TICK, due - clock())))
@@ -168,10 +169,10 @@ class Runner:
         ended = status.terminal or (self.interrupted is not None and status.holds(ConditionType.SUSPENDED))
         return self.abandoned or (ended and self.cluster.idle)
 
-    # --- the user's words
+    # --- the user's requests
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """First: as `suspend`, with the grace that pods have. Second: at once."""
+        """The first signal suspends, with the pods' grace; the second kills."""
         status = JobStatus.read(self.cluster.body.get("status") or {})
         if self.interrupted is not None or status.terminal:
             self.interrupted = self.interrupted or number
@@ -179,11 +180,14 @@ class Runner:
             self.cluster.kill_all()
             return
         self.interrupted = number
+        self.cluster.stopped_by = number.name
         grace = max((pod.grace for pod in self.cluster.nodes()), default=0)
-        self.display.note(f"{number.name}: the nodes save a checkpoint and end, within {grace} s; once more ends them at once")
+        self.display.note(
+            f"{number.name}: the nodes save a checkpoint and exit, within {grace} s; a second signal kills them"
+        )
         self.cluster.suspend(True)
 
-    def _obey(self) -> None:
+    def _process_requests(self) -> None:
         for path, verb, subject in requests(self.folder):
             if verb == "kill" and subject in self.cluster.pods:
                 self.display.note(f"kill {subject}: SIGKILL, as kubectl delete pod --force")
@@ -195,8 +199,8 @@ class Runner:
             path.unlink(missing_ok=True)
 
     def _scale(self, nodes: int) -> None:
-        refused = too_many_nodes(self.cluster.fit, nodes)
-        self.display.note(f"scale to {nodes} nodes: {refused or 'spec.nodes is changed'}")
+        refused = too_many_nodes(self.cluster.local_spec, nodes)
+        self.display.note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
         if not refused:
             self.cluster.scale(nodes)
 
@@ -205,14 +209,19 @@ class Runner:
     def _shown(self) -> Shown:
         job = self.cluster.job
         pods = tuple(PodLine(p.name, _state(p), p.logs()[0]) for p in self.cluster.pods.values())
-        return Shown(job, job.status, pods, tuple(self.cluster.happenings), utc_now(), tuple(self.cluster.stalls))
+        return Shown(job, job.status, pods, tuple(self.cluster.events), utc_now(), tuple(self.cluster.stalls))
 
     def _record(self) -> None:
         pods = [
             {"name": pod.name, "role": str(pod.role), "state": _state(pod), "logs": [str(log) for log in pod.logs()]}
             for pod in self.cluster.pods.values()
         ]
-        local = {"run": self.run_folder.name, "folder": str(self.run_folder.path), "pods": pods, "stallSeconds": self.cluster.stalls}
+        local = {
+            "run": self.run_folder.name,
+            "folder": str(self.run_folder.path),
+            "pods": pods,
+            "stallSeconds": self.cluster.stalls,
+        }
         record = {**self.cluster.body, "local": local}
         if record != self._recorded:
             write_record(self.folder, record)
@@ -220,7 +229,7 @@ class Runner:
 
 
 def _state(pod: Pod) -> str:
-    """As kubectl's STATUS column."""
+    """The pod's state, as in kubectl's column STATUS."""
     view = pod.view()
     if pod.deleted_at is not None and not pod.ended:
         return "Terminating"

@@ -1,4 +1,4 @@
-"""What one machine does otherwise than Kubernetes with the same spec."""
+"""Overrides for running the same spec on one machine."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ from dataclasses import dataclass
 
 from ddpjob.api.types import DDPJob, JobStatus
 from ddpjob.local.environment import ADDRESS
-from ddpjob.objects.site import Site
+from ddpjob.objects.platform import Platform
 
 _LOWEST, _HIGHEST = 20000, 32000
 """Below the kernel's ephemeral ports, so that no outgoing connection takes one between choice and use."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSite(Site):
-    """Everything is on loopback."""
+class LocalPlatform(Platform):
+    """All pods share the loopback address."""
 
     def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
         return ADDRESS
 
+    @property
+    def cluster(self) -> str:
+        """The machine: the key is another one in each run."""
+        return socket.gethostname()
+
+    def token_secret(self, job: DDPJob) -> str:
+        return ""
+
 
 def free_port_pair() -> int:
-    """A port P such that P and P+1 are free. Raises OSError when a hundred tries found none."""
+    """A port P such that P and P+1 are free. Raises OSError when none is found in a hundred tries."""
     for _ in range(100):
         port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 2)
         if _is_free(port) and _is_free(port + 1):

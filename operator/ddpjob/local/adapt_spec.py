@@ -1,4 +1,4 @@
-"""Decides what of a spec this machine can honour: the spec that runs here, what the user is told, and what stands in the way."""
+"""Adapts a spec to this machine, with warnings for the user and the problems that prevent a run."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ NVIDIA = "nvidia.com/gpu"
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line adds to a manifest."""
+    """Options of the command line that override a manifest."""
 
     data: Path | None = None
     working_dir: Path | None = None
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A spec fitted to this machine."""
+class LocalSpec:
+    """A spec as this machine runs it."""
 
     spec: JobSpec
     gpus: tuple[str, ...]
-    """Names of this machine's GPUs, for CUDA_VISIBLE_DEVICES; empty: the CPU trains."""
+    """This machine's GPUs, as CUDA_VISIBLE_DEVICES names them; empty: the CPU trains."""
     data: Path | None
     working_dir: Path
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
-    """One sentence each, with the field and the remedy; with any of them nothing is started."""
+    """One sentence each, with the field and the remedy. With any of them nothing is started."""
 
     def visible_gpus(self, index: int) -> str | None:
-        """CUDA_VISIBLE_DEVICES of node `index`; None: as in this shell."""
+        """CUDA_VISIBLE_DEVICES of the node in slot `index`; None: unchanged from this shell."""
         if not self.gpus:
             return "" if self.spec.gpu_resource == NVIDIA else None
         each = self.spec.gpus_per_node
@@ -47,8 +47,8 @@ class Fit:
         return ",".join(self.gpus[index * each : (index + 1) * each])
 
 
-def fit(job: DDPJob, folder: JobFolder, options: Options) -> Fit:
-    """Everything is looked at, nothing is changed."""
+def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
+    """The spec that runs here, with everything that is missing or not honoured. Reads the machine, changes nothing."""
     spec = job.spec
     gpus = usable_gpus() if spec.gpus_per_node and spec.gpu_resource == NVIDIA else ()
     enough = len(gpus) >= spec.pods * spec.gpus_per_node
@@ -56,8 +56,8 @@ def fit(job: DDPJob, folder: JobFolder, options: Options) -> Fit:
     working_dir = options.working_dir or Path(spec.working_dir or Path.cwd())
     problems = [*_unreadable(spec), *_folders(spec, data, working_dir, options)]
     warnings = [*_gpu_warnings(spec, gpus), *_ignored(spec), *_data_note(spec, data, options)]
-    return Fit(
-        spec=_fitted(spec, data, on_cpu=spec.gpus_per_node > 0 and spec.gpu_resource == NVIDIA and not enough),
+    return LocalSpec(
+        spec=_adapted(spec, data, on_cpu=spec.gpus_per_node > 0 and spec.gpu_resource == NVIDIA and not enough),
         gpus=gpus if enough else (),
         data=data,
         working_dir=working_dir.absolute(),
@@ -66,8 +66,8 @@ def fit(job: DDPJob, folder: JobFolder, options: Options) -> Fit:
     )
 
 
-def _fitted(spec: JobSpec, data: Path | None, *, on_cpu: bool) -> JobSpec:
-    """No time to live (a folder does not vanish by itself), a data volume where --data names one, no nccl without GPUs."""
+def _adapted(spec: JobSpec, data: Path | None, *, on_cpu: bool) -> JobSpec:
+    """Without a time to live (folders stay), with --data as data volume, and without nccl where there are no GPUs."""
     storage = spec.storage
     if data is not None and storage.data is None:
         storage = replace(storage, data=Volume(mount_path=str(data), host_path=str(data), read_only=True))
@@ -80,13 +80,19 @@ def _fitted(spec: JobSpec, data: Path | None, *, on_cpu: bool) -> JobSpec:
 
 
 def usable_gpus() -> tuple[str, ...]:
-    """NVIDIA GPUs of this machine, within CUDA_VISIBLE_DEVICES if that is set."""
+    """NVIDIA GPUs of this machine, limited to CUDA_VISIBLE_DEVICES if that is set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     tool = shutil.which("nvidia-smi")
     if tool is None or visible == "":
         return ()
-    listed = subprocess.run([tool, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False)
-    found = tuple(line.strip() for line in listed.stdout.splitlines() if line.strip().isdigit()) if listed.returncode == 0 else ()
+    listed = subprocess.run(
+        [tool, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False
+    )
+    found = (
+        tuple(line.strip() for line in listed.stdout.splitlines() if line.strip().isdigit())
+        if listed.returncode == 0
+        else ()
+    )
     return tuple(name.strip() for name in visible.split(",") if name.strip()) if visible and found else found
 
 
@@ -95,12 +101,13 @@ def _gpu_warnings(spec: JobSpec, gpus: tuple[str, ...]) -> Iterator[str]:
     if not wanted:
         return
     if spec.gpu_resource != NVIDIA:
-        yield f"spec.gpuResource: {spec.gpu_resource} is not shared out on this machine; every node sees what this shell sees"
+        why = "is not assigned on this machine; every node sees what this shell sees"
+        yield f"spec.gpuResource: {spec.gpu_resource} {why}"
     elif len(gpus) < wanted:
         yield (
-            f"spec.gpusPerNode: {spec.nodes} nodes{_and_spares(spec)} x {spec.gpus_per_node} need {wanted} NVIDIA GPUs, "
-            f"this machine has {len(gpus)}: "
-            "it trains on the CPU (gpusPerNode: 0 says so and silences this)"
+            f"spec.gpusPerNode: {spec.nodes} nodes{_and_spares(spec)} x {spec.gpus_per_node} need {wanted} NVIDIA "
+            f"GPUs, this machine has {len(gpus)}: "
+            "the job trains on the CPU (set gpusPerNode: 0 to silence this warning)"
         )
 
 
@@ -108,11 +115,11 @@ def _and_spares(spec: JobSpec) -> str:
     return f" and {spec.spares} spares" if spec.spares else ""
 
 
-def too_many_nodes(fit: Fit, nodes: int) -> str:
-    """Why a job that runs here cannot have so many nodes; empty: it can."""
-    wanted = (nodes + fit.spec.spares) * fit.spec.gpus_per_node
-    if fit.gpus and wanted > len(fit.gpus):
-        return f"{nodes} nodes{_and_spares(fit.spec)} need {wanted} GPUs, this machine has {len(fit.gpus)}"
+def too_many_nodes(local: LocalSpec, nodes: int) -> str:
+    """Why a job that runs here cannot have this many nodes; empty: it can."""
+    wanted = (nodes + local.spec.spares) * local.spec.gpus_per_node
+    if local.gpus and wanted > len(local.gpus):
+        return f"{nodes} nodes{_and_spares(local.spec)} need {wanted} GPUs, this machine has {len(local.gpus)}"
     return ""
 
 
@@ -134,8 +141,15 @@ def _data_note(spec: JobSpec, data: Path | None, options: Options) -> Iterator[s
     volume = spec.storage.data
     if volume is None or options.data is not None or (volume.host_path and Path(volume.host_path).is_dir()):
         return
-    where = f"hostPath {volume.host_path}" if volume.host_path else f"claim {volume.claim_name}" if volume.claim_name else "NFS share"
-    yield f"spec.storage.data: the {where} is not on this machine: data is read from {data}; name another folder by --data DIR"
+    where = (
+        f"hostPath {volume.host_path}"
+        if volume.host_path
+        else f"claim {volume.claim_name}"
+        if volume.claim_name
+        else "NFS share"
+    )
+    remedy = "name another folder with --data DIR"
+    yield f"spec.storage.data: the {where} is not on this machine: data is read from {data}; {remedy}"
 
 
 def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Options) -> Iterator[str]:
@@ -143,7 +157,7 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
         yield f"--data {options.data}: no such folder"
     if not working_dir.is_dir():
         named = f"--workdir {working_dir}" if options.working_dir else f"spec.workingDir: {working_dir}"
-        yield f"{named}: no such folder on this machine; name the one to use by --workdir DIR"
+        yield f"{named}: no such folder on this machine; name another one with --workdir DIR"
 
 
 # --- what only a cluster has ------------------------------------------------------------------------------------
@@ -162,7 +176,7 @@ _OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceF
 
 
 def _unreadable(spec: JobSpec) -> Iterator[str]:
-    """Variables that a script asked for and would miss."""
+    """Variables that the script was given and that would be missing here."""
     trainer, where = _trainer(spec)
     lists = [("spec", spec.env), (where, trainer.get("env") or ())]
     for path, entries in lists:
@@ -171,10 +185,11 @@ def _unreadable(spec: JobSpec) -> Iterator[str]:
                 at = f"{path}.env[{position}].valueFrom.{kind}"
                 if kind == "fieldRef":
                     if field_value(_ANY_POD, source["fieldPath"]) is None:
-                        yield f"{at}: the field {source['fieldPath']} does not exist outside of Kubernetes; remove it"
+                        yield f"{at}: the field {source['fieldPath']} does not exist outside Kubernetes; remove it"
                 elif entry["name"] not in os.environ and not source.get("optional"):
                     what = f"{_OBJECTS[kind]} {source.get('name', '')}".strip()
-                    yield f"{at}: {what} cannot be read on this machine; export {entry['name']} in this shell, it is then taken instead"
+                    remedy = f"export {entry['name']} in this shell to use that value instead"
+                    yield f"{at}: {what} cannot be read on this machine; {remedy}"
 
 
 def _ignored(spec: JobSpec) -> Iterator[str]:
@@ -182,11 +197,13 @@ def _ignored(spec: JobSpec) -> Iterator[str]:
     for position, source in enumerate(spec.env_from):
         kind = "secretRef" if "secretRef" in source else "configMapRef"
         name = source[kind]["name"]
-        yield f"spec.envFrom[{position}].{kind}: {name} cannot be read on this machine; this shell's variables are there instead"
+        why = "cannot be read on this machine; this shell's variables are used instead"
+        yield f"spec.envFrom[{position}].{kind}: {name} {why}"
     pod = spec.pod_template.get("spec") or {}
     for kind in ("containers", "initContainers"):
         for position, container in enumerate(pod.get(kind) or ()):
             if container["name"] != TRAINER_CONTAINER:
-                yield f"spec.podTemplate.spec.{kind}[{position}]: {container['name']} does not run on this machine, which runs no images"
+                why = "does not run on this machine, which runs no images"
+                yield f"spec.podTemplate.spec.{kind}[{position}]: {container['name']} {why}"
     if pod.get("volumes"):
         yield "spec.podTemplate.spec.volumes: not mounted on this machine; paths are this machine's own"

@@ -1,8 +1,9 @@
-"""Outlives `ddpjob run` for a moment: when its standard input ends, however that came, it ends what the job has left.
+"""Watchdog: kills leftover processes of a job when its stdin closes (`ddpjob run` has exited or crashed).
 
-    python3 -I -S guard.py UID
+    python3 -I -S watchdog.py UID
 
-Run by path, in a session of its own, so that it is up at once and a killed terminal does not take it along.
+Run by path, so that it starts at once, and in a session of its own, so that it survives a killed
+terminal.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ SECONDS = 20.0
 
 
 def main() -> None:
-    """Waits, then kills until nothing with DDPJOB_UID=UID in its environment is left."""
+    """Waits, then kills every process with DDPJOB_UID=UID in its environment until none is left."""
     mark = f"DDPJOB_UID={sys.argv[1]}".encode()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -37,7 +38,7 @@ def _marked(mark: bytes) -> list[int]:
                 if mark in file.read().split(b"\0"):
                     found.append(int(name))
         except OSError:
-            continue  # ended by now, or another user's
+            continue  # it has ended, or is another user's
     return found
 
 

@@ -1,4 +1,4 @@
-"""The process implementation of the port: pods are process groups, objects live in memory, the status in a file."""
+"""`Cluster` on this machine: pods are process groups, other objects live in memory, the status in a file."""
 
 from __future__ import annotations
 
@@ -13,61 +13,75 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from ddpjob_runtime.protocol import Report
+
 from ddpjob.api.types import DDPJob, Json, format_time
 from ddpjob.core.decision import Event
-from ddpjob.core.world import NODE_ROLES, Report, Role, World
+from ddpjob.core.world import NODE_ROLES, Role, World
 from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused
 from ddpjob.engine.reconcile import utc_now
-from ddpjob.local import coordinator, processes
-from ddpjob.local.environment import ADDRESS, inherited
-from ddpjob.local.fitting import Fit
+from ddpjob.local import processes
+from ddpjob.local.adapt_spec import LocalSpec
+from ddpjob.local.environment import inherited
+from ddpjob.local.local_platform import LocalPlatform, free_port_pair
 from ddpjob.local.paths import RunFolder
 from ddpjob.local.pod import UID_VARIABLE, Pod
-from ddpjob.local.site import LocalSite, free_port_pair
-from ddpjob.objects.service import pod_files_name
-from ddpjob.objects.site import Site
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.service import RUNTIME_FOLDER, runtime_name
 
 log = logging.getLogger("ddpjob.local")
 
 
 @dataclass(frozen=True)
-class Happening:
-    """An event and its time."""
+class TimedEvent:
+    """An event and when it was recorded."""
 
     time: datetime
     event: Event
 
 
 class ProcessCluster:
-    """See `ddpjob.engine.ports.Cluster`. Holds one job; used from the event loop's thread alone."""
+    """Implements `ddpjob.engine.ports.Cluster` for one job. Used from the event loop's thread alone."""
 
-    def __init__(self, body: Json, fit: Fit, folder: RunFolder, checkpoints: Path, clock: Callable[[], datetime] = utc_now) -> None:
-        self.body, self.fit, self.folder, self.clock = body, fit, folder, clock
-        self.site: Site = LocalSite(
+    def __init__(
+        self,
+        body: Json,
+        local_spec: LocalSpec,
+        folder: RunFolder,
+        checkpoints: Path,
+        clock: Callable[[], datetime] = utc_now,
+    ) -> None:
+        self.body, self.local_spec, self.folder, self.clock = body, local_spec, folder, clock
+        self.platform: Platform = LocalPlatform(
             operator_key=os.urandom(32),
             python=sys.executable,
-            pod_files_path=str(folder.pod_files),
-            data_path=str(fit.data) if fit.data else None,
+            runtime_path=str(RUNTIME_FOLDER.parent),
+            data_path=str(local_spec.data) if local_spec.data else None,
             checkpoint_path=str(checkpoints),
             checkpoints_shared=True,
         )
+        from ddpjob.engine.coordinator_client import CoordinatorClient, target_of  # 0.3 s; not for `ddpjob get`
+
+        self.coordinators, self._target_of = CoordinatorClient(), target_of
         self.pods: dict[str, Pod] = {}
-        self.happenings: list[Happening] = []
+        self.events: list[TimedEvent] = []
         self.stalls: list[float] = []
-        """Seconds from each break to the first step after it, as the coordinators told."""
+        """Seconds from each break to the first step after it, as reported by the coordinators."""
+        self.stopped_by = ""
+        """The signal for which the job was suspended; empty: its user did it, or nobody."""
         self.changed = asyncio.Event()
         self._objects: set[tuple[str, str]] = set()
         self._ports: dict[int, int] = {}
-        ranks = fit.spec.nodes * fit.spec.procs_per_node
+        ranks = local_spec.spec.nodes * local_spec.spec.procs_per_node
         self._inherited = inherited(max(1, len(os.sched_getaffinity(0)) // ranks))
 
     # --- reading
 
     @property
     def job(self) -> DDPJob:
-        """The job as this machine runs it: ports of its own for every generation, since two coordinators may be there at once."""
+        """The job as this machine runs it. Every generation has its own ports: two coordinators may run at once."""
         job = DDPJob.read(self.body)
-        spec = self.fit.spec
+        spec = self.local_spec.spec
         policy = replace(spec.run_policy, suspend=job.spec.run_policy.suspend)
         rendezvous = replace(spec.rendezvous, port=self._port(job.status.rendezvous.generation))
         return replace(job, spec=replace(spec, run_policy=policy, rendezvous=rendezvous, nodes=job.spec.nodes))
@@ -79,30 +93,30 @@ class ProcessCluster:
 
     async def observe(self, key: JobKey) -> Observation | None:
         job = self.job
-        report = None
-        if job.status.rendezvous.endpoint:
-            report = await coordinator.fetch_report(ADDRESS, job.spec.rendezvous.endpoint_port)
-            self._note_stall(report)
+        endpoint = job.status.rendezvous.endpoint
+        report = await self.coordinators.report(self._target_of(job, self.platform, endpoint)) if endpoint else None
+        self._note_stall(report)
         self.collect()
-        files = pod_files_name(job)
+        files = runtime_name()
         world = World(
             pods=tuple(pod.view() for pod in self.pods.values()),
             has_service=("Service", job.name) in self._objects,
             has_budget=("PodDisruptionBudget", job.name) in self._objects,
-            pod_files=files if ("ConfigMap", files) in self._objects else "",
-            pod_files_offered=files,
+            runtime=files if ("ConfigMap", files) in self._objects else "",
+            runtime_offered=files,
             report=report,
         )
         return Observation(job, world)
 
     def _note_stall(self, report: Report | None) -> None:
-        seconds = report.recovery_seconds if report is not None else None
+        # Before the job has reported a step, the coordinator measures to the next round that runs.
+        seconds = report.recovery.last_seconds if report is not None and report.progress.get("step") else None
         if seconds is not None and seconds not in self.stalls:
             self.stalls.append(seconds)
 
     def collect(self) -> None:
-        """Looks at every process: main processes that have ended, orphans, deleted pods that are gone."""
-        processes.bury_orphans(self.processes())
+        """Observes every process, reaps orphans, and removes deleted pods that have ended."""
+        processes.reap_orphans(self.processes())
         now = self.clock()
         for pod in list(self.pods.values()):
             if pod.poll(now):
@@ -116,7 +130,7 @@ class ProcessCluster:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of the job runs."""
+        """Whether no pod of the job runs."""
         return all(pod.ended for pod in self.pods.values())
 
     # --- writing: called by apply alone
@@ -135,8 +149,6 @@ class ProcessCluster:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         if kind == "Pod":
             self._create_pod(job, manifest)
-        elif kind == "ConfigMap":
-            _write_files(self.folder.pod_files, manifest["data"])
         self._objects.add((kind, name))
         self.changed.set()
 
@@ -148,11 +160,11 @@ class ProcessCluster:
             return
         environment = dict(self._inherited)
         index = manifest["metadata"]["labels"].get("ddpjob.io/index")
-        gpus = self.fit.visible_gpus(int(index)) if index is not None else ""
+        gpus = self.local_spec.visible_gpus(int(index)) if index is not None else ""
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
         try:
-            self.pods[name] = Pod(manifest, self.folder, environment, self.fit.working_dir, self.clock())
+            self.pods[name] = Pod(manifest, self.folder, environment, self.local_spec.working_dir, self.clock())
         except OSError as error:
             raise Refused(507, f"pod {name} cannot be started: {error}") from error
 
@@ -177,7 +189,7 @@ class ProcessCluster:
             self.changed.set()
 
     def force_delete(self, pod: Pod) -> None:
-        """As `kubectl delete pod --force --grace-period=0`: the pod is gone at once."""
+        """Removes a pod at once, as `kubectl delete pod --force --grace-period=0` does."""
         pod.kill()
         del self.pods[pod.name]
         self.changed.set()
@@ -190,25 +202,32 @@ class ProcessCluster:
     async def delete_job(self, job: DDPJob) -> None:
         raise AssertionError("a job of the process backend has no time to live")
 
-    async def tell(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
+    async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         if endpoint:
-            await coordinator.tell(ADDRESS, job.spec.rendezvous.endpoint_port, self.site.token(job), verb, body)
+            await self.coordinators.notify(self._target_of(job, self.platform, endpoint), verb, body)
 
     async def record(self, job: DDPJob, event: Event) -> None:
-        happening = Happening(self.clock(), event)
-        self.happenings.append(happening)
-        line = {"time": format_time(happening.time), "warning": event.warning, "reason": event.reason, "message": event.message}
+        if event.reason == "Suspended" and self.stopped_by:
+            event = Event(False, event.reason, f"stopped by {self.stopped_by}: pods end, checkpoints are kept")
+        happened = TimedEvent(self.clock(), event)
+        self.events.append(happened)
+        line = {
+            "time": format_time(happened.time),
+            "warning": event.warning,
+            "reason": event.reason,
+            "message": event.message,
+        }
         with self.folder.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    # --- the user's words
+    # --- the user's requests
 
     def suspend(self, wanted: bool) -> None:
-        """spec.runPolicy.suspend, as `kubectl patch` would set it."""
+        """Sets spec.runPolicy.suspend, as `kubectl patch` would."""
         self._change({"runPolicy": {**self.body["spec"].get("runPolicy", {}), "suspend": wanted}})
 
     def scale(self, nodes: int) -> None:
-        """spec.nodes, as `kubectl scale` would set it."""
+        """Sets spec.nodes, as `kubectl scale` would."""
         self._change({"nodes": nodes})
 
     def _change(self, fields: Json) -> None:
@@ -222,19 +241,14 @@ class ProcessCluster:
             pod.kill()
         self.changed.set()
 
-    def close(self) -> list[int]:
-        """Ends everything that the job has started. Returns the process ids that could not be ended."""
+    async def close(self) -> list[int]:
+        """Kills everything that the job has started. Returns the ids of processes that are left."""
         self.kill_all()
         left = processes.end_all({UID_VARIABLE: self.body["metadata"]["uid"]})
         self.collect()
+        await self.coordinators.close()
         return left
 
     def nodes(self) -> list[Pod]:
-        """Pods of slots, spares included."""
+        """The pods of slots, spares included."""
         return [pod for pod in self.pods.values() if pod.role in NODE_ROLES]
-
-
-def _write_files(folder: Path, files: dict[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_text(content)

@@ -1,0 +1,47 @@
+"""`ddpjob dashboard`: starts the server of the pages, prints their address, and ends with Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import secrets
+
+import click
+
+from ddpjob.client.backend import Backend, Mistake
+from ddpjob.client.cluster_backend import ClusterBackend
+from ddpjob.dashboard.fleet import Fleet
+from ddpjob.dashboard.web_server import serve
+
+
+def serve_dashboard(backend: Backend, host: str, port: int) -> int:
+    """Raises Mistake if the jobs cannot be read or the port is taken."""
+    token = secrets.token_urlsafe(24)
+
+    def scoped(namespace: str) -> Backend:
+        return ClusterBackend(backend.api, namespace) if isinstance(backend, ClusterBackend) else backend
+
+    def started(bound: int) -> None:
+        name = f"[{host}]" if ":" in host else host
+        click.echo(f"jobs of {backend.where}: http://{name}:{bound}/?token={token}")
+        if not _is_loopback(host):
+            click.echo(f"{host}: the connection is not encrypted; others can read the token on its way", err=True)
+        click.echo("Ctrl-C ends it")
+
+    with Fleet(backend) as fleet:
+        try:
+            asyncio.run(serve(fleet, scoped, backend.where, host=host, port=port, token=token, started=started))
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else error
+            raise Mistake(f"--host {host} --port {port}: {why}; another --port, or 0 for any free one") from error
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,88 @@
+"""Which jobs a command means, those of this machine or those of a cluster: the options, and exit codes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from ddpjob.client.backend import Backend, Mistake, Unreachable
+from ddpjob.client.cluster_backend import ClusterBackend
+from ddpjob.client.process_backend import ProcessBackend
+
+EXIT_NEGATIVE, EXIT_MISTAKE, EXIT_UNREACHABLE, EXIT_TIMEOUT = 1, 2, 3, 124
+PLUGIN = "kubectl-ddp"
+VARIABLE = "DDPJOB_PLACE"
+
+
+@dataclass
+class Place:
+    """The options that choose the place."""
+
+    namespace: str | None
+    context: str | None
+    kubeconfig: str | None
+    local: bool | None
+
+    def is_local(self) -> bool:
+        """--local and --cluster say so; else the options of a cluster, the name `kubectl ddp`, and what is here."""
+        if self.local is not None:
+            return self.local
+        if self.namespace or self.context or self.kubeconfig or PLUGIN in os.path.basename(sys.argv[0]):  # noqa: PTH119
+            return False
+        if said := os.environ.get(VARIABLE):
+            if said not in ("local", "cluster"):
+                raise Mistake(f"{VARIABLE}={said}: write local or cluster")
+            return said == "local"
+        from ddpjob.client.process_backend import has_jobs
+
+        return has_jobs()
+
+    def backend(self, *, everywhere: bool = False) -> Backend:
+        """The jobs that the command means."""
+        return ProcessBackend() if self.is_local() and not everywhere else self.cluster(everywhere=everywhere)
+
+    def cluster(self, *, everywhere: bool = False) -> ClusterBackend:
+        """The cluster, whatever is_local says."""
+        if self.local:
+            raise Mistake("--local: this command is for a cluster")
+        from ddpjob.client.api_server import ApiServer
+
+        return ClusterBackend(ApiServer.open(self.kubeconfig, self.context), self.namespace, everywhere=everywhere)
+
+
+_OPTIONS = (
+    click.option("-n", "--namespace", metavar="NAMESPACE", help="Namespace on the cluster; default: the context's."),
+    click.option("--context", metavar="CONTEXT", help="Context of the kubeconfig."),
+    click.option("--kubeconfig", metavar="FILE", help="Default: $KUBECONFIG, else ~/.kube/config."),
+    click.option("--local/--cluster", "local", default=None, help="Jobs of this machine, or of the cluster."),
+)
+
+
+PLACE_NAMES = ("namespace", "context", "kubeconfig", "local")
+PLACE_OPTIONS = {"-n": 2, "--namespace": 2, "--context": 2, "--kubeconfig": 2, "--local": 1, "--cluster": 1}
+"""Option: how many words it takes."""
+
+
+def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that choose the place; the command gets a Place first."""
+
+    @functools.wraps(command)
+    def wrapped(
+        namespace: str | None, context: str | None, kubeconfig: str | None, local: bool | None, **rest: Any
+    ) -> Any:
+        return command(Place(namespace, context, kubeconfig, local), **rest)
+
+    for option in reversed(_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def exit_code(mistake: Mistake) -> int:
+    """Of a command that ended with a mistake."""
+    return EXIT_UNREACHABLE if isinstance(mistake, Unreachable) else EXIT_MISTAKE

@@ -1,0 +1,96 @@
+"""Curves of a training in a terminal, and as a picture by the trainer's own plots."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ddpjob.client.backend import METRICS, METRICS_BYTES, Mistake
+from ddpjob.client.metric_series import read_metrics
+from ddpjob.core.status.messages import count
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+WIDTH, HEIGHT = 72, 8
+_LOG_FROM = 20
+"""Ratio of the greatest to the least loss from which the scale is logarithmic."""
+CUT = f"the beginning is not shown: only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
+
+
+def means(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` numbers, each the mean of its part of `values`."""
+    width = min(width, len(values))
+    parts = [values[len(values) * part // width : len(values) * (part + 1) // width] for part in range(width)]
+    return [sum(part) / len(part) for part in parts]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A row of blocks, from the least value to the greatest."""
+    return chart(values, width, 1)[0] if values else ""
+
+
+def chart(values: Sequence[float], width: int, height: int) -> list[str]:
+    """Rows of blocks, the uppermost first; the least value has one eighth of a row, the greatest all of them."""
+    shown = means(values, width)
+    low, high = min(shown), max(shown)
+    eighths = [1 + round((mean - low) / (high - low) * (8 * height - 1)) if high > low else 1 for mean in shown]
+    return ["".join(BLOCKS[min(8, max(0, full - 8 * row))] for full in eighths) for row in reversed(range(height))]
+
+
+def points(text: str) -> tuple[list[float], list[float], int]:
+    """Losses and test accuracies of metrics.jsonl in the order of steps, and the number of starts."""
+    series = read_metrics(text)
+    losses, accuracies = series.steps.get("loss", {}), series.evaluations.get("accuracy", {})
+    return (
+        [losses[step] for step in sorted(losses)],
+        [accuracies[step] for step in sorted(accuracies)],
+        len(series.starts),
+    )
+
+
+def is_cut(text: str) -> bool:
+    """Whether the metrics are only the end of the file, as Backend.metrics reads it."""
+    return len(text.encode()) >= METRICS_BYTES
+
+
+def curves(text: str, job: str) -> Iterator[str]:
+    """Lines with the loss as a chart and the accuracy as a row. Raises Mistake without a step."""
+    losses, accuracies, starts = points(text)
+    if not losses:
+        raise Mistake(f"{job}: its metrics hold no step yet; wait until it has trained some steps")
+    if is_cut(text):
+        yield f"{job}: at least {count(starts, 'restart')}; {CUT}"  # the first start is in the part that is cut off
+    else:
+        yield f"{job}: {count(max(starts - 1, 0), 'restart')}"
+    shown = means(losses, WIDTH)
+    low, high = min(shown), max(shown)
+    logarithmic = low > 0 and high > _LOG_FROM * low
+    rows = chart([math.log(value) for value in shown] if logarithmic else shown, WIDTH, HEIGHT)
+    marks = {0: f"{high:.4g}", len(rows) - 1: f"{low:.4g}"}
+    yield "loss" + (", on a logarithmic scale" if logarithmic else "")
+    yield from (f"{marks.get(number, ''):>10} {row}".rstrip() for number, row in enumerate(rows))
+    yield f"{'now':>10} {losses[-1]:.4g}"
+    if accuracies:
+        yield "test accuracy"
+        yield f"{'':10} {sparkline(accuracies, WIDTH)}"
+        yield f"{'now':>10} {accuracies[-1]:.2%}, from {min(accuracies):.2%} to {max(accuracies):.2%}"
+
+
+def draw(text: str, job: str, output: Path) -> None:
+    """Writes the picture that `python -m ddpjob_trainer plot` makes. Raises Mistake."""
+    if importlib.util.find_spec("ddpjob_trainer") is None or importlib.util.find_spec("matplotlib") is None:
+        raise Mistake("a picture needs the package ddpjob[trainer]; without --output the curves are printed")
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / job / METRICS  # the picture's title is the folder's name
+        metrics.parent.mkdir(parents=True)
+        metrics.write_text(text)
+        made = subprocess.run(
+            [sys.executable, "-m", "ddpjob_trainer", "plot", str(metrics.parent), "--output", str(output)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if made.returncode:
+        raise Mistake((made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1])

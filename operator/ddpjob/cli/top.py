@@ -1,0 +1,147 @@
+"""`ddpjob top`: a job on a screen that is redrawn, from its status, pods and nothing else."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from datetime import datetime
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ddpjob.api.types import DDPJob, Json, Phase
+from ddpjob.cli.display import PHASE_COLOURS, reported_accuracy
+from ddpjob.cli.output import printable, printed_rows
+from ddpjob.cli.terminal_curves import sparkline
+from ddpjob.client.backend import Backend, Mistake, Patience, PodLine
+from ddpjob.client.job_text import header, phase, restart_counts, restart_line, slot_lines, took, why
+from ddpjob.client.log_follower import ranks_of_pods
+from ddpjob.core.status.messages import count
+from ddpjob.engine.reconcile import utc_now
+
+_KEPT = 600
+"""Points of a curve; of a longer one every other point is dropped."""
+_WIDTH = 60
+_RESTARTS = 5
+_PIPED_WIDTH = 200
+
+
+class Curve:
+    """Values of one number as they were reported, of each step once."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def add(self, value: object) -> None:
+        if isinstance(value, int | float) and math.isfinite(value):
+            self.values.append(float(value))
+            if len(self.values) > _KEPT:
+                del self.values[:-1:2]
+
+    def drawn(self) -> str:
+        """A row of blocks, empty before the second point."""
+        return sparkline(self.values, _WIDTH) if len(self.values) > 1 else ""
+
+
+class JobScreen:
+    """One job, look after look."""
+
+    def __init__(self) -> None:
+        self._loss, self._speed = Curve(), Curve()
+        self._reported: object = None
+
+    def frame(self, body: Json, pods: list[PodLine], now: datetime) -> RenderableType:
+        """The screen of this look."""
+        job = DDPJob.read(body)
+        status, progress = job.status, job.status.progress
+        reported = (progress.get("step"), progress.get("updatedAt"))
+        if reported != self._reported:
+            self._reported = reported
+            self._loss.add(progress.get("loss"))
+            self._speed.add(progress.get("samplesPerSecond"))
+        ranks = ranks_of_pods([pod for pod in pods if pod.state == "Running"], body)
+        state = phase(body)
+        head = Table.grid(padding=(0, 3))
+        head.add_row(
+            Text(job.name, style="bold"),
+            Text(state, style=PHASE_COLOURS.get(status.phase or Phase.PENDING, "cyan")),
+            f"nodes {status.nodes_display(job.spec)}",
+            *([f"ranks {sum(map(len, ranks.values()))}"] if any(ranks.values()) else []),
+            f"time {took(body, now) or '-'}",
+        )
+        return Group(head, *self._progress(job), *self._below(body, job, pods, now))
+
+    def _progress(self, job: DDPJob) -> Iterator[RenderableType]:
+        progress = job.status.progress
+        if not progress:
+            yield Text("no progress reported yet", style="dim")
+            return
+        bar = Table.grid(padding=(0, 2))
+        percent = progress.get("percent")
+        cells: list[RenderableType] = [] if percent is None else [ProgressBar(total=100, completed=percent, width=30)]
+        cells += [_text(str(progress.get("display", "")))]
+        if "eta" in progress and not job.status.terminal:
+            cells.append(_text(f"eta {progress['eta']}"))
+        bar.add_row(*cells)
+        yield bar
+        rows = Table.grid(padding=(0, 2))
+        for title, shown, curve in (("loss", "lossDisplay", self._loss), ("samples", "speedDisplay", self._speed)):
+            if shown in progress:
+                rows.add_row(title, _text(str(progress[shown])), Text(curve.drawn(), style="blue"))
+        if (accuracy := reported_accuracy(job.status)) is not None:
+            rows.add_row("accuracy", f"{accuracy:.2%}", "")
+        yield rows
+
+    def _below(self, body: Json, job: DDPJob, pods: list[PodLine], now: datetime) -> Iterator[RenderableType]:
+        if phase(body) != "Running":
+            yield Text()
+            yield from (_text(line) for line in why(body, pods, now))
+        status = job.status
+        if status.restarts.recent:
+            counts = restart_counts(status, job.spec.recovery.max_restarts)
+            yield Text()
+            yield _text(f"Restarts: {counts}")
+            recent = status.restarts.recent[-_RESTARTS:]
+            yield from (_text(f"  {restart_line(restart, now)}") for restart in reversed(recent))
+        if status.slots:
+            yield Text()
+            yield _text(f"Slots ({count(len(status.slots), 'pod')}):")
+            yield from (_text(line) for line in slot_lines(status))
+
+
+def _text(line: str) -> Text:
+    return Text(printable(line), overflow="ellipsis", no_wrap=True)
+
+
+def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> None:
+    """The screen until the job has ended, or without a job for ever; once where there is no terminal."""
+    console, screen = Console(), JobScreen()
+    if not console.is_terminal:
+        console = Console(width=_PIPED_WIDTH)
+
+    def look() -> tuple[RenderableType, bool]:
+        if job is None:
+            rows = printed_rows(header(), backend.jobs(), utc_now(), wide=False, namespaces=False)
+            return Group(*map(_text, rows)), False
+        body = backend.job(job)
+        ended = DDPJob.read(body).status.terminal or phase(body) == "Interrupted"
+        return screen.frame(body, backend.pods(job), utc_now()), ended
+
+    frame, ended = look()
+    if once or ended or not console.is_terminal:
+        console.print(frame)
+        return
+    patience = Patience()
+    with Live(frame, console=console, auto_refresh=False) as live:
+        while not ended:
+            time.sleep(seconds)
+            try:
+                frame, ended = look()
+                patience.answered()
+            except Mistake as mistake:
+                patience.bear(mistake)
+            live.update(frame, refresh=True)

@@ -1,0 +1,156 @@
+"""A user's requests to the API server: the official client's kubeconfig, credentials and connections, plain JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddpjob.api.types import Json
+from ddpjob.client.backend import Mistake, NoAnswer, Unreachable
+
+SECONDS = 30
+MERGE_PATCH = "application/merge-patch+json"
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class ApiRefusal(Mistake):
+    """A response of 4xx or 5xx, with the server's message."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.reason = status, reason
+        self.passing = status == 429 or status >= 500
+
+
+class ApiServer:
+    """One API server, as the kubeconfig or the pod's service account names it. Raises Unreachable, ApiRefusal."""
+
+    def __init__(self, api: Any, namespace: str, context: str) -> None:
+        self.client, self.namespace, self.context = api, namespace, context
+
+    @classmethod
+    def open(cls, kubeconfig: str | None = None, context: str | None = None) -> ApiServer:
+        """Connects as kubectl would: $KUBECONFIG or ~/.kube/config, else inside a pod its service account."""
+        from kubernetes import client, config
+        from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION, KubeConfigLoader, KubeConfigMerger
+
+        settings = client.Configuration()
+        settings.retries = False
+        try:
+            merged = KubeConfigMerger(kubeconfig or os.environ.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION).config
+            if merged is None:
+                raise config.ConfigException("No configuration found")
+            loader = KubeConfigLoader(merged, active_context=context)  # needs no current-context if one is given
+            loader.load_and_set(settings)
+            chosen = loader.current_context
+            return cls(client.ApiClient(settings), chosen["context"].get("namespace") or "default", chosen["name"])
+        except config.ConfigException as error:
+            if kubeconfig is None and context is None and _NAMESPACE_FILE.exists():
+                config.load_incluster_config(client_configuration=settings)
+                return cls(client.ApiClient(settings), _NAMESPACE_FILE.read_text().strip(), "in-cluster")
+            why = str(error).removeprefix("Invalid kube-config file. ").rstrip(".")
+            remedy = "name a kubeconfig by KUBECONFIG or --kubeconfig; jobs of this machine: --local"
+            raise Unreachable(f"no cluster: {why}; {remedy}") from error
+        except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+            why = " ".join(str(error).split())
+            raise Unreachable(f"no cluster: the kubeconfig cannot be read: {why}") from error
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        content_type: str = "application/json",
+    ) -> Json:
+        """The JSON response."""
+        response = self._send(method, path, query or {}, body, content_type, SECONDS)
+        return self._parsed(response, response.read())
+
+    def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
+        """The JSON response to GET; None where the object does not exist or must not be read."""
+        try:
+            return self.request("GET", path, query=query)
+        except ApiRefusal as refusal:
+            if refusal.status in (403, 404):
+                return None
+            raise
+
+    def items(self, path: str, query: Mapping[str, str] | None = None) -> list[Json]:
+        """The items of a collection, read in pages."""
+        found: list[Json] = []
+        page: Json = {}
+        while not found or page.get("metadata", {}).get("continue"):
+            more = {"continue": page["metadata"]["continue"]} if page else {}
+            page = self.request("GET", path, query={**(query or {}), "limit": "500", **more})
+            found += page.get("items") or ()
+            if not page.get("metadata", {}).get("continue"):
+                break
+        return found
+
+    def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
+        """Pieces of a response as they come, until it ends. `silence`: seconds without one, then it ends too."""
+        import urllib3
+
+        response = self._send("GET", path, query, None, "application/json", (SECONDS, silence))
+        raw = response.response
+        if response.status >= 400:
+            self._parsed(response, raw.read())
+        try:
+            while piece := raw.read1(65536):
+                yield piece
+        except (urllib3.exceptions.HTTPError, OSError):
+            return  # Whoever follows reads on where this one ended.
+        finally:
+            raw.close()
+
+    def lines(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[Json]:
+        """The events of a watch."""
+        rest = b""
+        for piece in self.stream(path, query, silence):
+            *whole, rest = (rest + piece).split(b"\n")
+            yield from (json.loads(line) for line in whole if line.strip())
+
+    def _send(
+        self, method: str, path: str, query: Mapping[str, str], body: Json | None, content_type: str, timeout: Any
+    ) -> Any:
+        import urllib3
+
+        headers = {"Content-Type": content_type, "Accept": "application/json, */*"}
+        method, url, headers, *_ = self.client.param_serialize(
+            method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
+        )
+        try:
+            return self.client.call_api(method, url, headers, body=body, _request_timeout=timeout)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            host = self.client.configuration.host
+            raise NoAnswer(
+                f"the API server at {host} (context {self.context}) does not answer: {_short(error)}"
+            ) from error
+
+    @staticmethod
+    def _parsed(response: Any, text: bytes | None) -> Json:
+        try:
+            answer = json.loads(text or b"{}")
+        except ValueError:
+            answer = {}
+        if response.status >= 400:
+            message = str(answer.get("message") or (text or b"")[:300].decode(errors="replace"))
+            if response.status == 401:
+                raise Unreachable(f"the API server does not accept the credentials of the kubeconfig: {message}")
+            raise ApiRefusal(response.status, str(answer.get("reason") or ""), message)
+        return answer if isinstance(answer, dict) else {}
+
+
+def _short(error: BaseException) -> str:
+    """The innermost reason: urllib3 wraps it several times."""
+    text = str(getattr(error, "reason", None) or error)
+    return (
+        text.rpartition(">: ")[2].rpartition("object at 0x")[2].partition(": ")[2] or text.rpartition(": ")[2] or text
+    )

@@ -1,0 +1,259 @@
+"""Builds a DDPJob from a command line's words, with the user's code in a ConfigMap beside it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ddpjob.api.types import API_VERSION, KIND, Json
+from ddpjob.api.yamltext import YamlError, read_documents
+from ddpjob.client.backend import Mistake
+from ddpjob.local.paths import job_folder
+
+CODE_FOLDER = "/ddpjob-code"
+SOURCE = "function.py"
+"""Of Request.source: a name that no module has, since the script's folder is on sys.path."""
+MOST_BYTES = 1024 * 1024 - 16 * 1024
+"""Of the files together: an object may have 1 MiB, its metadata included."""
+_LEFT_OUT = ("__pycache__", "node_modules", "runs", "wandb", "mlruns")
+_ENTRIES = ("train.py", "main.py", "__main__.py")
+_Kind = TypeVar("_Kind", list[Any], dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user asks for; the empty value of a field leaves it to the CRD's default."""
+
+    program: str
+    source: str = ""
+    """The text of a script that is in no file; `program` is its name."""
+    args: Sequence[str | os.PathLike[str]] = ()
+    image: str = ""
+    name: str = ""
+    nodes: int = 1
+    gpus: int | None = None
+    procs: int | None = None
+    spares: int = 0
+    min_nodes: int | None = None
+    max_nodes: int | None = None
+    mode: str = ""
+    env: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict)
+    cpu: str = ""
+    memory: str = ""
+    checkpoints: str | os.PathLike[str] = ""
+    """`claim:NAME` or an absolute folder of every Kubernetes node."""
+    entry: str | os.PathLike[str] = ""
+    """Of a folder: the script in it."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Values by field below spec, such as recovery.maxRestarts. Mappings join what other options have set."""
+
+
+def build(request: Request, *, local: bool) -> list[Json]:
+    """The objects to create, the job last. `local`: code is used where it is, and no image is needed."""
+    spec: Json = {"image": request.image or ("local" if local else "")}
+    if not spec["image"]:
+        raise Mistake("image (--image): missing; name any image with Python and PyTorch")
+    name = request.name or _name(request)
+    needed = _program(request, name, spec, local=local)
+    spec["nodes"] = request.nodes
+    optional = {"gpusPerNode": request.gpus, "procsPerNode": request.procs, "spares": request.spares or None}
+    spec |= {name: value for name, value in optional.items() if value is not None}
+    if request.args:
+        spec["args"] = _plain("args", list(request.args))
+    if request.env:
+        spec["env"] = [{"name": name, "value": _plain("env", value)} for name, value in request.env.items()]
+    if request.min_nodes is not None or request.max_nodes is not None:
+        elastic = {"minNodes": request.min_nodes or 1, "maxNodes": request.max_nodes}
+        spec["elastic"] = {name: value for name, value in elastic.items() if value is not None}
+    if request.mode:
+        spec["recovery"] = {"mode": request.mode}
+    amounts = {name: value for name, value in (("cpu", request.cpu), ("memory", request.memory)) if value}
+    if amounts:
+        spec["resources"] = {"requests": amounts, "limits": {k: v for k, v in amounts.items() if k == "memory"}}
+        spec["resources"] = {kind: values for kind, values in spec["resources"].items() if values}
+    if request.checkpoints:
+        spec["storage"] = {"checkpoints": _volume(os.fspath(request.checkpoints))}
+    for path, value in _plain("settings (--set)", request.settings).items():
+        _set(spec, path, value)
+    job = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
+    maps = [_config_map(name, files) for files in needed]
+    for code, files in zip(maps, needed, strict=True) if not local else ():
+        _mount(spec, code, files)
+    return [*maps, job]
+
+
+def _name(request: Request) -> str:
+    path = Path(request.program)
+    stem = path.resolve().name if path.is_dir() else path.stem
+    words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:30].strip("-")
+    return f"{words if words[:1].isalpha() else 'job'}-{secrets.token_hex(2)}"
+
+
+def _program(request: Request, name: str, spec: Json, *, local: bool) -> list[dict[str, bytes]]:
+    """Sets script or module, and returns the files that travel with the job."""
+    program, path = request.program, Path(request.program)
+    if request.entry and (request.source or not path.is_dir()):
+        raise Mistake(f"entry (--entry) names a script of a folder, and {program} is none")
+    if request.source:
+        spec["script"] = f"{job_folder(name).code if local else CODE_FOLDER}/{SOURCE}"
+        return [_limited([(SOURCE, len(request.source.encode()), request.source.encode)], program)]
+    if path.is_dir():
+        entry = os.fspath(request.entry) or next((name for name in _ENTRIES if (path / name).is_file()), "")
+        if not entry or not (path / entry).is_file():
+            raise Mistake(f"{program}: a folder; name the script in it by entry (--entry), such as {_ENTRIES[0]}")
+        if local:
+            spec |= {"script": str((path / entry).absolute()), "workingDir": str(path.absolute())}
+            return []
+        spec |= {"script": f"{CODE_FOLDER}/{entry}", "workingDir": CODE_FOLDER}
+        return [_limited(_files(path), program)]
+    if path.is_file():
+        if local:
+            spec["script"] = str(path.absolute())
+            return []
+        spec["script"] = f"{CODE_FOLDER}/{path.name}"
+        return [_limited([(path.name, path.stat().st_size, path.read_bytes)], program)]
+    if path.is_absolute() and not local:
+        spec["script"] = program  # It is in the image.
+    elif re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", program) and not program.endswith(".py"):
+        spec["module"] = program
+    else:
+        raise Mistake(
+            f"{program}: no such file or folder here; a script that is in the image is named by its absolute path, "
+            "a module by its name"
+        )
+    return []
+
+
+_File = tuple[str, int, Callable[[], bytes]]
+"""Name, size, and what reads it."""
+
+
+def _files(folder: Path) -> Iterator[_File]:
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        if path.is_file() and not any(part.startswith(".") or part in _LEFT_OUT for part in inside.parts):
+            yield inside.as_posix(), path.stat().st_size, path.read_bytes
+
+
+def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
+    """The contents by name, of which none is read that would be too much."""
+    found, size = dict[str, bytes](), 0
+    for name, length, read in files:
+        size += length + len(name)
+        if size > MOST_BYTES:
+            most = f"more than {MOST_BYTES // 1024} KiB, the most that a ConfigMap takes"
+            raise Mistake(f"{source}: holds {most}; put the code into the image, or on a volume of podTemplate")
+        found[name] = read()
+    return found
+
+
+def _keys(files: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
+    """(key in the ConfigMap, path) of each file."""
+    for number, path in enumerate(files):
+        key = path if len(files) == 1 else f"{number}.{Path(path).name}"  # a.py may be in two folders, a_b beside a b
+        yield re.sub(r"[^-._a-zA-Z0-9]", "_", key)[:200], path
+
+
+def _config_map(name: str, files: dict[str, bytes]) -> Json:
+    """The code's ConfigMap."""
+    data, binary = {}, {}
+    for key, path in _keys(files):
+        try:
+            data[key] = files[path].decode()
+        except UnicodeDecodeError:
+            binary[key] = base64.b64encode(files[path]).decode()
+    digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:8]
+    meta = {"name": f"{name}-code-{digest}"}
+    body: Json = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "immutable": True}
+    return body | ({"data": data} if data else {}) | ({"binaryData": binary} if binary else {})
+
+
+def _mount(spec: Json, code: Json, files: Mapping[str, bytes]) -> None:
+    """Lets the trainer's container see the files of the ConfigMap."""
+    items = [{"key": key, "path": path} for key, path in _keys(files)]
+    template = _within(_within(spec, "podTemplate", dict), "spec", dict)
+    source = {"name": code["metadata"]["name"], "items": items}
+    _within(template, "volumes", list).append({"name": "code", "configMap": source})
+    mount = {"name": "code", "mountPath": CODE_FOLDER, "readOnly": True}
+    containers = _within(template, "containers", list)
+    trainer = next((c for c in containers if isinstance(c, dict) and c.get("name") == "trainer"), None)
+    if trainer is None:
+        containers.append({"name": "trainer", "volumeMounts": [mount]})
+    else:
+        _within(trainer, "volumeMounts", list).append(mount)
+
+
+def _within(parent: Json, name: str, kind: type[_Kind]) -> _Kind:
+    """A field of podTemplate, made where it is absent or null. Raises Mistake where it has another type."""
+    found = parent[name] = parent.get(name) or kind()
+    if not isinstance(found, kind):
+        raise Mistake(f"{name}: must be a {'list' if kind is list else 'mapping'} (podTemplate in settings or --set)")
+    return found
+
+
+def _volume(text: str) -> Json:
+    kind, _, name = text.partition(":")
+    if kind == "claim" and name:
+        return {"claimName": name}
+    if text.startswith("/"):
+        return {"hostPath": text}
+    raise Mistake(
+        f"checkpoints (--checkpoints) {text}: write claim:NAME, or an absolute folder of every Kubernetes node"
+    )
+
+
+def read_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """`FIELD=VALUE`, the value as YAML."""
+    settings = {}
+    for setting in texts:
+        path, equals, text = setting.partition("=")
+        if not equals or not path:
+            raise Mistake(f"--set {setting}: write FIELD=VALUE, such as --set storage.sharedMemory=8Gi")
+        try:
+            found = [document.value for document in read_documents(text)]
+        except YamlError as error:
+            raise Mistake(f"--set {setting}: {error}") from error
+        settings[path] = found[0] if found else None
+    return settings
+
+
+def _set(spec: Json, path: str, value: Any) -> None:
+    parts = path.removeprefix("spec.").split(".")
+    if not all(parts):
+        raise Mistake(f"{path} (--set): write a field below spec, such as storage.sharedMemory")
+    here: Any = spec
+    for part in parts[:-1]:
+        here = here.setdefault(part, {})
+        if not isinstance(here, dict):
+            raise Mistake(f"{path} (--set): {part} is not a mapping")
+    here[parts[-1]] = _joined(path, here.get(parts[-1]), value)
+
+
+def _joined(path: str, old: Any, value: Any) -> Any:
+    """The value, which joins a mapping. Raises Mistake where it would replace the list of another option."""
+    if isinstance(old, list):
+        raise Mistake(f"{path} (--set): is set by another option, too; write the whole list in one of them")
+    if not isinstance(old, dict) or not isinstance(value, dict):
+        return value
+    return old | {key: _joined(f"{path}.{key}", old.get(key), below) for key, below in value.items()}
+
+
+def _plain(where: str, value: Any) -> Any:
+    """A copy of lists and mappings as JSON has them; paths become text. Raises Mistake for what JSON has not."""
+    match value:
+        case None | str() | bool() | int() | float():
+            return value
+        case os.PathLike():
+            return os.fspath(value)
+        case Mapping() if all(isinstance(key, str) for key in value):
+            return {key: _plain(f"{where}.{key}", below) for key, below in value.items()}
+        case list() | tuple():
+            return [_plain(f"{where}[{number}]", below) for number, below in enumerate(value)]
+    raise Mistake(f"{where}: {value!r:.80} is no text, number, list or mapping with names as keys")

@@ -1,0 +1,415 @@
+"""Jobs of a namespace of a cluster, through the API server, with the user's rights."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from typing import TypeVar
+from urllib.parse import quote
+
+from ddpjob.api.types import API_VERSION, KIND, PLURAL, Json, parse_time
+from ddpjob.client.api_server import MERGE_PATCH, ApiRefusal, ApiServer
+from ddpjob.client.backend import (
+    LINE_BYTES,
+    METRICS,
+    METRICS_BYTES,
+    SILENCE_SECONDS,
+    Happened,
+    LogOptions,
+    Mistake,
+    NoAnswer,
+    NoSuchJob,
+    Patience,
+    PodLine,
+)
+from ddpjob.controller.pod_views import read_pod
+from ddpjob.core.failures.classify import stuck, termination_message
+from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, MANAGED_BY, PodView, Role
+
+_WATCH_SECONDS = 240
+_RETRY_SECONDS = 2.0
+_LEAVING_SECONDS = 30.0
+_WAITING_TO_START = 400
+"""The answer to a request for the log of a container that does not run yet."""
+_METRICS_PODS = 4
+"""Pods that are asked for their metrics."""
+_METRICS_SECONDS = 60.0
+"""After which no other pod is asked."""
+_METRICS_MARK = "metrics of this run:\n"
+_METRICS_PROBE = f"""
+import os
+path = os.path.join(os.environ.get("DDPJOB_CHECKPOINT_DIR", ""), {METRICS!r})
+if os.path.isfile(path):
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - {METRICS_BYTES}))
+        print({_METRICS_MARK!r} + file.read({METRICS_BYTES}).decode("utf-8", "replace"))
+"""
+"""Prints the end of the file after a mark."""
+_T = TypeVar("_T")
+
+
+class ClusterBackend:
+    """Implements `Backend`. `namespace` None: that of the context; `everywhere`: jobs of all namespaces are listed."""
+
+    local = False
+
+    def __init__(self, api: ApiServer, namespace: str | None = None, *, everywhere: bool = False) -> None:
+        self.api, self.everywhere = api, everywhere
+        self.namespace = namespace or api.namespace
+        self.notes: list[str] = []
+
+    @property
+    def where(self) -> str:
+        place = "all namespaces" if self.everywhere else f"namespace {self.namespace}"
+        return f"{place}, context {self.api.context}"
+
+    def path(self, plural: str, name: str = "", *, everywhere: bool = False) -> str:
+        """The path of a collection or an object of the namespace; of DDPJobs, events or a kind of the core API."""
+        root = f"/apis/{API_VERSION}" if plural == PLURAL else "/api/v1"
+        scope = "" if everywhere else f"/namespaces/{quote(self.namespace, safe='')}"
+        return f"{root}{scope}/{plural}" + (f"/{quote(name, safe='')}" if name else "")
+
+    # --- reading
+
+    def jobs(self) -> list[Json]:
+        with_crd = self._explained(lambda: self.api.items(self.path(PLURAL, everywhere=self.everywhere)))
+        return sorted(map(_typed, with_crd), key=lambda job: str(job["metadata"].get("creationTimestamp")))
+
+    def job(self, name: str) -> Json:
+        try:
+            return _typed(self.api.request("GET", self.path(PLURAL, name)))
+        except ApiRefusal as refusal:
+            raise self._no_job(name, refusal) from refusal
+
+    def _no_job(self, name: str, refusal: ApiRefusal) -> Mistake:
+        if refusal.status != 404:
+            return refusal
+        if not _names_object(refusal):
+            return Mistake(NO_CRD)
+        known = [job["metadata"]["name"] for job in self.jobs()]
+        shown = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
+        return NoSuchJob(f"no job {name} in {self.where}; jobs there: {shown or 'none'}")
+
+    def _explained(self, ask: Callable[[], _T]) -> _T:
+        try:
+            return ask()
+        except ApiRefusal as refusal:
+            no_kind = refusal.status == 404 and not _names_object(refusal)  # which may be a namespace, too
+            raise Mistake(NO_CRD) if no_kind else refusal from refusal
+
+    def changes(self, name: str | None, seconds: float | None = None) -> Iterator[tuple[Json, bool]]:
+        end = None if seconds is None else time.monotonic() + seconds
+        query = {"fieldSelector": f"metadata.name={name}"} if name is not None else {}
+        path = self.path(PLURAL, everywhere=self.everywhere)
+        seen: dict[tuple[str, str], Json] = {}
+        page: Json | None = None
+        patience = Patience()
+        while True:
+            try:
+                page = self._explained(lambda: self.api.request("GET", path, query=query))
+            except Mistake as mistake:
+                if page is None:
+                    raise
+                patience.bear(mistake)
+                self.notes = [str(mistake)]
+                if end is not None and time.monotonic() >= end:
+                    return
+                time.sleep(_RETRY_SECONDS)
+                continue
+            patience.answered()
+            self.notes = []
+            now = {_key(job): _typed(job) for job in page.get("items") or ()}
+            if name is not None and not now and not seen:
+                raise NoSuchJob(f"no job {name} in {self.where}")
+            for key in [key for key in seen if key not in now]:
+                yield seen.pop(key), True
+            for key, job in now.items():
+                if seen.get(key, {}).get("metadata", {}).get("resourceVersion") != job["metadata"]["resourceVersion"]:
+                    seen[key] = job
+                    yield job, False
+            yield from self._watched(path, query, page["metadata"]["resourceVersion"], end, seen)
+            if end is not None and time.monotonic() >= end:
+                return
+            time.sleep(0.2)
+
+    def _watched(
+        self, path: str, query: Mapping[str, str], version: str, end: float | None, seen: dict[tuple[str, str], Json]
+    ) -> Iterator[tuple[Json, bool]]:
+        """The changes until the watch ends, which it does after a while, or the connection breaks."""
+        left = _WATCH_SECONDS if end is None else max(1, min(_WATCH_SECONDS, round(end - time.monotonic())))
+        watch = {**query, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(left)}
+        try:
+            for event in self.api.lines(path, watch, silence=left + 10.0):
+                if event.get("type") not in ("ADDED", "MODIFIED", "DELETED"):
+                    return
+                job, gone = _typed(event["object"]), event["type"] == "DELETED"
+                if gone:
+                    seen.pop(_key(job), None)
+                else:
+                    seen[_key(job)] = job
+                yield job, gone
+        except Mistake as mistake:
+            if not mistake.passing:
+                raise
+            time.sleep(_RETRY_SECONDS)
+
+    def pods(self, name: str) -> list[PodLine]:
+        selector = f"{LABEL_MANAGED}={MANAGED_BY},{LABEL_JOB}={name}"
+        bodies = self.api.items(self.path("pods"), {"labelSelector": selector})
+        lines = []
+        for body in bodies:
+            try:
+                view = read_pod(body)
+            except (KeyError, ValueError):
+                continue  # Somebody else's pod with the job's label.
+            lines.append(_pod_line(view, [c["name"] for c in body["spec"]["containers"]]))
+        return sorted(lines, key=lambda pod: (-1 if pod.index is None else pod.index, str(pod.created), pod.name))
+
+    def events(self, name: str) -> list[Happened]:
+        chosen = f"involvedObject.kind={KIND},involvedObject.name={name}"
+        found = [
+            Happened(
+                parse_time(
+                    event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
+                ),
+                event.get("type") == "Warning",
+                str(event.get("reason") or ""),
+                str(event.get("message") or ""),
+                int((event.get("series") or {}).get("count") or event.get("count") or 1),
+            )
+            for event in self.api.items(self.path("events"), {"fieldSelector": chosen})
+        ]
+        return sorted(found, key=lambda event: str(event.time))
+
+    def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+        container = "trainer" if "trainer" in pod.containers else next(iter(pod.containers), "")
+        query = {"container": container} if container else {}
+        query |= {"follow": "true"} if options.follow else {}
+        query |= {"previous": "true"} if options.previous else {}
+        query |= {"tailLines": str(options.tail)} if options.tail is not None else {}
+        query |= {"sinceSeconds": str(options.since)} if options.since is not None else {}
+        path = f"{self.path('pods', pod.name)}/log"
+        silence = SILENCE_SECONDS if options.follow and options.stop is not None else None
+        read, patience = _Read(), Patience()
+        ended = pod.ended or not options.follow
+        while True:
+            try:
+                for line in _lines(self.api.stream(path, {**query, "timestamps": "true"}, silence)):
+                    if options.stopped:
+                        return
+                    if not line.endswith(b"\n") and not ended:
+                        break  # A connection that was cut in a line: it is read again in whole.
+                    stamp, _, text = line.partition(b" ")
+                    if read.is_new(stamp):
+                        yield text
+                if ended:
+                    return
+                patience.answered()
+            except ApiRefusal as refusal:
+                if options.follow and refusal.status == 404:
+                    return  # The pod is gone.
+                if ended and not (options.follow and refusal.passing):
+                    raise
+                if refusal.status != _WAITING_TO_START:
+                    patience.bear(refusal)
+            except NoAnswer as failure:
+                if not options.follow:
+                    raise
+                if options.stop is None:  # Else it may be a pod that writes nothing; the reader ends it.
+                    patience.bear(failure)
+            if options.stopped:
+                return
+            # The connection has ended before the pod, or between its last lines: read on from the last line.
+            time.sleep(_RETRY_SECONDS / 2)
+            ended = self._has_ended(pod.name)
+            if read.stamp:
+                query.pop("tailLines", None)
+                query.pop("sinceSeconds", None)
+                query["sinceTime"] = read.stamp.decode(errors="replace")
+            read.again()
+
+    def metrics(self, name: str) -> str:
+        """Reads the file in the first of a few pods that run and have it: with folders of their own, only rank 0's."""
+        running = [pod for pod in self.pods(name) if pod.index is not None and pod.state == "Running"]
+        pods = sorted(running, key=lambda pod: pod.role != "node")[:_METRICS_PODS]  # Spares have not trained.
+        end = time.monotonic() + _METRICS_SECONDS
+        for asked, pod in enumerate(pods):
+            if time.monotonic() > end:
+                raise Mistake(f"{name}: {asked} of its pods had no {METRICS} for {_METRICS_SECONDS:.0f} s; try again")
+            if found := self.run_in(pod, _METRICS_PROBE).partition(_METRICS_MARK)[2]:
+                return found
+        if pods:
+            which = "no pod has" if len(pods) == len(running) else f"none of its first {len(pods)} pods has"
+            raise Mistake(f"{name}: {which} {METRICS} in its checkpoint folder; only the built-in trainer writes it")
+        raise Mistake(f"{name}: no pod runs; `python -m ddpjob_trainer plot` draws {METRICS} of its checkpoint folder")
+
+    def _has_ended(self, pod: str) -> bool:
+        try:
+            body = self.api.optional(self.path("pods", pod))
+            return body is None or read_pod(body).ended
+        except (KeyError, ValueError):
+            return True
+        except Mistake:
+            return False  # The next request for the log says what is wrong.
+
+    # --- acting, as the user
+
+    def patch(self, name: str, spec: Json) -> None:
+        try:
+            self.api.request("PATCH", self.path(PLURAL, name), body={"spec": spec}, content_type=MERGE_PATCH)
+        except ApiRefusal as refusal:
+            raise self._no_job(name, refusal) from refusal
+
+    def create(self, manifests: list[Json]) -> str:
+        """The job is the last one. It is created first, so that the ConfigMaps before it can name it as their owner."""
+        *needed, job = manifests
+        created = self._explained(lambda: self.api.request("POST", self.path(PLURAL), body=job))
+        name = str(created["metadata"]["name"])
+        owner = {"apiVersion": API_VERSION, "kind": KIND, "name": name, "uid": created["metadata"]["uid"]}
+        try:
+            for body in needed:
+                self._create_map({**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
+        except Mistake as mistake:
+            try:
+                self.delete(name)
+            except Mistake as other:
+                left = f"{mistake}; job {name} was created before and could not be deleted: {other}"
+                raise Mistake(f"{left}; `ddpjob delete {name}` deletes it") from mistake
+            raise
+        return name
+
+    def _create_map(self, body: Json) -> None:
+        """Creates a ConfigMap, whose name holds a digest. That of an earlier job may not be deleted yet."""
+        end = time.monotonic() + _LEAVING_SECONDS
+        while True:
+            try:
+                self.api.request("POST", self.path("configmaps"), body=body)
+                return
+            except ApiRefusal as refusal:
+                if refusal.status != 409:
+                    raise
+                there = self.api.optional(self.path("configmaps", body["metadata"]["name"])) or body
+                if any(there.get(part) != body.get(part) for part in ("data", "binaryData")) or time.monotonic() > end:
+                    raise
+                if not there["metadata"].get("ownerReferences"):
+                    return  # Nobody deletes it.
+            time.sleep(_RETRY_SECONDS / 2)
+
+    def dry_run(self, plural: str, body: Json) -> Json:
+        """What the API server would store, admission included. Raises ApiRefusal."""
+        query = {"dryRun": "All", "fieldValidation": "Strict"}
+        return self.api.request("POST", self.path(plural), query=query, body=body)
+
+    def delete(self, name: str) -> None:
+        try:
+            self.api.request("DELETE", self.path(PLURAL, name), query={"propagationPolicy": "Background"})
+        except ApiRefusal as refusal:
+            raise self._no_job(name, refusal) from refusal
+
+    def kill(self, pod: str) -> None:
+        body = self.api.optional(self.path("pods", pod))
+        if body is None or LABEL_JOB not in body["metadata"].get("labels", {}):
+            raise Mistake(f"no pod {pod} of a job in {self.where}; `ddpjob describe JOB` lists a job's pods")
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0,
+                   "preconditions": {"uid": body["metadata"]["uid"]}}  # fmt: skip
+        self.api.request("DELETE", self.path("pods", pod), body=options)
+
+    def run_in(self, pod: PodLine, code: str) -> str:
+        from kubernetes.client import CoreV1Api
+        from kubernetes.stream import stream
+
+        client = copy(self.api.client)  # `stream` puts WebSockets in place of its requests: not in those of others.
+        try:
+            answer = stream(
+                CoreV1Api(client).connect_get_namespaced_pod_exec, pod.name, self.namespace,
+                command=["python3", "-c", code], container="trainer", stdout=True, stderr=True, _request_timeout=60,
+            )  # fmt: skip
+        except Exception as error:  # ApiException, and what websocket-client raises.
+            raise Mistake(f"pod {pod.name}: {getattr(error, 'reason', None) or error}") from error
+        return str(answer)
+
+
+NO_CRD = (
+    "this cluster has no DDPJob: its definition (CRD) is not installed. Install the operator, "
+    "`helm install ddpjob charts/ddpjob-operator -n ddpjob --create-namespace`; `ddpjob doctor` checks it"
+)
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Whole lines with their ends; what is left at the end of the stream too."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from (line + b"\n" for line in whole)
+        rest = rest[: LINE_BYTES + 64]  # With its time: whoever reads it sees that it is too long.
+    if rest:
+        yield rest
+
+
+class _Read:
+    """How far a log was read. Times repeat, for lines that were written at once, and go back when a clock is set."""
+
+    def __init__(self) -> None:
+        self.stamp, self._lines, self._skip = b"", 0, 0
+        """The time of the last line, and how many of the last lines have it."""
+        self._skipping = False
+
+    def again(self) -> None:
+        """The next lines are those from `stamp` on, which begin with lines that were read already."""
+        self._skipping, self._skip = bool(self.stamp), self._lines
+
+    def is_new(self, stamp: bytes) -> bool:
+        """Whether the next line, of this time, was not read before."""
+        if self._skipping:
+            if _order(stamp) < _order(self.stamp):
+                return False
+            if stamp == self.stamp and self._skip:
+                self._skip -= 1
+                return False
+            self._skipping = False
+        self._lines = self._lines + 1 if stamp == self.stamp else 1
+        self.stamp = stamp
+        return True
+
+
+def _order(stamp: bytes) -> tuple[bytes, bytes]:
+    """Orders the times of log lines, whose fractions end without their last zeros."""
+    whole, _, fraction = stamp.removesuffix(b"Z").partition(b".")
+    return whole, fraction.ljust(9, b"0")
+
+
+def _names_object(refusal: ApiRefusal) -> bool:
+    """Whether a 404 is about one object, not about the kind."""
+    return re.search(r'"[^"]+" not found', str(refusal)) is not None
+
+
+def _typed(job: Json) -> Json:
+    """An item of a list has neither apiVersion nor kind."""
+    return {"apiVersion": API_VERSION, "kind": KIND, **job}
+
+
+def _key(job: Json) -> tuple[str, str]:
+    return job["metadata"].get("namespace", ""), job["metadata"]["name"]
+
+
+def _pod_line(view: PodView, containers: list[str]) -> PodLine:
+    waits = stuck(view, has_run=True)
+    message = waits.message if waits else view.unschedulable or view.status_message
+    state = view.phase
+    if view.main.ended:
+        state = "Completed" if view.main.exit_code == 0 else f"Error ({view.main.exit_code})"
+        message = message or termination_message(view.main).message
+    elif view.deleted_at is not None:
+        state = "Terminating"
+    elif waits:
+        state = waits.reason
+    elif view.unschedulable:
+        state = "Unschedulable"
+    elif view.phase == "Pending" and view.host:
+        state = view.main.waiting_reason or "ContainerCreating"
+    index = None if view.role is Role.COORDINATOR else view.index
+    return PodLine(
+        view.name, str(view.role), index, state, view.host, message, view.created, tuple(containers), view.ended
+    )

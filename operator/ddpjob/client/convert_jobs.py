@@ -1,0 +1,380 @@
+"""Translates PyTorchJobs, TrainJobs and torchrun command lines into DDPJobs, and notes what has no counterpart."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpjob.api.types import API_VERSION, KIND, Json
+from ddpjob.client.backend import Mistake
+
+_GPUS = re.compile(r".+/(gpu|.*gpu.*|xpu|npu|hpu)")
+_PYTHON = re.compile(r"(.*/)?python[0-9.]*")
+_OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port", "node-rank",
+              "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method")  # fmt: skip
+_BARE = ("standalone", "m", "module", "no-python", "run-path")
+"""torchrun's options without a value."""
+_MOST_SHOWN = 5
+_SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
+
+
+@dataclass
+class Conversion:
+    """A DDPJob, and what could not be carried over, one sentence each."""
+
+    job: Json
+    notes: list[str] = field(default_factory=list)
+
+
+def convert(manifest: Mapping[str, Any]) -> Conversion:
+    """A manifest of another operator. Raises Mistake for a kind that is not known."""
+    kind = str(manifest.get("kind", ""))
+    try:
+        if kind == "PyTorchJob":
+            return _pytorch_job(manifest)
+        if kind == "TrainJob":
+            return _train_job(manifest)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Mistake(f"kind: {kind}: cannot be read: {error}") from error
+    raise Mistake(f"kind: {kind or 'missing'}: cannot be converted; PyTorchJob and TrainJob can, and torchrun lines")
+
+
+def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") -> Conversion:
+    """A torchrun command line."""
+    made = _empty(name or "converted", {})
+    made.job["spec"]["image"] = image
+    if image == "IMAGE":
+        made.notes.append("spec.image: a command line has none; write an image with Python, PyTorch and the script")
+    _entry_point(made, list(words), [])
+    if "command" in made.job["spec"]:
+        raise Mistake(f"{' '.join(words)}: is not a torchrun command line")
+    return made
+
+
+def _empty(name: str, metadata: Mapping[str, Any]) -> Conversion:
+    kept = {key: metadata[key] for key in ("namespace", "labels", "annotations") if metadata.get(key)}
+    kept.get("annotations", {}).pop("kubectl.kubernetes.io/last-applied-configuration", None)
+    meta = {"name": name, **{key: value for key, value in kept.items() if value}}
+    return Conversion({"apiVersion": API_VERSION, "kind": KIND, "metadata": meta, "spec": {"image": ""}})
+
+
+# --- PyTorchJob -------------------------------------------------------------------------------------------------
+
+
+def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
+    metadata, spec = manifest.get("metadata") or {}, manifest.get("spec") or {}
+    made = _empty(str(metadata.get("name", "converted")), metadata)
+    target, notes = made.job["spec"], made.notes
+    replicas = spec.get("pytorchReplicaSpecs") or {}
+    master, workers = replicas.get("Master") or {}, replicas.get("Worker") or {}
+    if not master and not workers:
+        raise Mistake("spec.pytorchReplicaSpecs: has neither Master nor Worker")
+    main = workers or master
+    target["nodes"] = sum(int(part.get("replicas", 1)) for part in (master, workers) if part)
+    template = main.get("template") or {}
+    if master and workers and (lost := list(_differences(master.get("template"), template, "template"))):
+        shown = ", ".join(lost[:_MOST_SHOWN]) + (
+            f" and {len(lost) - _MOST_SHOWN} more" if len(lost) > _MOST_SHOWN else ""
+        )
+        notes.append(
+            "pytorchReplicaSpecs.Master: differs from Worker; all nodes of a DDPJob are alike: Worker's is used. "
+            f"They differ in {shown}"
+        )
+    _pod(made, template, "pytorch")
+    _policies(made, spec.get("runPolicy") or {})
+    nproc = spec.get("nprocPerNode")
+    elastic = spec.get("elasticPolicy") or {}
+    if elastic and "command" in target:
+        notes.append("elasticPolicy: not with command, whose group the operator does not form; use script or module")
+    elif elastic:
+        bounds = {"minNodes": elastic.get("minReplicas"), "maxNodes": elastic.get("maxReplicas")}
+        target["elastic"] = {key: value for key, value in bounds.items() if value is not None}
+        target["elastic"].setdefault("minNodes", 1)
+    if elastic:
+        nproc = elastic.get("nProcPerNode", nproc)
+        if elastic.get("maxRestarts") is not None:
+            target.setdefault("recovery", {})["maxRestarts"] = elastic["maxRestarts"]
+        if elastic.get("metrics"):
+            notes.append(
+                "elasticPolicy.metrics: create a HorizontalPodAutoscaler for the DDPJob (it has a scale subresource)"
+            )
+    _procs(made, nproc)
+    policies = {part.get("restartPolicy") for part in (master, workers) if part.get("restartPolicy")}
+    if "ExitCode" in policies:
+        notes.append(
+            "restartPolicy: ExitCode: codes from 1 to 127 failed the job at once; a DDPJob restarts within its budget. "
+            "recovery.rules: [{cause: ExitCode, exitCodes: [...], action: Fail}] fails it for those that you name"
+        )
+    if policies == {"Never"}:
+        target.setdefault("recovery", {})["maxRestarts"] = 0
+    return made
+
+
+def _differences(master: Any, worker: Any, path: str) -> Iterator[str]:
+    """Paths at which two templates differ."""
+    if isinstance(master, Mapping) and isinstance(worker, Mapping):
+        for key in dict.fromkeys((*master, *worker)):
+            yield from _differences(master.get(key), worker.get(key), f"{path}.{key}")
+    elif isinstance(master, list) and isinstance(worker, list) and len(master) == len(worker):
+        for position, pair in enumerate(zip(master, worker, strict=True)):
+            yield from _differences(*pair, f"{path}[{position}]")
+    elif (master or None) != (worker or None):
+        yield path
+
+
+def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
+    target = made.job["spec"]
+    names = {"activeDeadlineSeconds", "ttlSecondsAfterFinished", "suspend"}
+    kept = {key: policy[key] for key in sorted(names & policy.keys()) if policy[key] is not None}
+    if policy.get("cleanPodPolicy") in ("All", "None", "Running"):
+        kept["cleanPodPolicy"] = policy["cleanPodPolicy"]
+    if kept:
+        target["runPolicy"] = kept
+    if policy.get("backoffLimit") is not None:
+        target.setdefault("recovery", {})["maxRestarts"] = policy["backoffLimit"]
+    if policy.get("schedulingPolicy"):
+        made.notes.append("runPolicy.schedulingPolicy: gangs and queues are the scheduler's; see spec.scheduling")
+    if policy.get("managedBy"):
+        made.notes.append("runPolicy.managedBy: has no counterpart")
+
+
+# --- TrainJob ---------------------------------------------------------------------------------------------------
+
+
+def _train_job(manifest: Mapping[str, Any]) -> Conversion:
+    metadata, spec = manifest.get("metadata") or {}, manifest.get("spec") or {}
+    made = _empty(str(metadata.get("name", "converted")), metadata)
+    target, notes, trainer = made.job["spec"], made.notes, spec.get("trainer") or {}
+    runtime = (spec.get("runtimeRef") or {}).get("name", "")
+    notes.append(f"runtimeRef {runtime}: what the runtime adds (image, volumes, environment) is not in this manifest")
+    target["nodes"] = trainer.get("numNodes", 1)
+    container = {"image": trainer.get("image", ""), "resources": trainer.get("resourcesPerNode") or {}}
+    container |= {key: trainer[key] for key in ("command", "args", "env") if trainer.get(key)}
+    _pod(made, {"spec": {"containers": [container]}}, "node")
+    _procs(made, trainer.get("numProcPerNode"))
+    if spec.get("suspend"):
+        target["runPolicy"] = {"suspend": True}
+    for name, remedy in (
+        ("initializer", "download data and models in an init container of podTemplate, or with the script"),
+        ("podTemplateOverrides", "write them in podTemplate"),
+        ("runtimePatches", "write them in podTemplate"),
+        ("managedBy", "has no counterpart"),
+    ):
+        if spec.get(name):
+            notes.append(f"{name}: {remedy}")
+    return made
+
+
+def _procs(made: Conversion, count: Any) -> None:
+    spec = made.job["spec"]
+    text = str(count if count is not None else "")
+    if text.isdigit():
+        if int(text) != max(spec.get("gpusPerNode", 0), 1):
+            spec["procsPerNode"] = int(text)
+    elif text == "" and spec.get("gpusPerNode", 0) > 1:
+        spec["procsPerNode"] = 1
+        made.notes.append("procsPerNode: 1, as before; remove it for one process per GPU")
+    elif text == "cpu":
+        made.notes.append("nprocPerNode cpu: write procsPerNode, the number of processes")
+
+
+# --- pods -------------------------------------------------------------------------------------------------------
+
+
+def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
+    target, notes = made.job["spec"], made.notes
+    pod = {key: value for key, value in (template.get("spec") or {}).items() if value is not None}
+    containers = list(pod.pop("containers", None) or ())
+    if not containers:
+        raise Mistake("the pod template has no container")
+    main = next((c for c in containers if c.get("name") == name), containers[0])
+    sidecars = [c for c in containers if c is not main]
+    container = dict(main)
+    container.pop("name", None)
+    target["image"] = container.pop("image", "") or "IMAGE"
+    if target["image"] == "IMAGE":
+        notes.append("spec.image: the runtime's image is not in this manifest; write it")
+    for field_name in ("imagePullPolicy", "env", "envFrom", "workingDir"):
+        if container.get(field_name):
+            target[field_name] = container[field_name]
+        container.pop(field_name, None)
+    _resources(made, container.pop("resources", None) or {})
+    if container.pop("ports", None):
+        notes.append("ports: the operator's service and rendezvous replace them")
+    _entry_point(made, container.pop("command", None) or [], container.pop("args", None) or [])
+    secrets = pod.pop("imagePullSecrets", None)
+    if secrets:
+        target["imagePullSecrets"] = secrets
+    pod.pop("restartPolicy", None)
+    scheduling = {key: pod.pop(key) for key in ("schedulerName", "priorityClassName") if pod.get(key)}
+    if scheduling:
+        target["scheduling"] = scheduling
+    if pod.pop("nodeName", None):
+        notes.append("nodeName: a lost Kubernetes node could not be left; use nodeSelector")
+    _shared_memory(target, pod, container)
+    if container:
+        pod["containers"] = [{"name": "trainer", **container}, *sidecars]
+    elif sidecars:
+        pod["containers"] = sidecars
+    metadata = {k: v for k, v in (template.get("metadata") or {}).items() if k in ("labels", "annotations") and v}
+    wanted = ({"metadata": metadata} if metadata else {}) | ({"spec": pod} if pod else {})
+    if wanted:
+        target["podTemplate"] = wanted
+
+
+def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
+    target, kept = made.job["spec"], {}
+    target["gpusPerNode"] = 0
+    for kind in ("requests", "limits"):
+        amounts = dict(resources.get(kind) or {})
+        for name in [n for n in amounts if _GPUS.fullmatch(n)]:
+            target["gpusPerNode"] = int(amounts.pop(name))
+            if name != "nvidia.com/gpu":
+                target["gpuResource"] = name
+        if amounts:
+            kept[kind] = amounts
+    # TrainJob's resourcesPerNode may be plain amounts.
+    if resources and not {"requests", "limits"} & resources.keys():
+        kept["limits"] = dict(resources)
+        for name in [n for n in kept["limits"] if _GPUS.fullmatch(n)]:
+            target["gpusPerNode"] = int(kept["limits"].pop(name))
+    if kept := {kind: amounts for kind, amounts in kept.items() if amounts}:
+        target["resources"] = kept
+
+
+def _shared_memory(target: Json, pod: Json, container: Json) -> None:
+    """A memory volume at /dev/shm becomes storage.sharedMemory."""
+    mounts = container.get("volumeMounts") or []
+    shm = next((m for m in mounts if str(m.get("mountPath", "")).rstrip("/") == "/dev/shm"), None)
+    if shm is None:
+        return
+    volume: Json = next((v for v in pod.get("volumes") or () if v.get("name") == shm.get("name")), {})
+    container["volumeMounts"] = [m for m in mounts if m is not shm]
+    pod["volumes"] = [v for v in pod.get("volumes") or () if v is not volume]
+    for holder, key in ((container, "volumeMounts"), (pod, "volumes")):
+        if not holder[key]:
+            del holder[key]
+    size = (volume.get("emptyDir") or {}).get("sizeLimit")
+    if size is not None:
+        target.setdefault("storage", {})["sharedMemory"] = size
+
+
+# --- the entry point --------------------------------------------------------------------------------------------
+
+
+def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
+    spec, words = made.job["spec"], [*command, *args]
+    if words[:1] and words[0].rpartition("/")[2] in ("sh", "bash") and len(words) == 3 and words[1].endswith("c"):
+        inner = words[2].replace("\\\n", " ").strip()
+        if not _SHELL.search(inner):
+            words = _shell_words(inner)
+    if not words:
+        made.notes.append("spec.script: the image's own entry point is not known here; write script, module or command")
+        return
+    launched = _after_launcher(words)
+    if launched is not None:
+        _torchrun(made, launched)
+        return
+    if _PYTHON.fullmatch(words[0]):
+        rest = [w for w in words[1:] if w not in ("-u",)]
+        if rest[:1] == ["-m"] and len(rest) > 1:
+            spec["module"], rest = rest[1], rest[2:]
+        elif rest and not rest[0].startswith("-"):
+            spec["script"], rest = rest[0], rest[1:]
+        else:
+            rest = []
+        if "script" in spec or "module" in spec:
+            spec |= {"args": rest} if rest else {}
+            return
+    spec["command"] = list(command or args)
+    if command and args:
+        spec["args"] = list(args)
+    made.notes.append(
+        "command: runs as it is, so it must start torchrun itself (which reads the PET_ variables); with script or "
+        "module the operator sees each rank's failure"
+    )
+
+
+def _shell_words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise Mistake(f"{line}: is not a shell command: {error}") from error
+
+
+def _after_launcher(words: list[str]) -> list[str] | None:
+    """The words after torchrun's name; None: it is not torchrun."""
+    if words[0].rpartition("/")[2] == "torchrun":
+        return words[1:]
+    if _PYTHON.fullmatch(words[0]):
+        for position in range(1, len(words) - 1):
+            if words[position] == "-m" and words[position + 1] in ("torch.distributed.run", "torch.distributed.launch"):
+                return words[position + 2 :]
+    return None
+
+
+def _torchrun(made: Conversion, words: list[str]) -> None:
+    spec, own, module, plain = made.job["spec"], list[str](), False, False
+    position, nproc = 0, None
+    while position < len(words) and words[position].startswith("-"):
+        word = words[position]
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("_", "-")
+        if not word.startswith("--") and name[:1] in ("r", "t") and len(name) > 1 and not equals:
+            name, equals, value = name[0], "=", name[1:]  # such as -r3
+        if not equals and name not in _BARE:
+            position += 1
+            value = words[position] if position < len(words) else ""
+        position += 1
+        if name in ("m", "module"):
+            module = True
+        elif name == "no-python":
+            plain = True
+        elif name == "nnodes":
+            _nnodes(made, value)
+        elif name == "nproc-per-node":
+            nproc = value
+        elif name == "max-restarts":
+            if not value.isdigit():
+                raise Mistake(f"--max-restarts={value}: is not a number")
+            spec.setdefault("recovery", {})["maxRestarts"] = int(value)
+        elif name in ("r", "t"):
+            own += [f"-{name}", value]  # --r would be the beginning of several names.
+        elif name not in _OPERATORS:
+            own.append(f"--{name}" if name in _BARE else f"--{name}={value}")
+    if position >= len(words):
+        raise Mistake("the torchrun command line names no script")
+    program, rest = words[position], words[position + 1 :]
+    if plain:
+        spec["command"] = [program, *rest]
+        made.notes.append("--no-python: becomes command, which must find its rank in the environment by itself")
+        return
+    spec["module" if module else "script"] = program
+    if rest:
+        spec["args"] = rest
+    if own:
+        spec["torchrunArgs"] = own
+    if nproc is not None and nproc.isdigit():
+        spec.setdefault("gpusPerNode", int(nproc))
+        if spec["gpusPerNode"] != int(nproc):
+            spec["procsPerNode"] = int(nproc)
+    elif nproc in ("auto", "gpu"):
+        made.notes.append(f"--nproc-per-node={nproc}: gpusPerNode decides; it is {spec.get('gpusPerNode', 1)} here")
+    elif nproc == "cpu":
+        spec["gpusPerNode"] = 0
+        made.notes.append("--nproc-per-node=cpu: write procsPerNode, the number of processes")
+
+
+def _nnodes(made: Conversion, value: str) -> None:
+    least, _, most = value.partition(":")
+    if not least.isdigit() or (most and not most.isdigit()):
+        made.notes.append(f"--nnodes={value}: is not a number here; write nodes")
+        return
+    nodes = int(most or least)
+    spec = made.job["spec"]
+    spec.setdefault("nodes", nodes)
+    if most and most != least:
+        spec.setdefault("elastic", {"minNodes": int(least), "maxNodes": int(most)})

@@ -1,0 +1,152 @@
+"""`ddpjob doctor`: whether client, definition, operator and rights fit together, with a remedy for what does not."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from ddpjob.api.schema import load_crd
+from ddpjob.api.types import GROUP, PLURAL, VERSION, Json
+from ddpjob.client.api_server import ApiRefusal, ApiServer
+from ddpjob.client.backend import Unreachable
+
+SUPPORTED_MINOR = 29
+"""Of Kubernetes 1, the oldest that the chart accepts."""
+RIGHTS = (
+    (GROUP, PLURAL, "", ("get", "list", "watch", "create", "patch", "delete")),
+    ("", "pods", "", ("get", "list", "create", "delete")),
+    ("", "pods", "log", ("get",)),
+    ("", "pods", "exec", ("get", "create")),  # a WebSocket begins with GET; Kubernetes 1.35 asks for create too
+    ("", "events", "", ("list",)),
+    ("", "configmaps", "", ("create",)),
+)
+"""(group, resource, subresource, verbs) that the commands need."""
+_NEEDED_BY = {"pods/exec": "stacks", "configmaps": "submit with code", "pods create": "validate --server"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. `ok` None: could not be found out."""
+
+    ok: bool | None
+    what: str
+    remedy: str = ""
+
+
+def client_version() -> str:
+    """The version of the installed package."""
+    try:
+        return metadata.version("ddpjob")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def checks(api: ApiServer, namespace: str) -> Iterator[Check]:
+    """All checks of a cluster, in the order in which the first failure explains the others."""
+    yield Check(True, f"client {client_version()}, Python {platform.python_version()}")
+    try:
+        version = api.request("GET", "/version")
+    except (Unreachable, ApiRefusal) as error:
+        yield Check(False, f"the API server: {error}")
+        return
+    minor = "".join(c for c in str(version.get("minor", "")) if c.isdigit())
+    old = bool(minor) and int(minor) < SUPPORTED_MINOR
+    where = f"{api.client.configuration.host}, context {api.context}"
+    found = f"Kubernetes {version.get('gitVersion', '?')} at {where}"
+    yield Check(not old, found, f"the operator needs Kubernetes 1.{SUPPORTED_MINOR} or later")
+    yield from _definition(api)
+    yield from _operators(api)
+    yield from _rights(api, namespace)
+
+
+def _definition(api: ApiServer) -> Iterator[Check]:
+    name = f"{PLURAL}.{GROUP}"
+    upgrade = "kubectl apply --server-side --force-conflicts -f charts/ddpjob-operator/crds, of the operator's release"
+    try:
+        crd = api.request("GET", f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
+    except ApiRefusal as refusal:
+        if refusal.status == 403:
+            served = api.optional(f"/apis/{GROUP}/{VERSION}")
+            yield Check(served is not None, f"definition {name}: " + ("served" if served else "not served"), upgrade)
+        else:
+            yield Check(False, f"definition {name}: not installed", upgrade)
+        return
+    missing, extra = _differences(crd)
+    if missing:
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        yield Check(False, f"definition {name} is older than this client: it lacks {shown}", upgrade)
+    elif extra:
+        shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
+        yield Check(
+            False, f"definition {name} is newer than this client: {shown}", "upgrade the client: pip install -U ddpjob"
+        )
+    else:
+        yield Check(True, f"definition {name} is that of this client")
+
+
+def _differences(crd: Json) -> tuple[list[str], list[str]]:
+    """Fields that only the client's definition has, and fields that only the cluster's has."""
+    here, there = ({*_fields(_schema(c), "")} for c in (load_crd(), crd))
+    return sorted(here - there), sorted(there - here)
+
+
+def _schema(crd: Json) -> Json:
+    versions = crd.get("spec", {}).get("versions", [])
+    version: Json = next((v for v in versions if v.get("name") == VERSION), {})
+    schema: Json = version.get("schema", {}).get("openAPIV3Schema", {})
+    return schema
+
+
+def _fields(schema: Any, path: str) -> Iterator[str]:
+    for name, child in (schema.get("properties") or {}).items():
+        below = f"{path}.{name}".lstrip(".")
+        yield below
+        yield from _fields(child, below)
+    if isinstance(schema.get("items"), dict):
+        yield from _fields(schema["items"], path)
+
+
+def _operators(api: ApiServer) -> Iterator[Check]:
+    selector = {"labelSelector": "app.kubernetes.io/name=ddpjob-operator"}
+    try:
+        found = api.items("/apis/apps/v1/deployments", selector)
+    except ApiRefusal as refusal:
+        yield Check(None, f"the operator: you may not list deployments of all namespaces ({refusal.reason})")
+        return
+    if not found:
+        yield Check(False, "the operator: no deployment has the label app.kubernetes.io/name=ddpjob-operator",
+                    "helm install ddpjob charts/ddpjob-operator -n ddpjob --create-namespace")  # fmt: skip
+    for deployment in found:
+        meta, wanted = deployment["metadata"], deployment["spec"].get("replicas", 1)
+        ready = deployment.get("status", {}).get("readyReplicas", 0)
+        where = f"{meta['namespace']}/{meta['name']}"
+        log = f"kubectl -n {meta['namespace']} logs deployment/{meta['name']}"
+        yield Check(ready > 0, f"operator {where}: {ready} of {wanted} replicas are ready", f"look at its log: {log}")
+        image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+        version = meta.get("labels", {}).get("app.kubernetes.io/version") or image.rpartition(":")[2]
+        same = version == client_version()
+        yield Check(
+            same, f"operator {where}: version {version}", f"this client is {client_version()}; use the same release"
+        )
+
+
+def _rights(api: ApiServer, namespace: str) -> Iterator[Check]:
+    lacking: list[str] = []
+    for group, resource, subresource, verbs in RIGHTS:
+        for verb in verbs:
+            attributes = {"namespace": namespace, "group": group, "resource": resource, "verb": verb}
+            review: Json = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+            review["spec"] = {"resourceAttributes": attributes | ({"subresource": subresource} if subresource else {})}
+            answer = api.request("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
+            if not answer.get("status", {}).get("allowed"):
+                what = f"{resource}/{subresource}" if subresource else resource
+                use = _NEEDED_BY.get(what) or _NEEDED_BY.get(f"{what} {verb}")
+                lacking.append(f"{verb} {what}" + (f" (for {use})" if use else ""))
+    if lacking:
+        remedy = f"ask for the ClusterRole edit in namespace {namespace}: the chart adds DDPJobs to it"
+        yield Check(False, f"your rights in namespace {namespace}: you may not {', '.join(lacking)}", remedy)
+    else:
+        yield Check(True, f"your rights in namespace {namespace}: all that the commands need")

@@ -1,0 +1,182 @@
+"""The fields of a DDPJob in words, as `kubectl explain` prints them, and its JSON schema for editors."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpjob.api.schema import load_crd, object_schema, to_json_schema
+from ddpjob.client.backend import Mistake
+
+Schema = Mapping[str, Any]
+WIDTH = 100
+_OBJECT = ("ddpjob", "ddpjobs", "ddp")
+
+
+def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
+    """Lines on a field by its path, such as spec.recovery.rules.cause. Raises Mistake for one that there is not."""
+    names = [name.removesuffix("[]") for name in path.split(".") if name]
+    if names and names[0] in _OBJECT:
+        names = names[1:]
+    schema, required = object_schema(), False
+    rules = list(_rules_on(schema, names))
+    for depth, name in enumerate(names):
+        holder = _inner(schema)
+        if name not in holder.get("properties", {}):
+            raise Mistake(_unknown(names, depth, holder))
+        schema, required = holder["properties"][name], name in holder.get("required", ())
+        rules += _rules_on(schema, names[depth + 1 :])
+        rules += _rules_on(schema.get("items", {}), names[depth + 1 :])
+    crd = load_crd()["spec"]
+    [version] = [version["name"] for version in crd["versions"] if version["storage"]]
+    yield f"GROUP:      {crd['group']}"
+    yield f"KIND:       {crd['names']['kind']}"
+    yield f"VERSION:    {version}"
+    yield ""
+    if names:
+        yield f"FIELD: {'.'.join(names)} <{_type(schema)}>{' -required-' if required else ''}"
+        yield ""
+    yield "DESCRIPTION:"
+    yield from _wrapped(schema.get("description") or "As for every Kubernetes object.", 4)
+    for line in _limits(schema):
+        yield f"    {line}"
+    inner = _inner(schema)
+    properties = inner.get("properties", {})
+    if rules:
+        yield "\nRULES:"
+        for message in dict.fromkeys(rule["message"] for rule in rules):
+            yield from _wrapped(f"- {message}", 4, hanging=2)
+    if properties:
+        yield "\nFIELDS:"
+        yield from _fields(inner, 2, recursive=recursive)
+
+
+def _rules_on(schema: Schema, names: list[str]) -> Iterator[Schema]:
+    """The rules of an object that are about its field of this path; about itself where it is empty."""
+    path = "".join(f".{name}" for name in names)
+    return (rule for rule in schema.get("x-kubernetes-validations", ()) if rule.get("fieldPath", "") == path)
+
+
+def _unknown(names: list[str], depth: int, holder: Schema) -> str:
+    known, name = holder.get("properties", {}), names[depth]
+    where = ".".join(names[:depth]) or "DDPJob"
+    if not known and not holder.get("x-kubernetes-preserve-unknown-fields"):
+        return f"{'.'.join(names)}: {where} has no fields"
+    if not known:
+        return f"{'.'.join(names)}: {where} is Kubernetes' own; `kubectl explain {_kubernetes(names)}` knows its fields"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    meant = [*(".".join([*names[:depth], found]) for found in near), *_elsewhere(name)]
+    hint = f"did you mean {' or '.join(dict.fromkeys(meant[:3]))}?" if meant else f"its fields are {', '.join(known)}"
+    if not depth and not meant:
+        hint += f" (`ddpjob why {name}` explains a job)"
+    return f"{'.'.join(names)}: no such field of {where}; {hint}"
+
+
+def _kubernetes(names: list[str]) -> str:
+    """The field in the words of `kubectl explain`: podTemplate holds what a pod holds."""
+    at = names.index("podTemplate") + 1 if "podTemplate" in names else 0
+    return ".".join(["pod", *names[at:]])
+
+
+def paths() -> list[str]:
+    """Every field by its path."""
+    found: list[str] = []
+
+    def walk(schema: Schema, above: str) -> None:
+        for name, child in _inner(schema).get("properties", {}).items():
+            found.append(f"{above}{name}")
+            walk(child, f"{above}{name}.")
+
+    walk(object_schema(), "")
+    return found
+
+
+def _elsewhere(name: str) -> list[str]:
+    """Paths of fields with this name, of spec if there are any."""
+    found = [path for path in paths() if path.rpartition(".")[2].lower() == name.lower()]
+    return [path for path in found if path.startswith("spec.")] or found
+
+
+def _inner(schema: Schema) -> Schema:
+    """The object whose fields are those of this field: itself, a list's item, a map's value."""
+    if "items" in schema:
+        return _inner(schema["items"])
+    rest = schema.get("additionalProperties")
+    return _inner(rest) if isinstance(rest, Mapping) and not schema.get("properties") else schema
+
+
+def _type(schema: Schema) -> str:
+    if schema.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    if schema.get("x-kubernetes-preserve-unknown-fields"):
+        return "Object"
+    if schema["type"] == "array":
+        return f"[]{_type(schema['items'])}"
+    if isinstance(rest := schema.get("additionalProperties"), Mapping):
+        return f"map[string]{_type(rest)}"
+    return "Object" if schema["type"] == "object" else str(schema["type"])
+
+
+def _limits(schema: Schema) -> Iterator[str]:
+    """What a value may be, and the default."""
+    inner = schema.get("items", schema)
+    if "enum" in inner:
+        yield f"One of: {', '.join(map(str, inner['enum']))}."
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        yield f"From {low} to {high}."
+    elif low is not None or high is not None:
+        yield f"At least {low}." if low is not None else f"At most {high}."
+    default = schema.get("default")
+    text = " ".join(schema.get("description", "").split())
+    if default not in (None, {}) and "Default" not in text:
+        yield f"Default: {default if isinstance(default, str) else json.dumps(default)}."
+
+
+def _fields(schema: Schema, indent: int, *, recursive: bool) -> Iterator[str]:
+    for name, field in schema.get("properties", {}).items():
+        required = " -required-" if name in schema.get("required", ()) else ""
+        yield f"{' ' * indent}{name}\t<{_type(field)}>{required}".expandtabs(max(24, indent + 2))
+        if recursive:
+            yield from _fields(_inner(field), indent + 2, recursive=True)
+        elif text := field.get("description"):
+            yield from _wrapped(text, indent + 2)
+            yield ""
+
+
+def _wrapped(text: str, indent: int, hanging: int = 0) -> Iterator[str]:
+    yield from textwrap.wrap(
+        " ".join(text.split()), WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + hanging),
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def editor_schema() -> dict[str, Any]:
+    """The JSON schema of a manifest, with descriptions and defaults. Rules between fields (CEL) have no place in it."""
+    schema = object_schema()
+    made: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "DDPJob"}
+    made |= _with_texts(to_json_schema(schema), schema)
+    crd = load_crd()["spec"]
+    [version] = [version["name"] for version in crd["versions"] if version["storage"]]
+    made["properties"]["apiVersion"]["const"] = f"{crd['group']}/{version}"
+    made["properties"]["kind"]["const"] = crd["names"]["kind"]
+    made["required"] = ["apiVersion", "kind", "metadata", *made.get("required", ())]
+    return made
+
+
+def _with_texts(made: dict[str, Any], schema: Schema) -> dict[str, Any]:
+    """`made` from `schema`, with what people read of it, and with patterns as JavaScript reads them."""
+    for word in ("description", "default"):
+        if word in schema:
+            made[word] = " ".join(schema[word].split()) if word == "description" else schema[word]
+    if "pattern" in schema:
+        made["pattern"] = schema["pattern"]
+    for name, child in schema.get("properties", {}).items():
+        _with_texts(made["properties"][name], child)
+    for word in ("items", "additionalProperties"):
+        if isinstance(schema.get(word), Mapping):
+            _with_texts(made[word], schema[word])
+    return made

@@ -1,0 +1,143 @@
+"""A Python function as a script that travels with a job: its own source, and a call with its arguments as JSON."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import builtins
+import inspect
+import json
+import symtable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ddpjob.client.backend import Mistake
+from ddpjob.client.build_manifest import SOURCE
+
+_ALONE = "A function travels alone"
+_OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}
+"""What IPython adds to the builtins, and which the nodes do not have. Its lines with ! and % call get_ipython."""
+
+
+def script_of(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
+    """A script that calls the function. Raises Mistake where the function needs more than its source and `args`."""
+    name = _checked_name(function)
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError) as error:
+        raise Mistake(
+            f"{name}: its source cannot be read, as of a function that was typed at Python's prompt or made by exec; "
+            "write it into a file or a notebook's cell"
+        ) from error
+    if source[:1].isspace():
+        source = f"if True:\n{source}"  # Dedented text would change strings of several lines.
+    if function.__code__.co_flags & __future__.annotations.compiler_flag:
+        source = f"from __future__ import annotations\n{source}"
+    _check_source(function, source)
+    call = f"{name}(**_json.loads({_arguments(function, args)!r}))"
+    return f'{source.rstrip()}\n\n\nif __name__ == "__main__":\n    import json as _json\n\n    {call}\n'
+
+
+def _checked_name(function: Callable[..., Any]) -> str:
+    """The name of what is a plain function. Raises Mistake."""
+    name = getattr(function, "__qualname__", "") or repr(function)
+    if inspect.ismethod(function) or (inspect.isfunction(function) and _in_class(function.__qualname__)):
+        raise Mistake(f"{name}: a method needs its class; write a function that makes the object and calls the method")
+    if not inspect.isfunction(function):
+        raise Mistake(f"{name}: not a function written with def; write one that calls it")
+    if hasattr(function, "__wrapped__"):
+        raise Mistake(f"{name}: is wrapped by a decorator, which does not travel; pass the function without it")
+    if function.__name__ == "<lambda>":
+        raise Mistake("a lambda has no source of its own; write a function with def")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise Mistake(f"{name}: a coroutine or generator, which a call does not run; write a function that runs it")
+    if inspect.isasyncgenfunction(function):
+        raise Mistake(f"{name}: an asynchronous generator, which a call does not run; write a function that runs it")
+    return function.__name__
+
+
+def _in_class(qualified: str) -> bool:
+    outside = qualified.rpartition(".")[0]
+    return bool(outside) and not outside.endswith("<locals>")
+
+
+def _check_source(function: Callable[..., Any], source: str) -> None:
+    """Checks that the source defines the function, and every name that it uses. Raises Mistake."""
+    name = function.__name__
+    _check_used(name, {*function.__code__.co_freevars} - {name})
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+        top = symtable.symtable(source, SOURCE, "exec")
+    except SyntaxError as error:
+        raise Mistake(f"{name}: its source cannot be read ({error.msg}); has its file changed since?") from error
+    if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in nodes):
+        raise Mistake(f"{name}: its source is not that of a function with this name; write it with def")
+    within = [symbol for table in _below(top) for symbol in table.get_symbols()]
+    known = {*vars(builtins), "__file__", "__name__", name} - _OF_NOTEBOOKS
+    changed = _changed(nodes)
+    known |= {
+        symbol.get_name()
+        for symbol in within
+        if symbol.is_declared_global()
+        and (symbol.is_imported() or (symbol.is_assigned() and symbol.get_name() not in changed))
+    }
+    around = sorted({symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()} - known)
+    if around:
+        raise Mistake(
+            f"{name}: its decorators, defaults or annotations use {', '.join(around)}, defined outside of it. "
+            f"{_ALONE}: leave them out, write annotations in quotes, and pass values by args"
+        )
+    used = {symbol.get_name() for symbol in within if symbol.is_global() and symbol.is_referenced()}
+    used |= {symbol.get_name() for symbol in within if symbol.is_global()} & changed
+    _check_used(name, used - known)
+
+
+def _check_used(name: str, outside: set[str]) -> None:
+    if outside:
+        raise Mistake(
+            f"{name} uses {', '.join(sorted(outside))}, defined outside of it. {_ALONE}: import and define within it "
+            "what it needs, and pass values by args"
+        )
+
+
+def _changed(nodes: Sequence[ast.AST]) -> set[str]:
+    """The names that are assigned by `n += 1` and the like alone, which need a value before."""
+    names = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    changed = {node.target for node in nodes if isinstance(node, ast.AugAssign)}
+    return {name.id for name in names if name in changed} - {name.id for name in names if name not in changed}
+
+
+def _below(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    """The scopes within a scope."""
+    for child in table.get_children():
+        yield child
+        yield from _below(child)
+
+
+def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
+    """The keyword arguments as JSON. Raises Mistake."""
+    name = function.__name__
+    try:
+        inspect.signature(function).bind(**args)
+    except TypeError as error:
+        raise Mistake(f"{name}: {error}; args are its keyword arguments, such as {{'epochs': 3}}") from error
+    for key, value in args.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise Mistake(f"{name}: the argument {key} cannot be written as JSON: {error}") from error
+        if others := [*_other_keys(value)]:
+            raise Mistake(
+                f"{name}: the argument {key} has the key {others[0]!r}, and keys of JSON are text; "
+                "pass a list of pairs, or convert the keys in the function"
+            )
+    return json.dumps(dict(args))
+
+
+def _other_keys(value: Any) -> Iterator[object]:
+    """The keys at any depth that are no text: json.dumps makes them text, or the same as another."""
+    if isinstance(value, dict):
+        yield from (key for key in value if not isinstance(key, str))
+        value = list(value.values())
+    for below in value if isinstance(value, list | tuple) else ():
+        yield from _other_keys(below)

@@ -1,0 +1,341 @@
+"""`Client`: jobs for Python programs and notebooks, on a cluster and on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ddpjob.api.types import Condition, JobSpec, JobStatus, Json
+from ddpjob.client.backend import Backend, Happened, LogOptions, Mistake, PodLine
+from ddpjob.client.build_manifest import Request, build
+from ddpjob.client.job_text import phase
+from ddpjob.core.view import is_number
+
+if TYPE_CHECKING:
+    from ddpjob.client.log_follower import LogFollower
+
+ENDED = ("Complete", "Failed")
+"""Phases that a job does not leave."""
+INTERRUPTED = "Interrupted"
+
+
+class JobFailed(Mistake):
+    """The job that was waited for has ended, and not well; `job` is what was last seen of it."""
+
+    def __init__(self, message: str, job: Job) -> None:
+        super().__init__(message)
+        self.job = job
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the script has reported last; None: it has not said."""
+
+    epoch: int | None = None
+    epochs: int | None = None
+    step: int | None = None
+    """Optimizer steps done."""
+    steps: int | None = None
+    percent: float | None = None
+    """Share of the work done, 0 to 100."""
+    loss: float | None = None
+    samples_per_second: float | None = None
+    """Over all ranks."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other numbers by name, such as accuracy."""
+
+    @classmethod
+    def read(cls, progress: Mapping[str, Any]) -> Progress:
+        """Of `status.progress`, of which the script may have made anything."""
+        whole = {name: _number(progress.get(name), int) for name in ("epoch", "epochs", "step", "steps")}
+        percent, loss, speed = (_number(progress.get(name), float) for name in ("percent", "loss", "samplesPerSecond"))
+        others = progress.get("metrics")
+        metrics = {
+            str(name): number
+            for name, value in (others if isinstance(others, Mapping) else {}).items()
+            if (number := _number(value, float)) is not None
+        }
+        return cls(**whole, percent=percent, loss=loss, samples_per_second=speed, metrics=metrics)
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _number(value: Any, kind: type[_Number]) -> _Number | None:
+    return kind(value) if is_number(value) else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job at one moment."""
+
+    name: str
+    namespace: str
+    """Empty on this machine."""
+    phase: str
+    """Pending, Starting, Running, Restarting, Suspended, Complete, Failed; of this machine also Interrupted."""
+    spec: JobSpec
+    status: JobStatus
+    """Conditions, slots, restarts with their causes, ..."""
+    body: Json
+    """The whole object, as `kubectl get -o json` prints it."""
+
+    @classmethod
+    def read(cls, body: Json) -> Job:
+        """Of a DDPJob as an object of the API."""
+        meta = body["metadata"]
+        spec, status = JobSpec.read(body["spec"]), JobStatus.read(body.get("status") or {})
+        return cls(meta["name"], str(meta.get("namespace", "")), phase(body), spec, status, body)
+
+    @property
+    def progress(self) -> Progress:
+        """Epoch, step, loss, ... as the script has reported them last."""
+        return Progress.read(self.status.progress)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is Complete, Failed or Interrupted."""
+        return self.phase in (*ENDED, INTERRUPTED)
+
+    @property
+    def failure(self) -> Condition | None:
+        """The condition Failed, with its reason and message, if it holds."""
+        return next((c for c in self.status.conditions if c.type == "Failed" and c.status), None)
+
+
+def change(backend: Backend, name: str, spec: Json) -> None:
+    """Merges into the spec of a job that has not ended: no change takes effect in one that has. Raises Mistake."""
+    state = phase(backend.job(name))
+    if state in ENDED:
+        raise Mistake(f"{name} is {state} and does not start again; delete it and submit it again")
+    backend.patch(name, spec)
+
+
+class Client:
+    """Jobs of a namespace of a cluster, or of this machine, with the same methods and results on both.
+
+    `backend`: "kubernetes", with the kubeconfig and the rights of its user; "local": jobs of this machine, in
+    $DDPJOB_RUNS or ./runs. `namespace`, `context`: default: the kubeconfig's.
+
+    Where a method takes a job, it takes its name or a Job. Raises Mistake, with a text for the user, for what cannot
+    be done: NoSuchJob, JobFailed, Unreachable and others.
+    """
+
+    def __init__(
+        self,
+        backend: Literal["kubernetes", "local"] | Backend = "kubernetes",
+        *,
+        namespace: str | None = None,
+        context: str | None = None,
+        kubeconfig: str | None = None,
+    ) -> None:
+        self._backend = _backend(backend, namespace, context, kubeconfig) if isinstance(backend, str) else backend
+
+    def train(
+        self,
+        program: Callable[..., object] | str | Path,
+        *,
+        args: Sequence[str | PathLike[str]] | Mapping[str, Any] = (),
+        image: str = "",
+        name: str = "",
+        nodes: int = 1,
+        gpus: int | None = None,
+        procs: int | None = None,
+        spares: int = 0,
+        min_nodes: int | None = None,
+        max_nodes: int | None = None,
+        mode: Literal["", "Standard", "Fast"] = "",
+        env: Mapping[str, str | PathLike[str]] | None = None,
+        cpu: str = "",
+        memory: str = "",
+        checkpoints: str | PathLike[str] = "",
+        entry: str | PathLike[str] = "",
+        settings: Mapping[str, Any] | None = None,
+    ) -> Job:
+        """Creates a job that trains by a function, a script, a folder with one, or a module.
+
+        `program`: a function travels as its source, so it imports and defines within it all that it needs. A script
+        or folder of this machine travels to a cluster too, each up to 1 MiB; a job of this machine runs it where it
+        is. Another absolute path is one of the image, anything else a module.
+        `args`: a script's words, or a function's keyword arguments, which travel as JSON (a tuple arrives as a list).
+        `image`: any image with Python and PyTorch; not used on this machine.
+        `name`: default: the program's name and four letters.
+        `gpus`, `procs`: of each node; default: one GPU and one process per GPU. gpus=0 trains on the CPU.
+        `spares`: pods on standby. `min_nodes`: continue with so few; `max_nodes`: the most that `scale` may set.
+        `mode`: how a group recovers, default: Standard. `env`: variables of the workers.
+        `cpu`, `memory`: of each node, such as "8" and "64Gi".
+        `checkpoints`: "claim:NAME", or an absolute folder of every Kubernetes node.
+        `entry`: of a folder: the script in it.
+        `settings`: any other field of spec, such as {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"};
+        mappings join what the other parameters have set, and other values replace it.
+        """
+        from ddpjob.client.manifest_sources import SUFFIXES, check_made
+
+        if not callable(program) and str(program).endswith(SUFFIXES):
+            raise Mistake(f"{program}: a manifest; submit() takes it")
+        source, words = "", args
+        if callable(program):
+            from ddpjob.client.function_source import script_of
+
+            if not isinstance(args, Mapping) and len(args):
+                raise TypeError("args of a function: a mapping of its keyword arguments, such as {'epochs': 3}")
+            source, words = script_of(program, args if isinstance(args, Mapping) else {}), ()
+            program = str(getattr(program, "__name__", ""))
+        if isinstance(words, str | PathLike | Mapping):
+            raise TypeError("args of a script: a list of its words, such as ['--epochs', '3']")
+        bodies = build(
+            Request(
+                program=str(program), source=source, args=words, image=image, name=name, nodes=nodes, gpus=gpus,
+                procs=procs, spares=spares, min_nodes=min_nodes, max_nodes=max_nodes, mode=mode, env=env or {},
+                cpu=cpu, memory=memory, checkpoints=checkpoints, entry=entry, settings=settings or {},
+            ),
+            local=self._backend.local,
+        )  # fmt: skip
+        check_made(bodies[-1])
+        return self.get(self._backend.create(bodies))
+
+    def submit(self, manifest: str | Path | Mapping[str, Any]) -> Job:
+        """Creates the job of a manifest: a mapping, or a YAML file with one DDPJob."""
+        from ddpjob.client.manifest_sources import SUFFIXES, read_job
+
+        if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
+            raise Mistake(f"{manifest}: no manifest, which ends in {', '.join(SUFFIXES)}; train() takes a script")
+        body = manifest if isinstance(manifest, Mapping) else read_job(manifest)
+        return self.get(self._backend.create([{key: value for key, value in body.items() if key != "status"}]))
+
+    def list(self) -> tuple[Job, ...]:
+        """All jobs, the oldest first."""
+        return tuple(map(Job.read, self._backend.jobs()))
+
+    def get(self, job: str | Job) -> Job:
+        """The job as it is now. Raises NoSuchJob."""
+        return Job.read(self._backend.job(_name(job)))
+
+    def watch(self, job: str | Job, *, timeout: float | None = None) -> Iterator[Job]:
+        """The job now, and again at each change of its status, until it has ended or for `timeout` seconds.
+
+        Raises NoSuchJob when there is no such job, JobFailed when it is deleted.
+        """
+        for body, gone in self._backend.changes(_name(job), timeout):
+            seen = Job.read(body)
+            if gone:
+                raise JobFailed(f"{seen.name} was deleted", seen)
+            yield seen
+            if seen.ended:
+                return
+
+    def wait(
+        self,
+        job: str | Job,
+        *,
+        goal: Literal["Complete", "Running", "Suspended"] = "Complete",
+        timeout: float | None = None,
+    ) -> Job:
+        """Waits until the job is in the phase `goal`.
+
+        Raises JobFailed if it ends otherwise or is deleted, TimeoutError after `timeout` seconds.
+        """
+        for seen in itertools.chain(self.watch(job, timeout=timeout), map(self.get, (job,))):  # a last look
+            if seen.phase == goal:
+                return seen
+            if seen.ended:
+                why = seen.failure
+                text = f"{seen.name}: {why.reason}: {why.message}" if why else f"{seen.name} is {seen.phase}"
+                raise JobFailed(text, seen)
+        raise TimeoutError(f"{seen.name} is still {seen.phase} after {timeout} s")
+
+    def logs(
+        self,
+        job: str | Job,
+        *,
+        rank: int | None = None,
+        index: int | None = None,
+        follow: bool = False,
+        tail: int | None = None,
+    ) -> Iterator[tuple[str, str]]:
+        """(pod, line) of the training pods.
+
+        `rank`: of the pod that has this global rank, without lines that another rank is known to have written.
+        `index`: of one slot's pods. `tail`: the last lines of each pod. `follow`: continue until the job has ended,
+        also with pods that replace others. Raises Mistake when nothing can be read, as of a `rank` that no pod
+        has; warns of each pod that could not be read.
+        """
+        from ddpjob.client.log_follower import Chosen, LogFollower
+
+        chosen = Chosen(indices=() if index is None else (index,), ranks=() if rank is None else (rank,))
+        stop = threading.Event()
+        options = LogOptions(follow=follow, tail=tail, stop=stop)
+        follower = LogFollower(self._backend, self._backend.job(_name(job)), options, chosen)
+        return _read(follower, stop, named=rank is not None)
+
+    def events(self, job: str | Job) -> Sequence[Happened]:
+        """The job's events, the oldest first; a cluster keeps them for an hour."""
+        return self._backend.events(self.get(job).name)
+
+    def why(self, job: str | Job) -> str:
+        """What the job waits for or why it failed, and what to do about it: the text of `ddpjob why`."""
+        from ddpjob.client.job_text import why
+        from ddpjob.engine.reconcile import utc_now
+
+        body = self._backend.job(_name(job))
+        return "\n".join(why(body, self._backend.pods(_name(job)), utc_now()))
+
+    def pods(self, job: str | Job) -> Sequence[PodLine]:
+        """The job's pods: the coordinator's, then those of each slot."""
+        return self._backend.pods(self.get(job).name)
+
+    def scale(self, job: str | Job, nodes: int) -> None:
+        """Changes the number of nodes, in place: the group restarts from its last checkpoint."""
+        change(self._backend, _name(job), {"nodes": nodes})
+
+    def suspend(self, job: str | Job) -> None:
+        """Ends the job's pods after they have saved a checkpoint."""
+        change(self._backend, _name(job), {"runPolicy": {"suspend": True}})
+
+    def resume(self, job: str | Job) -> None:
+        """Continues a suspended job from its checkpoint."""
+        change(self._backend, _name(job), {"runPolicy": {"suspend": False}})
+
+    def kill(self, pod: str | PodLine) -> None:
+        """Kills a pod, to see the job recover: as `kubectl delete pod --force --grace-period=0`."""
+        self._backend.kill(pod if isinstance(pod, str) else pod.name)
+
+    def delete(self, job: str | Job) -> None:
+        """Deletes a job and its pods. Checkpoints on volumes stay; on this machine RUNS/JOB/checkpoints."""
+        self._backend.delete(_name(job))
+
+
+def _name(job: str | Job) -> str:
+    return job if isinstance(job, str) else job.name
+
+
+def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Iterator[tuple[str, str]]:
+    """`named`: whether a rank was asked for, which has lines or does not exist."""
+    try:
+        for line in follower.lines():
+            yield line.pod.name, line.text.decode(errors="replace")
+    finally:
+        stop.set()  # Whoever breaks off leaves no reader behind.
+    if not follower.seen and (why := "\n".join(follower.notes) or (follower.why_nothing() if named else "")):
+        raise Mistake(why)
+    for note in follower.notes:
+        warnings.warn(note, stacklevel=2)
+
+
+def _backend(kind: str, namespace: str | None, context: str | None, kubeconfig: str | None) -> Backend:
+    if kind == "local":
+        from ddpjob.client.process_backend import ProcessBackend
+
+        return ProcessBackend()
+    if kind != "kubernetes":
+        raise ValueError(f"backend {kind!r}: write 'kubernetes' or 'local'")
+    from ddpjob.client.api_server import ApiServer
+    from ddpjob.client.cluster_backend import ClusterBackend
+
+    return ClusterBackend(ApiServer.open(kubeconfig, context), namespace)

@@ -1,0 +1,319 @@
+"""A job in words, from its object, pods and events alone: a row, a description, and why it is not done yet."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from functools import cache
+from importlib import resources
+from itertools import groupby
+
+from ddpjob.api.types import Condition, ConditionType, DDPJob, JobStatus, Json, Restart, SlotState, parse_time
+from ddpjob.client.backend import Happened, PodLine
+from ddpjob.core.status.messages import count
+from ddpjob.core.status.shown_progress import duration
+
+COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
+WIDE = ("DURATION", "REASON")
+NO_STATUS_SECONDS = 30
+"""Age from which a job without a status is one that no operator looks after."""
+_SHOWN = 8
+"""Pods or restarts that are listed one by one."""
+PAGE = "docs/troubleshooting.md"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with aligned columns, as kubectl's."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def header(*, wide: bool = False, namespaces: bool = False) -> tuple[str, ...]:
+    """The titles of `row`."""
+    return (*(("NAMESPACE",) if namespaces else ()), *COLUMNS, *(WIDE if wide else ()))
+
+
+def row(body: Json, now: datetime, *, wide: bool = False, namespaces: bool = False) -> tuple[str, ...]:
+    """A job's cells, as `kubectl get ddp` shows them."""
+    stored, meta = body.get("status") or {}, body["metadata"]
+    status = JobStatus.read(stored)
+    progress = status.progress
+    nodes, restarts = (str((stored.get(part) or {}).get("display", "")) for part in ("nodes", "restarts"))
+    shown = (str(progress.get(part, "")) for part in ("display", "lossDisplay", "speedDisplay"))
+    created = parse_time(meta.get("creationTimestamp"))
+    cells = (meta["name"], phase(body), nodes, *shown, restarts, _since(created, now))
+    if wide:
+        first = main_condition(status)
+        cells += (took(body, now), first.reason if first is not None else "")
+    return (str(meta.get("namespace", "")), *cells) if namespaces else cells
+
+
+def phase(body: Json) -> str:
+    """The state in one word."""
+    return str((body.get("status") or {}).get("phase") or "Pending")
+
+
+def took(body: Json, now: datetime) -> str:
+    """How long it has run, or ran; suspended time at the beginning is not counted."""
+    status = JobStatus.read(body.get("status") or {})
+    return _since(status.start_time, status.completion_time or now) if status.start_time else ""
+
+
+def _since(then: datetime | None, now: datetime) -> str:
+    return duration((now - then).total_seconds()) if then is not None else ""
+
+
+# --- describe ---------------------------------------------------------------------------------------------------
+
+
+def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], now: datetime) -> Iterator[str]:
+    """Everything that matters of a job, on one screen however many nodes it has."""
+    job = DDPJob.read(body)
+    status, spec, meta = job.status, job.spec, body["metadata"]
+    yield from _pairs(
+        ("Name", job.name),
+        ("Namespace", str(meta.get("namespace", ""))),
+        ("Image", spec.image),
+        ("Runs", _program(job)),
+        ("Nodes", _nodes(job)),
+        ("Mode", f"{spec.recovery.mode}, at most {count(spec.recovery.max_restarts, 'counted restart')}"),
+        ("State", phase(body)),
+        ("Created", f"{meta.get('creationTimestamp', '')} ({_since(job.created, now)} ago)"),
+        ("Runtime", took(body, now)),
+        ("Progress", _progress(status)),
+        ("Restarts", restart_counts(status, spec.recovery.max_restarts)),
+    )
+    yield ""
+    yield from why(body, pods, now)
+    if status.conditions:
+        yield "\nConditions:"
+        rows = [("  TYPE", "STATUS", "REASON", "FOR", "MESSAGE")]
+        rows += [
+            (f"  {c.type}", str(c.status), c.reason, _since(c.since, now), _first_line(c.message))
+            for c in status.conditions
+        ]
+        yield from table(rows)
+    if status.slots:
+        yield "\nSlots:"
+        yield from slot_lines(status)
+    if pods:
+        yield "\nPods:"
+        yield from _pods(pods, now)
+    if status.restarts.recent:
+        yield f"\nRecent restarts ({status.restarts.total} in all):"
+        for restart in status.restarts.recent[-_SHOWN:]:
+            yield "  " + restart_line(restart, now)
+    if status.avoided_nodes:
+        yield "\nAvoided Kubernetes nodes:"
+        for avoided in status.avoided_nodes:
+            yield f"  {avoided.node} until {avoided.until:%H:%M} UTC: {avoided.reason}"
+    if events:
+        yield "\nEvents:"
+        for event in events[-_SHOWN:]:
+            yield "  " + event_line(event, now)
+
+
+def _pairs(*pairs: tuple[str, str]) -> Iterator[str]:
+    for label, text in pairs:
+        if text:
+            yield f"{label + ':':<11} {text}"
+
+
+def _program(job: DDPJob) -> str:
+    spec = job.spec
+    program = list(spec.command) or (["-m", spec.module] if spec.module else [spec.script or ""])
+    text = " ".join([*([] if spec.command else ["torchrun"]), *program, *spec.args])
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _nodes(job: DDPJob) -> str:
+    spec = job.spec
+    parts = [f"{job.status.nodes_display(spec)} train"]
+    parts += [f"{spec.gpus_per_node} x {spec.gpu_resource} each"] if spec.gpus_per_node else ["on the CPU"]
+    parts += [count(spec.spares, "spare")] if spec.spares else []
+    if spec.elastic:
+        most = spec.elastic.max_nodes
+        parts.append(f"elastic from {spec.elastic.min_nodes}" + (f" to {most}" if most else ""))
+    return ", ".join(parts)
+
+
+def _progress(status: JobStatus) -> str:
+    progress = status.progress
+    words = [str(progress[name]) for name in ("display",) if name in progress]
+    words += [f"loss {progress['lossDisplay']}"] if "lossDisplay" in progress else []
+    words += [str(progress["speedDisplay"])] if "speedDisplay" in progress else []
+    words += [f"eta {progress['eta']}"] if "eta" in progress and not status.terminal else []
+    return ", ".join(words)
+
+
+def restart_counts(status: JobStatus, most: int) -> str:
+    """How many restarts of how many; empty without any."""
+    counts = status.restarts
+    return (
+        f"{counts.counted} of {counts.allowed or most} counted, {counts.uncounted} not counted" if counts.total else ""
+    )
+
+
+def slot_lines(status: JobStatus) -> Iterator[str]:
+    """A line for each run of slots in the same state."""
+    numbered = list(enumerate(status.slots))
+    for alike, group in groupby(numbered, key=lambda pair: (pair[1].state, pair[1].reason, pair[1].failures)):
+        members = list(group)
+        first, last = members[0][0], members[-1][0]
+        where = f"{first}" if first == last else f"{first}-{last}"
+        state, reason, failures = alike
+        text = f"  {where:<9} {state}"
+        if first == last:
+            slot = members[0][1]
+            text += f", attempt {slot.attempt}" + (f", on {slot.node}" if slot.node else "")
+            if slot.not_before is not None and slot.state is SlotState.PLANNED:
+                text += f", created at {slot.not_before:%H:%M:%S} UTC"
+        yield text + (f" ({reason}{f', {failures} in a row' if failures > 1 else ''})" if reason else "")
+
+
+def _pods(pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
+    """The ones that need attention by name, the others by number."""
+    notable = [pod for pod in pods if pod.state not in ("Running", "Completed")]
+    quiet = [pod for pod in pods if pod not in notable]
+    listed = pods if len(pods) <= _SHOWN else notable[:_SHOWN]
+    if listed:
+        rows = [("  POD", "ROLE", "STATE", "AGE", "KUBERNETES NODE", "")]
+        rows += [
+            (f"  {p.name}", p.role, p.state, _since(p.created, now), p.host, _first_line(p.message)) for p in listed
+        ]
+        yield from table(rows)
+    if len(notable) > len(listed) and len(pods) > _SHOWN:
+        states = _tally(pod.state for pod in notable[len(listed) :])
+        yield f"  and {len(notable) - len(listed)} more: {states}"
+    if quiet and len(pods) > _SHOWN:
+        yield f"  {len(quiet)} others: {_tally(pod.state for pod in quiet)}"
+
+
+def _tally(words: Iterable[str]) -> str:
+    counted: dict[str, int] = {}
+    for word in words:
+        counted[word] = counted.get(word, 0) + 1
+    return ", ".join(f"{number} {word}" for word, number in sorted(counted.items()))
+
+
+def restart_line(restart: Restart, now: datetime) -> str:
+    """A restart in one line: when, why, whether it counted, and how long it took."""
+    counted = "counted" if restart.counted else "not counted"
+    after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
+    consequence = ", a consequence" if restart.consequence else ""
+    ago = _since(restart.time, now)
+    return f"{ago} ago {restart.reason} ({counted}{consequence}{after}): {_first_line(restart.message)}"
+
+
+def event_line(event: Happened, now: datetime) -> str:
+    """An event in one line."""
+    mark = "!" if event.warning else " "
+    times = f" (x{event.count})" if event.count > 1 else ""
+    return f"{mark} {_since(event.time, now):>7}  {event.reason}: {_first_line(event.message)}{times}"
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")
+
+
+# --- why --------------------------------------------------------------------------------------------------------
+
+
+def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
+    """What a job waits for or why it failed, and what to do about it."""
+    status = JobStatus.read(body.get("status") or {})
+    name, state = body["metadata"]["name"], phase(body)
+    main = main_condition(status)
+    if state == "Interrupted":
+        yield f"{name}: its `ddpjob run` was stopped before the end of the job."
+        yield "What to do: run it again; it resumes from its last checkpoint."
+        return
+    if not status.conditions and not status.phase:
+        yield from _without_status(body, now)
+        return
+    if status.holds(ConditionType.COMPLETE):
+        yield f"{name} is complete: it ran for {took(body, now)}."
+        return
+    if main is None:
+        spare = f" and {count(status.spare, 'spare')}" if status.spare else ""
+        yield f"{name} trains on {count(status.ready, 'node')}{spare}. {_progress(status)}".rstrip()
+        if status.restarts.recent:
+            yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
+        return
+    verb = {ConditionType.FAILED: "failed", ConditionType.SUSPENDED: "is suspended"}.get(main.type)
+    waits = verb or ("restarts" if main.type is ConditionType.RESTARTING else "waits")
+    yield f"{name} {waits}: {main.reason}, for {_since(main.since, now)}."
+    yield from (f"  {line}" for line in main.message.splitlines())
+    held = [pod for pod in pods if pod.message and pod.message not in main.message and not pod.ended]
+    for pod in held[:3] if main.type is not ConditionType.FAILED else ():
+        yield f"  pod {pod.name} ({pod.state}): {_first_line(pod.message)}"
+    explained = remedies().get(main.reason)
+    if main.type is ConditionType.SUSPENDED:
+        yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
+    elif explained is not None:
+        if explained["meaning"]:
+            yield f"What it means: {explained['meaning']}"
+        if explained["remedy"]:
+            yield f"What to do: {explained['remedy']}"
+
+
+def main_condition(status: JobStatus) -> Condition | None:
+    """The condition that keeps a job from training, the first of several; None: it trains or is complete."""
+    if status.holds(ConditionType.COMPLETE):
+        return None
+    for kind in (ConditionType.FAILED, ConditionType.SUSPENDED):
+        if status.holds(kind):
+            return status.condition(kind)
+    running, scheduled = status.condition(ConditionType.RUNNING), status.condition(ConditionType.SCHEDULED)
+    quiet = ("Placing", "NodesMissing", "GroupForming")
+    if running is not None and running.status:
+        return None
+    false = [c for c in (scheduled, running) if c is not None and not c.status]
+    telling = [c for c in false if c.reason not in quiet]
+    restarting = status.condition(ConditionType.RESTARTING)
+    if not telling and restarting is not None and restarting.status:
+        return restarting
+    return next(iter(telling or false), None)
+
+
+def _without_status(body: Json, now: datetime) -> Iterator[str]:
+    name, created = body["metadata"]["name"], parse_time(body["metadata"].get("creationTimestamp"))
+    age = (now - created).total_seconds() if created is not None else 0.0
+    yield f"{name} has no status yet, {duration(age)} after its creation: no operator has looked at it."
+    if age > NO_STATUS_SECONDS:
+        yield (
+            "What to do: check that the operator runs and watches this namespace (`ddpjob doctor`; the chart's "
+            "watchNamespaces), and look at its log: kubectl -n ddpjob logs deployment/ddpjob-operator"
+        )
+
+
+@cache
+def remedies() -> dict[str, dict[str, str]]:
+    """What each reason means and what to do, generated from docs/troubleshooting.md."""
+    text = resources.files(__package__).joinpath("remedies.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, str]] = json.loads(text)
+    return found
+
+
+_LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
+"""A link to another page of docs/, which a terminal would show as Markdown."""
+
+
+def read_remedies(page: str) -> dict[str, dict[str, str]]:
+    """The tables of the page: {reason: {meaning, remedy}}."""
+    found: dict[str, dict[str, str]] = {}
+    titles: list[str] = []
+    for line in page.splitlines():
+        cells = [_LINK.sub(r"\1 (docs/\2)", cell.strip()) for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+        if not line.startswith("|"):
+            titles = []
+        elif not titles:
+            titles = cells
+        elif titles[0] == "reason" and not set(line) <= set("|- "):
+            by_title = dict(zip(titles, cells, strict=False))
+            entry = {"meaning": by_title.get("what it means", ""), "remedy": by_title.get("what to do", "")}
+            for reason in re.findall(r"`(\w+)`", cells[0]):
+                found.setdefault(reason, entry)
+    return dict(sorted(found.items()))

@@ -1,0 +1,256 @@
+"""The logs of all pods of a job at the same time, line by line, over the replacement of pods."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpjob.api.types import ConditionType, JobStatus, Json, SlotState
+from ddpjob.client.backend import Backend, LogOptions, Mistake, NoSuchJob, Patience, PodLine
+
+MOST_PODS = 200
+"""Logs that are read at the same time."""
+_QUEUE = 10_000
+"""Lines that were read and not yet taken."""
+_QUEUE_OF_MANY = 500
+"""The same, of a log that can be stopped: its process reads many."""
+_POLL = 1.0
+_NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
+_NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
+"""Reasons of the condition Running with which the status does not say how many nodes the group has."""
+_TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
+"""How a line of a known rank begins: torchrun's --tee writes the local rank, PyTorch's messages the global one."""
+
+
+def ranks_per_node(body: Json) -> int:
+    """How many ranks a node of this job has; 0: it runs a command, whose processes nobody numbers."""
+    spec = body.get("spec") or {}
+    if spec.get("command"):
+        return 0
+    return int(spec.get("procsPerNode") or max(int(spec.get("gpusPerNode") or 0), 1))
+
+
+def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range] | None = None) -> dict[str, range]:
+    """The global ranks of each pod that trains or has trained: they follow the slots' indices, and spares have none.
+
+    Ranks change only when a new group has formed, which `body`'s status says. Until then each slot has those of
+    `known`, the result of the last look, and without them all slots are counted, also those whose pod has ended.
+    """
+    per_node = ranks_per_node(body)
+    nodes = [pod for pod in newest_pods(pods) if pod.role == "node"]
+    group = [pod for pod in nodes if pod.state in ("Running", "Completed")]
+    held = {_slot(name): ranks for name, ranks in (known or {}).items()}
+    if len(group) == _nodes_of_group(body):
+        nodes, held = group, {}
+    return {
+        pod.name: held.get(_slot(pod.name), range(at * per_node, (at + 1) * per_node))
+        for at, pod in enumerate(nodes)
+        if pod.state in ("Running", "Terminating") or pod.ended
+    }
+
+
+def _nodes_of_group(body: Json) -> int | None:
+    """How many nodes train as one group or have finished in it; None: the status does not say, or none do."""
+    status = JobStatus.read(body.get("status") or {})
+    running = status.condition(ConditionType.RUNNING)
+    formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN
+    if not formed and not status.holds(ConditionType.COMPLETE):
+        return None
+    return status.ready + sum(slot.state is SlotState.SUCCEEDED for slot in status.slots)
+
+
+def _slot(pod: str) -> str:
+    """What the names of a slot's pods have in common."""
+    return pod.rpartition("-")[0]
+
+
+def newest_pods(pods: Sequence[PodLine]) -> list[PodLine]:
+    """The last attempt of each slot, in the order of the slots."""
+    newest = {pod.index: pod for pod in sorted(pods, key=_attempt) if pod.index is not None}
+    return [newest[index] for index in sorted(newest)]
+
+
+def _attempt(pod: PodLine) -> int:
+    words = pod.name.rpartition("-")[2]
+    return int(words) if words.isdigit() else 0
+
+
+def rank_of_line(line: bytes, ranks: range) -> int | None:
+    """The global rank that has written a line of a pod with these ranks; None: the line does not say."""
+    if len(ranks) == 1:
+        return ranks[0]
+    if (tag := _TAG.match(line)) is None or len(tag[2]) > 9:
+        return None
+    rank = int(tag[2]) + (ranks.start if tag[1] == b"default" else 0)
+    return rank if rank in ranks else None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which logs: of one pod, or of training pods, with the coordinators' or without; empty: all of them."""
+
+    pod: str = ""
+    indices: Collection[int] = ()
+    ranks: Collection[int] = ()
+    """Global ranks: the pods that have them, and of their lines those that no other rank is known to have written."""
+    coordinator: bool = False
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line of a pod, which has these ranks at the moment."""
+
+    pod: PodLine
+    text: bytes
+    ranks: range
+    rank: int | None
+    """Which has written it, as far as the line says."""
+
+
+_ALL = Chosen()
+
+
+def _shortened(line: bytes, limit: int) -> bytes:
+    """At most so many bytes, of a progress bar those that a terminal shows: after the last return."""
+    if len(line) <= limit:
+        return line
+    begin = line.rstrip(b"\r").rfind(b"\r") + 1
+    return line[begin : begin + limit]
+
+
+class LogFollower:
+    """`lines()` yields the lines of the chosen pods; with follow until the job has ended."""
+
+    def __init__(self, backend: Backend, body: Json, options: LogOptions, chosen: Chosen = _ALL) -> None:
+        """`body`: the job, as just read. Raises Mistake for ranks of a job that has none."""
+        self.job: str = body["metadata"]["name"]
+        if chosen.ranks and not ranks_per_node(body):
+            raise Mistake(f"rank: {self.job} runs a command, not torchrun, and has no ranks; choose by index")
+        self.backend, self.options, self._chosen, self._body = backend, options, chosen, body
+        self.ranks: dict[str, range] = {}
+        """Of the pods that train, as of the last look, and of ended ones those that they had."""
+        self.notes: list[str] = []
+        """What could not be read, for the user."""
+        self.seen: set[str] = set()
+        """Pods of which a line was read."""
+        self._lines: queue.Queue[tuple[PodLine, bytes]] = queue.Queue(
+            _QUEUE if options.stop is None else _QUEUE_OF_MANY
+        )
+        self._readers: dict[str, threading.Thread] = {}
+
+    def lines(self) -> Iterator[LogLine]:
+        """The lines as they come; those of one pod in their order."""
+        for pod, text in self._all_lines():
+            self.seen.add(pod.name)
+            ranks = self.ranks.get(pod.name, range(0))
+            rank = rank_of_line(text, ranks)
+            by = ranks if rank is None else (rank,)
+            if not self._chosen.ranks or pod.index is None or any(number in self._chosen.ranks for number in by):
+                yield LogLine(pod, text, ranks, rank)
+
+    def _all_lines(self) -> Iterator[tuple[PodLine, bytes]]:
+        patience = Patience()
+        while not self.options.stopped:
+            over, pods = False, list[PodLine]()
+            try:
+                over, pods = self._is_over(), self._pods()
+                patience.answered()
+            except Mistake as mistake:
+                if not self.options.follow:
+                    raise
+                patience.bear(mistake)
+            for pod in pods:
+                if pod.name not in self._readers and pod.state not in _NOT_STARTED:
+                    self._start(pod)
+            deadline = time.monotonic() + _POLL
+            while (left := deadline - time.monotonic()) > 0:
+                try:
+                    yield self._lines.get(timeout=left)
+                except queue.Empty:
+                    break
+                if not self._alive() and self._lines.empty():
+                    break
+            if over and not self._alive():
+                while not self._lines.empty():
+                    yield self._lines.get()
+                return
+
+    def _pods(self) -> list[PodLine]:
+        try:
+            every = self.backend.pods(self.job)
+        except NoSuchJob:
+            return []
+        # A pod that has ended or is about to keeps its ranks: its last lines may still be on their way.
+        running = {pod.name for pod in every if pod.state == "Running"}
+        gone = {name: ranks for name, ranks in self.ranks.items() if name not in running}
+        self.ranks = gone | ranks_of_pods(every, self._body, self.ranks)
+        pods = [pod for pod in every if self._wanted(pod)]
+        if len(pods) > MOST_PODS:
+            raise Mistake(f"{len(pods)} pods are more than {MOST_PODS}; choose some with --index N, or read one: POD")
+        return pods
+
+    def _wanted(self, pod: PodLine) -> bool:
+        chosen = self._chosen
+        if chosen.pod:
+            return pod.name == chosen.pod
+        if pod.index is None:
+            return chosen.coordinator
+        return (not chosen.indices or pod.index in chosen.indices) and (
+            not chosen.ranks or any(number in chosen.ranks for number in self.ranks.get(pod.name, ()))
+        )
+
+    def why_nothing(self) -> str:
+        """Why there was no line, in words; empty: the notes say it."""
+        if self.seen or self.notes:
+            return ""
+        if self._chosen.ranks:
+            held = sorted(number for ranks in self.ranks.values() for number in (ranks[0], ranks[-1]))
+            there = f"the ranks are {held[0]} to {held[-1]}" if held else "no pod has a rank yet"
+            return f"no logs of rank {', '.join(map(str, self._chosen.ranks))} of {self.job}; {there}"
+        pods = self.backend.pods(self.job)[:5]
+        return f"no logs yet: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
+
+    def _is_over(self) -> bool:
+        if not self.options.follow:
+            return True
+        try:
+            self._body = self.backend.job(self.job)
+        except NoSuchJob:
+            return True
+        status = self._body.get("status") or {}
+        return JobStatus.read(status).terminal or status.get("phase") == "Interrupted"
+
+    def _alive(self) -> bool:
+        return any(reader.is_alive() for reader in self._readers.values())
+
+    def _start(self, pod: PodLine) -> None:
+        reader = threading.Thread(target=self._read, args=(pod,), name=f"log of {pod.name}", daemon=True)
+        self._readers[pod.name] = reader
+        reader.start()
+
+    def _read(self, pod: PodLine) -> None:
+        rest, limit, cut = b"", self.options.line_bytes, False
+        try:
+            for piece in self.backend.log(pod, self.options):
+                lines = (rest + piece).split(b"\n")
+                cut = cut or any(len(line) > limit for line in lines)
+                *whole, rest = (_shortened(line, limit) for line in lines)
+                for line in whole:
+                    self._put(pod, line)
+        except Mistake as mistake:
+            self.notes.append(f"pod {pod.name}: {mistake}")
+        if rest:
+            self._put(pod, rest)
+        if cut:
+            self.notes.append(f"pod {pod.name}: lines of more than {limit:,} bytes were cut off")
+
+    def _put(self, pod: PodLine, line: bytes) -> None:
+        while not self.options.stopped:
+            with contextlib.suppress(queue.Full):
+                self._lines.put((pod, line), timeout=_POLL)
+                return

@@ -1,0 +1,89 @@
+"""Manifests of files, folders and standard input, checked as `ddpjob validate` and `ddpjob run` check them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ddpjob.api.reader import Manifest, ManifestError, read_manifests, validate, with_defaults
+from ddpjob.api.types import Json
+from ddpjob.client.backend import Mistake
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class BadInput(Mistake):
+    """Nothing was started; the message has a line for each reason."""
+
+
+def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
+    """Each DDPJob of files, of the files of folders, and of standard input (`-`), or why it cannot be read."""
+    for source in sources:
+        try:
+            yield from _read(str(source))
+        except ManifestError as error:
+            yield BadInput(str(error))
+
+
+def _read(source: str) -> Iterator[Manifest | BadInput]:
+    if source == "-":
+        yield from read_manifests(sys.stdin.read(), "standard input")
+    elif source.startswith(("http://", "https://")):
+        yield BadInput(f"{source}: is not fetched; write `curl -fsSL {source} | ddpjob ... -`")
+    elif Path(source).is_dir():
+        files = sorted(path for path in Path(source).rglob("*") if path.suffix in SUFFIXES and path.is_file())
+        jobs = 0
+        for file in files:
+            try:
+                for manifest in read_manifests(file):
+                    jobs += 1
+                    yield manifest
+            except ManifestError as error:
+                # A folder may hold other manifests beside jobs.
+                if "contains no DDPJob" not in str(error):
+                    jobs += 1
+                    yield BadInput(str(error))
+        if not jobs:
+            yield BadInput(f"{source}: holds no DDPJob in {len(files)} files that end in {', '.join(SUFFIXES)}")
+    else:
+        yield from read_manifests(Path(source))
+
+
+def checked(manifest: Manifest) -> Json:
+    """The manifest with its defaults, if a job of it can run. Raises BadInput."""
+    from ddpjob.objects.later_refusals import later_refusals
+
+    try:
+        body = manifest.checked()
+        faults = later_refusals(body)
+        if faults:
+            raise manifest.error(faults)
+    except ManifestError as error:
+        raise BadInput(str(error)) from error
+    return body
+
+
+def check_made(body: Json) -> None:
+    """Checks the job of a command line's options, which has no text. Raises BadInput."""
+    from ddpjob.objects.later_refusals import later_refusals
+
+    faults = validate(body) or later_refusals(with_defaults(body))
+    if faults:
+        raise BadInput("\n".join(f"{fault} (the job that the options describe)" for fault in faults))
+
+
+def read_job(source: str | Path, name: str | None = None) -> Json:
+    """The one DDPJob of a source, or the one of this name, checked and with its defaults. Raises BadInput."""
+    found = []
+    for manifest in manifests([source]):
+        if isinstance(manifest, BadInput):
+            raise manifest
+        found.append(manifest)
+    fitting = [m for m in found if name is None or m.name == name]
+    listed = ", ".join(m.name for m in found)
+    if not fitting:
+        raise BadInput(f"{source}: contains no DDPJob named {name}, but {listed}")
+    if len(fitting) > 1:
+        raise BadInput(f"{source}: contains {len(fitting)} DDPJobs ({listed}); name one of them, with --name NAME")
+    return checked(fitting[0])

@@ -1,0 +1,47 @@
+"""Reads metrics.jsonl, the built-in trainer's measurements, of which any line may be cut, foreign or hostile."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from ddpjob.core.view import is_number
+
+LARGEST = 1e300
+"""What is larger has no place in a curve: sums of it are infinite, and integers may be too long for a float."""
+_NAMES = 40
+"""Different numbers of a step or an evaluation that are kept."""
+_NO_CURVES = ("event", "time", "step", "epoch", "eta", "round")
+
+
+@dataclass
+class MetricSeries:
+    """Numbers by name, then by step. A restart repeats steps: of the same step the newest counts."""
+
+    steps: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Of training: loss, samplesPerSecond, ..."""
+    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
+    """On the test set: accuracy, loss, ..."""
+    starts: list[int] = field(default_factory=list)
+    """The steps after which training began, the first time and after each restart."""
+
+
+def read_metrics(text: str) -> MetricSeries:
+    """All numbers of the lines that can be read."""
+    series = MetricSeries()
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # Cut off at the beginning, or where the writer was killed.
+        event = row.get("event") if isinstance(row, dict) else None
+        if event == "start":
+            series.starts.append(row["step"] if isinstance(row.get("step"), int) else 0)
+        curves = {"step": series.steps, "eval": series.evaluations}.get(str(event))
+        if curves is None or not isinstance(row.get("step"), int):
+            continue
+        for name, number in row.items():
+            known = name in curves or (len(curves) < _NAMES and name not in _NO_CURVES)
+            if known and is_number(number) and abs(number) < LARGEST:
+                curves.setdefault(name, {})[row["step"]] = float(number)
+    return series

@@ -1,0 +1,351 @@
+"""Jobs of this machine: the records that `ddpjob run` keeps, and requests to the processes that run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ddpjob.api.reader import validate, with_defaults
+from ddpjob.api.types import JobStatus, Json, parse_time
+from ddpjob.client.backend import METRICS, METRICS_BYTES, Happened, LogOptions, Mistake, NoSuchJob, PodLine
+from ddpjob.core.world import COORDINATOR_CONTAINER
+from ddpjob.local import processes
+from ddpjob.local.paths import RUNS_VARIABLE, JobFolder, job_folder, runs_folder
+from ddpjob.local.pod import UID_VARIABLE
+from ddpjob.local.record import ask, read_record, runner, write_atomically
+
+STOP_MARGIN = 15.0
+"""Seconds beyond the pods' grace for which `stop` waits for the runner."""
+_POLL = 0.3
+_STARTED_SECONDS = 30.0
+INTERRUPTED = "Interrupted"
+"""Phase of a job whose `ddpjob run` was stopped or has died before the job's end."""
+
+
+def has_jobs() -> bool:
+    """Whether the folder of runs holds a job; other tools may keep a status.json in such a folder, too."""
+    return any(_is_record(JobFolder(file.parent)) for file in runs_folder().glob("*/status.json"))
+
+
+_Known = tuple[tuple[int, int, int] | None, Json, bool]
+"""A record: its file's inode, time and size, its content, and whether its job has ended."""
+
+
+class ProcessBackend:
+    """Implements `Backend`."""
+
+    local = True
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        """The status.json files that are no records of jobs."""
+        self._known: dict[Path, _Known] = {}
+        """Of the last list: who follows 1,000 jobs reads those that have changed."""
+
+    @property
+    def where(self) -> str:
+        return str(runs_folder())
+
+    # --- reading
+
+    def jobs(self) -> list[Json]:
+        root = runs_folder()
+        folders = [JobFolder(path) for path in sorted(root.iterdir())] if root.is_dir() else []
+        notes, found, kept = list[str](), list[tuple[JobFolder, Json, bool]](), dict[Path, _Known]()
+        for folder in folders:
+            try:
+                known = _read_again(folder, self._known.get(folder.path))
+            except Mistake as foreign:
+                notes.append(str(foreign))
+                continue
+            if known is not None:
+                kept[folder.path] = known
+                found.append((folder, known[1], known[2]))
+        self.notes, self._known = notes, kept
+        found.sort(key=lambda each: str(each[1]["metadata"].get("creationTimestamp")))
+        return [_object(*each) for each in found]
+
+    def job(self, name: str) -> Json:
+        folder = self.folder(name)
+        record = _record(folder) or {}
+        return _object(folder, record, _terminal(record))
+
+    def folder(self, name: str) -> JobFolder:
+        """The folder of a job that was run here. Raises NoSuchJob."""
+        folder = job_folder(name)
+        if "/" in name or _record(folder) is None:
+            known = ", ".join(job["metadata"]["name"] for job in self.jobs())
+            there = f"jobs there: {known or 'none'} ({RUNS_VARIABLE} names another folder; -n and --context a cluster)"
+            raise NoSuchJob(f"no job {name} was run in {runs_folder()}; {there}")
+        return folder
+
+    def changes(self, name: str | None, seconds: float | None = None) -> Iterator[tuple[Json, bool]]:
+        end = None if seconds is None else time.monotonic() + seconds
+        seen: dict[str, Json] = {}
+        while True:
+            now = {job["metadata"]["name"]: job for job in self.jobs() if name in (None, job["metadata"]["name"])}
+            if name is not None and not now and not seen:
+                raise NoSuchJob(f"no job {name} was run in {runs_folder()}")
+            for gone in [known for known in seen if known not in now]:
+                yield seen.pop(gone), True
+            for known, job in now.items():
+                if seen.get(known) != job:
+                    seen[known] = job
+                    yield job, False
+            if end is not None and time.monotonic() >= end:
+                return
+            time.sleep(_POLL)
+
+    def pods(self, name: str) -> list[PodLine]:
+        record = _record(self.folder(name)) or {}
+        folder, lines = Path(record["local"]["folder"]) / "pods", []
+        states = {pod["name"]: pod["state"] for pod in record["local"]["pods"]}
+        roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
+        for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime):
+            states.setdefault(log.stem, "Ended")
+        for pod, state in states.items():
+            words = pod.removeprefix(f"{name}-").split("-")
+            index = int(words[0]) if words[0].isdigit() else None
+            second = index is None or pod.endswith(f".{COORDINATOR_CONTAINER}")
+            role = "coordinator" if second else roles.get(pod, "node")
+            ended = state not in ("Running", "Pending", "Terminating")
+            lines.append(PodLine(pod, role, None if role == "coordinator" else index, state, "local", ended=ended))
+        return sorted(lines, key=lambda pod: (-1 if pod.index is None else pod.index, pod.name))
+
+    def events(self, name: str) -> list[Happened]:
+        path = Path((_record(self.folder(name)) or {})["local"]["folder"]) / "events.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return [
+            Happened(parse_time(e["time"]), e["warning"], e["reason"], e["message"]) for e in map(json.loads, lines)
+        ]
+
+    def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+        if options.previous:
+            raise Mistake("--previous: a pod of this machine is never restarted; its successor has another name")
+        if options.since is not None:
+            raise Mistake("--since: logs of this machine hold no times; use --tail")
+        folder, record = self.job_of_pod(pod.name)
+        path = Path(record["local"]["folder"]) / "pods" / f"{pod.name}.log"
+        if not path.is_file():
+            known = ", ".join(sorted(p.stem for p in path.parent.glob("*.log")))
+            raise Mistake(
+                f"pod {pod.name} has no log in the last run of {folder.name}; pods with a log: {known or 'none yet'}"
+            )
+        with path.open("rb") as log:
+            if options.tail is not None:
+                yield _last_lines(log, options.tail)
+            while True:
+                running = runner(folder) is not None
+                while piece := log.read(65536):
+                    yield piece
+                if not options.follow or not running or options.stopped:
+                    return
+                time.sleep(_POLL)
+
+    def metrics(self, name: str) -> str:
+        path = self.folder(name).checkpoints / METRICS
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - METRICS_BYTES))
+                return file.read().decode(errors="replace")
+        except FileNotFoundError:
+            raise Mistake(f"{path} does not exist: only the built-in trainer writes it, at its first step") from None
+        except OSError as error:
+            raise Mistake(f"{path}: {error.strerror}") from error
+
+    def job_of_pod(self, pod: str) -> tuple[JobFolder, Json]:
+        """The job whose name the pod's name begins with, the longest: one job's name may begin with another's."""
+        jobs = [job["metadata"]["name"] for job in self.jobs()]
+        fitting = [name for name in jobs if pod.startswith(f"{name}-")]
+        if not fitting:
+            hint = f"; {pod} is a job: `ddpjob logs {pod}` prints the logs of its pods" if pod in jobs else ""
+            raise Mistake(f"no job {pod.rsplit('-', 2)[0]} was run in {runs_folder()}{hint}")
+        folder = job_folder(max(fitting, key=len))
+        return folder, _record(folder) or {}
+
+    # --- acting: the runner does it
+
+    def patch(self, name: str, spec: Json) -> None:
+        folder = self._running(name)
+        old = _record(folder) or {}
+        new = {**old, "spec": _merged(old["spec"], spec)}
+        kept = ("apiVersion", "kind", "metadata", "spec")
+        faults = validate(*({key: body[key] for key in kept} for body in (new, old)))
+        if faults:
+            raise Mistake("\n".join(map(str, faults)))
+        if set(spec) == {"nodes"}:
+            self._ask(folder, "scale", str(spec["nodes"]))
+        elif set(spec) == {"runPolicy"} and set(spec["runPolicy"]) == {"suspend"}:
+            self._ask(folder, "suspend" if spec["runPolicy"]["suspend"] else "resume", name)
+        else:
+            raise Mistake(f"{', '.join(spec)}: cannot be changed in a job that runs on this machine; run it again")
+
+    def create(self, manifests: list[Json]) -> str:
+        """Starts `ddpjob run` in the background. ConfigMaps before the job become files of its folder `code`."""
+        *code, job = manifests
+        name = str(with_defaults(job)["metadata"]["name"])  # which generateName begins
+        job = {**job, "metadata": {**job["metadata"], "name": name}}
+        folder = job_folder(name)
+        if runner(folder) is not None:
+            raise Mistake(f"job {name} is running already; `ddpjob stop {name}` stops it")
+        folder.path.mkdir(parents=True, exist_ok=True)
+        for file, text in (item for body in code for item in body.get("data", {}).items()):
+            folder.code.mkdir(exist_ok=True)
+            write_atomically(folder.code / file, text)
+        manifest, output = folder.path / "submitted.json", folder.path / "submitted.log"
+        write_atomically(manifest, json.dumps(job, indent=1))
+        before = (_record(folder) or {}).get("metadata", {}).get("uid")
+        with output.open("wb") as log:
+            run = subprocess.Popen(
+                [sys.executable, "-m", "ddpjob.cli", "run", str(manifest)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        deadline = time.monotonic() + _STARTED_SECONDS
+        while (_record(folder) or {}).get("metadata", {}).get("uid") == before:
+            if run.poll() is not None:
+                raise Mistake(output.read_text(errors="replace").strip() or f"`ddpjob run` ended with {run.returncode}")
+            if time.monotonic() > deadline:
+                raise Mistake(f"`ddpjob run` (process {run.pid}) has written no record; see {output}")
+            time.sleep(0.1)
+        return name
+
+    def delete(self, name: str) -> None:
+        """Stops the job and removes its record and logs. Checkpoints and data stay."""
+        self.stop(name, now=True)
+        folder = self.folder(name)
+        for path in folder.path.iterdir():
+            if path in (folder.checkpoints, folder.data):
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in (folder.checkpoints, folder.path):
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+
+    def kill(self, pod: str) -> None:
+        folder, record = self.job_of_pod(pod)
+        self._running(folder.name)
+        if not any(p["name"] == pod for p in record["local"]["pods"]):
+            known = ", ".join(p["name"] for p in record["local"]["pods"])
+            raise Mistake(f"pod {pod} is not running; pods of {folder.name}: {known or 'none'}")
+        self._ask(folder, "kill", pod)
+
+    def run_in(self, pod: PodLine, code: str) -> str:
+        _, record = self.job_of_pod(pod.name)
+        environment = {**os.environ, "DDPJOB_STACKS_POD": pod.name, "DDPJOB_STACKS_UID": record["metadata"]["uid"]}
+        ran = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        return ran.stdout + ran.stderr
+
+    def stop(self, name: str, *, now: bool = False) -> bool:
+        """SIGTERM to the runner, then SIGKILL to every process of the job. Returns whether it was running."""
+        folder = self.folder(name)
+        record = _record(folder) or {}
+        pid = runner(folder)
+        if pid is not None:
+            grace = (record["spec"].get("podTemplate", {}).get("spec") or {}).get("terminationGracePeriodSeconds", 30)
+            _end(folder, pid, [0.0, 5.0] if now else [float(grace) + STOP_MARGIN, 5.0])
+        left = processes.end_all({UID_VARIABLE: record["metadata"]["uid"]})
+        if left:
+            raise Mistake(f"processes that could not be killed: {', '.join(map(str, left))}")
+        return pid is not None
+
+    def _running(self, name: str) -> JobFolder:
+        folder = self.folder(name)
+        if runner(folder) is None:
+            raise Mistake(f"job {name} is not running; `ddpjob run` starts it")
+        return folder
+
+    def _ask(self, folder: JobFolder, verb: str, subject: str) -> None:
+        if not ask(folder, verb, subject):
+            raise Mistake(
+                f"the process that runs {folder.name} ({runner(folder)}) does not respond; "
+                f"`ddpjob stop --now {folder.name}` kills it"
+            )
+
+
+def _last_lines(log: BinaryIO, lines: int) -> bytes:
+    """The end of a log, which may be far larger than the memory: at most METRICS_BYTES. Leaves the log at its end."""
+    end = log.seek(0, os.SEEK_END)
+    text, begin = b"", end
+    while begin > 0 and text.count(b"\n") <= lines and len(text) < METRICS_BYTES:
+        begin = max(0, begin - max(65536, len(text)))
+        log.seek(begin)
+        text = log.read(end - begin)
+    log.seek(end)
+    return b"".join(text.splitlines(keepends=True)[-lines:]) if lines else b""
+
+
+def _is_record(folder: JobFolder) -> bool:
+    try:
+        return read_record(folder) is not None
+    except ValueError:
+        return False
+
+
+def _read_again(folder: JobFolder, known: _Known | None) -> _Known | None:
+    """The record, read unless its file is the known one: a record is always replaced in whole."""
+    try:
+        now = folder.status.stat()
+    except OSError:
+        stamp = None
+    else:
+        stamp = now.st_ino, now.st_mtime_ns, now.st_size
+    if known is not None and stamp is not None and known[0] == stamp:
+        return known
+    record = _record(folder)
+    return None if record is None else (stamp, record, _terminal(record))
+
+
+def _record(folder: JobFolder) -> Json | None:
+    try:
+        return read_record(folder)
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+
+
+def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
+    """The record as `kubectl get -o json` would show the job."""
+    interrupted = False
+    if not ended and runner(folder) is None:
+        record = _record(folder) or record  # The job may have ended since the record was read.
+        interrupted = not _terminal(record)
+    job = {key: value for key, value in record.items() if key != "local"}
+    if interrupted:
+        job["status"] = {**(record.get("status") or {}), "phase": INTERRUPTED}
+    return job
+
+
+def _terminal(record: Json) -> bool:
+    return JobStatus.read(record.get("status") or {}).terminal
+
+
+def _merged(old: Json, patch: Json) -> Json:
+    """By RFC 7386."""
+    merged = dict(old)
+    for key, value in patch.items():
+        if value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = _merged(old.get(key) or {}, value) if isinstance(value, dict) else value
+    return merged
+
+
+def _end(folder: JobFolder, pid: int, patience: list[float]) -> None:
+    """Sends SIGTERM and waits, for each time of `patience` in seconds; then SIGKILL."""
+    for seconds in patience:
+        processes.send(pid, signal.SIGTERM)
+        deadline = time.monotonic() + max(seconds, 0.2)
+        while time.monotonic() < deadline:
+            if runner(folder) != pid:
+                return
+            time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,63 @@
+"""The Python stacks of a job's ranks, on demand: a few lines of Python that run in each pod."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from ddpjob.client.backend import Backend, Mistake, PodLine
+
+AT_ONCE = 16
+
+PROBE = """
+import contextlib, os, re, signal, time
+def environment(pid):
+    with open("/proc/%d/environ" % pid, "rb") as file:
+        pairs = (item.partition(b"=") for item in file.read().split(b"\\0"))
+        return {name.decode(errors="replace"): value.decode(errors="replace") for name, _, value in pairs}
+def parent(pid):
+    with open("/proc/%d/stat" % pid, "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[1])
+def files(pid):
+    for fd in os.listdir("/proc/%d/fd" % pid):
+        with contextlib.suppress(OSError):  # just closed
+            yield os.readlink("/proc/%d/fd/%s" % (pid, fd))
+wanted = {"DDPJOB_POD": os.environ.get("DDPJOB_STACKS_POD"), "DDPJOB_UID": os.environ.get("DDPJOB_STACKS_UID")}
+holders = {}
+for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+    with contextlib.suppress(OSError):  # it has just ended, or belongs to someone else
+        env = environment(pid)  # of a forked worker: the launcher's, without its rank
+        if any(value and env.get(name) != value for name, value in wanted.items()):
+            continue
+        for path in files(pid):  # only a process that holds the file open handles the signal; any other would end
+            if re.search(r"/ddpjob-worker-stacks-[^/]+/\\d+\\.txt$", path):
+                holders.setdefault(path, {})[pid] = parent(pid)
+found = {}
+for path, parents in holders.items():
+    pid = min(pid for pid in parents if parents[pid] not in parents)  # forked children (DataLoader) hold it as well
+    with contextlib.suppress(OSError):  # it has just ended, or is in a container with a /tmp of its own
+        size = os.path.getsize(path)
+        os.kill(pid, signal.SIGRTMIN + 7)
+        found[int(os.path.basename(path)[:-4])] = (pid, path, size)
+time.sleep(1 if found else 0)
+for rank, (pid, path, size) in sorted(found.items()):
+    with open(path, errors="replace") as file:
+        file.seek(size)
+        print("rank %d, process %d:" % (rank, pid))
+        print(file.read().rstrip() or "(no stack within a second)")
+if not found:
+    print("no worker in this pod writes stacks: it is starting, or runs a command without torchrun")
+"""
+"""Prints the stacks of the ranks in the pod in which it runs, by the signal that the launcher uses for a hang."""
+
+
+def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:
+    """What each pod's ranks are doing right now. Training continues."""
+
+    def one(pod: PodLine) -> tuple[PodLine, str]:
+        try:
+            return pod, backend.run_in(pod, PROBE).rstrip()
+        except Mistake as mistake:
+            return pod, str(mistake)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(one, pods))
