@@ -1,0 +1,227 @@
+"""Follows all jobs of a place in a thread, and keeps what the list shows of each: some words and numbers."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from ddpjob_runtime import protocol
+
+from ddpjob.api.types import DDPJob, JobStatus, Json, known_time
+from ddpjob.client.backend import Backend, Mistake
+from ddpjob.client.job_text import main_condition, phase
+from ddpjob.core.view import is_number
+
+Key = tuple[str, str]
+"""Namespace and name."""
+ENDED = ("Complete", "Failed", "Interrupted")
+UNREADABLE = "Unreadable"
+STATES = ("Failed", UNREADABLE, "Restarting", "Pending", "Starting", "Running", "Suspended", "Interrupted", "Complete")
+"""What needs attention first."""
+_POINTS = 512
+_RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetRow:
+    """A job among others. What is empty is not known."""
+
+    namespace: str
+    name: str
+    state: str
+    nodes: str = ""
+    progress: str = ""
+    percent: int | None = None
+    eta: str = ""
+    loss: str = ""
+    speed: str = ""
+    restarts: str = ""
+    restarts_total: int = 0
+    reason: str = ""
+    message: str = ""
+    """Why it does not train, or has failed."""
+    pods: int = 0
+    gpus: int = 0
+    """Held by its pods."""
+    gpus_training: int = 0
+    created: datetime | None = None
+    started: datetime | None = None
+    ended: datetime | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.namespace, self.name
+
+    def runtime(self, now: datetime) -> float | None:
+        """Seconds for which it has run, or ran."""
+        return ((self.ended or now) - self.started).total_seconds() if self.started is not None else None
+
+
+def key_of(body: Json) -> Key:
+    return str(body["metadata"].get("namespace") or "default"), str(body["metadata"]["name"])
+
+
+def read_job(body: Json) -> DDPJob:
+    """A job, also of a local record, which has no uid and may hold anything: raises any Exception."""
+    return DDPJob.read({**body, "metadata": {"uid": "", **body["metadata"]}})
+
+
+def fleet_row(body: Json) -> FleetRow:
+    """The row of a job, also of one that cannot be read: that one costs nobody the page."""
+    namespace, name = key_of(body)
+    created = known_time(body["metadata"].get("creationTimestamp"))
+    try:
+        job = read_job(body)
+        status, stored, state = job.status, body.get("status") or {}, phase(body)
+        first = main_condition(status) if state != "Interrupted" else None
+        progress = status.progress
+        shown = {part: str((stored.get(part) or {}).get("display", "")) for part in ("nodes", "restarts")}
+        percent = progress.get("percent")
+        pods = status.active + status.spare if state not in ENDED else 0
+        each = job.spec.gpus_per_node
+    except Exception as error:  # A local record may hold anything, in any place.
+        message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return FleetRow(namespace=namespace, name=name, state=UNREADABLE, created=created, message=message)
+    return FleetRow(
+        namespace=namespace,
+        name=name,
+        state=state,
+        nodes=shown["nodes"],
+        progress=str(progress.get("display", "")),
+        percent=min(100, max(0, int(percent))) if is_number(percent) else None,
+        eta=str(progress.get("eta", "")) if state not in ENDED else "",
+        loss=str(progress.get("lossDisplay", "")),
+        speed=str(progress.get("speedDisplay", "")),
+        restarts=shown["restarts"],
+        restarts_total=status.restarts.total,
+        reason=first.reason if first is not None else "",
+        message=_in_one_line(first.message) if first is not None else "",
+        pods=pods,
+        gpus=pods * each,
+        gpus_training=min(pods, status.ready) * each if state == "Running" else 0,
+        created=created,
+        started=status.start_time,
+        ended=status.completion_time,
+    )
+
+
+def _in_one_line(message: str) -> str:
+    """The first line, and of a traceback the last one, which names the error."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ".join(line[:200] for line in dict.fromkeys((*lines[:1], *lines[1:][-1:])))
+
+
+@dataclass
+class Samples:
+    """Loss and speed as they were reported since the dashboard has followed the job; of many, every other one stays."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    losses: array[float] = field(default_factory=lambda: array("d"))
+    speeds: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, status: Json) -> None:
+        progress = JobStatus.read({"progress": status.get("progress") or {}}).progress
+        speed = progress.get("samplesPerSecond", (progress.get("metrics") or {}).get(protocol.COUNTED_SPEED))
+        step, loss = progress.get("step"), progress.get("loss")
+        if not is_number(step) or (self.steps and self.steps[-1] == step):
+            return
+        nan = float("nan")
+        for values, value in ((self.steps, step), (self.losses, loss), (self.speeds, speed)):
+            values.append(float(value) if is_number(value) and abs(value) < 1e300 else nan)
+            if len(values) > _POINTS:
+                del values[:-1:2]
+
+
+class Fleet:
+    """Use as a context, which reads all jobs once (raises Mistake) and then follows them until it ends."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.version = 0
+        """Grows with each change that a row shows."""
+        self._rows: dict[Key, FleetRow] = {}
+        self._versions: dict[Key, int] = {}
+        self._samples: dict[Key, Samples] = {}
+        self._lock = threading.Lock()
+        self._failure = ""
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Fleet:
+        self._look()
+        threading.Thread(target=self._follow, name="fleet", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+    @property
+    def problem(self) -> str:
+        """Why the rows may be old or incomplete; empty while all is well."""
+        return self._failure or "; ".join(self.backend.notes[:3])
+
+    def rows(self) -> list[FleetRow]:
+        with self._lock:
+            return list(self._rows.values())
+
+    def row(self, key: Key) -> FleetRow | None:
+        with self._lock:
+            return self._rows.get(key)
+
+    def job_version(self, key: Key) -> int:
+        """A number that grows with each change of a job; 0 without such a job."""
+        with self._lock:
+            return self._versions.get(key, 0)
+
+    def samples(self, key: Key) -> Samples:
+        """A copy of what was reported since the dashboard runs."""
+        with self._lock:
+            return deepcopy(self._samples.get(key) or Samples())
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            try:
+                for body, gone in self.backend.changes(None):
+                    if self._stop.is_set():
+                        return
+                    if gone:
+                        self._drop(key_of(body))
+                    else:
+                        self._keep(body)
+            except Exception as error:  # Mistakes, and faults of ours: neither may end the following of all jobs.
+                self._failure = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
+            while self._failure and not self._stop.wait(_RETRY_SECONDS):
+                with suppress(Exception):
+                    self._look()
+
+    def _look(self) -> None:
+        """Reads all jobs; also finds those that were deleted while nobody followed."""
+        now = {key_of(body): body for body in self.backend.jobs()}
+        for key in [row.key for row in self.rows() if row.key not in now]:
+            self._drop(key)
+        for body in now.values():
+            self._keep(body)
+        self._failure = ""
+
+    def _drop(self, key: Key) -> None:
+        with self._lock:
+            for kept in (self._rows, self._versions, self._samples):
+                kept.pop(key, None)
+            self.version += 1
+
+    def _keep(self, body: Json) -> None:
+        row = fleet_row(body)
+        with self._lock:
+            before = self._rows.get(row.key)
+            if before is not None and before.created != row.created:  # Another job of the same name.
+                self._samples.pop(row.key, None)
+            if before != row:
+                self._rows[row.key] = row
+                self.version += 1
+            self._versions[row.key] = self._versions.get(row.key, 0) + 1
+            if row.state != UNREADABLE:
+                with suppress(Exception):  # As in `fleet_row`: without its curves the job is shown all the same.
+                    self._samples.setdefault(row.key, Samples()).add(body.get("status") or {})

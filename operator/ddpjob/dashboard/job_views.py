@@ -1,0 +1,284 @@
+"""What the pages show of jobs: the list of all, sorted and filtered, and the rounds, slots and curves of one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from ddpjob_runtime.protocol import CHECKPOINT_TIME, is_number
+
+from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Json
+from ddpjob.client.backend import PodLine
+from ddpjob.client.log_follower import ranks_of_pods
+from ddpjob.client.metric_series import MetricSeries
+from ddpjob.core.status.shown_progress import duration
+from ddpjob.dashboard.fleet import ENDED, STATES, FleetRow, Samples
+
+PER_PAGE = 100
+MOST_SLOTS = 256
+"""Slots and pods of a job that a page lists."""
+_POINTS = 1200
+"""Points of a curve."""
+_CURVES = 16
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[^\S\n\t ]|\x1b")
+"""Commands to terminals (colours, titles), and what moves a cursor."""
+
+
+def plain(text: str) -> str:
+    """Text without commands to a terminal: jobs write theirs for one."""
+    return "".join(c for c in _CONTROL.sub("", text) if c.isprintable() or c in "\n\t")
+
+
+# --- all jobs ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which jobs the list shows, and in which order: the query of its address."""
+
+    words: str = ""
+    state: str = ""
+    sort: str = "state"
+    descending: bool = False
+    page: int = 1
+
+    @classmethod
+    def read(cls, query: Mapping[str, str]) -> Choice:
+        """Of a query that anybody may have written."""
+        page, sort = query.get("page", ""), query.get("sort", "")
+        state = query.get("state", "")
+        return cls(
+            words=query.get("q", "")[:200],
+            state=state if state in STATES or state == "active" else "",
+            sort=sort if sort in SORTS else "state",
+            descending=query.get("dir") == "desc",
+            page=int(page) if page.isascii() and page.isdigit() and len(page) < 6 else 1,
+        )
+
+    def query(self, **changed: str | int) -> dict[str, str]:
+        """The query with changes; defaults are left out."""
+        full = {"q": self.words, "state": self.state, "sort": self.sort, "dir": "desc" if self.descending else "",
+                "page": self.page, **changed}  # fmt: skip
+        defaults = ("", 0, 1, "state") if full["sort"] == "state" else ("", 0, 1)
+        return {name: str(value) for name, value in full.items() if value not in defaults}
+
+
+def _moment(moment: datetime | None) -> float:
+    return moment.timestamp() if moment is not None else 0.0
+
+
+SORTS: dict[str, Callable[[FleetRow, datetime], Any]] = {
+    "name": lambda row, now: (row.name, row.namespace),
+    "namespace": lambda row, now: (row.namespace, row.name),
+    "state": lambda row, now: (STATES.index(row.state) if row.state in STATES else len(STATES), -_moment(row.created)),
+    "progress": lambda row, now: (-1 if row.percent is None else row.percent, row.name),
+    "restarts": lambda row, now: (row.restarts_total, row.name),
+    "gpus": lambda row, now: (row.gpus, row.pods, row.name),
+    "runtime": lambda row, now: (row.runtime(now) or -1.0, row.name),
+    "age": lambda row, now: (-_moment(row.created), row.name),
+}
+"""Column: its key, of which the least stands first."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A page of the list, and what all its jobs have in common."""
+
+    rows: list[FleetRow]
+    found: int
+    """Jobs on all pages."""
+    pages: int
+    page: int
+    states: dict[str, int]
+    """Of the jobs that the words choose."""
+    active: int
+    """Of these, those that have not ended."""
+    pods: int
+    gpus: int
+    gpus_training: int
+    total: int
+
+
+def listed(rows: Iterable[FleetRow], choice: Choice, now: datetime) -> Listed:
+    """The page of the list that the choice means."""
+    every = list(rows)
+    words = choice.words.lower().split()
+    fitting = [row for row in every if all(word in _text(row) for word in words)] if words else every
+    states: dict[str, int] = {}
+    for row in fitting:
+        states[row.state] = states.get(row.state, 0) + 1
+    chosen = fitting
+    if choice.state == "active":
+        chosen = [row for row in fitting if row.state not in ENDED]
+    elif choice.state:
+        chosen = [row for row in fitting if row.state == choice.state]
+    chosen = sorted(chosen, key=lambda row: SORTS[choice.sort](row, now), reverse=choice.descending)
+    pages = max(1, math.ceil(len(chosen) / PER_PAGE))
+    page = min(max(choice.page, 1), pages)
+    return Listed(
+        rows=chosen[(page - 1) * PER_PAGE : page * PER_PAGE],
+        found=len(chosen),
+        pages=pages,
+        page=page,
+        states={state: states[state] for state in sorted(states, key=lambda s: STATES.index(s) if s in STATES else 99)},
+        active=sum(row.state not in ENDED for row in fitting),
+        pods=sum(row.pods for row in every),
+        gpus=sum(row.gpus for row in every),
+        gpus_training=sum(row.gpus_training for row in every),
+        total=len(every),
+    )
+
+
+def _text(row: FleetRow) -> str:
+    return f"{row.namespace}/{row.name} {row.state} {row.reason} {row.message}".lower()
+
+
+# --- one job ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a job's time. `begin` and `width` in thousandths of the whole."""
+
+    begin: float
+    width: float
+    kind: str
+    """round, restart or unknown: what happened before the restarts that the status still lists."""
+    title: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    spans: list[Span]
+    begin: datetime
+    end: datetime
+    lost: float
+    """Seconds of the listed restarts."""
+
+
+def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
+    """The rounds of a job between its restarts; None before it has begun."""
+    status = job.status
+    begin, end = status.start_time, status.completion_time or now
+    if begin is None or end <= begin:
+        return None
+    restarts = [
+        restart for restart in status.restarts.recent if begin <= restart.time <= end and not restart.consequence
+    ]
+    whole = (end - begin).total_seconds()
+    spans: list[Span] = []
+
+    def add(since: float, until: float, kind: str, title: str) -> None:
+        if until > since:
+            spans.append(Span(since / whole * 1000, (until - since) / whole * 1000, kind, title))
+
+    at, lost, number = 0.0, 0.0, 0
+    unlisted = status.restarts.total > len(status.restarts.recent)
+    for position, restart in enumerate(restarts):
+        broke = (restart.time - begin).total_seconds()
+        kind = "unknown" if unlisted and position == 0 else "round"
+        what = f"round {number}" if kind == "round" else "earlier restarts, which the status does not list any more"
+        add(at, broke, kind, f"{what}: {duration(broke - at)}")
+        following = (restarts[position + 1].time - begin).total_seconds() if position + 1 < len(restarts) else whole
+        over = min(broke + restart.seconds, following) if restart.seconds is not None else following
+        add(broke, over, "restart", f"{restart.reason}: {duration(over - broke)}")
+        lost += over - broke
+        at, number = over, restart.round or number + 1
+    running = status.condition(ConditionType.RUNNING)
+    if not restarts and running is not None and running.status:
+        ran = min(max((running.since - begin).total_seconds(), 0.0), whole)
+        add(0.0, ran, "start", f"start: {duration(ran)}")
+        at = ran
+    elif not restarts and not status.terminal:
+        add(0.0, whole, "start", f"start: {duration(whole)}")
+        at = whole
+    add(at, whole, "round", f"round {number}: {duration(whole - at)}")
+    return Timeline(spans, begin, end, lost)
+
+
+@dataclass(frozen=True)
+class SlotRow:
+    """A pod, with what the status says of its slot; or a slot without a pod."""
+
+    index: int | None
+    pod: str
+    role: str
+    state: str
+    ranks: str
+    attempt: int | None
+    host: str
+    created: datetime | None
+    message: str
+    ended: bool = False
+
+
+def slot_rows(job: DDPJob, body: Json, pods: Sequence[PodLine]) -> tuple[list[SlotRow], int]:
+    """(the rows of a page, how many more there are): coordinator and slots in order; of many, those with trouble."""
+    ranks = ranks_of_pods(pods, body)
+    slots, rows, with_pod = job.status.slots, list[SlotRow](), set[int]()
+    for pod in pods:
+        held = ranks.get(pod.name, range(0))
+        slot = job.status.slot(pod.index)
+        attempt = pod.name.rpartition("-")[2]
+        if pod.index is not None and slot is not None and str(slot.attempt) == attempt:
+            with_pod.add(pod.index)
+        shown = f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) if held else ""
+        rows.append(
+            SlotRow(
+                pod.index, pod.name, pod.role, pod.state, shown, int(attempt) if attempt.isdigit() else None, pod.host,
+                pod.created, pod.message, pod.ended,
+            )
+        )  # fmt: skip
+    for index, slot in enumerate(slots):
+        if index not in with_pod:
+            rows.append(SlotRow(index, "", "", str(slot.state), "", slot.attempt, slot.node, None, slot.reason))
+    order = sorted(rows, key=lambda row: (-1 if row.index is None else row.index, -(row.attempt or 0)))
+    if len(order) > MOST_SLOTS:
+        order = sorted(order, key=lambda row: row.state in ("Running", "Completed", "Succeeded"))
+    return order[:MOST_SLOTS], max(0, len(order) - MOST_SLOTS)
+
+
+_FIRST = ("loss", "accuracy", "test accuracy", "test loss", "samplesPerSecond", "lr")
+_TITLES = {"samplesPerSecond": "samples/s", "lr": "learning rate", "dataWait": "share of time waiting for data"}
+
+
+def trained_curves(series: MetricSeries) -> Json:
+    """Curves of the built-in trainer's measurements, as the page's script draws them."""
+    named = dict(series.steps)
+    named |= {f"test {name}": values for name, values in series.evaluations.items()}
+    order = sorted(named, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
+    curves = [_curve(_TITLES.get(name, name), sorted(named[name].items())) for name in order[:_CURVES]]
+    return {"curves": [curve for curve in curves if curve["x"]], "starts": series.starts[1:][-200:]}
+
+
+def reported_curves(samples: Samples, unit: str) -> Json:
+    """Curves of what a job has reported while the dashboard has followed it."""
+    curves = []
+    for title, values in (("loss", samples.losses), (unit, samples.speeds)):
+        pairs = [(int(x), y) for x, y in zip(samples.steps, values, strict=True) if not math.isnan(y)]
+        if len(pairs) > 1:
+            curves.append(_curve(title, sorted(dict(pairs).items())))
+    return {"curves": curves, "starts": []}
+
+
+def _curve(title: str, pairs: Sequence[tuple[int, float]]) -> Json:
+    """Of many points the least and the greatest of each part stay: a peak is what is looked for."""
+    if len(pairs) > _POINTS:
+        parts, kept = _POINTS // 2, list[tuple[int, float]]()
+        for part in range(parts):
+            some = pairs[len(pairs) * part // parts : len(pairs) * (part + 1) // parts]
+            ends = {min(some, key=lambda pair: pair[1]), max(some, key=lambda pair: pair[1])}
+            kept += sorted(ends)
+        pairs = [*kept, pairs[-1]] if kept[-1] != pairs[-1] else kept
+    return {"title": title, "x": [x for x, _ in pairs], "y": [y for _, y in pairs]}
+
+
+def metrics_of(status: JobStatus) -> list[tuple[str, str]]:
+    """The last reported numbers by name; a moment is none of them."""
+    metrics = {name: value for name, value in (status.progress.get("metrics") or {}).items() if is_number(value)}
+    metrics.pop(CHECKPOINT_TIME, None)
+    return [(name, f"{value:.5g}") for name, value in sorted(metrics.items())][:100]
