@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import TracebackType
 
 
 class TrainerError(Exception):
-    """Something the user can put right; the message says what was wrong, where, and what to write or do instead."""
+    """A problem that the user can fix.
+
+    The message says what is wrong, where, and what to write or do instead.
+    """
 
 
 class ConfigError(TrainerError):
     """A key, a value or a configuration file is wrong."""
+
+
+class DeviceError(TrainerError):
+    """A machine lacks an accelerator that the configuration needs; another machine may have it."""
 
 
 class DataError(TrainerError):
@@ -23,7 +31,14 @@ class CheckpointError(TrainerError):
 
 
 class FencedError(CheckpointError):
-    """A newer life of the job has the checkpoint folder: this process must end, and a restart of it would be the newer one's business."""
+    """A newer incarnation of the job owns the checkpoint folder: this process must end.
+
+    Whether to restart is up to the newer one.
+    """
+
+
+class FolderTakenError(CheckpointError):
+    """Another job uses the checkpoint folder: this one must not begin."""
 
 
 class RendezvousError(TrainerError):
@@ -31,25 +46,49 @@ class RendezvousError(TrainerError):
 
 
 class PreflightError(TrainerError):
-    """The machines cannot train together as they are."""
+    """The machines cannot train together in their present state."""
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the lines that follow; its kind when it says nothing."""
+    """The first line of an error's message; its class name when it has none."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 class TrainingError(TrainerError):
-    """Training cannot go on, for example because the loss is not finite."""
+    """Training cannot continue, for example because the loss is not finite."""
 
 
 class LedgerError(TrainerError):
     """The ledger shows that samples were lost or repeated, or cannot be read."""
 
 
+EXIT_USAGE, EXIT_CONFIGURATION = 2, 78
+"""Of wrong arguments: argparse's, and EX_CONFIG of sysexits.h, also of a folder that another job uses."""
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code for an error that ends the program.
+
+    A job whose program ends with 78 before its first step fails with the message, since trying again cannot help.
+    """
+    if isinstance(error, FolderTakenError):
+        return EXIT_CONFIGURATION
+    if not isinstance(error, ConfigError):
+        return 1
+    return EXIT_CONFIGURATION if "DDPJOB_POD" in os.environ else EXIT_USAGE
+
+
+class Refused(SystemExit):
+    """The program ends with `code` since it must not begin as it is. Its message, in a job's status, is the error's."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def install_hook() -> None:
-    """Let a TrainerError that reaches the top print its one sentence instead of a stack of frames; the exit code stays 1."""
+    """Print a TrainerError that nobody catches as one line, without a traceback. The exit code stays 1."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

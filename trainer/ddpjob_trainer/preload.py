@@ -1,11 +1,16 @@
-"""What every rank imports, for DDPJOB_PRELOAD: a launcher that forks its workers imports it once, before the first fork.
+"""What every rank imports, for DDPJOB_PRELOAD.
 
-Only modules that start no thread and open nothing: torchvision, scikit-learn and matplotlib, which few runs need, are left to those runs.
+A launcher that forks its workers imports this once, before the first fork. Only modules that start no thread and open
+no file: torchvision, scikit-learn and matplotlib, which few runs need, are left to those runs.
 """
 
-from ddpjob_trainer import config, evaluate, fast_start, progress, train
+from ddpjob_trainer import config, train
 from ddpjob_trainer.data import cifar, digits, imagefolder
+from ddpjob_trainer.evaluation import evaluate
+from ddpjob_trainer.lifecycle import fast_start
+from ddpjob_trainer.reporting import reporter
+from ddpjob_trainer.strategies import ddp
 
-__all__ = ["cifar", "config", "digits", "evaluate", "imagefolder", "progress", "train"]
+__all__ = ["cifar", "config", "ddp", "digits", "evaluate", "imagefolder", "reporter", "train"]
 
 fast_start.install()

@@ -1,161 +1,274 @@
-"""The training: one loop over steps that any number of ranks share, evaluation, checkpoints, and an orderly end at SIGTERM."""
+"""The training loop: steps that any number of ranks share, evaluation, checkpoints, and an orderly end at SIGTERM."""
 
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import tee
 
 import torch
 
-from ddpjob_trainer import devices, fast_start, mixing
-from ddpjob_trainer.checkpoints import CheckpointFolder, Snapshot, fit, prepare_folder
-from ddpjob_trainer.config import Config
-from ddpjob_trainer.data import Batch, DataSet, open_data
+from ddpjob_trainer.checkpoints import compatibility
+from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.checkpoints.index import prepare_folder
+from ddpjob_trainer.checkpoints.snapshot import Snapshot
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.config.sections import Metric, StrategyName
+from ddpjob_trainer.data import mixup
+from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.corrupt import CorruptCount
+from ddpjob_trainer.data.dataset import Batch, DataSet, Targets
+from ddpjob_trainer.data.sampler import Dealing, Dividing, ElasticSampler, Micro, SamplerState, Step, steps_per_epoch
+from ddpjob_trainer.distributed import devices
+from ddpjob_trainer.distributed.init_method import joined
+from ddpjob_trainer.distributed.process_group import Group, wanted_world
 from ddpjob_trainer.errors import CheckpointError, ConfigError, DataError, TrainingError
-from ddpjob_trainer.evaluate import evaluate
-from ddpjob_trainer.fence import Claim, place_from_env
-from ddpjob_trainer.group import Group, joined, wanted_world
-from ddpjob_trainer.guard import NonFiniteGuard
-from ddpjob_trainer.ledger import Ledger
-from ddpjob_trainer.models import build_model, is_tied_to_micro_batches
-from ddpjob_trainer.optim import learning_rate
-from ddpjob_trainer.profiling import Profile
-from ddpjob_trainer.progress import Plan, Progress
-from ddpjob_trainer.sampler import Dealing, ElasticSampler, Micro, SamplerState, Step, steps_per_epoch
-from ddpjob_trainer.signals import EXIT_STEPPED_ASIDE, Due, StopRequest
-from ddpjob_trainer.stacks import StackDumps
-from ddpjob_trainer.strategies import devices_per_rank, enter, open_strategy
+from ddpjob_trainer.evaluation.accumulate import Adding, open_accumulator
+from ddpjob_trainer.evaluation.evaluate import evaluate
+from ddpjob_trainer.lifecycle import fast_start
+from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
+from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
+from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
+from ddpjob_trainer.model.models import build_model, is_tied_to_micro_batches, needs_two_samples
+from ddpjob_trainer.model.shared_parts import can_be_shared
+from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
+from ddpjob_trainer.optim.optimizers import Position, learning_rate
+from ddpjob_trainer.optim.precision import Update
+from ddpjob_trainer.reporting.ledger import Ledger
+from ddpjob_trainer.reporting.profiler import Profile
+from ddpjob_trainer.reporting.reporter import Plan, Reporter
+from ddpjob_trainer.strategies.registry import devices_per_rank, enter, open_strategy
+
+_SAVING = "saving a checkpoint"
 
 
 def run(config: Config) -> int:
-    """Train as configured, from the newest checkpoint if there is one. Returns the exit code: 0 done, 75 stopped by SIGTERM.
+    """Train as configured, from the newest checkpoint if there is one.
 
-    Raises TrainerError (its message is for the user) before training for bad input, RuntimeError when a peer is gone.
+    Returns the exit code: 0 when training is complete, 75 when SIGTERM stopped it and a checkpoint is saved. Raises
+    TrainerError, whose message is for the user, for bad input, and RuntimeError when a peer is gone.
     """
     if not config.model.compile:
         fast_start.install()
     enter(config)
     group = Group.from_env()
     if config.preflight.run:
-        from ddpjob_trainer.preflight.flight import require
+        from ddpjob_trainer.preflight.conduct import require
 
         require(config, group)
     placement = devices.choose(config.train.backend, group.local_rank * devices_per_rank(config))
     devices.limit_threads(config.train.threads, group.local_world)
+    devices.search_algorithms(placement.device, repeatable=config.ddp.ordered)
     data = open_data(config.data, placement.device)
     checkpoints = CheckpointFolder(config.checkpoint, config.checkpoint_dir, group)
     if checkpoints.writes or config.train.ledger:
         prepare_folder(config.run_dir, "train.run_dir")
-    with joined(group, placement, config.train.timeout_seconds), checkpoints:
+    one_device = devices_per_rank(config) == 1
+    with joined(group, placement, config.train.timeout_seconds, one_device=one_device), checkpoints:
         check_same_data(group, data, config)
         trainer = Trainer(config, group, placement.device, data, checkpoints)
-        with closing(trainer.stacks), closing(trainer.progress):
+        with closing(trainer.stacks), closing(trainer.reporter):
             trainer.resume()
             return trainer.train()
 
 
-def agree_on_life(group: Group) -> Claim:
-    """One identity for this life of the job: the highest generation and round among its ranks, and a random number by rank 0."""
-    generation, round_ = place_from_env()
-    generations, rounds = group.gather(generation), group.gather(round_)
-    return Claim(*max(zip(generations, rounds, strict=True)), group.gather(random.SystemRandom().getrandbits(62))[0])
-
-
 def check_same_data(group: Group, data: DataSet, config: Config) -> None:
-    """Raises DataError on all ranks when they see different data: sample numbers would mean other images on some of them."""
-    seen = list(zip(*(group.gather(size) for size in (data.train_size, data.test_size, data.classes)), strict=True))
-    if len(set(seen)) > 1:
-        first = {sizes: seen.index(sizes) for sizes in seen}
-        which = "; ".join(
-            f"rank {rank}{' and others' if seen.count(sizes) > 1 else ''}: {sizes[0]} training images, {sizes[1]} test images,"
-            f" {sizes[2]} classes"
-            for sizes, rank in first.items()
-        )
-        where = config.data.url or config.data.dir or config.data.name.value
-        raise DataError(f"the ranks see different data in {where} ({which}): make data.dir the same on all nodes")
+    """Raise DataError on all ranks when they see different data: a sample number would mean different images."""
+    seen = group.gather(data.fingerprint())
+    if len(set(seen)) == 1:
+        return
+    names = f" ({', '.join(data.class_names[:5])}{', ...' * (data.classes > 5)})" if data.class_names else ""
+    things = "samples" if ":" in config.data.name else "images"
+    own = (
+        f"{data.train_size} training {things}, {data.test_size} test {things}, {data.classes} classes{names},"
+        f" fingerprint {seen[group.rank]:016x}"
+    )
+    which = []
+    for rank in sorted(map(seen.index, set(seen))):
+        sent = own.encode(errors="surrogateescape") if rank == group.rank else None
+        described = group.broadcast_bytes(sent, rank).decode(errors="replace")
+        which.append(f"rank {rank}{' and others' if seen.count(seen[rank]) > 1 else ''}: {described}")
+    where, of = (
+        config.data.url or config.data.dir or config.data.name,
+        "names of classes and files, of sizes and of labels",
+    )
+    remedy = "make data.dir the same on all nodes"
+    if ":" in config.data.name:
+        where, of = config.data.name, "sizes, shapes, classes, targets and some inputs"
+        remedy = "let the function return the same samples in the same order on all ranks, such as by a seed of its own"
+    raise DataError(
+        f"the ranks see different data in {where} ({'; '.join(which)}): {remedy}. The fingerprint is of the {of}"
+    )
+
+
+class _StepBatches:
+    """The micro-batches of one step with their data, from those of the whole training."""
+
+    def __init__(self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]]) -> None:
+        self._micros, self._loaded = micros, loaded
+
+    def __len__(self) -> int:
+        return len(self._micros)
+
+    def __iter__(self) -> Iterator[tuple[Micro, Batch]]:
+        for micro in self._micros:
+            found, batch = next(self._loaded)
+            if found is not micro:
+                raise AssertionError(f"micro-batch {micro.number} was to come and {found.number} of another step came")
+            yield micro, batch
 
 
 class Trainer:
     """The state of a run on one rank, and the loop."""
 
-    def __init__(self, config: Config, group: Group, device: torch.device, data: DataSet, checkpoints: CheckpointFolder) -> None:
-        self.config, self.group, self.device, self.data, self.checkpoints = config, group, device, data, checkpoints
-        claim = agree_on_life(group)
+    def __init__(
+        self, config: Config, group: Group, device: torch.device, data: DataSet, checkpoints: CheckpointFolder
+    ) -> None:
+        self.config, self.group, self.device = config, group, device
+        self.data, self.checkpoints = data, checkpoints
+        claim = agree_on_incarnation(group)
         checkpoints.claim(claim)
+
         self.strategy = open_strategy(config, group, device)
+        self._check_data()
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
         tied = is_tied_to_micro_batches(model)
-        self.strategy.shape = data.shape
-        self.strategy.prepare(model)
-        self.micro_batches = self._micro_batches(tied or config.ddp.ordered or mixing.wanted(config.data))
+        self.strategy.prepare(model, data.shape)
+
+        self.micro_batches = self._micro_batches(tied or config.ddp.ordered or mixup.wanted(config.data))
+        self._dividing = self._how_to_divide(model)
         self.corrupt = CorruptCount(data.train_size, config.data)
-        self.sampler = ElasticSampler(data.train_size, config.data.batch, self._dealing(), SamplerState(seed=config.data.seed))
-        self.step, self.epochs_evaluated = 0, 0
-        self.steps_per_epoch = steps_per_epoch(data.train_size, config.data.batch)
-        self.total_steps = self.steps_per_epoch * config.train.epochs
+        first = SamplerState(seed=config.data.seed)
+        self.sampler = ElasticSampler(data.train_size, config.data.batch, self._dealing(), first)
+        self.step = 0
+        self.epochs_evaluated = 0
+        self.last_update = Update(0.0, False)
+
         self.stop = StopRequest(group, checkpoints)
-        self.ledger = Ledger(config.run_dir, config.train.ledger, group, claim)
-        plan = Plan(config.train.epochs, self.total_steps, data.train_size, claim.round)
-        names = getattr(data, "class_names", None)
-        self.progress = Progress(plan, config, group, writes=checkpoints.writes, class_names=names)
-        dynamic = bool(self.strategy.precision.state())  # nothing else has a state
-        self.guard = NonFiniteGuard(config.train.nonfinite_limit, group, self.progress.skipped, dynamic_scale=dynamic)
+        self.ledger = Ledger(config.run_dir, group, claim, wanted=config.train.ledger)
+        plan = Plan(config.train.epochs, self._steps_left(), data.train_size, claim.round)
+        self.reporter = Reporter(plan, config, group, writes=checkpoints.writes, class_names=data.class_names)
+        dynamic = self.strategy.precision.scale_is_dynamic
+        self.guard = NonFiniteGuard(
+            config.train.nonfinite_limit,
+            group,
+            self.reporter.skipped,
+            dynamic_scale=dynamic,
+            left_out=self.ledger.left_out,
+        )
         self.profile = Profile(config.report.profile_steps, config.run_dir, group.rank)
         self.stacks = StackDumps(config.run_dir, group.rank, config.train.timeout_seconds)
 
+    def _check_data(self) -> None:
+        """Raise ConfigError where loss, evaluation, checkpoints, mixing or strategy are not for such data."""
+        self._check_inputs()
+        criterion, keys = self.strategy.criterion, self.config.checkpoint
+        criterion.check(self.config.data, self.data.targets)
+        self._accumulator()
+        has_accuracy = self.data.targets is Targets.CLASSES or criterion.of_decisions
+        if keys.keep_best and keys.best_by is Metric.ACCURACY and not has_accuracy:
+            raise ConfigError(
+                f"checkpoint.best_by=accuracy: optim.loss={criterion.name} of {self.data.targets.value} has none; set"
+                " checkpoint.best_by=loss"
+            )
+
+    def _check_inputs(self) -> None:
+        keys, data, strategy = self.config.data, self.data, self.config.strategy
+        if keys.cutmix and len(data.shape) != 3:
+            raise ConfigError(
+                f"data.cutmix={keys.cutmix}: takes a rectangle of images (channels, height, width), and the inputs of"
+                f" data.name={keys.name} have the shape {data.shape}; leave it out, or set data.mixup"
+            )
+        if not data.whole_numbers:
+            return
+        if keys.mixup:
+            raise ConfigError(
+                f"data.mixup={keys.mixup}: blends inputs, and those of data.name={keys.name} are whole numbers; leave"
+                " it out"
+            )
+        if strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP):
+            raise ConfigError(
+                f"strategy={strategy.value}: splits models of float inputs only, and those of data.name={keys.name} are"
+                " whole numbers; set strategy=ddp or fsdp"
+            )
+
+    def _accumulator(self) -> Adding:
+        data, criterion = self.data, self.strategy.criterion
+        return open_accumulator(
+            data.targets, data.classes, criterion.each, self.config.eval, decisions=criterion.of_decisions
+        )
+
     def _micro_batches(self, tied: bool) -> int:
-        """How many a global batch has at a first start; 0: samples are dealt out."""
-        parts = self.strategy.place.parts * max(self.group.world, wanted_world()) // self.group.world
+        """How many a global batch has when the run begins; 0: samples are dealt out one by one."""
+        parts = self.strategy.data_share.parts * max(self.group.world, wanted_world()) // self.group.world
         return self.config.data.micro_batches or (parts * self.strategy.portions if tied else 0)
 
+    def _how_to_divide(self, model: torch.nn.Module) -> Dividing:
+        if self.config.ddp.ordered or not self.strategy.divides:  # Sums of parts are not those of the whole to the bit.
+            return Dividing.NO
+        if not self.config.data.exact:
+            return Dividing.LOCAL
+        return Dividing.EXACT if can_be_shared(model) else Dividing.NO
+
     def _dealing(self) -> Dealing:
-        place, strategy = self.strategy.place, self.strategy
-        return Dealing(place.part, place.parts, self.micro_batches, strategy.portions, strategy.equal)
+        share, strategy = self.strategy.data_share, self.strategy
+        return Dealing(
+            share.part,
+            share.parts,
+            self.micro_batches,
+            strategy.portions,
+            strategy.equal,
+            self._dividing,
+            self.config.data.stretch,
+        )
 
     # ------------------------------------------------------------ the loop
 
     def train(self) -> int:
-        """All epochs that are left. Returns the exit code."""
+        """Train all epochs that are left; returns the exit code."""
         began = time.monotonic()
+        if self._dividing is Dividing.EXACT and self.sampler.dealing.passes(self.config.data.batch):
+            self.strategy.share_parts()
         self.stop.listen()
         self.ledger.start(self.step, self.data.train_size, self.config.train.epochs)
-        self.progress.start(self.step, self.sampler.state.epoch + 1, self._onlookers())
+        self.reporter.start(self.step, self._steps_left(), self.sampler.state.epoch + 1, self._uneven())
         stopped = self._evaluate_if_due()
+        self._steps, ahead = tee(self.sampler.upcoming(self.config.train.epochs))
+        self._batches = self._loaded(ahead)
         while not stopped and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
         self._save()  # Unless this very state is saved already.
-        self.checkpoints.finish()
-        self._tell_of_checkpoints()
+        with self.reporter.during(_SAVING):
+            self.checkpoints.finish()
+        self._report_checkpoints()
         if stopped:
-            self.progress.stopped(self.step)
+            self.reporter.stopped(self.step)
         else:
             self.ledger.end(self.step)
-            self.progress.end(self.step, time.monotonic() - began)
-        self.progress.close()
+            self.checkpoints.release()
+            self.reporter.end(self.step, time.monotonic() - began)
+        self.reporter.close()
         self.profile.close()
         self.strategy.close()
         self.group.barrier()  # Nobody leaves before rank 0 has saved: torchrun ends the others when one leaves.
         return EXIT_STEPPED_ASIDE if stopped else 0
 
     def _train_epoch(self) -> bool:
-        """The rest of the sampler's epoch, a checkpoint, an evaluation. Returns whether all ranks agreed to stop."""
-        self.progress.restart_clock()
+        """Train the rest of the sampler's epoch and evaluate; returns whether all ranks agreed to stop."""
+        self.reporter.restart_clock()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         samples: int | torch.Tensor = 0
-        steps = list(self.sampler.rest_of_epoch())
-        batches = self._batches([micro for step in steps for micro in step.micros], self.sampler.state.epoch)
         self.corrupt.begin_epoch()
-        for step in steps:
+        while not self.sampler.epoch_is_done:
+            step = next(self._steps)
             self.stacks.alive()
             self.profile.before(self.step + 1)
-            agreement = self.stop.agreement(self._save_due(step))
-            losses, counted = self._optimize(step, batches)
+            agreement = None if self.corrupt.possible else self.stop.agreement(self._save_due(step))
+            losses, counted, agreement = self._optimize(step, agreement)
             loss_sum, samples = loss_sum + losses, samples + counted
             self.sampler.done(step)
             self.step += 1
@@ -163,148 +276,237 @@ class Trainer:
                 self._report(loss_sum, samples)
                 loss_sum, samples = torch.zeros((), dtype=torch.float64, device=self.device), 0
             stop, save = agreement.wait()
-            if self.sampler.epoch_is_done:
+            complete = self.sampler.epoch_is_done
+            if complete:
                 self.sampler.next_epoch()
             if stop or save:
                 self._save()
-            self._tell_of_checkpoints()
-            if stop:
-                return True
-        return self._evaluate_if_due()
+            self._report_checkpoints()
+            if stop or complete:
+                break
+        return stop or self._evaluate_if_due()
 
-    def _optimize(self, step: Step, batches: Iterator[Batch]) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """One optimizer step; returns this rank's sum of losses, and the samples that count of the global batch, or zeros if left out."""
-        rate = learning_rate(self.config.optim, self.step, self.steps_per_epoch, self.total_steps)
-        self.ledger.step(self.step + 1, step if self.strategy.place.counts else replace(step, micros=[]))
+    def _optimize(self, step: Step, agreement: Agreement | None) -> tuple[torch.Tensor, int | torch.Tensor, Agreement]:
+        """One optimizer step.
+
+        Returns this rank's sum of losses and the number of readable samples of the global batch; zeros for both when
+        the step was skipped. And the agreement: where images may be unreadable it is None before, since it carries
+        their number.
+        """
+        state, size = self.sampler.state, self.data.train_size
+        at = Position(state.epoch * size + state.consumed, size, self.config.data.batch, self.config.train.epochs)
+        rate = learning_rate(self.config.optim, at)
+        self.ledger.step(self.step + 1, step if self.strategy.data_share.counts else replace(step, micros=[]))
         count = len(step.samples)
-        losses = self.strategy.backward(step.micros, batches, count)
-        if unreadable := self.corrupt.add(self.group):
+        losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
+        unreadable = 0
+        if agreement is None:
+            agreement = self.stop.agreement(self._save_due(step), self.corrupt.take())
+            unreadable = self.corrupt.add(agreement.unreadable())
+        if unreadable:
+            self.ledger.unreadable(self.step + 1, unreadable)
             self.strategy.scale_gradients(count / max(1, count - unreadable))
-        self.update = self.strategy.update(rate)
-        return self.guard.took(self.step + 1, step.mine, losses, count - unreadable, self.update)
+        self.last_update = self.strategy.update(rate)
+        counted = self.guard.record(self.step + 1, step.mine, losses, count - unreadable, self.last_update)
+        return (*counted, agreement)
 
-    def _batches(self, micros: list[Micro], epoch: int) -> Iterator[Batch]:
-        """The micro-batches on the device, and how long each was waited for."""
-        loaded = self.data.train_batches((micro.samples for micro in micros), epoch)
-        for micro in micros:
+    def _loaded(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
+        """Each micro-batch of `steps`, which may be of several epochs, with its data, mixed where that is configured.
+
+        Steps are asked for as far ahead as the data set reads. The wait for data is reported.
+        """
+        asked, micros = tee((step.epoch, micro) for step in steps for micro in step.micros)
+        loaded = self.data.train_stream((epoch, mixup.samples_for(self.config.data, micro)) for epoch, micro in asked)
+        for _, micro in micros:
             waiting = time.perf_counter()
-            batch = next(loaded).to(self.device)
-            self.progress.waited(time.perf_counter() - waiting)
-            if micro.counts and self.strategy.place.counts:
-                self.corrupt.met(batch.unreadable)
-            yield mixing.mix(self.config.data, batch, micro.key, self.data.classes)
+            batch = next(loaded)
+            self.reporter.waited(time.perf_counter() - waiting)
+            mixed = mixup.mix_micro(self.config.data, batch, micro, self.data.classes)
+            if micro.counts and self.strategy.data_share.counts:
+                self.corrupt.met(mixed.unreadable)
+            yield micro, mixed
 
-    # ------------------------------------------------------------ what surrounds it
+    # ------------------------------------------------------------ around the loop
 
     def _report(self, loss_sum: torch.Tensor, counted: int | torch.Tensor) -> None:
-        self.guard.look()
-        own, samples = loss_sum.cpu().reshape(1) * self.strategy.place.counts, int(counted)
+        self.guard.check()
+        own, samples = loss_sum.cpu().reshape(1) * self.strategy.data_share.counts, int(counted)
         mean = self.group.sum(own).item() / samples if samples else math.nan
         state = self.sampler.state
         if samples and not math.isfinite(mean):
             raise TrainingError(
-                f"the loss is {mean} at step {self.step} (epoch {state.epoch + 1}): lower optim.lr or lengthen optim.warmup_epochs;"
-                f" checkpoints in {self.checkpoints.path} are from before"
+                f"the loss is {mean} at step {self.step} (epoch {state.epoch + 1}): lower optim.lr or lengthen"
+                f" optim.warmup_epochs; the checkpoints in {self.checkpoints.path} are from before"
             )
         left = (self.config.train.epochs - state.epoch) * self.data.train_size - state.consumed
         rate = self.strategy.optimizer.param_groups[0]["lr"]
-        self.progress.report(
+        self.reporter.report(
             epoch=state.epoch + 1,
             step=self.step,
             loss=mean,
             learning_rate=rate,
             samples=samples,
             samples_left=left,
-            gradient_norm=float(self.update.norm),
+            gradient_norm=float(self.last_update.norm),
             skipped_steps=self.guard.skipped,
             corrupt_images=self.corrupt.epoch,
         )
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate the last epoch that is complete, unless it is done or not due. Returns whether all ranks agreed to stop."""
+        """Evaluate after the last complete epoch if that is due; returns whether all ranks agreed to stop."""
         complete = self.sampler.state.epoch
         due = complete % self.config.train.eval_every == 0 or complete == self.config.train.epochs
         if complete == 0 or complete <= self.epochs_evaluated or not due:
             return False
         strategy = self.strategy
         strategy.train_mode(False)
-        batch, device, settings, alive = self.config.train.eval_batch, self.device, self.config.eval, self.stacks.alive
-        result = evaluate(strategy.logits, strategy.place, self.data, batch, device, self.group, self.stop, config=settings, alive=alive)
+        with self.reporter.during("evaluating"):
+            result = evaluate(
+                strategy.logits,
+                strategy.data_share,
+                self.data,
+                self.config.train.eval_batch,
+                self.group,
+                self.stop,
+                adding=self._accumulator(),
+                alive=self._alive,
+            )
         strategy.train_mode(True)
         if result is None:
             return True
         self.epochs_evaluated = complete
-        self.progress.evaluated(complete, self.step, result)
-        self.checkpoints.scored(self.step, {"accuracy": result.accuracy, "loss": result.loss})
+        self.reporter.evaluated(complete, self.step, result)
+        self.checkpoints.scored(self.step, result.scalars())
         return False
+
+    def _alive(self) -> None:
+        self.stacks.alive()
+        self.reporter.alive()
 
     def _save_due(self, step: Step) -> Due:
         complete = step.after.epoch + 1 if step.after.consumed >= self.data.train_size else None
         return self.checkpoints.due(self.step + 1, epoch=complete, last=complete == self.config.train.epochs)
 
     def _save(self) -> None:
-        """A checkpoint of the state after the last step, written while training goes on."""
-        self.checkpoints.save(self._snapshot, self.step)
+        """Save the state after the last step; it is written while training continues."""
+        self.guard.check()  # Its steps are not taken again, so what became of them is recorded before.
+        with self.reporter.during(_SAVING):
+            self.checkpoints.save(self._snapshot, self.step)
 
-    def _tell_of_checkpoints(self) -> None:
-        for landed in self.checkpoints.landed():
-            self.ledger.checkpoint(landed.step)
-            self.progress.checkpoint(landed.step, landed.write_seconds)
+    def _report_checkpoints(self) -> None:
+        for completed in self.checkpoints.completed():
+            self.ledger.checkpoint(completed.step)
+            self.reporter.checkpoint(completed.step, completed.write_seconds)
 
     def _snapshot(self) -> Snapshot:
         return {
             "step": self.step,
             "sampler": self.sampler.state_dict(),
             "epochs_evaluated": self.epochs_evaluated,
-            "schedule": {"steps_per_epoch": self.steps_per_epoch, "total_steps": self.total_steps},
             "micro_batches": self.micro_batches,
             **self.strategy.state(),
             "config": self.config.flat(),
         }
 
     def resume(self) -> None:
-        """Go on from the newest whole checkpoint that any rank holds, if there is one. Raises CheckpointError when it does not fit."""
-        snapshot = self.checkpoints.newest()
+        """Continue from the newest whole checkpoint that any rank holds, if there is one.
+
+        Raises CheckpointError when it is of another model, optimizer or data set.
+        """
+        snapshot = self.checkpoints.newest(self.strategy.layout)
         if snapshot is None:
             self._check_that_ranks_have_work()
+            self._check_smallest_micro_batch()
             self._load_weights()
             return
-        fit.check_resume(snapshot, self.strategy.state()["model"], self.config.flat(), self.checkpoints.path)
+        compatibility.check_resume(snapshot, self.strategy.state()["model"], self.config.flat(), self.checkpoints.path)
         try:
             self.strategy.load(snapshot)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot['step']} in {self.checkpoints.path} does not fit this optimizer or precision ({error});"
-                f" give the configuration that it was made with, or another checkpoint.dir to train anew"
+                f"the checkpoint of step {snapshot['step']} in {self.checkpoints.path} does not fit this optimizer or"
+                f" precision ({error}); give the configuration that it was made with, or another checkpoint.dir to"
+                " start from scratch"
             ) from error
         self.sampler.load_state_dict(snapshot["sampler"])
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
         if not self.config.data.micro_batches and not self.config.model.sync_batchnorm:
             self.micro_batches = int(snapshot["micro_batches"]) or self.micro_batches
         self.sampler.dealing = self._dealing()
+        self._check_smallest_micro_batch()
 
     def _load_weights(self) -> None:
-        """checkpoint.load: start from the weights of a file."""
+        """Start from the weights in checkpoint.load, if it is given."""
         if (path := self.config.checkpoint.load) is not None:
             state = self.strategy.state()
-            weights = fit.load_weights(path, self.config.checkpoint.load_except, state["model"], self.group)
+            keys = self.config.checkpoint
+            weights = compatibility.load_weights(
+                path, keys.load_except, state["model"], self.group, average=keys.load_average
+            )
             self.strategy.load({**state, "model": weights})
 
-    def _onlookers(self) -> int:
-        """Parts of the group that a full global batch leaves without a micro-batch that counts."""
-        busy = min(self.micro_batches or self.config.data.batch, self.config.data.batch)
-        return max(0, self.strategy.place.parts - busy)
+    def _steps_left(self) -> int:
+        """Steps until the training is complete, with this configuration's batch and epochs."""
+        state, size, batch = self.sampler.state, self.data.train_size, self.config.data.batch
+        epochs = self.config.train.epochs - state.epoch
+        if epochs <= 0:
+            return 0
+        return steps_per_epoch(size - state.consumed, batch) + (epochs - 1) * steps_per_epoch(size, batch)
+
+    def _uneven(self) -> str:
+        """Why ranks (or pipelines) wait for others in each step, if a full global batch cannot be dealt out evenly."""
+        batch, parts, dealing = self.config.data.batch, self.strategy.data_share.parts, self.sampler.dealing
+        if dealing.passes(batch):
+            return ""
+        if (idle := parts - min(self.micro_batches or batch, batch)) > 0:
+            return (
+                f"{idle} rank(s) are idle: the global batch has fewer micro-batches or samples than ranks"
+                " (data.micro_batches, data.batch)"
+            )
+        if dealing.busiest > 1.1:
+            return (
+                f"{self.micro_batches} micro-batches cannot be dealt out evenly to {parts} ranks: a step takes"
+                f" {dealing.busiest:.2f} times as long as an even share would; take a number of ranks that divides"
+                " data.micro_batches, or data.exact=false (strategy=ddp or fsdp, without ddp.ordered)"
+            )
+        return ""
 
     def _check_that_ranks_have_work(self) -> None:
-        """Raises ConfigError at a first start. Later ranks may come that have to look on; they take part with weight zero."""
-        parts, batch, micro_batches = self.strategy.place.parts, self.config.data.batch, self.micro_batches
+        """Raise ConfigError when a rank would be idle in a new run. Ranks that come later may be, with weight zero."""
+        parts, batch, micro_batches = self.strategy.data_share.parts, self.config.data.batch, self.micro_batches
         if parts > batch:
             raise ConfigError(
-                f"data.batch={batch} cannot be shared out over {parts} ranks: each needs a sample at least;"
+                f"data.batch={batch} cannot be divided among {parts} ranks: each needs at least one sample;"
                 f" set data.batch to {parts} or more, or start {batch} ranks"
             )
-        if 0 < micro_batches < parts or micro_batches > batch:
+        shared = self.sampler.dealing.passes(batch) > 0
+        if (0 < micro_batches < parts and not shared) or micro_batches > batch:
             raise ConfigError(
                 f"data.micro_batches={micro_batches} does not fit {parts} ranks and data.batch={batch}:"
                 f" set it to {parts} or a multiple of it, and to {batch} at most"
             )
+
+    def _check_smallest_micro_batch(self) -> None:
+        """Raise ConfigError when a step to come has a micro-batch of one sample, and the model cannot take it."""
+        size, batch, parts = self.data.train_size, self.config.data.batch, self.micro_batches
+        to_come = {size - self.sampler.state.consumed, size}  # Samples of this epoch, and of the next ones.
+        if parts and self._dividing is Dividing.LOCAL:  # Each rank's share is one by itself.
+            parts = max(parts, self.strategy.data_share.parts * self.sampler.dealing.passes(batch))
+
+        def single(batch: int) -> set[int]:
+            """Samples of the steps that would have a micro-batch of one."""
+            steps = {samples % batch for samples in to_come} | {min(batch, size)}
+            return {step for step in steps if 0 < step < 2 * parts}
+
+        if not parts or not (short := single(batch)) or self.config.model.sync_batchnorm or not self._steps_left():
+            return
+        if not needs_two_samples(self.config.model, self.data.shape, self.data.classes):
+            return
+        fitting = next((other for other in range(batch, 1, -1) if not single(other)), None)
+        remedy = f"data.batch={fitting}" if fitting else "fewer data.micro_batches"
+        raise ConfigError(
+            f"data.batch={batch}: an epoch of {size} samples has a step of {min(short)}, and one of its {parts}"
+            f" micro-batches a single sample, of which {self.config.model.name} takes statistics of one value per"
+            f" channel (images of {' x '.join(map(str, self.data.shape[1:]))}); set {remedy}, or take a model that"
+            " normalizes each sample by itself"
+        )

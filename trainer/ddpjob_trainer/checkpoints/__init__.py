@@ -1,8 +1,7 @@
-"""Checkpoints: a folder of them, two formats, a writer beside training, and what is kept."""
+"""Checkpoints: the folder, two formats, a background writer, retention, and resuming."""
 
-from ddpjob_trainer.checkpoints.config import CheckpointConfig
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
-from ddpjob_trainer.checkpoints.shelf import prepare_folder
+from ddpjob_trainer.checkpoints.index import prepare_folder
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
 
-__all__ = ["CheckpointConfig", "CheckpointFolder", "Snapshot", "prepare_folder"]
+__all__ = ["CheckpointFolder", "Snapshot", "prepare_folder"]

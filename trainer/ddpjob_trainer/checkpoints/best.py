@@ -1,4 +1,6 @@
-"""DIR/best.json: how the checkpoints in the folder did, and which is the best; DIR/best.pt (best.dcp) is a link to that."""
+"""DIR/best.json: the scores of the checkpoints in the folder, and which is the best; DIR/best.pt
+(best.dcp) links to it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,17 @@ import os
 import sys
 from pathlib import Path
 
-from ddpjob_trainer.atomic import write_atomically
-from ddpjob_trainer.checkpoints.config import Metric
+from ddpjob_trainer.atomic_files import write_atomically
+from ddpjob_trainer.config.sections import Metric
 
 _NAME, _LINK = "best.json", "best"
 
 
 def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
-    """step -> value of `metric`. A file that is damaged or holds another metric is told of and counts as empty. Raises OSError."""
+    """step -> value of `metric`.
+
+    A file that is damaged or holds another metric counts as empty, with a warning. Raises OSError.
+    """
     path = folder / _NAME
     try:
         found = json.loads(path.read_text())
@@ -26,14 +31,20 @@ def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is damaged ({error})"
     print(
-        f"warning: {path} {problem}: the best checkpoint is sought among those that are evaluated from now on", file=sys.stderr, flush=True
+        f"warning: {path} {problem}: the best checkpoint is chosen among those evaluated from now on",
+        file=sys.stderr,
+        flush=True,
     )
     return {}
 
 
 def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path | None) -> None:
-    """Write the scores down, and point to the best checkpoint. Raises OSError."""
-    content = {"best": best and best.name, "metric": metric.value, "scores": {str(step): value for step, value in sorted(scores.items())}}
+    """Write the scores, and link to the best checkpoint. Raises OSError."""
+    content = {
+        "best": best and best.name,
+        "metric": metric.value,
+        "scores": {str(step): value for step, value in sorted(scores.items())},
+    }
     write_atomically(folder / _NAME, json.dumps(content, indent=1).encode())
     if best is None:
         return
@@ -42,7 +53,7 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
     temporary.unlink(missing_ok=True)
     try:
         temporary.symlink_to(best.name)
-    except OSError:  # Some network and object stores have no links; best.json names it there.
+    except OSError:  # Some network file systems and object stores have no links; best.json names it there.
         return
     temporary.rename(link)
     for other in folder.glob(f"{_LINK}.*"):

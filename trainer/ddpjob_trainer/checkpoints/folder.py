@@ -3,51 +3,85 @@
 from __future__ import annotations
 
 import datetime
+import io
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ddpjob_trainer.atomic import discard
-from ddpjob_trainer.checkpoints import best, parts, retention, torch_file
-from ddpjob_trainer.checkpoints.config import CheckpointConfig, Format
-from ddpjob_trainer.checkpoints.facts import Facts
+from ddpjob_trainer.atomic_files import discard
+from ddpjob_trainer.checkpoints import best, dcp, retention, torch_file
+from ddpjob_trainer.checkpoints.index import BROKEN, NOTHING, CheckpointIndex, prepare_folder
+from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.retention import Entry
-from ddpjob_trainer.checkpoints.shelf import BROKEN, NOTHING, Shelf, prepare_folder
-from ddpjob_trainer.checkpoints.snapshot import Snapshot, Staging
-from ddpjob_trainer.checkpoints.writer import Landed, Writer
-from ddpjob_trainer.errors import CheckpointError, FencedError, TrainerError
-from ddpjob_trainer.fence import Claim
-from ddpjob_trainer.group import Group
-from ddpjob_trainer.signals import Due, SaverState
+from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, Staging, map_tensors
+from ddpjob_trainer.checkpoints.writer import CompletedSave, Writer
+from ddpjob_trainer.config import loader
+from ddpjob_trainer.config.sections import CheckpointConfig, Format
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, TrainerError
+from ddpjob_trainer.lifecycle.fence import Claim, Ownership, agree_on_incarnation
+from ddpjob_trainer.lifecycle.signals import Due, SaverState
 
+_LARGE_BYTES = 2**18
 _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
 
 class CheckpointFolder:
-    """Checkpoints in one folder, as seen by one rank; `writes` says whether this rank looks after the folder."""
+    """Checkpoints in one folder, as seen by one rank; `writes` says whether this rank maintains the folder."""
 
     def __init__(self, config: CheckpointConfig, path: Path, group: Group) -> None:
         config.check()
         self._config, self.path, self._group = config, path, group
         self.writes = group.rank == 0 if config.shared else group.local_rank == 0
         self._parts = config.format is Format.DCP
-        self._shelf, self._writer, self._staging = Shelf(path), Writer(config.failures), Staging()
+        self._index, self._writer, self._staging = CheckpointIndex(path), Writer(config.failures), Staging()
         self._saved_step, self._owed = -1, False
         self._scores: dict[int, float] = {}
         self._unmarked = False
         self._parts_group: Any = None
+        self._ownership = Ownership(path)
         if self.writes or self._parts:
             prepare_folder(path, "checkpoint.dir or DDPJOB_CHECKPOINT_DIR")
 
+    @classmethod
+    def open(cls, group: Group, **settings: Any) -> CheckpointFolder:
+        """The folder for a loop of one's own, claimed for this incarnation of the job. All ranks together.
+
+        `settings`: keys of the configuration's section `checkpoint`, such as every_steps=100, keep=5. Of those not
+        given, `dir` and `shared` come from the job's environment; without a job `dir` is ./checkpoints. Raises
+        ConfigError for a setting that is unknown, wrong or of the built-in trainer only (load, load_average,
+        load_except), and what `claim` raises.
+        """
+        if unused := sorted({"load", "load_average", "load_except"} & set(settings)):
+            raise ConfigError(
+                f"CheckpointFolder.open: {unused[0]} is of the built-in trainer and has no effect here; leave it out,"
+                " and where newest() returns None, load the weights into the model with torch.load"
+            )
+        config = loader.build(CheckpointConfig, ("CheckpointFolder.open", settings))
+        folder = cls(config, config.dir or Path("checkpoints"), group)
+        folder.claim(agree_on_incarnation(group))
+        return folder
+
+    @property
+    def incarnation(self) -> Claim:
+        """What `claim` took: who writes here, the same on all ranks."""
+        return self._claim
+
     def claim(self, claim: Claim) -> None:
-        """Make this life of the job the only one that may write. All ranks. Raises FencedError when a newer one has the folder."""
+        """Make this incarnation of the job the only one that may write. All ranks together.
+
+        Raises FencedError when a newer one has claimed the folder, FolderTakenError when another job uses it.
+        """
         self._claim = claim
-        if self._parts and self._group.world > 1:  # the writers talk beside training
+        if self._parts and self._group.world > 1:  # The writers communicate beside training.
             self._parts_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=10))
+        if self._config.shared:
+            self._take_together()
         if not self.writes:
             return
         if self._config.shared:
@@ -56,13 +90,21 @@ class CheckpointFolder:
             discard(leftover)
         self._scores = best.read_scores(self.path, self._config.best_by)
 
+    def _take_together(self) -> None:
+        """Make the folder this job's. A former owner may be watched for longer than train.timeout_seconds: the ranks
+        that wait for it agree twice a second that this continues.
+        """
+        watching, taking = True, self._ownership.take() if self.writes else iter(())
+        while watching:
+            watching = any(self._group.gather(next(taking, True) is None))
+
     # ------------------------------------------------------------ saving
 
     def due(self, step: int, *, epoch: int | None = None, last: bool = False) -> Due:
-        """Whether to save after `step` steps, by rank 0's clock and count. `epoch`: so many are then complete, None: it is within one;
-        `last`: training is.
+        """Whether to save after `step` steps, by rank 0's clock and count.
 
-        What is due while a checkpoint is on its way waits for a later step, unless retention needs this very one.
+        `epoch`: the number of epochs that are then complete, None within one. `last`: training is complete. A save that
+        becomes due while another is in progress waits for a later step, unless retention needs this very one.
         """
         if self._group.rank != 0:
             return Due.NO
@@ -78,15 +120,18 @@ class CheckpointFolder:
 
     @property
     def state(self) -> SaverState:
-        """How this rank's writer is: the ranks agree on it at each step."""
+        """The state of this rank's writer; the ranks agree on it at each step."""
         fatal = self._writer.fatal
         return SaverState(busy=self._writer.busy, failed=fatal is not None, fenced=isinstance(fatal, FencedError))
 
     def save(self, make: Callable[[], Snapshot], step: int) -> None:
-        """Copy what `make` gives, and put it on disk in the background. All ranks together; waits for a checkpoint that is on its way.
-        Nothing happens when the state after `step` steps is on disk or on its way already.
+        """Copy what `make` returns, and write it to disk in the background. All ranks together.
 
-        `landed` and `finish` tell when it is there; a failure shows in `state`.
+        It is a dict of tensors, numbers, text, and dicts, lists and tuples of them, with the sampler's `state_dict()`
+        under "sampler".
+
+        Waits for a save that is in progress; does nothing when the state after `step` steps is
+        already saved or being saved. `completed` and `finish` report success, `state` a failure.
         """
         if step == self._saved_step:
             return
@@ -95,64 +140,76 @@ class CheckpointFolder:
         snapshot = make()
         self._saved_step, self._owed = step, False
         state = snapshot["sampler"]
-        facts = Facts(step, state["epoch"] if state["consumed"] == 0 else None, self._group.world)
+        metadata = Metadata(step, state["epoch"] if state["consumed"] == 0 else None, self._group.world)
         taken = self._staging.take(snapshot, whole=not self._parts, wanted=self.writes or self._parts)
-        path = self._shelf.place(step, in_parts=self._parts)
+        path = self._index.path_of(step, in_parts=self._parts)
         if taken:
-            self._writer.start(lambda: self._write(path, taken, facts), path, step, time.monotonic() - began)
+            self._writer.start(lambda: self._write(path, taken, metadata), path, step, time.monotonic() - began)
         else:
             self._writer.ended = time.monotonic()
 
-    def landed(self) -> list[Landed]:
-        """Checkpoints that have come to disk since the last call, if this rank looks after the folder."""
-        landed = self._writer.landed()
-        return landed if self.writes else []
+    def completed(self) -> list[CompletedSave]:
+        """Saves that completed since the last call, if this rank maintains the folder."""
+        completed = self._writer.completed()
+        return completed if self.writes else []
 
     def finish(self) -> None:
-        """Wait until what was saved is on disk, on every rank. All ranks together; raises CheckpointError on all when one failed."""
+        """Wait until what was saved is on disk, on every rank. All ranks together.
+
+        Raises CheckpointError on all ranks when one failed.
+        """
         self._writer.wait()
         failure = self._writer.failure
         if failure is None and self.writes and self._unmarked:
             self._writer.start(self._try_to_tidy, self.path, self._saved_step, 0.0)
             self._writer.wait()
-            self._writer.landed()
+            self._writer.completed()
         ends = self._group.gather(0 if failure is None else 2 if isinstance(failure, FencedError) else 1)
         if any(ends):
             raise self.failure(2 in ends)
+
+    def release(self) -> None:
+        """Training is complete: let another job continue from this folder."""
+        if self.writes and self._config.shared:
+            self._ownership.release()
 
     def __enter__(self) -> CheckpointFolder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Training ends, maybe by an error: give a checkpoint that is on its way some time. Peers that are to restart wait for our end."""
+        """Training ends, maybe by an error: give a save in progress some time. Peers that restart
+        wait for this process to end.
+        """
         self._writer.wait(_ERROR_SECONDS if isinstance(error, TrainerError) else _LOST_PEER_SECONDS)
 
     def failure(self, fenced: bool) -> CheckpointError:
-        """Why training ends on all ranks, said by this one."""
+        """Why training ends on all ranks."""
         if self._writer.failure is not None:
             return self._writer.failure
         kind = FencedError if fenced else CheckpointError
-        return kind("another rank cannot save checkpoints any more; its message says why")
+        return kind("another rank can no longer save checkpoints; its message says why")
 
     def scored(self, step: int, values: dict[str, float]) -> None:
-        """The model after `step` steps was evaluated: `values` by metric."""
-        self._scores = {**self._scores, step: values[self._config.best_by.value]}
+        """Record the evaluation of the model after `step` steps: `values` by metric."""
+        if (score := values.get(self._config.best_by.value)) is None:
+            return
+        self._scores = {**self._scores, step: score}
         self._unmarked = self._config.keep_best > 0
 
-    def _write(self, path: Path, taken: Snapshot, facts: Facts) -> None:
-        """In the background."""
+    def _write(self, path: Path, taken: Snapshot, metadata: Metadata) -> None:
+        """Runs in the background."""
         self._staging.settle()
         try:
-            if self._parts:  # Its ranks learn together of a claim that is lost, else the others would wait for this one.
-                parts.write(path, self._claim.life, taken, facts, self._parts_group, self._check_claim)
+            if self._parts:  # All ranks learn together of a lost claim, or the others would wait for this one.
+                dcp.write(path, self._claim.incarnation, taken, metadata, self._parts_group, self._check_claim)
             else:
-                self._check_claim()  # Nothing is made anew in a folder that has vanished.
-                torch_file.write(path, taken, facts, self._check_claim)
+                self._check_claim()  # A folder that has vanished is not created again.
+                torch_file.write(path, taken, metadata, self._check_claim)
         except OSError:
-            self._check_claim()  # The next life clears up what it takes for left behind: then that is the reason.
+            self._check_claim()  # A newer incarnation removes temporary files: then that is the reason.
             raise
         if self.writes:
-            self._shelf.add(Entry(facts.step, path, facts.epoch))
+            self._index.add(Entry(metadata.step, path, metadata.epoch))
             self._try_to_tidy()
 
     def _check_claim(self) -> None:
@@ -166,37 +223,46 @@ class CheckpointFolder:
         except OSError as error:
             self._unmarked = self._config.keep_best > 0
             where, why = error.filename or self.path, error.strerror or error
-            print(f"warning: {where}: {why}: older checkpoints stay, and the best one may be unmarked", file=sys.stderr, flush=True)
+            print(
+                f"warning: {where}: {why}: older checkpoints stay, and the best one may be unmarked",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _tidy(self) -> None:
-        """Mark the best, then delete what need not be kept: the mark never points to nothing. In the background."""
-        self._unmarked = False  # In this order: what is scored from now on is marked by the next one.
+        """Mark the best, then delete what need not be kept, so that the mark never dangles. Runs in the background."""
+        self._unmarked = False  # First: what is scored from now on is marked by the next save.
         scores = self._scores
-        entries = self._shelf.entries()
-        going = retention.expendable(entries, scores, self._config)
+        entries = self._index.entries()
+        doomed = retention.expendable(entries, scores, self._config)
         if self._config.keep_best:
-            staying = [entry for entry in entries if entry.whole and entry not in going]
-            order = retention.ranked(staying, scores, self._config.best_by)
+            kept = [entry for entry in entries if entry.whole and entry not in doomed]
+            order = retention.ranked(kept, scores, self._config.best_by)
             best.mark_best(
-                self.path, self._config.best_by, {entry.step: scores[entry.step] for entry in order}, order[0].path if order else None
+                self.path,
+                self._config.best_by,
+                {entry.step: scores[entry.step] for entry in order},
+                order[0].path if order else None,
             )
-        for entry in going:
-            self._shelf.remove(entry)
+        for entry in doomed:
+            self._index.remove(entry)
 
     # ------------------------------------------------------------ resuming
 
-    def newest(self) -> Snapshot | None:
+    def newest(self, layout: Layout | None = None) -> Snapshot | None:
         """The newest whole checkpoint that any writing rank holds, on every rank; None when there is none at all.
 
-        A broken one is named in a warning. Raises CheckpointError when all are broken, on every rank.
+        `layout`: of which tensors a rank needs its shard only (format dcp). No rank has a tensor in memory twice. A
+        broken one is named in a warning. Raises CheckpointError on every rank when all are broken.
         """
-        step, content = self._shelf.newest_whole() if self.writes else (NOTHING, None)
+        step, path = self._index.newest_whole() if self.writes else (NOTHING, None)
         steps = self._group.gather(step)
         if max(steps) < 0:
             if BROKEN in steps:
                 raise CheckpointError(
                     f"no checkpoint in {self.path} is whole (the warnings of rank {steps.index(BROKEN)} name each);"
-                    f" nothing was overwritten. Restore one, or move them away or set checkpoint.dir to train anew"
+                    " nothing was overwritten. Restore one; or move them away, or set checkpoint.dir, to start"
+                    " from scratch"
                 )
             return None
         if not self._config.resume:
@@ -206,15 +272,57 @@ class CheckpointFolder:
             )
         self._saved_step = max(steps)
         source = steps.index(max(steps))
-        if self._group.gather(isinstance(content, Path))[source]:
-            return self._read_parts(self._shelf.place(max(steps), in_parts=True))
-        return torch_file.decode(self._group.broadcast_bytes(content if isinstance(content, bytes) else None, source))
+        if self._group.gather(path is not None and path.suffix == dcp.SUFFIX)[source]:
+            parts = self._index.path_of(max(steps), in_parts=True)
+            if problem := self._wrong_with(parts):
+                self._index.broken(max(steps), parts, problem) if self.writes else None
+                return self.newest(layout)
+            return self._read_parts(parts, layout)
+        own = torch_file.read(path) if path is not None and self._group.rank == source else None
+        return self._spread(own, source)
 
-    def _read_parts(self, path: Path) -> Snapshot:
-        """On every rank, from the folder itself. Raises CheckpointError on all when one does not see it."""
+    def _spread(self, own: Snapshot | None, source: int) -> Snapshot:
+        """Rank `source`'s snapshot on every rank. Large tensors one by one, each into the memory that it stays in."""
+        if self._group.world == 1:
+            assert own is not None
+            return own
+        buffer = io.BytesIO()
+        if own is not None:
+            torch.save(map_tensors(own, lambda _, tensor: tensor.to("meta") if _is_large(tensor) else tensor), buffer)
+        sent = self._group.broadcast_bytes(None if own is None else buffer.getvalue(), source)
+        tree = own or torch.load(io.BytesIO(sent), map_location="cpu", weights_only=True)
+
+        def receive(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+            whole = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+            if _is_large(tensor):
+                self._group.broadcast_tensors([whole], source)
+            return whole
+
+        spread: Snapshot = map_tensors(tree, receive)
+        return spread
+
+    def _wrong_with(self, path: Path) -> str:
+        """What is wrong with the parts in a folder, the same on all ranks, each of which reads some; empty: nothing."""
+        problem = ""
+        try:
+            dcp.check_share(path, self._group.rank, self._group.world)
+        except FileNotFoundError:
+            pass  # Not seen here: reading says so.
+        except CheckpointError as error:
+            problem = "" if not path.exists() else str(error)
+        except OSError as error:
+            problem = f"not readable: {error.strerror}"
+        found = self._group.gather(bool(problem))
+        if not any(found):
+            return ""
+        source = found.index(1)
+        return self._group.broadcast_bytes(problem.encode() if self._group.rank == source else None, source).decode()
+
+    def _read_parts(self, path: Path, layout: Layout | None) -> Snapshot:
+        """Read on every rank, from the folder itself. Raises CheckpointError on all when one does not see it."""
         snapshot, error = None, None
         try:
-            snapshot = parts.read(path)
+            snapshot = dcp.read(path, layout)
         except CheckpointError as problem:
             error = problem
         seen = self._group.gather(error is None)
@@ -223,3 +331,7 @@ class CheckpointFolder:
         if snapshot is None or not all(seen):
             raise CheckpointError(f"rank {seen.index(0)} cannot read {path}; its message says why")
         return snapshot
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() > _LARGE_BYTES

@@ -1,4 +1,4 @@
-"""Which checkpoints may go: a pure function of what is in the folder."""
+"""Which checkpoints to delete: a pure function of what is in the folder."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob_trainer.checkpoints.config import CheckpointConfig, Metric
+from ddpjob_trainer.config.sections import CheckpointConfig, Metric
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """A checkpoint in the folder; `epoch`: made at the end of so many epochs, None: within one; `whole`: as far as is known."""
+    """A checkpoint in the folder.
+
+    `epoch`: the number of epochs after which it was saved, None within one. `whole`: as far as is known.
+    """
 
     step: int
     path: Path
@@ -21,25 +24,30 @@ class Entry:
 
 
 def expendable(found: Collection[Entry], scores: dict[int, float], config: CheckpointConfig) -> list[Entry]:
-    """Those to delete: not among the newest `keep` whole ones, the `keep_best` best, or the ends of each `keep_every_epochs` epochs.
+    """The ones to delete: not among the newest `keep` whole ones, the `keep_best` best, or every `keep_every_epochs`th
+    epoch.
 
-    A broken one counts for none of these, and goes when it is older than all of the newest whole ones.
+    A broken one counts for none of these, and is deleted when it is older than all of the newest whole ones.
     """
     whole = sorted((entry for entry in found if entry.whole), reverse=True)
     newest = whole[: config.keep]
     best = ranked(whole, scores, config.best_by)[: config.keep_best]
-    for_good = [entry for entry in whole if entry.epoch and config.keep_every_epochs and entry.epoch % config.keep_every_epochs == 0]
+    for_good = [
+        entry
+        for entry in whole
+        if entry.epoch and config.keep_every_epochs and entry.epoch % config.keep_every_epochs == 0
+    ]
     kept = {*newest, *best, *for_good}
     oldest = newest[-1].step if len(newest) == config.keep else 0
     return sorted(entry for entry in found if entry not in kept and (entry.whole or entry.step < oldest))
 
 
 def ranked(found: Collection[Entry], scores: dict[int, float], metric: Metric) -> list[Entry]:
-    """The evaluated ones, best first; of equals the older first, which took less training. A score that is not finite is the worst."""
+    """The evaluated ones, best first; ties: older first. A score that is not finite is the worst."""
     sign = -1 if metric is Metric.ACCURACY else 1
 
-    def place(entry: Entry) -> tuple[float, int]:
+    def order(entry: Entry) -> tuple[float, int]:
         score = scores[entry.step]
         return (sign * score if math.isfinite(score) else math.inf, entry.step)
 
-    return sorted((entry for entry in found if entry.step in scores), key=place)
+    return sorted((entry for entry in found if entry.step in scores), key=order)

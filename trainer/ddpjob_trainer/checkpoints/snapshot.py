@@ -1,7 +1,7 @@
-"""A snapshot: the state of training after a step, copied to the CPU so that training can go on while it is written.
+"""A snapshot: the state of training after a step, copied to the CPU so that training continues while it is written.
 
-The copy is all that training waits for. Its memory is used again by the next one; on an accelerator it is pinned, and the copies run in
-the stream's order, so that not even they are waited for.
+Training waits only for the copy. Its memory is reused by the next snapshot; on an accelerator it is pinned, and the
+copies are asynchronous in stream order.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer.dtensors import is_sharded, local
+from ddpjob_trainer.distributed.dtensors import is_sharded, local
 
 Snapshot = dict[str, Any]
 """Tensors, numbers, text and dicts, lists and tuples of them."""
 
 Path = tuple[str | int, ...]
 
+Layout = Callable[[Path, torch.Size], Any]
+"""Where a tensor is in a snapshot, and its whole shape -> a DTensor that is laid out over the ranks as it should be;
+None: every rank has all of it."""
+
 
 def map_tensors(tree: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()) -> Any:
-    """A tree of the same shape with other tensors; containers are new, so that what training changes later does not show."""
+    """A tree of the same structure with other tensors; containers are new, so later changes of the
+    training do not show.
+    """
     if isinstance(tree, torch.Tensor):
         return change(path, tree)
     if isinstance(tree, dict):
@@ -38,10 +44,10 @@ class Staging:
         self._events: list[Any] = []
 
     def take(self, snapshot: Snapshot, *, whole: bool, wanted: bool = True) -> Snapshot:
-        """A copy of `snapshot`; the one before it is gone. `settle()` before it is read.
+        """A copy of `snapshot`, which overwrites the one before it. Call `settle()` before reading it.
 
-        `whole`: tensors that are spread over ranks are put together, by all ranks at once; else each keeps its own part. A rank that does
-        not want the copy takes part without making one, and gets an empty one.
+        `whole`: tensors that are sharded over ranks are gathered, by all ranks together; else each rank keeps its own
+        shard. A rank that does not want the copy (`wanted`) takes part, and gets an empty one.
         """
         used: dict[Path, torch.Tensor] = {}
         devices: set[torch.device] = set()
@@ -57,10 +63,11 @@ class Staging:
             used[path].copy_(own, non_blocking=own.is_cuda)
             if own.is_cuda:
                 devices.add(own.device)
-            return used[path] if own is tensor else _with_local(tensor, used[path])
+            return used[path] if own is tensor else with_local(tensor, used[path])
 
         taken = map_tensors(snapshot, copy)
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]  # A rank may have several devices.
+        # A rank may have several devices.
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         self._memory = used
         return taken if wanted else {}
 
@@ -71,13 +78,18 @@ class Staging:
 
     def _buffer(self, path: Path, like: torch.Tensor) -> torch.Tensor:
         known = self._memory.get(path)
-        if known is not None and known.shape == like.shape and known.dtype == like.dtype and known.stride() == like.stride():
+        if (
+            known is not None
+            and known.shape == like.shape
+            and known.dtype == like.dtype
+            and known.stride() == like.stride()
+        ):
             return known
         return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
 
 
-def _with_local(sharded: Any, local: torch.Tensor) -> Any:
-    """A DTensor of the same place in the whole, whose part is `local` on the CPU, whatever device its mesh has."""
+def with_local(sharded: Any, local: torch.Tensor) -> Any:
+    """A DTensor with the layout of `sharded`, whose shard is `local` on the CPU, whatever device its mesh has."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, sharded._spec, requires_grad=False)

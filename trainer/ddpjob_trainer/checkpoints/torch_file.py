@@ -1,10 +1,12 @@
-"""Format torch: one checkpoint, one file: what torch.save writes, with a zip comment that holds facts and a checksum.
+"""Format torch: a checkpoint is one file: what torch.save writes, with a zip comment that holds
+metadata and a checksum.
 
-`torch.load` of any script reads it as it is.
+`torch.load` of any script can read it.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
@@ -14,19 +16,21 @@ from typing import IO, Any
 
 import torch
 
-from ddpjob_trainer.atomic import Check, replacing, write_all
-from ddpjob_trainer.checkpoints.facts import Facts
+from ddpjob_trainer.atomic_files import Check, replacing, write_all
+from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
 from ddpjob_trainer.errors import CheckpointError
 
 SUFFIX = ".pt"
 _END_OF_DIRECTORY, _END_SIZE, _LONGEST_COMMENT = b"PK\x05\x06", 22, 4096
+_PIECE = 2**22
 
 
 class _Stream:
-    """What torch.save writes goes to the file and into the checksum; the archive's last record is held back, the comment belongs there.
+    """Sends what torch.save writes to the file and into the checksum.
 
-    No second copy of the content in memory, and neither writing nor hashing holds the interpreter's lock.
+    The archive's last record is held back, since the comment belongs into it. There is no second
+    copy of the content in memory, and neither writing nor hashing holds the GIL.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -46,15 +50,17 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """torch.save asks for it; the file has no buffer."""
+        """Called by torch.save; the file has no buffer."""
 
-    def end(self, facts: Facts) -> None:
+    def end(self, metadata: Metadata) -> None:
         """Write the last record with the comment."""
         if self._tail[:4] != _END_OF_DIRECTORY:
-            raise CheckpointError(f"torch.save of torch {torch.__version__} wrote no plain zip archive; install a torch from 2.6 on")
+            raise CheckpointError(
+                f"torch.save of torch {torch.__version__} wrote no plain zip archive; install a torch from 2.6 on"
+            )
         self._put(memoryview(self._tail)[:-2])
-        said = facts.written()
-        comment = json.dumps({**said, "sha256": _checksum(self._hash, said)}).encode()
+        recorded = metadata.written()
+        comment = json.dumps({**recorded, "sha256": _checksum(self._hash, recorded)}).encode()
         write_all(self._file, struct.pack("<H", len(comment)) + comment)
 
     def _put(self, content: memoryview) -> None:
@@ -66,46 +72,71 @@ class _Stream:
             raise
 
 
-def write(path: Path, snapshot: Snapshot, facts: Facts, before_rename: Check | None = None) -> None:
-    """Put a checkpoint in place, atomically. Raises OSError, CheckpointError, and what `before_rename` raises."""
+def write(path: Path, snapshot: Snapshot, metadata: Metadata, before_rename: Check | None = None) -> None:
+    """Put a checkpoint in place atomically. Raises OSError, CheckpointError, and what `before_rename` raises."""
     with replacing(path, before_rename) as file:
         stream = _Stream(file)
         try:
             torch.save(snapshot, stream)  # type: ignore[arg-type]
-        except (RuntimeError, OSError) as error:  # torch closes its archive after a failed write, and fails again in its own words
+        except (RuntimeError, OSError) as error:
+            # torch closes its archive after a failed write, and fails again in its own words.
             raise stream.error or error from None
-        stream.end(facts)
+        stream.end(metadata)
 
 
-def check(content: bytes) -> Facts:
-    """The facts of a whole file's content. Raises CheckpointError saying what is wrong with it."""
-    end, comment = _split(content[-_LONGEST_COMMENT:], len(content))
-    said = _read_comment(comment)
-    facts, expected = Facts.read(said), said.pop("sha256", None)
-    if _checksum(hashlib.sha256(memoryview(content)[: end + 20]), said) != expected:
+def check(content: bytes) -> Metadata:
+    """The metadata of a whole file's content. Raises CheckpointError saying what is wrong with it."""
+    return _check(io.BytesIO(content))
+
+
+def check_file(path: Path) -> Metadata:
+    """The same of a file, which is not kept in memory. Raises CheckpointError, OSError."""
+    with path.open("rb", buffering=0) as file:
+        return _check(file)
+
+
+def _check(file: IO[bytes] | io.FileIO) -> Metadata:
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - _LONGEST_COMMENT))
+    end, comment = _split(file.read(), size)
+    recorded = _read_comment(comment)
+    metadata, expected = Metadata.read(recorded), recorded.pop("sha256", None)
+    hashed, left = hashlib.sha256(), end + 20
+    file.seek(0)
+    while left and (piece := file.read(min(left, _PIECE))):
+        hashed.update(piece)
+        left -= len(piece)
+    if _checksum(hashed, recorded) != expected:
         raise CheckpointError("corrupt (its checksum does not match)")
-    return facts
+    return metadata
 
 
 def is_ours(content: bytes) -> bool:
-    """Whether it carries a comment, as files of this trainer do; torch.save alone writes none."""
+    """Whether the file has a comment, as files of this trainer do; torch.save alone writes none."""
     try:
         return bool(_split(content[-_LONGEST_COMMENT:], len(content))[1])
     except CheckpointError:
         return False
 
 
-def read_facts(path: Path) -> Facts:
-    """The facts alone; the content is not checked. Raises CheckpointError, OSError."""
+def read_metadata(path: Path) -> Metadata:
+    """The metadata alone; the content is not checked. Raises CheckpointError, OSError."""
     with path.open("rb") as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(0, size - _LONGEST_COMMENT))
-        return Facts.read(_read_comment(_split(file.read(), size)[1]))
+        return Metadata.read(_read_comment(_split(file.read(), size)[1]))
 
 
 def decode(content: bytes) -> Snapshot:
-    """What was written, tensors on the CPU."""
-    snapshot: Snapshot = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    """What was written, tensors on the CPU. timm's and torchvision's files hold their arguments as a Namespace."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        snapshot: Snapshot = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return snapshot
+
+
+def read(path: Path) -> Snapshot:
+    """The same from a file: in memory there is one copy of each tensor."""
+    snapshot: Snapshot = torch.load(path, map_location="cpu", weights_only=True)
     return snapshot
 
 
@@ -127,7 +158,7 @@ def _read_comment(comment: bytes) -> Any:
         raise CheckpointError("no checkpoint of this trainer (it carries no checksum)") from error
 
 
-def _checksum(archive: Any, said: dict[str, Any]) -> str:
-    """Over the archive and what the comment says."""
-    archive.update(json.dumps(said).encode())
+def _checksum(archive: Any, recorded: dict[str, Any]) -> str:
+    """Over the archive and the metadata of the comment."""
+    archive.update(json.dumps(recorded).encode())
     return str(archive.hexdigest())

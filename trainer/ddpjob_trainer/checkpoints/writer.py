@@ -1,4 +1,4 @@
-"""Puts checkpoints on disk beside training: one at a time, in a thread of its own, and remembers how it went."""
+"""Writes checkpoints to disk beside training: one at a time, in its own thread; remembers the outcome."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ddpjob_trainer.errors import CheckpointError, FencedError
 
 
 @dataclass(frozen=True)
-class Landed:
-    """A checkpoint that is on disk: after how many steps it was made, how long training stood still for it, how long the disk took."""
+class CompletedSave:
+    """A checkpoint that is on disk: its step, how long training paused for it, how long the disk took."""
 
     step: int
     pause_seconds: float
@@ -24,43 +24,49 @@ class Landed:
 
 
 class Writer:
-    """One rank's. `limit`: so many failures in a row are fatal; being fenced off is at once."""
+    """The writer of one rank. `limit`: so many failures in a row are fatal; being fenced is at once."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._thread: threading.Thread | None = None
-        self._landed: deque[Landed] = deque()
+        self._completed: deque[CompletedSave] = deque()
         self._failures = 0
         self.failure: CheckpointError | None = None
-        """Of the last checkpoint; None: it is on disk."""
+        """Of the last save; None: it is on disk."""
         self.ended = time.monotonic()
-        """When the last one was on disk or failed."""
+        """time.monotonic() when the last save completed or failed."""
 
     @property
     def busy(self) -> bool:
-        """A checkpoint is on its way."""
+        """Whether a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def fatal(self) -> CheckpointError | None:
-        """Why training must end: too many failures in a row, or another life has the folder."""
+        """Why training must end: too many failures in a row, or another incarnation has claimed the folder."""
         failure = self.failure
-        return failure if failure is not None and (self._failures >= self._limit or isinstance(failure, FencedError)) else None
+        return (
+            failure
+            if failure is not None and (self._failures >= self._limit or isinstance(failure, FencedError))
+            else None
+        )
 
     def start(self, act: Callable[[], None], path: Path, step: int, pause_seconds: float) -> None:
-        """Write in the background: `act` puts `path` in place. To be called when not busy."""
+        """Write in the background: `act` puts `path` in place. Must not be called while busy."""
         assert not self.busy
-        self._thread = threading.Thread(target=self._work, args=(act, path, step, pause_seconds), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(act, path, step, pause_seconds), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until no checkpoint is on its way, or so long. `failure` tells how it went."""
+        """Wait until no save is in progress, at most `seconds`. `failure` holds the outcome."""
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def landed(self) -> list[Landed]:
-        """What has come to disk since the last call, oldest first."""
-        return [self._landed.popleft() for _ in range(len(self._landed))]
+    def completed(self) -> list[CompletedSave]:
+        """Saves that completed since the last call, oldest first."""
+        return [self._completed.popleft() for _ in range(len(self._completed))]
 
     def _work(self, act: Callable[[], None], path: Path, step: int, pause_seconds: float) -> None:
         began = time.monotonic()
@@ -72,7 +78,7 @@ class Writer:
         except OSError as error:
             failure = CheckpointError(
                 f"checkpoint {path} cannot be written: {error.strerror or error};"
-                f" older ones in the folder are whole. Make room or mend the volume"
+                f" older ones in the folder are whole. Free space or repair the volume"
             )
         except Exception as error:
             traceback.print_exc()
@@ -81,7 +87,7 @@ class Writer:
         self._failures = 0 if failure is None else self._failures + 1
         self.failure = failure
         if failure is None:
-            self._landed.append(Landed(step, pause_seconds, self.ended - began))
+            self._completed.append(CompletedSave(step, pause_seconds, self.ended - began))
         elif self.fatal is None:
-            again = f"failure {self._failures} of {self._limit} in a row; tries again when the next is due"
+            again = f"failure {self._failures} of {self._limit} in a row; the next save will be tried"
             print(f"warning: {failure} ({again})", file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
-"""Data sets: real on-disk formats behind one small interface."""
+"""Data sets behind one interface, the sampler, and randomness that does not depend on ranks."""
 
-from ddpjob_trainer.data.source import UNREADABLE, Batch, DataConfig, DataName, DataSet, open_data
+from ddpjob_trainer.data.catalog import open_data
+from ddpjob_trainer.data.dataset import UNREADABLE, Batch, DataSet
 
-__all__ = ["UNREADABLE", "Batch", "DataConfig", "DataName", "DataSet", "open_data"]
+__all__ = ["UNREADABLE", "Batch", "DataSet", "open_data"]

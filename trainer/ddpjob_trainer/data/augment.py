@@ -1,29 +1,29 @@
-"""Augmentation whose randomness is a function of (seed, epoch, sample), so that it does not change with the number of ranks."""
+"""Augmentation whose randomness is a function of (seed, epoch, sample), so that it does not depend
+on the number of ranks.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ddpjob_trainer.config.sections import DataConfig
 from ddpjob_trainer.data.decode import Box
+from ddpjob_trainer.data.randomness import derive, uniform
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.randomness import derive, uniform
-
-if TYPE_CHECKING:
-    from ddpjob_trainer.data.source import DataConfig
 
 _RANDAUGMENT = 0x52414E44
 
 
 class CropAndFlip:
-    """Images of a set, each shifted by up to `padding` pixels (zeros come in) and, if `flip`, mirrored with probability one half.
+    """Images of a set, each shifted by up to `padding` pixels (zeros come in) and, if `flip`,
+    mirrored with probability one half.
 
-    He et al., Deep residual learning, 2015, section 4.2: padding 4 for CIFAR. Every crop is a view of the padded set, so that a batch is
-    one gather on whatever device the set is.
+    He et al., Deep residual learning, 2015, section 4.2: padding 4 for CIFAR. Every crop is a view
+    of the padded set, so that a batch is one gather on the device of the set.
     """
 
     def __init__(self, images: torch.Tensor, seed: int, *, padding: int, flip: bool) -> None:
@@ -38,7 +38,9 @@ class CropAndFlip:
         self._epoch = -1
 
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
-        """The images `numbers` (int64, on the set's device) as this epoch shows them."""
+        """The images `numbers` (int64, on the set's device), (n, channels, height, width) uint8, as
+        augmented in this epoch.
+        """
         if epoch != self._epoch:
             self._draw(epoch)
         crops = self._crops[numbers, self._top[numbers], self._left[numbers]]
@@ -53,7 +55,7 @@ class CropAndFlip:
 
 
 class RandAugment:
-    """torchvision's RandAugment, its choices for an image being a function of (seed, epoch, sample)."""
+    """torchvision's RandAugment, with choices that are a function of (seed, epoch, sample)."""
 
     def __init__(self, operations: int, magnitude: int) -> None:
         from torchvision.transforms import v2
@@ -62,7 +64,7 @@ class RandAugment:
 
     @classmethod
     def of(cls, config: DataConfig) -> RandAugment | None:
-        """As configured; None for none. Raises ConfigError for values out of range."""
+        """As configured; None when it is off. Raises ConfigError for values out of range."""
         if config.randaugment_ops < 0 or not 0 <= config.randaugment_magnitude <= 30:
             raise ConfigError(
                 f"data.randaugment_ops={config.randaugment_ops} must be at least 0,"
@@ -71,7 +73,7 @@ class RandAugment:
         return cls(config.randaugment_ops, config.randaugment_magnitude) if config.randaugment_ops else None
 
     def __call__(self, image: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
-        """One image (3, height, width) uint8."""
+        """Augment one image (3, height, width) uint8."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive(seed, epoch, number, _RANDAUGMENT))
             augmented: torch.Tensor = self._transform(image)
@@ -79,9 +81,10 @@ class RandAugment:
 
 
 def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) -> Box:
-    """A random crop of 8 to 100 % of the area, sides from 3:4 to 4:3; draws: (10, 4) uniform numbers.
+    """A random crop of 8 to 100 % of the area, with an aspect ratio from 3:4 to 4:3.
 
-    Szegedy et al., Going deeper with convolutions, 2014; as torchvision's RandomResizedCrop, ten tries and then the middle.
+    `draws`: (10, 4) uniform numbers. Szegedy et al., Going deeper with convolutions, 2014; like
+    torchvision's RandomResizedCrop, ten tries and then the center.
     """
     for area_draw, ratio_draw, top_draw, left_draw in draws:
         area = height * width * (0.08 + 0.92 * area_draw)

@@ -1,6 +1,7 @@
-"""CIFAR-10 and CIFAR-100 as the official archives unpack them: the python version (pickles) and the binary version.
+"""CIFAR-10 and CIFAR-100 as the official archives unpack: the python version (pickles) and the binary version.
 
-Formats: https://www.cs.toronto.edu/~kriz/cifar.html. Read here without importing torchvision, which takes seconds; it downloads.
+Formats: https://www.cs.toronto.edu/~kriz/cifar.html. Read without torchvision, whose import takes seconds; torchvision
+downloads.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddpjob_trainer.config.sections import DataConfig, DataName
 from ddpjob_trainer.data.augment import CropAndFlip, RandAugment
-from ddpjob_trainer.data.memory import Augment, MemoryData
-from ddpjob_trainer.data.source import DataConfig, DataName, Normalise, existing_folder
+from ddpjob_trainer.data.dataset import Normalize, existing_folder
+from ddpjob_trainer.data.in_memory import Augment, MemoryData
 from ddpjob_trainer.errors import DataError
 
 _PIXELS = 3 * 32 * 32
@@ -24,7 +26,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where an archive keeps its files, and how a record looks."""
+    """Where an archive keeps its files, and the layout of a record."""
 
     python_folder: str
     binary_folder: str
@@ -72,8 +74,11 @@ _LAYOUTS = {
 
 
 def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
-    """The whole set on the device as uint8. `data.dir` is the folder above the archive's folder, or that one itself. Raises DataError."""
-    layout = _LAYOUTS[config.name]
+    """The whole set on the device as uint8.
+
+    `data.dir` is the folder above the archive's folder, or that folder itself. Raises DataError.
+    """
+    layout = _LAYOUTS[DataName(config.name)]
     found = _find(config.dir, layout)
     if found is None and config.download:
         _download(config)
@@ -84,21 +89,20 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
             f" {layout.binary_folder}/{layout.binary_train[0]}, or set data.download=true"
         )
         folder = existing_folder(config, remedy)
-        raise DataError(f"data folder {folder} holds no {config.name.value} (data.dir): {remedy}")
+        raise DataError(f"data folder {folder} holds no {config.name} (data.dir): {remedy}")
     folder, binary = found
     read = _read_binary if binary else _read_pickles
     train = read(folder, layout.binary_train if binary else layout.train, layout)
     test = read(folder, layout.binary_test if binary else layout.test, layout)
     train, test = ((images.to(device), labels.to(device)) for images, labels in (train, test))
-    data = MemoryData(
+    return MemoryData(
         train,
         test,
         classes=layout.classes,
-        normalise=Normalise(255.0, layout.mean, layout.std, device),
+        normalize=Normalize(255.0, layout.mean, layout.std, device),
         augment=_augmentation(config, train[0]) if config.augment else None,
+        class_names=_CIFAR10_NAMES if config.name == DataName.CIFAR10 else None,
     )
-    data.class_names = _CIFAR10_NAMES if config.name is DataName.CIFAR10 else None
-    return data
 
 
 def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
@@ -118,7 +122,7 @@ def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
 
 
 def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:
-    """(folder, whether it is the binary version) of the first one that has a training file."""
+    """(folder, whether it is the binary version) of the first folder that has a training file."""
     if root is None:
         return None
     for folder in (root / layout.python_folder, root / layout.binary_folder, root):
@@ -142,7 +146,10 @@ def _read_binary(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part:
     for path in _present(folder, names):
         content = np.fromfile(path, dtype=np.uint8)
         if not len(content) or len(content) % size:
-            raise DataError(f"{path} is truncated: {len(content)} bytes are not whole records of {size} bytes; unpack the archive again")
+            raise DataError(
+                f"{path} is truncated: {len(content)} bytes are not whole records of {size} bytes;"
+                " unpack the archive again"
+            )
         records = content.reshape(-1, size)
         labels.append(records[:, layout.label_bytes - 1].astype(np.int64))
         images.append(records[:, layout.label_bytes :])
@@ -156,12 +163,23 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
             with path.open("rb") as file:
                 content = _ArraysOnly(file, encoding="latin1").load()
             part, part_labels = np.asarray(content["data"]), np.asarray(content[layout.label_key], dtype=np.int64)
-        except (pickle.UnpicklingError, EOFError, KeyError, ValueError, TypeError, IndexError, AttributeError, ImportError) as error:
-            raise DataError(f"{path} is not a whole CIFAR batch ({type(error).__name__}: {error}); unpack the archive again") from error
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            KeyError,
+            ValueError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            ImportError,
+        ) as error:
+            raise DataError(
+                f"{path} is not a whole CIFAR batch ({type(error).__name__}: {error}); unpack the archive again"
+            ) from error
         if part.dtype != np.uint8 or part.ndim != 2 or part.shape[1] != _PIXELS or len(part) != len(part_labels):
             raise DataError(
-                f"{path} holds {part.dtype} of shape {part.shape} with {len(part_labels)} labels, not uint8 (n, {_PIXELS}) with n labels;"
-                f" unpack the archive again"
+                f"{path} holds {part.dtype} of shape {part.shape} with {len(part_labels)} labels, not uint8"
+                f" (n, {_PIXELS}) with n labels; unpack the archive again"
             )
         images.append(part)
         labels.append(part_labels)
@@ -172,37 +190,45 @@ def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout)
     all_labels = np.concatenate(labels)
     if all_labels.min() < 0 or all_labels.max() >= layout.classes:
         last = layout.classes - 1
-        raise DataError(f"{folder} holds label {all_labels.max()}, outside of 0..{last}: it is another data set than data.name says")
+        raise DataError(
+            f"{folder} holds label {all_labels.max()}, outside of 0..{last}: it is another data set than data.name says"
+        )
     return torch.from_numpy(np.concatenate(images).reshape(-1, 3, 32, 32)), torch.from_numpy(all_labels)
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A pickle may run any code; a CIFAR batch needs numpy's arrays and text only."""
+    """Unpickles numpy arrays and text only: a pickle may run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        modules = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
+        modules = (
+            "numpy",
+            "numpy.core.multiarray",
+            "numpy._core.multiarray",
+            "numpy.core.numeric",
+            "numpy._core.numeric",
+        )
         is_array = module in modules and name in ("_reconstruct", "ndarray", "dtype", "_frombuffer")
         if is_array or (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR batch")
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a CIFAR batch")
 
 
 def _download(config: DataConfig) -> None:
-    """By torchvision, which checks the archive's MD5; one process per folder at a time."""
+    """Download by torchvision, which checks the archive's MD5; one process per folder at a time."""
     import fcntl
 
     import torchvision
 
     if config.dir is None:
         raise DataError("data.download=true needs data.dir (or DDPJOB_DATA_DIR): the folder to download into")
-    kind = torchvision.datasets.CIFAR10 if config.name is DataName.CIFAR10 else torchvision.datasets.CIFAR100
+    kind = torchvision.datasets.CIFAR10 if config.name == DataName.CIFAR10 else torchvision.datasets.CIFAR100
     try:
         config.dir.mkdir(parents=True, exist_ok=True)
         with (config.dir / ".download.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if _find(config.dir, _LAYOUTS[config.name]) is None:
+            if _find(config.dir, _LAYOUTS[DataName(config.name)]) is None:
                 kind(str(config.dir), download=True)
     except (OSError, RuntimeError) as error:
         raise DataError(
-            f"{config.name.value} cannot be downloaded into {config.dir}: {error}. Unpack the official archive there by hand"
+            f"{config.name} cannot be downloaded into {config.dir}: {error}. Unpack the official archive there by hand"
         ) from error

@@ -1,14 +1,11 @@
-"""Images that cannot be decoded: named when they are met, counted over all ranks, and too many of them end the training."""
+"""Images that cannot be decoded: named when they are found, counted over all ranks; too many end the training."""
 
 from __future__ import annotations
 
 import sys
 
-import torch
-
-from ddpjob_trainer.data.source import Corrupt, DataConfig, DataName
+from ddpjob_trainer.config.sections import Corrupt, DataConfig, DataName
 from ddpjob_trainer.errors import DataError
-from ddpjob_trainer.group import Group
 
 _NAMED = 5
 
@@ -20,12 +17,16 @@ class Warnings:
         self._names: set[str] = set()
 
     def skipped(self, name: str, reason: str) -> None:
-        """An image was met that cannot be decoded."""
+        """Report an image that cannot be decoded."""
         if name in self._names:
             return
         self._names.add(name)
         if len(self._names) <= _NAMED:
-            print(f"warning: image {name} cannot be read ({reason}): skipped, it weighs nothing", file=sys.stderr, flush=True)
+            print(
+                f"warning: image {name} cannot be read ({reason}): skipped, it has weight zero",
+                file=sys.stderr,
+                flush=True,
+            )
         if len(self._names) == _NAMED:
             print("warning: further images that cannot be read are counted and not named", file=sys.stderr, flush=True)
 
@@ -39,23 +40,33 @@ class CorruptCount:
         self._met = self.epoch = 0
 
     def begin_epoch(self) -> None:
-        """Count anew."""
+        """Reset the count."""
         self._met = self.epoch = 0
 
     def met(self, unreadable: int) -> None:
-        """So many in a micro-batch of this rank."""
+        """Count unreadable images of a micro-batch of this rank."""
         self._met += unreadable
 
-    def add(self, group: Group) -> int:
-        """How many in this step, over all ranks together. Raises DataError when the share of the training set gets too large."""
-        if not self._possible:
-            return 0
-        step = int(group.sum(torch.tensor([self._met])).item())
-        self._met = 0
+    @property
+    def possible(self) -> bool:
+        """Whether this data set can have any."""
+        return self._possible
+
+    def take(self) -> int:
+        """How many of this step this rank has met."""
+        met, self._met = self._met, 0
+        return met
+
+    def add(self, step: int) -> int:
+        """Count `step` images of a step, over all ranks; returns their number.
+
+        Raises DataError when the share of the training set exceeds data.corrupt_limit.
+        """
         self.epoch += step
         if step and self.epoch > self._limit * self._size:
             raise DataError(
-                f"{self.epoch} of {self._size} training images cannot be read, more than data.corrupt_limit={self._limit:g} allows"
-                f" (warnings above name the first ones): mend or remove them, or raise data.corrupt_limit"
+                f"{self.epoch} of {self._size} training images cannot be read, more than"
+                f" data.corrupt_limit={self._limit:g} allows (warnings above name the first ones): repair or remove"
+                " them, or raise data.corrupt_limit"
             )
         return step

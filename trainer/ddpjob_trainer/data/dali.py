@@ -1,7 +1,8 @@
-"""data.decoder=dali: NVIDIA DALI decodes training images, on a GPU where there is one, with the very crops that the workers would take.
+"""data.decoder=dali: NVIDIA DALI decodes training images, on a GPU where there is one, with the same crops as the
+workers.
 
-A test image is always decoded by the workers, and so is a batch that DALI cannot decode: they tell which image is broken.
-https://docs.nvidia.com/deeplearning/dali: decoders.image_slice decodes only what lies in the crop.
+Test images are always decoded by the workers, and so is a batch that DALI cannot decode: they report which image is
+broken. https://docs.nvidia.com/deeplearning/dali: decoders.image_slice decodes only the crop.
 """
 
 from __future__ import annotations
@@ -24,41 +25,41 @@ _AHEAD = 2
 
 Contents = list[bytes | OSError]
 Crop = tuple[tuple[int, int], tuple[int, int], int]
-"""Upper left corner, height and width, 1 for mirrored."""
+"""(top, left), (height, width), 1 for mirrored."""
 
 
 class DaliDecoder:
-    """Two batches are decoded ahead, in threads of this process, while a third is trained on."""
+    """Decodes two batches ahead, in threads of this process, while a third is trained on."""
 
     def __init__(
         self,
         read: Callable[[list[int]], Contents],
         choose: Callable[[Request, int], tuple[Callable[[int, int], Box], bool]],
-        otherwise: Callable[[Request], Chunk],
+        fallback: Callable[[Request], Chunk],
         *,
         size: int,
         workers: int,
         device: torch.device,
     ) -> None:
-        """`choose(request, place)`: the crop of an image by its height and width, and whether it is mirrored. `otherwise`: without DALI.
+        """`choose(request, index)`: the crop of an image by its height and width, and whether it is mirrored.
 
-        Raises ConfigError when DALI is not installed.
+        `fallback`: decodes a request without DALI. Raises ConfigError when DALI is not installed.
         """
-        self._read, self._choose, self._otherwise = read, choose, otherwise
+        self._read, self._choose, self._fallback = read, choose, fallback
         self._size, self._threads, self._device = size, max(1, workers), device
         try:
             self._dali = importlib.import_module("nvidia.dali")
         except ImportError as error:
             raise ConfigError(
-                f"data.decoder=dali: NVIDIA DALI cannot be imported ({error}); pip install nvidia-dali-cuda120 or nvidia-dali-cuda130,"
-                f" or set data.decoder=auto"
+                f"data.decoder=dali: NVIDIA DALI cannot be imported ({error}); pip install nvidia-dali-cuda120 or"
+                " nvidia-dali-cuda130, or set data.decoder=auto"
             ) from error
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="read")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="dali")
         self._pipelines: dict[int, Any] = {}
 
     def run(self, requests: Iterator[Request]) -> Iterator[list[Chunk]]:
-        """As Pool.run: for each request its pixels, in order."""
+        """For each request its pixels, in order; like `Pool.run`."""
         waiting: deque[Future[Chunk]] = deque()
         for request in requests:
             waiting.append(self._ahead.submit(self._decode, request))
@@ -74,32 +75,34 @@ class DaliDecoder:
         for first, part in enumerate(self._readers.map(self._read, parts)):
             contents[first :: self._threads] = part
         try:
-            crops = [self._crop(request, place, content) for place, content in enumerate(contents)]
-            return Chunk(self._pixels(contents, crops), []) if crops else self._otherwise(request)
+            crops = [self._crop(request, index, content) for index, content in enumerate(contents)]
+            return Chunk(self._pixels(contents, crops), []) if crops else self._fallback(request)
         except UnreadableImage:
-            return self._otherwise(request)
-        except RuntimeError:  # DALI's decoder refuses an image: its pipeline is of no more use.
+            return self._fallback(request)
+        except RuntimeError:  # DALI's decoder refuses an image: its pipeline is no longer usable.
             self._pipelines.pop(size, None)
-            return self._otherwise(request)
+            return self._fallback(request)
 
     def _pixels(self, contents: Contents, crops: list[Crop]) -> torch.Tensor:
-        """(n, 3, size, size) uint8, a copy: DALI uses its memory again."""
+        """(n, 3, size, size) uint8, a copy: DALI reuses its memory."""
         pipeline = self._pipelines.get(len(crops)) or self._build(len(crops))
-        pipeline.feed_input("contents", [np.frombuffer(content, dtype=np.uint8) for content in contents if isinstance(content, bytes)])
+        pipeline.feed_input(
+            "contents", [np.frombuffer(content, dtype=np.uint8) for content in contents if isinstance(content, bytes)]
+        )
         for name, column in zip(("corners", "sizes", "mirrored"), zip(*crops, strict=True), strict=True):
             pipeline.feed_input(name, [np.array(value, dtype=np.int32) for value in column])
         (images,) = pipeline.run()
         dense = images.as_tensor()
         found = from_dlpack(dense) if self._device.type == "cuda" else torch.from_numpy(np.array(dense))
         copied = found.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
-        if self._device.type == "cuda":  # The copy is only under way, and DALI's next run would write over what it reads.
+        if self._device.type == "cuda":  # The copy is asynchronous, and DALI's next run would overwrite its source.
             torch.cuda.current_stream(copied.device).synchronize()
         return copied
 
-    def _crop(self, request: Request, place: int, content: bytes | OSError) -> Crop:
+    def _crop(self, request: Request, index: int, content: bytes | OSError) -> Crop:
         if isinstance(content, OSError):
             raise UnreadableImage(str(content))
-        choose, mirrored = self._choose(request, place)
+        choose, mirrored = self._choose(request, index)
         box = choose(*size_of(content))
         return (box.top, box.left), (box.height, box.width), int(mirrored)
 

@@ -1,6 +1,8 @@
-"""One encoded image to uint8 pixels: libjpeg-turbo for JPEG, at reduced size where the crop allows, Pillow for everything else.
+"""Decodes one image to uint8 pixels: libjpeg-turbo for JPEG, at reduced size where the crop allows,
+Pillow for the rest.
 
-The resampling is torchvision's for tensors (bilinear with antialiasing), called without torchvision, whose import takes seconds.
+The resampling is torchvision's for tensors (bilinear with antialiasing), called without
+torchvision, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ import torch
 _JPEG = b"\xff\xd8\xff"
 _SCALES = (8, 4, 2)  # libjpeg-turbo has vector code for these; scales between cost more than they save.
 TEST_MARGIN = 256 / 224
-"""A test image's shorter side is brought to so many times the middle crop (He et al., Deep residual learning, 2015)."""
+"""Ratio of a test image's shorter side to the center crop (He et al., Deep residual learning, 2015)."""
 
 
 class UnreadableImage(Exception):
-    """These bytes are no whole image; the message is the decoder's reason."""
+    """These bytes are no complete image; the message is the decoder's reason."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """Part of an image, in its pixels."""
+    """Part of an image, in pixels."""
 
     top: int
     left: int
@@ -42,9 +44,10 @@ def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.
 
 
 def middle(content: bytes, size: int) -> torch.Tensor:
-    """The middle of an image whose shorter side was brought to 256/224 of `size`; (3, size, size) uint8. Raises UnreadableImage.
+    """The center of an image whose shorter side was scaled to 256/224 of `size`; (3, size, size) uint8.
 
-    As torchvision's Resize and CenterCrop, always from all pixels: a test result must not depend on how images are decoded.
+    Like torchvision's Resize and CenterCrop, always from all pixels: a test result must not depend on how images are
+    decoded. Raises UnreadableImage.
     """
     pixels, _ = _decode(content, lambda height, width: Box(0, 0, height, width), None)
     height, width = pixels.shape[1:]
@@ -57,7 +60,7 @@ def middle(content: bytes, size: int) -> torch.Tensor:
 
 
 def size_of(content: bytes) -> tuple[int, int]:
-    """Height and width of an encoded image, by its header. Raises UnreadableImage."""
+    """(height, width) of an encoded image, from its header. Raises UnreadableImage."""
     from PIL import Image
 
     try:
@@ -85,7 +88,7 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scaled(box, pixels.shape[0] / height, pixels.shape[1] / width)
-        except ValueError:  # Also for what libjpeg only warns of: Pillow tells that from a broken file.
+        except ValueError:  # Also for mere warnings of libjpeg: Pillow distinguishes these from a broken file.
             pass
     pixels = _by_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])

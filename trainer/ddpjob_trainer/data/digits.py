@@ -1,4 +1,4 @@
-"""The optical digits that ship in scikit-learn (1797 real images, 8x8, 17 grey levels): no download."""
+"""The optical digits that ship with scikit-learn (1797 real images, 8x8, 17 grey levels): no download."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ddpjob_trainer.config.sections import DataConfig
 from ddpjob_trainer.data.augment import CropAndFlip
-from ddpjob_trainer.data.memory import MemoryData
-from ddpjob_trainer.data.source import DataConfig, Normalise
+from ddpjob_trainer.data.dataset import Normalize
+from ddpjob_trainer.data.in_memory import MemoryData
+from ddpjob_trainer.data.randomness import mix64
 from ddpjob_trainer.errors import ConfigError, DataError
-from ddpjob_trainer.randomness import mix
 
 _TEST_SHARE = 0.2
 
@@ -29,7 +30,7 @@ def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
         (train_images, labels[~test].to(device)),
         (images[test].to(device), labels[test].to(device)),
         classes=10,
-        normalise=Normalise(16.0, (0.3053,), (0.3761,), device),
+        normalize=Normalize(16.0, (0.3053,), (0.3761,), device),
         augment=CropAndFlip(train_images, config.seed, padding=1, flip=False) if config.augment else None,
     )
 
@@ -44,7 +45,9 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
         raise DataError("data.name=digits needs the data file that ships in scikit-learn: pip install scikit-learn")
     path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     if not path.is_file():
-        raise DataError(f"{path} is missing from the installed scikit-learn: pip install --force-reinstall scikit-learn")
+        raise DataError(
+            f"{path} is missing from the installed scikit-learn: pip install --force-reinstall scikit-learn"
+        )
     with gzip.open(path, "rt") as lines:
         table = np.loadtxt(lines, delimiter=",")
     images = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, 8, 8)
@@ -55,6 +58,6 @@ def _test_mask(labels: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tens
     mask = np.zeros(len(labels), dtype=bool)
     for label in range(10):
         members = np.flatnonzero(labels == label)
-        order = np.argsort(mix(members.astype(np.uint64)))
+        order = np.argsort(mix64(members.astype(np.uint64)))
         mask[members[order[: round(len(members) * _TEST_SHARE)]]] = True
     return torch.from_numpy(mask)

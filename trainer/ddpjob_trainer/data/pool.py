@@ -1,22 +1,25 @@
-"""Worker processes that read and decode images: one pool for as long as the data set lives, for training and test."""
+"""Worker processes that read and decode samples: one pool for training and one for test."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ddpjob_trainer import leaving
-from ddpjob_trainer.errors import DataError
+from ddpjob_trainer.errors import TrainerError
+from ddpjob_trainer.lifecycle import fast_exit
 
 _CHUNK = 16
 _REQUESTS_AHEAD = 2
+_GROUP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 class Request(NamedTuple):
@@ -28,24 +31,29 @@ class Request(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Pixels (n, 3, size, size) uint8, and which of them could not be read: (position, reason)."""
+    """Pixels (n, 3, size, size) uint8, and which of them could not be read: (index, reason)."""
 
     pixels: torch.Tensor
     unreadable: list[tuple[int, str]]
 
 
-class Pool:
-    """Runs `read` on requests in worker processes, in order, ahead of whoever takes the results; in this process where there are none."""
+C = TypeVar("C")
 
-    def __init__(self, read: Callable[[Request], Chunk], workers: int, pinned: bool) -> None:
+
+class Pool(Generic[C]):
+    """Runs `read` on requests in worker processes, in order and ahead of the consumer; with 0
+    workers, in this process.
+    """
+
+    def __init__(self, read: Callable[[Request], C], workers: int, pinned: bool) -> None:
         self._read, self._workers, self._pinned = read, workers, pinned
         self._waiting = _Waiting()
-        self._loader: DataLoader[Chunk] | None = None
+        self._loader: DataLoader[C] | None = None
 
-    def run(self, requests: Iterator[Request]) -> Iterator[list[Chunk]]:
-        """For each request its parts, in order: it is divided so that all workers share it. Raises DataError where `read` does.
+    def run(self, requests: Iterator[Request]) -> Iterator[list[C]]:
+        """For each request its chunks, in order: a request is divided so that all workers share it.
 
-        One run at a time: a new one ends the one before it.
+        One run at a time: a new one ends the one before it. Raises TrainerError when `read` does.
         """
         first = next(requests, None)
         if first is None:
@@ -54,39 +62,40 @@ class Pool:
         self._waiting.requests = self._divided(chain([first], requests), counts)
         if self._loader is None:
             self._loader = self._open(len(first.numbers))
-        chunks = iter(self._loader)
+        with _without_signals():
+            chunks = iter(self._loader)  # The first one forks the workers.
         while (chunk := _next(chunks)) is not None:
             yield [chunk, *(part for _ in range(counts.pop(0) - 1) if (part := _next(chunks)) is not None)]
 
     def _divided(self, requests: Iterable[Request], counts: list[int]) -> Iterator[Request]:
-        """Parts of at most 16 images; `counts` tells how many parts each request has."""
+        """Parts of at most 16 images; the number of parts of each request is appended to `counts`."""
         for request in requests:
             each = max(1, min(_CHUNK, -(-len(request.numbers) // max(1, self._workers))))
             parts = [request.numbers[begin : begin + each] for begin in range(0, len(request.numbers), each)] or [[]]
             counts.append(len(parts))
             yield from (request._replace(numbers=numbers) for numbers in parts)
 
-    def _open(self, size: int) -> DataLoader[Chunk]:
-        """Forks the workers. While a request of `size` samples is trained on, they go on with the next two."""
+    def _open(self, size: int) -> DataLoader[C]:
+        """Fork the workers. While a request of `size` samples is trained on, they work on the next two."""
         workers = self._workers
         return DataLoader(
             _Reader(self._read),
             batch_size=None,
             sampler=self._waiting,
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=self._pinned,
             prefetch_factor=max(2, -(-_REQUESTS_AHEAD * size // (_CHUNK * workers))) if workers else None,
             persistent_workers=workers > 0,
             worker_init_fn=_stay_with_the_rank,
-            # Only a fork has the images' list at no cost, and needs nothing that can be pickled.
+            # Only a fork shares the list of images at no cost, and needs no pickling.
             multiprocessing_context="fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None,
-            generator=torch.Generator(),  # Else each epoch would draw from the generator that dropout uses.
+            generator=torch.Generator(),  # Else each epoch would draw from dropout's generator.
         )
 
 
 class _Waiting(Sampler[Request]):
-    """What the loader asks for at the beginning of each run."""
+    """The requests of the current run, for the loader."""
 
     def __init__(self) -> None:
         self.requests: Iterator[Request] = iter(())
@@ -95,29 +104,60 @@ class _Waiting(Sampler[Request]):
         return self.requests
 
 
-class _Reader(Dataset[Chunk]):
-    def __init__(self, read: Callable[[Request], Chunk]) -> None:
+class _Reader(Dataset[C]):
+    def __init__(self, read: Callable[[Request], C]) -> None:
         self._read = read
 
-    def __getitem__(self, request: Request) -> Chunk:
+    def __getitem__(self, request: Request) -> C:
         return self._read(request)
 
 
+@contextmanager
+def _without_signals() -> Iterator[None]:
+    """Processes forked in here start with the group's signals held back, until `_stay_with_the_rank` has run.
+
+    The mask is this thread's alone. A Ctrl-C that another thread takes must not be raised here before the end: in a
+    hook of the fork Python would print and forget it, and training would never be interrupted.
+    """
+    handler, interrupts = signal.getsignal(signal.SIGINT), list[Any]()
+    held = handler if callable(handler) and threading.current_thread() is threading.main_thread() else None
+    if held is not None:
+        signal.signal(signal.SIGINT, lambda *interrupt: interrupts.append(interrupt))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if held is not None:
+            signal.signal(signal.SIGINT, held)
+            if interrupts:
+                held(*interrupts[0])
+
+
 def _stay_with_the_rank(_: int) -> None:
-    """A worker is the rank's to end: torchrun's SIGTERM and Ctrl-C go to the rank's process group, which a worker's end would break off
-    before it has saved. On Linux the kernel ends the worker when the rank has gone; elsewhere the loader looks each few seconds."""
+    """Let only the rank end its workers.
+
+    torchrun's SIGTERM and Ctrl-C go to the rank's process group; a worker that ends then would
+    abort the rank before it has saved. On Linux the kernel kills the worker when the rank is gone;
+    elsewhere the loader checks every few seconds.
+    """
     os.setpgid(0, 0)
+    for signum in signal.sigpending() & _GROUP_SIGNALS:
+        signal.sigwait({signum})  # It was meant for the rank, and came before this process had its own group.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
     parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None and not leaving.end_with(parent.pid, signal.SIGKILL):
-        os._exit(1)  # It went before the kernel was told.
+    if parent is not None and parent.pid is not None and not fast_exit.end_with(parent.pid, signal.SIGKILL):
+        os._exit(1)  # It ended before the kernel was asked.
 
 
-def _as_it_is(chunk: Any) -> Any:
+def _identity(chunk: Any) -> Any:
     return chunk
 
 
-def _next(chunks: Iterator[Chunk]) -> Chunk | None:
+def _next(chunks: Iterator[C]) -> C | None:
     try:
         return next(chunks, None)
-    except DataError as error:  # A worker process wraps the sentence in its traceback.
-        raise DataError(str(error).strip().rsplit("DataError: ", 1)[-1]) from error
+    except TrainerError as error:  # A worker process wraps the message in its traceback.
+        kind = type(error)
+        raise kind(str(error).strip().rsplit(f"{kind.__name__}: ", 1)[-1]) from error

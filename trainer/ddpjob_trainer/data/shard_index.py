@@ -1,4 +1,6 @@
-"""Where each image of a folder of tar shards lies: made once by reading the tars' headers, kept as a file, made anew when shards change."""
+"""Where each image of a folder of tar shards is: read once from the tars' headers, kept in a file,
+rebuilt when shards change.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import hashlib
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ddpjob_trainer.atomic import replacing
+from ddpjob_trainer.atomic_files import replacing
+from ddpjob_trainer.data.listing import user_cache
 from ddpjob_trainer.errors import DataError, TrainerError
 
 FILE = "index.npz"
@@ -27,11 +30,16 @@ _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "
 
 @dataclass(frozen=True)
 class Index:
-    """Image i: `sizes[i]` bytes from `offsets[i]` on in `shards[shard[i]]`, with `labels[i]`. `url`: the folder."""
+    """Image i: `sizes[i]` bytes at `offsets[i]` in `shards[shard[i]]`, with `labels[i]`. `url`: the folder.
+
+    `stamps[shard]` changes with the shard's content, also where its length does not, as with other labels: see
+    `stamp_of`.
+    """
 
     url: str
     shards: list[str]
     lengths: npt.NDArray[np.int64]
+    stamps: npt.NDArray[np.str_]
     shard: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int32]
@@ -62,7 +70,7 @@ def file_system(url: str) -> Any:
 
 @contextmanager
 def answering(url: str) -> Iterator[None]:
-    """What a store's library raises, which need not be an OSError, as DataError."""
+    """Turn what a store's library raises, which need not be an OSError, into DataError."""
     try:
         yield
     except TrainerError:
@@ -72,37 +80,40 @@ def answering(url: str) -> Iterator[None]:
             raise
         raise DataError(
             f"{url} cannot be read ({type(error).__name__}: {error}):"
-            f" see that data.url is right and answers, and that its credentials are here"
+            f" check that data.url is right and reachable, and that its credentials are set"
         ) from error
 
 
 def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
-    """The index of the shards at `url`: beside them, in `folder`, or in the user's cache; made if need be. Raises DataError."""
+    """The index of the shards at `url`: beside them, in `folder`, or in the user's cache; built if
+    need be. Raises DataError.
+    """
     beside = f"{url}/{FILE}"
     files = file_system(url)
-    if url.startswith(_WEB) and files.exists(beside):  # Few web servers list folders: the file's own list is believed there.
+    if url.startswith(_WEB) and files.exists(beside):  # Few web servers list folders: trust the file's own list.
         return _loaded(files.open(beside, "rb"), url)
-    shards, lengths = _listing(url, remedy)
-    if files.exists(beside) and _is_of(index := _loaded(files.open(beside, "rb"), url), shards, lengths):
+    found = _listing(url, remedy)
+    if files.exists(beside) and _is_of(index := _loaded(files.open(beside, "rb"), url), found, copied="://" in url):
         return index
-    place = _place(url, folder)
-    with (place.parent / f".{place.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # The ranks of a node come here together; one of them makes it.
-        if place.is_file() and _is_of(index := _loaded(place.open("rb"), url), shards, lengths):
+    path = _cache_path(url, folder)
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # The ranks of a node arrive together; one of them builds it.
+        if path.is_file() and _is_of(index := _loaded(path.open("rb"), url), found):
             return index
-        index = _scan(url, shards, lengths, remedy)
-        save(index, place)
+        index = _scan(url, found, remedy)
+        save(index, path)
     return index
 
 
 def save(index: Index, path: Path) -> None:
-    """Write it, whole or not at all."""
+    """Write the index atomically."""
     names = np.array([name.rsplit("/", 1)[-1] for name in index.shards])
     with replacing(path) as file:
         np.savez(
             file,
             names=names,
             lengths=index.lengths,
+            stamps=index.stamps,
             shard=index.shard,
             offsets=index.offsets,
             sizes=index.sizes,
@@ -110,18 +121,41 @@ def save(index: Index, path: Path) -> None:
         )
 
 
-def _listing(url: str, remedy: str) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """The shards' addresses in the order of their names, and their lengths in bytes."""
+def stamp_of(entry: Mapping[str, Any]) -> str:
+    """What a file system says of a file's content: an object store's checksum, else the time of the last change.
+
+    It begins with its kind, since only two of one kind can be compared. Empty: nothing is said.
+    """
+    kinds = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated")
+    return next((f"{kind.lower()} {entry[kind]}" for kind in kinds if entry.get(kind)), "")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The shards of a folder as it is now."""
+
+    shards: list[str]
+    lengths: npt.NDArray[np.int64]
+    stamps: npt.NDArray[np.str_]
+
+
+def _listing(url: str, remedy: str) -> _Found:
+    """The shards' addresses in the order of their names, their lengths in bytes, and their stamps."""
     files = file_system(url)
     try:
-        found = sorted((str(entry["name"]).rsplit("/", 1)[-1], entry["size"]) for entry in files.ls(url, detail=True))
+        entries = {str(entry["name"]).rsplit("/", 1)[-1]: entry for entry in files.ls(url, detail=True)}
     except OSError as error:
         raise DataError(f"shards {url} cannot be listed ({error}): {remedy}") from error
-    shards = [f"{url}/{name}" for name, _ in found if name.endswith(".tar")]
-    if not shards:
+    names = sorted(name for name in entries if name.endswith(".tar"))
+    if not names:
         raise DataError(f"{url} holds no .tar files: {remedy}")
-    lengths = [files.size(f"{url}/{name}") if size is None else size for name, size in found if name.endswith(".tar")]
-    return shards, np.array(lengths, dtype=np.int64)
+    sizes = [entries[name]["size"] for name in names]
+    lengths = [files.size(f"{url}/{name}") if size is None else size for name, size in zip(names, sizes, strict=True)]
+    return _Found(
+        [f"{url}/{name}" for name in names],
+        np.array(lengths, dtype=np.int64),
+        np.array([stamp_of(entries[name]) for name in names]),
+    )
 
 
 def _loaded(file: IO[bytes], url: str) -> Index:
@@ -130,35 +164,44 @@ def _loaded(file: IO[bytes], url: str) -> Index:
         with file, np.load(file, allow_pickle=False) as saved:
             shards = [f"{url}/{name}" for name in saved["names"].tolist()]
             columns = {key: saved[key] for key in ("lengths", "shard", "offsets", "sizes", "labels")}
+            # Files of earlier versions have none.
+            columns["stamps"] = saved["stamps"] if "stamps" in saved else np.full(len(shards), "-")
     except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
         raise DataError(
-            f"the list of images of {url} is damaged ({error}): remove {getattr(file, 'name', FILE)}, it is made anew"
+            f"the index of {url} is damaged ({error}): remove {getattr(file, 'name', FILE)}, it is built again"
         ) from error
     return Index(url=url, shards=shards, **columns)
 
 
-def _is_of(index: Index, shards: list[str], lengths: npt.NDArray[np.int64]) -> bool:
-    """Whether it was made from these shards."""
-    names = [[name.rsplit("/", 1)[-1] for name in found] for found in (index.shards, shards)]
-    return names[0] == names[1] and np.array_equal(index.lengths, lengths)
+def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
+    """Whether the index was built from these shards.
+
+    `copied`: it may have come to a store together with the shards, with stamps of where it was built, or with none.
+    """
+    names = [[name.rsplit("/", 1)[-1] for name in each.shards] for each in (index, found)]
+    if names[0] != names[1] or not np.array_equal(index.lengths, found.lengths):
+        return False
+    pairs = zip(index.stamps.tolist(), found.stamps.tolist(), strict=True)
+    return all(one == other or (copied and one.split()[:1] != other.split()[:1]) for one, other in pairs)
 
 
-def _place(url: str, folder: Path | None) -> Path:
+def _cache_path(url: str, folder: Path | None) -> Path:
     """Where an index is kept that is not beside the shards."""
     if folder is None and "://" not in url and os.access(url, os.W_OK):
         return Path(url) / FILE
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpjob_trainer"
-    place = (folder or cache) / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{FILE}"
+    path = (folder or user_cache()) / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{FILE}"
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"folder {place.parent} cannot be written ({error.strerror}): set data.index to another one") from error
-    return place
+        raise DataError(
+            f"folder {path.parent} cannot be written ({error.strerror}): set data.index to another one"
+        ) from error
+    return path
 
 
-def _scan(url: str, shards: list[str], lengths: npt.NDArray[np.int64], remedy: str) -> Index:
+def _scan(url: str, found: _Found, remedy: str) -> Index:
     rows: list[tuple[int, int, int, int]] = []
-    for number, shard in enumerate(shards):
+    for number, shard in enumerate(found.shards):
         try:
             with file_system(url).open(shard, "rb") as file:
                 rows.extend((number, *row) for row in _samples(file, shard, remedy))
@@ -167,11 +210,20 @@ def _scan(url: str, shards: list[str], lengths: npt.NDArray[np.int64], remedy: s
     if not rows:
         raise DataError(f"{url} holds no images ({', '.join(_IMAGES[:4])}, ...) in its .tar files: {remedy}")
     table = np.array(rows, dtype=np.int64)
-    return Index(url, shards, lengths, table[:, 0].astype(np.int32), table[:, 1], table[:, 2].astype(np.int32), table[:, 3])
+    return Index(
+        url=url,
+        shards=found.shards,
+        lengths=found.lengths,
+        stamps=found.stamps,
+        shard=table[:, 0].astype(np.int32),
+        offsets=table[:, 1],
+        sizes=table[:, 2].astype(np.int32),
+        labels=table[:, 3],
+    )
 
 
 def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, int, int]]:
-    """(offset, size, label) of each image, in the order in which they lie in the tar."""
+    """(offset, size, label) of each image, in the order of the tar."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     with tarfile.open(fileobj=file, mode="r:") as archive:
@@ -186,8 +238,10 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
                 assert content is not None
                 labels[key] = _label(content.read(), f"{shard}: {member.name}")
     if without := images.keys() - labels.keys():
-        raise DataError(f"{shard}: {min(without)} has no .cls file with its class number ({len(without)} such images): {remedy}")
-    return ((*place, labels[key]) for key, place in images.items())
+        raise DataError(
+            f"{shard}: {min(without)} has no .cls file with its class number ({len(without)} such images): {remedy}"
+        )
+    return ((*position, labels[key]) for key, position in images.items())
 
 
 def _label(content: bytes, where: str) -> int:

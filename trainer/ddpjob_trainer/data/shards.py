@@ -1,6 +1,6 @@
-"""Tar shards (WebDataset's layout: KEY.jpg and KEY.cls) on a file system or an object store, read image by image by byte range.
+"""Tar shards (WebDataset's layout: KEY.jpg and KEY.cls) on a file system or an object store, read by byte range.
 
-A list of (shard, offset, size, label) is made once, so that sampling stays an exact permutation of all images.
+An index of (shard, offset, size, label) is built once, so that sampling stays an exact permutation of all images.
 https://github.com/webdataset/webdataset describes the layout.
 """
 
@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from ddpjob_trainer.config.sections import DataConfig
+from ddpjob_trainer.data.dataset import existing_folder
 from ddpjob_trainer.data.images import ImageData
 from ddpjob_trainer.data.shard_index import Index, answering, cached_index
-from ddpjob_trainer.data.source import DataConfig, existing_folder
 from ddpjob_trainer.errors import DataError
 
 CLASSES = "classes.txt"
@@ -36,11 +38,20 @@ class Shards:
         self._owner = 0
 
     def name(self, number: int) -> str:
-        """Shard and place of an image."""
+        """Shard and offset of an image."""
         return f"at byte {self._index.offsets[number]} of {self._index.shards[self._index.shard[number]]}"
 
+    def identity(self) -> npt.NDArray[np.uint8]:
+        """The shards' names, and where each image is in them."""
+        names = "\n".join(shard.rsplit("/", 1)[-1] for shard in self._index.shards).encode()
+        columns = (self._index.lengths, self._index.shard, self._index.offsets, self._index.sizes)
+        return np.frombuffer(b"".join([names, *(column.tobytes() for column in columns)]), dtype=np.uint8)
+
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """The images' bytes. Raises DataError when a store does not answer: that is no property of an image."""
+        """The images' bytes.
+
+        Raises DataError when a store does not respond: that is not the fault of an image.
+        """
         if self._index.is_local:
             return [self._local(number) for number in numbers]
         paths = [self._index.shards[self._index.shard[number]] for number in numbers]
@@ -57,7 +68,7 @@ class Shards:
         return content if len(content) == size else OSError(f"the shard ends after {len(content)} of {size} bytes")
 
     def _descriptor(self, shard: int) -> int:
-        """Each process opens a shard once; they stay open."""
+        """Each process opens a shard once and keeps it open."""
         if self._owner != os.getpid():
             self._owner, self._opened = os.getpid(), {}
         if shard not in self._opened:
@@ -66,7 +77,7 @@ class Shards:
 
 
 def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) -> Iterator[bytes]:
-    """Byte ranges, all at once where the store can. What fails is asked for again, then raises DataError."""
+    """Byte ranges, all at once where the store can. What fails is retried, then raises DataError."""
     found: list[Any] = files.cat_ranges(paths, starts, ends, on_error="return")
     for content, path, start, end in zip(found, paths, starts, ends, strict=True):
         tries = 1
@@ -74,7 +85,8 @@ def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) ->
             if tries == _TRIES:
                 reason = content if isinstance(content, Exception) else f"{len(content)} of {end - start} bytes came"
                 raise DataError(
-                    f"{path} cannot be read from byte {start} on, {tries} times: {reason}; see that data.url answers, and resume"
+                    f"{path} cannot be read from byte {start} on, after {tries} tries: {reason}; check that data.url"
+                    " is reachable, and resume"
                 )
             time.sleep(_PAUSE * 4 ** (tries - 1))
             tries += 1
@@ -96,22 +108,20 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
         if len(odd):
             where = Shards(index).name(int(odd[0]))
             raise DataError(
-                f"{root}/{part} holds label {index.labels[odd[0]]}, outside of 0..{classes - 1} ({len(odd)} images, the first {where}):"
-                f" list all classes in {root}/{CLASSES}, one a line, or make the shards anew"
+                f"{root}/{part} holds label {index.labels[odd[0]]}, outside of 0..{classes - 1} ({len(odd)} images, the"
+                f" first {where}): list all classes in {root}/{CLASSES}, one per line, or build the shards again"
             )
-    data = ImageData(config, device, Shards(train), Shards(test), classes)
-    data.class_names = names
-    return data
+    return ImageData(config, device, Shards(train), Shards(test), classes, names)
 
 
 def _allow_open_files() -> None:
-    """Each worker keeps each shard open: more than the 1024 files that many systems allow unless asked for more."""
+    """Raise the soft limit of open files, often 1024: each worker keeps each shard open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS knows a lower limit besides.
+    with contextlib.suppress(OSError, ValueError):  # macOS has another, lower limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _class_names(root: str, train: Index) -> list[str] | None:
-    """The lines of classes.txt; without that file there are as many classes as the training set's labels say."""
+    """The lines of classes.txt; None without that file: the number of classes then follows from the labels."""
     files, path = train.files(), f"{root}/{CLASSES}"
     return files.cat_file(path).decode().splitlines() if files.exists(path) else None

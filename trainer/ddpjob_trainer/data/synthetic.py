@@ -1,4 +1,4 @@
-"""Images made from numbers: one pattern per class and noise, a function of the seed and the sample number only."""
+"""Generated images: one pattern per class and noise, a function of the seed and the sample number only."""
 
 from __future__ import annotations
 
@@ -6,37 +6,50 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ddpjob_trainer.data.source import Batch, DataConfig
+from ddpjob_trainer.config.sections import DataConfig
+from ddpjob_trainer.data.dataset import Batch, DataSet, fingerprint
+from ddpjob_trainer.data.randomness import derive
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.randomness import derive
 
 _NOISE_IMAGES = 61
 
 
-class SyntheticData:
-    """Sample i shows the pattern of class i % classes under one of 61 noise images; learnable, of any shape, in little memory."""
+class SyntheticData(DataSet):
+    """Sample i shows the pattern of class i % classes under one of 61 noise images; learnable, of
+    any shape, in little memory.
+    """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
         if len(config.shape) != 3 or min(config.shape) < 1:
-            raise ConfigError(f"data.shape: {list(config.shape)} is not [channels, height, width]; write for example [3, 32, 32]")
+            raise ConfigError(
+                f"data.shape: {list(config.shape)} is not [channels, height, width]; write for example [3, 32, 32]"
+            )
         if config.classes < 1 or config.size < 1:
             raise ConfigError(f"data.classes={config.classes} and data.size={config.size} must be at least 1")
         if config.randaugment_ops:
-            raise ConfigError("data.randaugment_ops: RandAugment needs images, and synthetic ones are numbers without range; leave it out")
+            raise ConfigError(
+                "data.randaugment_ops: RandAugment needs uint8 images, and synthetic ones are not; leave it out"
+            )
         self.shape = (config.shape[0], config.shape[1], config.shape[2])
         self.classes = config.classes
+        self.class_names: list[str] | None = None
         self.train_size, self.test_size = config.size, max(1, config.size // 4)
+        self._seed = config.seed
         generator = torch.Generator().manual_seed(derive(config.seed, config.classes))
         self._patterns = torch.randn(config.classes, *self.shape, generator=generator).to(device)
         self._noise = torch.randn(_NOISE_IMAGES, *self.shape, generator=generator).to(device)
 
-    def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:
-        """One batch per list of sample numbers; the same in every epoch."""
-        return (self._batch(part, 0) for part in parts)
+    def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
+        """One batch per (epoch, sample numbers); the same in every epoch."""
+        return (self._batch(part, 0) for _, part in parts)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
         """One batch per list of test sample numbers."""
         return (self._batch(part, self.train_size) for part in parts)
+
+    def fingerprint(self) -> int:
+        """Of what determines the images. Their bits depend on the processor, as all arithmetic does."""
+        return fingerprint(repr((self._seed, self.classes, self.shape, self.train_size)).encode())
 
     def _batch(self, part: list[int], offset: int) -> Batch:
         numbers = torch.tensor(part, dtype=torch.int64).to(self._patterns.device, non_blocking=True) + offset

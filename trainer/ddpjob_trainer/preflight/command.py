@@ -1,4 +1,4 @@
-"""`python -m ddpjob_trainer preflight [--json FILE] [--config FILE] [key=value ...]`: on all ranks of a launcher, or alone."""
+"""`python -m ddpjob_trainer preflight [--json FILE] [--config FILE] [key=value ...]`: on all ranks, or alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import os
 import time
 from pathlib import Path
 
-from ddpjob_trainer import fast_start, leaving
-from ddpjob_trainer.command_line import read_settings, take_option
+from ddpjob_trainer.config.command_line import read_settings, take_option
+from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError, PreflightError
-from ddpjob_trainer.group import Group
-from ddpjob_trainer.preflight.flight import conduct
-from ddpjob_trainer.preflight.report import Report
+from ddpjob_trainer.lifecycle import fast_exit, fast_start
+from ddpjob_trainer.preflight.results import Report
 
 _LINGER_SECONDS = 10.0
 
@@ -19,7 +18,8 @@ _LINGER_SECONDS = 10.0
 def main(arguments: list[str]) -> int:
     """Check; rank 0 prints the table. Returns 0.
 
-    Raises PreflightError on every rank when a check failed, so that a job's status says why; ConfigError for a wrong command line.
+    Raises PreflightError on every rank when a check failed, so that a job's status says why; ConfigError for a wrong
+    command line.
     """
     if "--help" in arguments or "-h" in arguments:
         print(__doc__)
@@ -30,18 +30,20 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--json {name}: its folder does not exist; give a file in one that does")
 
     def publish(report: Report) -> None:
-        report.show()
+        report.print()
         if name is not None:
             report.write(Path(name))
 
     fast_start.install()
-    leaving.leave_fast()  # A thread that waits for a dead mount must not keep the process.
+    fast_exit.leave_fast()  # A thread that waits for a dead mount must not keep the process.
+    from ddpjob_trainer.preflight.conduct import conduct
+
     try:
-        verdict = conduct(config, Group.from_env(), publish)
+        failure = conduct(config, Group.from_env(), publish)
     except PreflightError:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(_LINGER_SECONDS)  # torchrun ends all ranks when one leaves: rank 0's table must be out before.
         raise
-    if verdict.failed:
-        raise PreflightError(verdict.sentence)
-    return leaving.with_code(0)
+    if failure:
+        raise PreflightError(failure)
+    return fast_exit.with_code(0)

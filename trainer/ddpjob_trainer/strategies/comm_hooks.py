@@ -1,53 +1,47 @@
-"""What DistributedDataParallel sends instead of float32 gradients: PyTorch's communication hooks, by name."""
+"""What DistributedDataParallel sends instead of float32 gradients: PyTorch's communication hooks."""
 
 from __future__ import annotations
 
-import enum
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob_trainer.config.sections import CommHook, DdpConfig
 from ddpjob_trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ddpjob_trainer.strategies.ddp import DdpConfig
-
-
-class CommHook(enum.StrEnum):
-    """Hooks by name."""
-
-    NONE = "none"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWERSGD = "powersgd"
 
 
 def check(config: DdpConfig) -> None:
-    """Raises ConfigError when the options do not go together."""
+    """Raise ConfigError when the options exclude each other."""
     if config.comm_hook is CommHook.NONE:
         return
     if config.ordered:
         raise ConfigError(
-            f"ddp.comm_hook={config.comm_hook.value}: shortens what ranks send, and ddp.ordered keeps it to the bit;"
+            f"ddp.comm_hook={config.comm_hook.value}: compresses gradients, and ddp.ordered is exact to the bit;"
             f" set ddp.comm_hook=none or ddp.ordered=false"
         )
     if config.comm_hook is CommHook.POWERSGD and config.powersgd_rank < 1:
         raise ConfigError(f"ddp.powersgd_rank: {config.powersgd_rank} is less than 1; write for example 2")
     if config.comm_hook is CommHook.POWERSGD and config.powersgd_start < 2:
         raise ConfigError(
-            f"ddp.powersgd_start: {config.powersgd_start} is less than 2, and PyTorch's hook needs whole gradients at first;"
-            f" write for example 1000"
+            f"ddp.powersgd_start: {config.powersgd_start} is less than 2, and PyTorch's hook needs whole gradients at"
+            " first; write for example 1000"
         )
 
 
-def register(network: DistributedDataParallel, config: DdpConfig) -> None:
-    """Have the network's gradients sent as `config.comm_hook` says."""
+def register(network: DistributedDataParallel, config: DdpConfig) -> Callable[[], None] | None:
+    """Have the network's gradients sent through the hook that `config.comm_hook` names.
+
+    Returns what clears the hook's memory, where it has any: after a step whose gradients were not finite it is not
+    either, and would make the gradients of all later steps so. All ranks must call it alike.
+    """
     match config.comm_hook:
         case CommHook.FP16 | CommHook.BF16:
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
             half = config.comm_hook is CommHook.FP16
-            network.register_comm_hook(None, default_hooks.fp16_compress_hook if half else default_hooks.bf16_compress_hook)
+            network.register_comm_hook(
+                None, default_hooks.fp16_compress_hook if half else default_hooks.bf16_compress_hook
+            )
         case CommHook.POWERSGD:
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -57,3 +51,10 @@ def register(network: DistributedDataParallel, config: DdpConfig) -> None:
                 start_powerSGD_iter=config.powersgd_start,
             )
             network.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+            def forget() -> None:
+                for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                    memory.clear()
+
+            return forget
+    return None

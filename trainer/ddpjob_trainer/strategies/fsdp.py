@@ -1,49 +1,38 @@
-"""strategy=fsdp: each rank keeps a part of every weight, and of its optimizer state; blocks are gathered while they compute (FSDP2)."""
+"""strategy=fsdp: each rank keeps a shard of every weight and of its optimizer state; blocks are
+gathered to compute (FSDP2).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddpjob_trainer.dtensors import is_sharded, spread
-from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.group import Group
-from ddpjob_trainer.precision import AmpLevel, Precision
-from ddpjob_trainer.strategies.base import State, Strategy
-
-if TYPE_CHECKING:
-    from ddpjob_trainer.config import Config
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class FsdpConfig:
-    """strategy=fsdp."""
-
-    reshard: bool = True
-    """Let go of a block's weights after its forward pass, and gather them again for the backward pass: less memory, half as much traffic
-    again."""
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.config.sections import AmpLevel
+from ddpjob_trainer.distributed.dtensors import is_sharded, spread
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.optim.precision import Precision
+from ddpjob_trainer.strategies.strategy import State, Strategy
 
 
 class Fsdp(Strategy):
-    """PyTorch's fully_shard on each block of the model and on what is left of it. A group of one needs no wrapper."""
+    """PyTorch's fully_shard on each block of the model and on the rest of it. A group of one needs no wrapper."""
 
     equal = True  # Each forward pass gathers weights from all ranks.
+    divides = True
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
-        if config.ddp.ordered:
-            raise ConfigError("ddp.ordered: strategy=fsdp adds gradients up inside its collectives; leave it out, or set strategy=ddp")
         super().__init__(config, group, device)
         if group.world > 1:
             self.precision = _Precision(config.amp, config.optim.clip_norm, device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The same module, whose parameters become DTensors."""
+        """The same module; its parameters become DTensors."""
         if self.group.world == 1:
             return model
         from torch.distributed.device_mesh import init_device_mesh
@@ -51,16 +40,19 @@ class Fsdp(Strategy):
 
         self.precision.over_parts = self.group.sum
         for parameter in model.parameters():
-            parameter.data = parameter.data.contiguous()  # fully_shard takes none in channels_last; images and activations may be.
+            # fully_shard refuses weights in channels_last; images and activations may be.
+            parameter.data = parameter.data.contiguous()
         mesh = init_device_mesh(self.device.type, (self.group.world,))
         gathered = MixedPrecisionPolicy()
         if self.config.amp.level is AmpLevel.O2:
             gathered = MixedPrecisionPolicy(param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
         plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-        for block in [*blocks(model), model]:  # The model last: what is left of it. Its backward pass follows at once.
+        for block in [*blocks(model), model]:  # The model last: the rest of it. Its backward pass follows at once.
             reshard = self.config.fsdp.reshard and block is not model
             norms: list[nn.Module] = [
-                module for module in block.modules() if isinstance(module, _BatchNorm) and not hasattr(module, "reshard")
+                module
+                for module in block.modules()
+                if isinstance(module, _BatchNorm) and not hasattr(module, "reshard")
             ]
             if norms and self.config.amp.level is AmpLevel.O2:
                 fully_shard(norms, mesh=mesh, reshard_after_forward=reshard, mp_policy=plain)
@@ -83,7 +75,7 @@ class Fsdp(Strategy):
             self.network.set_requires_gradient_sync(True)
 
     def train_mode(self, training: bool) -> None:
-        """As every strategy; what an evaluation has gathered may be of other weights than those to train with."""
+        """Also frees gathered weights: an evaluation may have gathered the moving average instead of the weights."""
         super().train_mode(training)
         if self.group.world > 1:
             from torch.distributed.fsdp import FSDPModule
@@ -92,32 +84,40 @@ class Fsdp(Strategy):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
+    def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
+        """Weights and what belongs to them: as the weights."""
+        own = dict(self.parameters)
+        found = next((own[name] for name in place if name in own), None)
+        return found if found is not None and is_sharded(found) and found.shape == shape else None
+
     def load(self, state: State) -> None:
-        """Each rank takes its part of whole tensors."""
+        """Each rank takes its shard of whole tensors."""
         if self.group.world == 1:
             super().load(state)
             return
         parameters = dict(self.parameters)
-        model = {name: _part(value, parameters.get(name)) for name, value in state["model"].items()}
+        model = {name: _shard(value, parameters.get(name)) for name, value in state["model"].items()}
         moments = {
-            name: {key: _part(value, parameters.get(name)) for key, value in values.items()}
+            name: {key: _shard(value, parameters.get(name)) for key, value in values.items()}
             for name, values in state["optimizer"]["state"].items()
         }
         super().load({**state, "model": model, "optimizer": {**state["optimizer"], "state": moments}})
 
 
 class _Precision(Precision):
-    """O2: what ranks keep of the weights is the float32 copy, and they are gathered in amp.dtype; nothing to convert."""
+    """O2: ranks keep shards of the float32 copy, and gather them in amp.dtype; there is nothing to convert."""
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """As Precision's."""
+        """The model, not converted at O2."""
         return model if self.config.level is AmpLevel.O2 else super().convert(model)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """What is gathered at once: the members of a model's chains of blocks, or its largest modules where it has no such chain.
+    """The modules that are gathered one at a time: the members of a model's sequences of blocks,
+    else its largest modules.
 
-    A chain is an nn.Sequential or nn.ModuleList with members that have weights and are themselves made of modules.
+    Such a sequence is an nn.Sequential or nn.ModuleList with members that have weights and are
+    themselves made of modules.
     """
     found: list[nn.Module] = []
     for module in model.children():
@@ -136,8 +136,10 @@ def _is_chain(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential | nn.ModuleList) and any(_is_block(member) for member in module)
 
 
-def _part(value: Any, parameter: Any) -> Any:
-    """This rank's part of a whole tensor that is laid out as `parameter`; anything else (a counter, a buffer) as it is."""
+def _shard(value: Any, parameter: Any) -> Any:
+    """This rank's shard of a whole tensor with the layout of `parameter`; anything else (a counter,
+    a buffer) unchanged.
+    """
     if not isinstance(value, torch.Tensor) or is_sharded(value) or parameter is None or value.shape != parameter.shape:
         return value
     return spread(value, parameter)

@@ -1,58 +1,52 @@
-"""strategy=pipeline: a replica's stages are on different ranks, and its micro-batches pass through them at the same time.
+"""strategy=pipeline: a replica's stages are on different ranks, and its micro-batches pass through
+them at the same time.
 
-Rank = replica * stages + stage. Micro-batches are the trainer's own, so that normalisation statistics, dropout and mixed images are those
-of any other strategy; the schedules are PyTorch's (Huang et al., GPipe, 2019; Narayanan et al., PipeDream, 2019, for 1F1B).
+Rank = replica * stages + stage. Micro-batches are the trainer's own, so that normalization
+statistics, dropout and mixed images are those of any other strategy; the schedules are PyTorch's
+(Huang et al., GPipe, 2019; Narayanan et al., PipeDream, 2019, for 1F1B).
 """
 
 from __future__ import annotations
 
-import enum
 import importlib
 import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from ddpjob_trainer.batch_statistics import BatchStatistics
-from ddpjob_trainer.cutting import Link, Part, Skeleton, chain, cut
-from ddpjob_trainer.data import Batch
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.config.sections import PipelineSchedule
+from ddpjob_trainer.data.dataset import Batch, MicroBatches
+from ddpjob_trainer.data.randomness import derive
+from ddpjob_trainer.data.sampler import DataShare, Micro
+from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.group import Group
-from ddpjob_trainer.randomness import derive
-from ddpjob_trainer.sampler import Micro
-from ddpjob_trainer.strategies.base import Place, State, Strategy, flat_gradients, set_gradients
-
-if TYPE_CHECKING:
-    from ddpjob_trainer.config import Config
+from ddpjob_trainer.model.batchnorm_stats import BatchStatistics
+from ddpjob_trainer.model.partition import Layer, MetaModel, Stage, split, to_sequential
+from ddpjob_trainer.strategies.strategy import State, Strategy, flat_gradients, set_gradients
 
 
-class PipelineSchedule(enum.StrEnum):
-    """The order of passes."""
+@dataclass
+class _Running:
+    """What is in the pipeline, for the functions that a schedule calls. `count`: samples of the global batch."""
 
-    GPIPE = "gpipe"
-    ONE_FORWARD_ONE_BACKWARD = "1f1b"
+    pairs: list[tuple[Micro, Batch]]
+    count: int
+    losses: torch.Tensor
+    _entered: int = 0
 
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class PipelineConfig:
-    """strategy=pipeline."""
-
-    stages: int = 0
-    """Parts of the model, each on a rank of its own; the number of ranks is a multiple of it. 0: as many as there are ranks."""
-    schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
-    """gpipe: all micro-batches forwards, then all backwards. 1f1b: backwards as soon as possible, which holds less in memory; as gpipe
-    where there are fewer micro-batches than stages."""
-    micro_batches: int = 4
-    """Micro-batches that each replica's part of a global batch falls into; data.micro_batches, where it is given, says how many there are
-    in all replicas together."""
+    def enter(self) -> Micro:
+        """The next micro-batch whose forward pass begins: schedules begin them in order."""
+        self._entered += 1
+        return self.pairs[self._entered - 1][0]
 
 
 class Pipeline(Strategy):
-    """Each rank has one part of the model, with the whole model's names, and its part of the optimizer's state."""
+    """Each rank has one stage of the model, with the whole model's names, and its part of the optimizer's state."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         super().__init__(config, group, device)
@@ -60,45 +54,51 @@ class Pipeline(Strategy):
         replicas = group.world // self.stages
         self.replica, self.stage = divmod(group.rank, self.stages)
         timeout = config.train.timeout_seconds
-        lines = [[replica * self.stages + stage for stage in range(self.stages)] for replica in range(replicas)]
-        self._line = group.subgroup(lines, timeout)  # The stages of this replica.
-        self._twins = group.subgroup([list(ranks) for ranks in zip(*lines, strict=True)], timeout)  # This stage in all replicas.
+        chains = [[replica * self.stages + stage for stage in range(self.stages)] for replica in range(replicas)]
+        self._chain = group.subgroup(chains, timeout)  # The stages of this replica.
+        # This stage in all replicas.
+        self._peers = group.subgroup([list(ranks) for ranks in zip(*chains, strict=True)], timeout)
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
+        self._running: _Running | None = None
 
     @property
-    def place(self) -> Place:
+    def data_share(self) -> DataShare:
         """The last stage has the losses."""
-        return Place(self.replica, self.group.world // self.stages, self.stage == self.stages - 1)
+        return DataShare(self.replica, self.group.world // self.stages, self.stage == self.stages - 1)
 
     @property
     def portions(self) -> int:
-        """What is in the pipeline at the same time."""
+        """Micro-batches that are in the pipeline at the same time."""
         return self.config.pipeline.micro_batches
 
-    def prepare(self, model: nn.Module) -> None:
-        """As every strategy; of the model only this rank's part is kept."""
-        links = chain(model)
-        self._skeleton = Skeleton(links)
-        parts = cut(links, self._skeleton.costs(self.shape), self.stages, "pipeline.stages")
+    def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
+        """Of the model only this rank's stage is kept."""
+        layers = to_sequential(model)
+        self._meta_model = MetaModel(layers)
+        parts = split(layers, self._meta_model.costs(shape), self.stages, "pipeline.stages")
         self._ends = list(itertools.accumulate(map(len, parts)))
         self._names = set(model.state_dict()) | {name for name, _ in model.named_parameters()}
         self._first_that_draws = next((stage for stage, part in enumerate(parts) if _draws(part)), 0)
-        super().prepare(Part(parts[self.stage]))
-        self.statistics = BatchStatistics(self.model, self._twins)
+        super().prepare(Stage(parts[self.stage]), shape)
         if self.stages > 1:
             importlib.import_module("torch.distributed.pipelining")  # Takes more than a second: not in the first step.
-            self.precision.over_parts = self._line.sum
+            self.precision.over_parts = self._chain.sum
+
+    def batch_statistics(self) -> BatchStatistics:
+        """Over the ranks with the same stage."""
+        return BatchStatistics(self.model, self._peers)
 
     # ------------------------------------------------------------ training
 
-    def backward(self, micros: list[Micro], batches: Iterator[Batch], count: int) -> torch.Tensor:
-        """As every strategy. Micro-batches of one size go through the pipeline together, since its buffers have one shape."""
+    def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
+        """Micro-batches of one size go through the pipeline together, since its buffers have one shape."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        loaded = [(micro, next(batches)) for micro in micros]
-        for _, equal in itertools.groupby(loaded, key=lambda pair: pair[1].images.shape):
+        for _, equal in itertools.groupby(list(micro_batches), key=lambda pair: pair[1].images.shape):
             together = list(equal)
             if self.stages == 1:
-                total += torch.stack([self.backward_one(micro, batch, count).double() for micro, batch in together]).sum()
+                total += torch.stack(
+                    [self.backward_one(micro, batch, count).double() for micro, batch in together]
+                ).sum()
             else:
                 total += self._run(together, count)
         self._sum_gradients()
@@ -106,66 +106,81 @@ class Pipeline(Strategy):
         return total
 
     def _run(self, together: list[tuple[Micro, Batch]], count: int) -> torch.Tensor:
+        """All of `together` through the pipeline, forward and backward; returns the last stage's sum of losses."""
         images = [batch.images for _, batch in together]
-        self._coming, self._count, self._together = iter([micro for micro, _ in together]), count, together
-        self._losses = torch.zeros((), dtype=torch.float64, device=self.device)
+        losses = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._running = _Running(together, count, losses)
         inputs = [torch.cat(images)] if self.stage == 0 else []
         last = self.stage == self.stages - 1
         schedule = self._schedule(len(together), images[0].shape)
         schedule.step(*inputs, **({"target": torch.arange(len(together))} if last else {}))
+        self._running = None
         if not last:
-            self.precision.scaled(self._losses)  # GradScaler wants to have been called where gradients are unscaled.
-        return self._losses
+            self.precision.scaled(losses)  # GradScaler must have been called on every rank that unscales gradients.
+        return losses
 
     def _schedule(self, number: int, shape: torch.Size) -> Any:
-        """For `number` micro-batches with images of a shape."""
+        """The schedule for `number` micro-batches with images of a shape."""
         if (number, shape) not in self._schedules:
             from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
             inputs, outputs = self._boundaries(shape)
             module = _Pass(self.model, self._pass)
             stage = PipelineStage(
-                module, self.stage, self.stages, self.device, inputs, outputs.requires_grad_(), group=self._line.process_group
+                module,
+                self.stage,
+                self.stages,
+                self.device,
+                inputs,
+                outputs.requires_grad_(),
+                group=self._chain.process_group,
             )
-            interleave = self.config.pipeline.schedule is PipelineSchedule.ONE_FORWARD_ONE_BACKWARD and number >= self.stages
+            interleave = (
+                self.config.pipeline.schedule is PipelineSchedule.ONE_FORWARD_ONE_BACKWARD and number >= self.stages
+            )
             kind = Schedule1F1B if interleave else ScheduleGPipe
             self._schedules[number, shape] = kind(stage, number, self._loss, scale_grads=False)
         return self._schedules[number, shape]
 
     def _boundaries(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """What comes into this stage and out of it for images of a shape, on the meta device. All of it float32."""
-        outputs = self._skeleton.outputs(shape)
+        """The input and output of this stage for images of a shape, on the meta device. All float32."""
+        outputs = self._meta_model.outputs(shape)
         inputs = torch.empty(shape, device="meta")
         if self.stage > 0:
             inputs = torch.empty_like(outputs[self._ends[self.stage - 1] - 1]).requires_grad_()
         return inputs, torch.empty_like(outputs[self._ends[self.stage] - 1])
 
     def _pass(self, values: torch.Tensor) -> torch.Tensor:
-        """One micro-batch through this stage. Random numbers are the whole model's where only one stage draws any."""
-        micro = next(self._coming)
+        """One micro-batch through this stage.
+
+        Where only one stage draws random numbers, they are those of the whole model.
+        """
+        assert self._running is not None
+        micro = self._running.enter()
         self.seed(micro.key if self.stage == self._first_that_draws else derive(micro.key, self.stage))
-        with self.statistics.of_micro(micro, self._count), self.precision.autocast():
+        with self.statistics.of_micro(micro, self._running.count), self.precision.autocast():
             outputs: torch.Tensor = self.network(values)
         return outputs.float().contiguous()
 
     def _loss(self, scores: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """The last stage's loss of micro-batch `number` of those that are under way, as its backward pass needs it."""
-        micro, batch = self._together[int(number)]
+        """The last stage's loss of micro-batch `number` in the pipeline, as its backward pass needs it."""
+        assert self._running is not None
+        micro, batch = self._running.pairs[int(number)]
         loss = self.loss(scores, batch, micro)
-        self._losses += loss.detach()
-        return self.precision.scaled(loss * self.weight(self._count))
+        self._running.losses += loss.detach()
+        return self.precision.scaled(loss * self.weight(self._running.count))
 
     def _sum_gradients(self) -> None:
-        """Over the replicas."""
-        if self._twins.world == 1:
+        """Add gradients up over the replicas."""
+        if self._peers.world == 1:
             return
         weights = list(self.model.parameters())
-        set_gradients(weights, self._twins.sum(flat_gradients(weights)))
+        set_gradients(weights, self._peers.sum(flat_gradients(weights)))
 
     # ------------------------------------------------------------ evaluation
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """As every strategy: the scores come to every rank of the replica."""
+        """The scores, on every rank of the replica."""
         if self.stages == 1:
             return super().logits(images)
         found, sent = [], []
@@ -173,30 +188,33 @@ class Pipeline(Strategy):
             shapes, _ = self._boundaries(chunk.shape)
             values = chunk
             if self.stage > 0:
-                values = self._line.receive(torch.empty(shapes.shape, device=self.device), self.stage - 1)
+                values = self._chain.receive(torch.empty(shapes.shape, device=self.device), self.stage - 1)
             with self.precision.autocast():
                 values = self.model(values)
             found.append(values.float().contiguous())
             if self.stage < self.stages - 1:
-                sent.append(self._line.send_begin(found[-1], self.stage + 1))
+                sent.append(self._chain.send_begin(found[-1], self.stage + 1))
         for work in sent:
             work.wait()
-        classes = self._skeleton.outputs(images.shape)[-1].shape[1:]
+        classes = self._meta_model.outputs(images.shape)[-1].shape[1:]
         last = self.stage == self.stages - 1
         scores = torch.cat(found) if last else torch.empty(len(images), *classes, device=self.device)
-        self._line.broadcast_tensors([scores], self.stages - 1)
+        self._chain.broadcast_tensors([scores], self.stages - 1)
         return scores
 
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """All stages' parts together, on the CPU of every rank."""
+        """All stages' state merged, on the CPU of every rank."""
         own = super().state()
         if self.stages == 1:
             return own
         buffer = io.BytesIO()
         torch.save(own, buffer)
-        contents = [self._line.broadcast_bytes(buffer.getvalue() if stage == self.stage else None, stage) for stage in range(self.stages)]
+        contents = [
+            self._chain.broadcast_bytes(buffer.getvalue() if stage == self.stage else None, stage)
+            for stage in range(self.stages)
+        ]
         parts = [torch.load(io.BytesIO(content), map_location="cpu", weights_only=True) for content in contents]
         merged: State = _merged(parts)
         return merged
@@ -223,27 +241,30 @@ def _checked_stages(config: Config, group: Group) -> int:
     given, world = config.pipeline.stages, group.world
     if given < 0 or (given and world % given):
         raise ConfigError(
-            f"pipeline.stages={given}: {world} ranks are no multiple of it; start {max(given, 1)} ranks or a multiple of that,"
-            f" or set pipeline.stages=0 for as many stages as there are ranks"
+            f"pipeline.stages={given}: {world} ranks are not a multiple of it; start {max(given, 1)} ranks or a"
+            " multiple of that, or set pipeline.stages=0 for as many stages as there are ranks"
         )
     if config.pipeline.micro_batches < 1:
-        raise ConfigError(f"pipeline.micro_batches: {config.pipeline.micro_batches} is less than 1; write for example 4")
+        raise ConfigError(
+            f"pipeline.micro_batches: {config.pipeline.micro_batches} is less than 1; write for example 4"
+        )
     if config.train.accumulate != 1:
-        raise ConfigError("train.accumulate: strategy=pipeline has pipeline.micro_batches for it; set that, and leave train.accumulate out")
-    if config.ddp.ordered:
-        raise ConfigError("ddp.ordered: with strategy=pipeline no rank has all gradients; leave it out, or set strategy=ddp")
+        raise ConfigError(
+            "train.accumulate: strategy=pipeline has pipeline.micro_batches for it; set that, and leave out"
+            " train.accumulate"
+        )
     if config.model.sync_batchnorm:
         raise ConfigError(
-            "model.sync_batchnorm: with strategy=pipeline ranks are at different layers and micro-batches; leave it out (statistics are"
-            " those of a micro-batch, the same on any number of ranks), or set strategy=ddp"
+            "model.sync_batchnorm: with strategy=pipeline ranks are at different layers and micro-batches; leave it out"
+            " (statistics are those of a micro-batch, the same on any number of ranks), or set strategy=ddp"
         )
     return given or world
 
 
-def _draws(links: list[Link]) -> bool:
+def _draws(layers: list[Layer]) -> bool:
     from torch.nn.modules.dropout import _DropoutNd
 
-    return any(isinstance(module, _DropoutNd) and module.p > 0 for link in links for module in link.module.modules())
+    return any(isinstance(module, _DropoutNd) and module.p > 0 for layer in layers for module in layer.module.modules())
 
 
 def _merged(parts: list[Any]) -> Any:

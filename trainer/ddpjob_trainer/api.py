@@ -1,0 +1,34 @@
+"""What a training loop of one's own imports: the parts that make it exact on any number of ranks (docs/own-loop.md)."""
+
+from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.data.randomness import derive, seed_torch
+from ddpjob_trainer.data.sampler import Dealing, ElasticSampler, Micro, SamplerState, Step, share
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, TrainerError
+from ddpjob_trainer.evaluation.accumulate import Accumulator, Evaluation
+from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
+from ddpjob_trainer.reporting.ledger import Ledger
+
+__all__ = [
+    "EXIT_STEPPED_ASIDE",
+    "Accumulator",
+    "Agreement",
+    "CheckpointError",
+    "CheckpointFolder",
+    "ConfigError",
+    "Dealing",
+    "Due",
+    "ElasticSampler",
+    "Evaluation",
+    "FencedError",
+    "Group",
+    "Ledger",
+    "Micro",
+    "SamplerState",
+    "Step",
+    "StopRequest",
+    "TrainerError",
+    "derive",
+    "seed_torch",
+    "share",
+]

@@ -1,0 +1,78 @@
+"""Files and folders that appear whole or not at all, whenever a process or a machine dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+Check = Callable[[], None]
+
+
+@contextmanager
+def replacing(path: Path, before_rename: Check | None = None) -> Iterator[IO[bytes]]:
+    """A temporary file beside `path`, which replaces it at the end of the `with`.
+
+    The file is synced, renamed to `path`, and the folder is synced. `before_rename`, if given, is called once the
+    content is on disk; when it or the body raises, the old file stays. Raises OSError.
+    """
+    # Process ids alone are not enough: in containers that share the folder they are equal as a rule.
+    writer = f"{os.environ.get('DDPJOB_POD') or socket.gethostname()}.{os.getpid()}"
+    temporary = path.parent / f".{path.name}.{writer}.tmp"
+    try:
+        with temporary.open("wb", buffering=0) as file:
+            yield file
+            os.fsync(file.fileno())
+        if before_rename is not None:
+            before_rename()
+        temporary.rename(path)
+    except BaseException:
+        discard(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def write_atomically(path: Path, content: bytes, before_rename: Check | None = None) -> None:
+    """Replace `path` with `content`; see `replacing`."""
+    with replacing(path, before_rename) as file:
+        write_all(file, content)
+
+
+def write_all(file: IO[bytes], content: bytes | memoryview) -> None:
+    """Write everything to an unbuffered file, which takes at most 2 GiB at a time. Raises OSError."""
+    view = memoryview(content).cast("B")
+    while len(view):
+        view = view[file.write(view) :]
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power failure."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder. A folder is renamed first, so that it is never seen in part. Raises OSError."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    doomed = path.rename(path.with_name(f".{path.name}.gone.tmp"))
+    shutil.rmtree(doomed)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or folder if possible; errors are ignored (a volume may be gone)."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return

@@ -1,0 +1,224 @@
+"""Whether a checkpoint fits a model; if not, which tensors differ and which keys to set."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.checkpoints import best, dcp, torch_file
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError, first_line
+
+Tensors = Mapping[str, torch.Tensor]
+_SHOWN = 3
+_SHAPING = ("model.", "data.name", "data.shape", "data.classes", "optim.name", "amp.")
+"""Keys that decide which tensors there are."""
+_WHERE = ("model", "state_dict", "model_state_dict")
+"""Where files of torch.save hold a state dict: this trainer's and torchvision's, timm's and PyTorch's examples'."""
+_AVERAGES = ("state_dict_ema", "model_ema")
+"""Where timm and torchvision's references keep a moving average of it."""
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Names that torch.compile and other wrappers of modules put into those of tensors."""
+
+
+def differences(saved: Tensors, wanted: Tensors) -> list[str]:
+    """The differences between a checkpoint's tensors and a model's, as text; in the model's order. Empty: they fit."""
+    found = []
+    for name, tensor in wanted.items():
+        if name not in saved:
+            found.append(f"{name} {_shape(tensor)} is not in the checkpoint")
+        elif saved[name].shape != tensor.shape:
+            found.append(f"{name} is {_shape(saved[name])} in the checkpoint and {_shape(tensor)} in the model")
+    return found + [
+        f"{name} {_shape(tensor)} is not in the model" for name, tensor in saved.items() if name not in wanted
+    ]
+
+
+def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError when a training with these settings and tensors cannot resume from a snapshot."""
+    now = settings["data.seed"]
+    if (was := snapshot["config"].get("data.seed", now)) != now:
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot['step']} in {folder} was made with data.seed={was}, and now it is {now}:"
+            " the order of the samples follows from it, and an epoch takes each once. To resume set"
+            f" data.seed={was}; to start from scratch set checkpoint.dir to another folder"
+        )
+    changed = changed_keys(snapshot["config"], settings)
+    found = differences(snapshot["model"], wanted)
+    if not found and snapshot["config"]["optim.name"] != settings["optim.name"]:
+        found = [f"its optimizer is {snapshot['config']['optim.name']}, and now it is {settings['optim.name']}"]
+    if not found:
+        return
+    remedy = (
+        f"set {' '.join(changed)}, with which it was made"
+        if changed
+        else "give the configuration that it was made with"
+    )
+    raise CheckpointError(
+        f"the checkpoint of step {snapshot['step']} in {folder} is of another model: {_summary(found)}."
+        f" To resume from it {remedy}; to start from scratch set checkpoint.dir to another folder"
+    )
+
+
+def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key=value` of the checkpoint, for keys that decide which tensors there are and whose value has changed."""
+    shaping = (key for key in was if key.startswith(_SHAPING))
+    return [f"{key}={_written(was[key])}" for key in shaping if key in now and was[key] != now[key]]
+
+
+def load_weights(
+    path: Path, keep: tuple[str, ...], model: Tensors, group: Group, *, average: bool = True
+) -> dict[str, torch.Tensor]:
+    """The weights to start from, by name, complete, on every rank.
+
+    They are the checkpoint's (with `average` their moving average, where there is one), and the model's own for names
+    that match `keep`. Rank 0 reads, and prints which of the two it took. Raises CheckpointError on every rank when
+    they cannot be read or do not fit.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    problem = ""
+    if group.rank == 0:
+        try:
+            weights = _fitting(path, keep, model, average)
+        except CheckpointError as error:
+            problem = str(error)
+    buffer = io.BytesIO()
+    torch.save({"weights": weights, "problem": problem}, buffer)
+    sent = torch.load(io.BytesIO(group.broadcast_bytes(buffer.getvalue(), 0)), map_location="cpu", weights_only=True)
+    if sent["problem"]:
+        raise CheckpointError(sent["problem"])
+    return {name: sent["weights"].get(name, tensor) for name, tensor in model.items()}
+
+
+def _fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bool) -> dict[str, torch.Tensor]:
+    content = read_whole(path)
+    found = weights_in(content, path, average=average)
+    if has_average(content):
+        kind = "the moving average of the weights, which its evaluations are of" if average else "the weights"
+        other = "false takes the weights themselves" if average else "true takes their moving average"
+        print(f"checkpoint.load: {kind}, from {path} (checkpoint.load_average={other})", flush=True)
+    weights = {
+        name: tensor
+        for name, tensor in found.items()
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in keep)
+    }
+    wanted = {
+        name: tensor
+        for name, tensor in model.items()
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in keep)
+    }
+    if wrong := differences(weights, wanted):
+        names = ",".join(dict.fromkeys(text.split()[0] for text in wrong))
+        raise CheckpointError(
+            f"checkpoint.load: the weights in {path} do not fit the model: {_summary(wrong)}. Set model.* as they were"
+            f" trained with, or let these keep their initial values: checkpoint.load_except={names[:200]}"
+        )
+    return weights
+
+
+def read_whole(path: Path) -> Any:
+    """Everything in a checkpoint or a state dict.
+
+    `path`: a checkpoint of this trainer (a file, a dcp folder, or the folder of all, whose best or newest counts), or a
+    file of torch.save that holds a state dict, at the top or under a name of `_WHERE`. Raises CheckpointError.
+    """
+    try:
+        return _read(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.load: {path} is {error}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.load: {path} cannot be read: {error.strerror}; give an existing file"
+        ) from error
+    except Exception as error:  # torch's reader fails in many ways on other files.
+        raise CheckpointError(
+            f"checkpoint.load: {path} is no file of torch.save, or a damaged one: {first_line(error)}"
+        ) from error
+
+
+def has_average(found: Any) -> bool:
+    """Whether the content of a file holds a moving average of the weights beside them."""
+    if not isinstance(found, dict):
+        return False
+    own = found.get("average")
+    return bool(own.get("updates")) if isinstance(own, dict) else any(key in found for key in _AVERAGES)
+
+
+def weights_in(found: Any, path: Path, *, average: bool) -> dict[str, torch.Tensor]:
+    """The model's tensors by name in the content of `path`; with `average` their moving average, where there is one.
+
+    The names are those of the plain model, as checkpoints of this trainer have them; of others without what
+    DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) put before or into them. Raises
+    CheckpointError.
+    """
+    ours = isinstance(found, dict) and "sampler" in found and "model" in found
+    averages: dict[str, torch.Tensor] = {}
+    wanted: tuple[str, ...] = _WHERE
+    if average and has_average(found):
+        if isinstance(found.get("average"), dict):
+            averages = found["average"]["averages"]
+        else:
+            wanted = (*_AVERAGES, *_WHERE)
+    for key in wanted:
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+            break
+    if isinstance(found, dict):  # torch's AveragedModel counts its updates among its tensors.
+        found = {name: value for name, value in found.items() if name != "n_averaged"}
+    if (
+        not isinstance(found, dict)
+        or not found
+        or not all(isinstance(tensor, torch.Tensor) for tensor in found.values())
+    ):
+        raise CheckpointError(
+            f"checkpoint.load: {path} holds no state dict (names to tensors), neither at the top nor under"
+            f" {', '.join(_WHERE)}"
+        )
+    tensors = {**found, **averages}
+    return tensors if ours else {_plain_name(str(name)): tensor for name, tensor in tensors.items()}
+
+
+def _plain_name(name: str) -> str:
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":
+        del parts[0]
+    return ".".join(parts)
+
+
+def _read(path: Path) -> Any:
+    if not path.is_dir():
+        content = path.read_bytes()
+        if torch_file.is_ours(content):
+            torch_file.check(content)
+        return torch_file.decode(content)
+    if path.resolve().suffix == dcp.SUFFIX:
+        dcp.check(path)
+        return dcp.read(path)
+    inside = best.pointed_to(path) or max([*path.glob("step-*.pt"), *path.glob("step-*.dcp")], default=None)
+    if inside is None:
+        raise CheckpointError("a folder without a checkpoint; give a file, or a folder that a training has saved to")
+    return _read(inside)
+
+
+def _summary(found: list[str]) -> str:
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return str(tuple(tensor.shape))
+
+
+def _written(value: Any) -> str:
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else ",".join(map(str, value))
+        if isinstance(value, list)
+        else str(value)
+    )

@@ -1,0 +1,104 @@
+"""The checkpoints in one folder, of both formats, and what is known of each."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from ddpjob_trainer.atomic_files import remove
+from ddpjob_trainer.checkpoints import dcp, torch_file
+from ddpjob_trainer.checkpoints.retention import Entry
+from ddpjob_trainer.errors import CheckpointError
+
+NOTHING, BROKEN = -1, -2
+"""Instead of a step: the folder holds no checkpoint, or none that is whole."""
+_NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
+
+
+class CheckpointIndex:
+    """One rank's view of the folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[Path, Entry] = {}
+
+    def path_of(self, step: int, *, in_parts: bool) -> Path:
+        """The path of the checkpoint of a step."""
+        return self._path / f"step-{step:09d}{dcp.SUFFIX if in_parts else torch_file.SUFFIX}"
+
+    def newest_whole(self) -> tuple[int, Path | None]:
+        """(step, path); NOTHING or BROKEN instead of the step.
+
+        Broken ones are named in warnings. Of a folder of parts only the names and sizes are checked here.
+        """
+        found = self._found()
+        for step, path in found:
+            if (known := self._known.get(path)) is not None and not known.whole:
+                continue
+            try:
+                metadata = dcp.check_sizes(path) if path.suffix == dcp.SUFFIX else torch_file.check_file(path)
+                if metadata.step == step:
+                    return step, path
+                problem = "of another step than its name says"
+            except CheckpointError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"not readable: {error.strerror}"
+            self.broken(step, path, problem)
+        return (BROKEN if found else NOTHING), None
+
+    def broken(self, step: int, path: Path, problem: str) -> None:
+        """Record that a checkpoint cannot be resumed from, with a warning."""
+        self._known[path] = Entry(step, path, whole=False)
+        print(f"warning: checkpoint {path} is {problem}; trying the next older one", file=sys.stderr, flush=True)
+
+    def entries(self) -> list[Entry]:
+        """All, newest first. Raises OSError.
+
+        Only the newest are checked as a whole, at a start; older ones are believed by their metadata.
+        """
+        return [self._known.get(path) or self._read(step, path) for step, path in self._found()]
+
+    def add(self, entry: Entry) -> None:
+        """Record a whole checkpoint that was put in place."""
+        self._known[entry.path] = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Delete a checkpoint. One that cannot be deleted stays known, with a warning."""
+        try:
+            remove(entry.path)
+            self._known.pop(entry.path, None)
+        except OSError as error:
+            print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _read(self, step: int, path: Path) -> Entry:
+        try:
+            metadata = dcp.read_metadata(path) if path.suffix == dcp.SUFFIX else torch_file.read_metadata(path)
+            self._known[path] = Entry(step, path, metadata.epoch)
+        except CheckpointError:
+            self._known[path] = Entry(step, path, whole=False)
+        return self._known[path]
+
+    def _found(self) -> list[tuple[int, Path]]:
+        matches = ((_NAME.fullmatch(path.name), path) for path in self._path.iterdir())
+        return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+
+
+def prepare_folder(path: Path, keys: str) -> None:
+    """Create a folder and prove that it can be written.
+
+    Raises CheckpointError naming the path, the reason and the remedy.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".probe-") as probe:
+            probe.write(b"0")
+            probe.flush()
+    except OSError as error:
+        raise CheckpointError(
+            f"folder {path} cannot be written ({error.strerror}): mount it writable for uid {os.getuid()}, or set"
+            f" {keys} to another folder"
+        ) from error

@@ -1,0 +1,262 @@
+"""`python -m ddpjob_trainer ledger DIR`: was every sample of every epoch taken exactly once?
+
+In the final history the last execution of each global step counts. It must deal out every epoch exactly once, and an
+incarnation may repeat steps only back to the newest checkpoint that was saved before it began. Steps that changed no
+weight and images that could not be read are shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer.errors import LedgerError
+from ddpjob_trainer.reporting.ledger import FOLDER
+
+_SHOWN = 10
+
+
+@dataclass
+class Incarnation:
+    """One incarnation of the job: from a (re)start of all ranks to their end."""
+
+    id: int
+    began: float
+    generation: int
+    round: int
+    start: int
+    world: int
+    size: int
+    epochs: int
+    parts: dict[int, dict[int, tuple[int, list[int]]]] = field(default_factory=lambda: defaultdict(dict))
+    """step -> rank -> (epoch, samples)."""
+    checkpoints: list[int] = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
+    """Steps whose loss or gradient was not finite."""
+    unreadable: dict[int, int] = field(default_factory=dict)
+    """step -> images of all ranks that could not be read."""
+    end: int | None = None
+
+    @property
+    def last(self) -> int:
+        """The last step that any rank began."""
+        return max(self.parts, default=self.start)
+
+
+@dataclass(frozen=True)
+class LedgerSummary:
+    """What the ledger shows: the incarnations, and epoch -> samples taken in the final history.
+
+    `left_out`: step -> its samples, none of which changed a weight; `unreadable`: images without weight.
+    """
+
+    incarnations: list[Incarnation]
+    epochs: dict[int, int]
+    size: int
+    left_out: dict[int, int] = field(default_factory=dict)
+    unreadable: int = 0
+
+
+def read(folders: list[Path]) -> list[Incarnation]:
+    """The incarnations in the ledgers under `folders`, oldest first.
+
+    Raises LedgerError when there is none or a line is damaged.
+    """
+    files = sorted({path for folder in folders for path in folder.rglob("rank-*.jsonl") if path.parent.name == FOLDER})
+    if not files:
+        raise LedgerError(
+            f"no ledger under {', '.join(map(str, folders))}: train with train.ledger=true, and give the run's folder"
+        )
+    rows = [row for path in files for row in _rows(path)]
+    incarnations: dict[int, Incarnation] = {}
+    for row in sorted(rows, key=lambda row: (row["time"], "start" not in row)):
+        if "start" in row:
+            incarnations.setdefault(
+                row["life"],
+                Incarnation(
+                    row["life"],
+                    row["time"],
+                    row["generation"],
+                    row["round"],
+                    row["start"],
+                    row["world"],
+                    row["size"],
+                    row["epochs"],
+                ),
+            )
+    for row in rows:
+        if row["life"] not in incarnations:
+            raise LedgerError(f"a line of an incarnation that never began: {row}")
+        _add(incarnations[row["life"]], row)
+    return sorted(incarnations.values(), key=lambda incarnation: incarnation.began)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").split("\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise LedgerError(f"{path}, line {number} is damaged: {error}") from error
+            # The last line without its newline: the process was killed while writing it, before the step took effect.
+    return rows
+
+
+def _add(incarnation: Incarnation, row: dict[str, Any]) -> None:
+    if "samples" in row:
+        ranks = incarnation.parts[row["step"]]
+        if row["rank"] in ranks:
+            raise LedgerError(
+                f"step {row['step']}: rank {row['rank']} executed it twice in one incarnation (round"
+                f" {incarnation.round})"
+            )
+        ranks[row["rank"]] = (row["epoch"], row["samples"])
+    elif "leftOut" in row:
+        incarnation.left_out.add(row["leftOut"])
+    elif "unreadable" in row:
+        incarnation.unreadable[row["of"]] = row["unreadable"]
+    elif "checkpoint" in row:
+        incarnation.checkpoints.append(row["checkpoint"])
+    elif "end" in row:
+        incarnation.end = row["end"]
+
+
+def verify(incarnations: list[Incarnation]) -> LedgerSummary:
+    """Check the ledgers; raises LedgerError with the first violation."""
+    _check_restarts(incarnations)
+    size = incarnations[0].size
+    if odd := [incarnation for incarnation in incarnations if incarnation.size != size]:
+        raise LedgerError(f"the training set had {size} samples at first and {odd[0].size} in round {odd[0].round}")
+    final = _final_history(incarnations)
+    taken: dict[int, int] = {}
+    for epoch, steps in _by_epoch(incarnations, final).items():
+        taken[epoch] = _check_epoch(epoch, steps, size)
+    _check_complete(incarnations[-1], taken, size)
+    left_out = {
+        step: sum(len(samples) for _, samples in owner.parts[step].values())
+        for step, owner in sorted(final.items())
+        if step in owner.left_out
+    }
+    unreadable = sum(owner.unreadable.get(step, 0) for step, owner in final.items() if step not in left_out)
+    return LedgerSummary(incarnations, taken, size, left_out, unreadable)
+
+
+def _check_restarts(incarnations: list[Incarnation]) -> None:
+    newest_checkpoint, furthest = 0, 0
+    for number, incarnation in enumerate(incarnations):
+        if incarnation.start < newest_checkpoint:
+            raise LedgerError(
+                f"incarnation {number} resumed after step {incarnation.start}, though step {newest_checkpoint} was in a"
+                " checkpoint: too much was repeated"
+            )
+        if incarnation.start > furthest:
+            raise LedgerError(
+                f"incarnation {number} resumed after step {incarnation.start}, and none before it came further than"
+                f" step {furthest}"
+            )
+        expected = list(range(incarnation.start + 1, incarnation.last + 1))
+        if sorted(incarnation.parts) != expected:
+            missing = sorted(set(expected) - set(incarnation.parts))
+            raise LedgerError(f"incarnation {number} left out step {missing[0] if missing else min(incarnation.parts)}")
+        newest_checkpoint = max([newest_checkpoint, *incarnation.checkpoints])
+        furthest = max(furthest, incarnation.last)
+
+
+def _final_history(incarnations: list[Incarnation]) -> dict[int, Incarnation]:
+    """step -> the incarnation whose execution counts: a later one undoes what came after its start."""
+    final: dict[int, Incarnation] = {}
+    for incarnation in incarnations:
+        final = {step: owner for step, owner in final.items() if step <= incarnation.start}
+        final.update(dict.fromkeys(incarnation.parts, incarnation))
+    return final
+
+
+def _by_epoch(incarnations: list[Incarnation], final: dict[int, Incarnation]) -> dict[int, list[tuple[int, list[int]]]]:
+    """epoch -> [(step, samples of all ranks)].
+
+    The very last step may be incomplete if the job was killed in it.
+    """
+    epochs: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
+    last = max(final, default=0)
+    for step, incarnation in sorted(final.items()):
+        ranks = incarnation.parts[step]
+        if sorted(ranks) != list(range(incarnation.world)):
+            if step == last and incarnation.end is None and step not in incarnation.checkpoints:
+                continue
+            missing = sorted(set(range(incarnation.world)) - set(ranks))
+            raise LedgerError(
+                f"step {step} counts, and rank {missing[0]} of {incarnation.world} did not take part in it"
+                " (its ledger file may be lost)"
+            )
+        numbers = {epoch for epoch, _ in ranks.values()}
+        if len(numbers) > 1:
+            raise LedgerError(f"step {step}: the ranks were in different epochs, {sorted(numbers)}")
+        epochs[numbers.pop()].append((step, [sample for rank in sorted(ranks) for sample in ranks[rank][1]]))
+    return epochs
+
+
+def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int) -> int:
+    taken_at: dict[int, int] = {}
+    for step, samples in steps:
+        for sample in samples:
+            if not 0 <= sample < size:
+                raise LedgerError(f"epoch {epoch}, step {step}: sample {sample} does not exist (the set has {size})")
+            if sample in taken_at:
+                raise LedgerError(
+                    f"epoch {epoch}: sample {sample} was taken twice, in step {taken_at[sample]} and in step {step}"
+                )
+            taken_at[sample] = step
+    return len(taken_at)
+
+
+def _check_complete(last: Incarnation, taken: dict[int, int], size: int) -> None:
+    """Every epoch but the current one must be whole; after the end, all of them."""
+    current = None if last.end is not None else max(taken, default=None)
+    expected = range(1, last.epochs + 1) if last.end is not None else range(1, max(taken, default=0) + 1)
+    for epoch in expected:
+        if taken.get(epoch, 0) != size and epoch != current:
+            raise LedgerError(f"epoch {epoch}: {size - taken.get(epoch, 0)} of {size} samples were never taken")
+
+
+def table(summary: LedgerSummary) -> str:
+    """Incarnations and epochs as text."""
+    lines = ["incarnation  generation  round  world  from step  to step  repeated"]
+    furthest = 0
+    for number, incarnation in enumerate(summary.incarnations):
+        repeated = max(0, furthest - incarnation.start) if number else 0
+        lines.append(
+            f"{number:>11}  {incarnation.generation:>10}  {incarnation.round:>5}  {incarnation.world:>5}"
+            f"  {incarnation.start + 1:>9}  {incarnation.last:>7}  {repeated:>8}"
+        )
+        furthest = max(furthest, incarnation.last)
+    whole = sum(count == summary.size for count in summary.epochs.values())
+    lines.append(f"epochs: {whole} whole, {summary.size} samples each exactly once")
+    if partial := {epoch: count for epoch, count in summary.epochs.items() if count != summary.size}:
+        lines.extend(
+            f"epoch {epoch}: in progress, {count} of {summary.size} samples, none twice"
+            for epoch, count in partial.items()
+        )
+    if summary.left_out:
+        first = ", ".join(map(str, list(summary.left_out)[:_SHOWN])) + ", ..." * (len(summary.left_out) > _SHOWN)
+        lines.append(
+            f"left out: {len(summary.left_out)} steps (number {first}) with {sum(summary.left_out.values())} samples"
+            " changed no weight, since the loss or a gradient was not finite"
+        )
+    if summary.unreadable:
+        lines.append(f"unreadable: {summary.unreadable} images had weight zero")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table. Raises LedgerError with the first violation."""
+    if not arguments:
+        raise LedgerError("no folder given; write python -m ddpjob_trainer ledger RUN [RUN ...]")
+    print(table(verify(read([Path(argument) for argument in arguments]))))
+    return 0

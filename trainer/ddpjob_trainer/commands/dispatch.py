@@ -1,0 +1,132 @@
+"""What each command line of `python -m ddpjob_trainer` runs; a command's module is imported only when it is called."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+
+from ddpjob_trainer.errors import ConfigError, FencedError
+from ddpjob_trainer.lifecycle import fast_exit
+
+COMMANDS = {
+    # name: (module whose `main(arguments)` returns the exit code, usage, purpose)
+    "ledger": ("ddpjob_trainer.commands.check_ledger", "DIR [DIR ...]", "check that no sample was lost or repeated"),
+    "preflight": (
+        "ddpjob_trainer.preflight.command",
+        "[key=value ...]",
+        "check machines, network and folders, on all ranks; --json FILE",
+    ),
+    "checkpoint": (
+        "ddpjob_trainer.commands.show_checkpoint",
+        "FILE|DIR",
+        "show what checkpoints hold, and whether they are whole",
+    ),
+    "evaluate": (
+        "ddpjob_trainer.commands.evaluate_checkpoint",
+        "CHECKPOINT [key=value ...]",
+        "test a checkpoint, also under torchrun",
+    ),
+    "plot": (
+        "ddpjob_trainer.commands.plot_runs",
+        "RUN [RUN ...]",
+        "draw loss, accuracy, speed and ranks of a run, or of several over each other",
+    ),
+    "shards": ("ddpjob_trainer.commands.pack_shards", "FOLDER OUT", "pack an image folder into tar shards"),
+}
+
+
+_USAGE = """\
+usage: torchrun [...] -m ddpjob_trainer [--config FILE] [key=value ...]     train on all ranks of torchrun
+       python -m ddpjob_trainer [--config FILE] [key=value ...]             train in one process
+       python -m ddpjob_trainer --spawn N [...] [key=value ...]             train in N processes, without torchrun
+       python -m ddpjob_trainer COMMAND ...
+
+--spawn N [--init env://|tcp://HOST:PORT|file:///PATH] [--nodes K --node-rank R]: like mp.spawn; also for commands
+that need several ranks. --init is where the ranks meet; with env:// and several nodes MASTER_ADDR and MASTER_PORT
+must be set.
+
+commands:
+{commands}
+
+FILE: a YAML file, or the name of one of the package: {shipped}. Keys, with their defaults:"""
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command, or train, as one rank of the group that the environment describes; returns the exit code."""
+    from ddpjob_trainer.config.command_line import without_local_rank
+
+    arguments = without_local_rank(arguments)
+    if arguments and arguments[0] in COMMANDS:
+        module, _, _ = COMMANDS[arguments[0]]
+        return _printed(lambda: int(importlib.import_module(module).main(arguments[1:])))
+    if "--help" in arguments or "-h" in arguments:
+        return _printed(_help)
+    if arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
+        raise ConfigError(_unknown_command(arguments[0]))
+    return train(arguments)
+
+
+def _help() -> int:
+    print(help_text())
+    return 0
+
+
+def _printed(command: Callable[[], int]) -> int:
+    """The exit code of a command, or what a shell shows for SIGPIPE when the reader of its output is gone."""
+    try:
+        code = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if _is_read(sys.stdout.fileno()):
+            raise  # It was another connection.
+        # Python would report that again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return fast_exit.with_code(128 + signal.SIGPIPE)
+    return code
+
+
+def _is_read(descriptor: int) -> bool:
+    """Whether somebody can still read what is written there."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _unknown_command(name: str) -> str:
+    if name in ("train", "fit", "run"):
+        return f"there is no command {name!r}: without a command it trains; leave {name!r} out"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    return f"{name!r} is neither a command nor key=value; {hint} (--help lists commands and keys)"
+
+
+def help_text() -> str:
+    """Usage, commands and every key of the configuration."""
+    from ddpjob_trainer import config
+    from ddpjob_trainer.config import loader
+
+    width = max(len(f"{name} {arguments}") for name, (_, arguments, _) in COMMANDS.items())
+    lines = [f"  {f'{name} {arguments}':{width}}  {purpose}" for name, (_, arguments, purpose) in COMMANDS.items()]
+    return _USAGE.format(commands="\n".join(lines), shipped=", ".join(config.shipped())) + loader.help_text(
+        config.Config
+    )
+
+
+def train(arguments: list[str]) -> int:
+    """Train; returns the exit code."""
+    from ddpjob_trainer import train
+    from ddpjob_trainer.config.command_line import read_settings
+    from ddpjob_trainer.lifecycle.fence import EXIT_FENCED
+
+    settings = read_settings(arguments)
+    fast_exit.leave_fast()
+    try:
+        return fast_exit.with_code(train.run(settings))
+    except FencedError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return fast_exit.with_code(EXIT_FENCED)

@@ -1,0 +1,146 @@
+"""`python -m ddpjob_trainer evaluate CHECKPOINT [key=value ...]`: a checkpoint's result on the test
+set, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer import config
+from ddpjob_trainer.checkpoints import compatibility
+from ddpjob_trainer.data.catalog import open_data
+from ddpjob_trainer.data.dataset import DataSet
+from ddpjob_trainer.data.sampler import DataShare
+from ddpjob_trainer.distributed import devices
+from ddpjob_trainer.distributed.init_method import joined
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.evaluation.accumulate import Evaluation, open_accumulator
+from ddpjob_trainer.evaluation.evaluate import evaluate
+from ddpjob_trainer.evaluation.result_files import FOLDER, EvaluationFiles
+from ddpjob_trainer.lifecycle import fast_start
+from ddpjob_trainer.lifecycle.signals import StopRequest
+from ddpjob_trainer.model.models import build_model
+from ddpjob_trainer.optim.loss import Loss
+
+_OF_A_CHECKPOINT = (
+    "data.",
+    "model.",
+    "eval.",
+    "optim.loss",
+    "train.eval_batch",
+    "train.backend",
+    "train.threads",
+    "train.timeout_seconds",
+)
+"""Keys whose values come from the checkpoint's own configuration, unless a file or an argument sets them."""
+
+
+def main(arguments: list[str]) -> int:
+    """The command, also as each rank of torchrun. Returns the exit code. Raises TrainerError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddpjob_trainer evaluate",
+        description="Evaluate a checkpoint on its test set, in float32, with the configuration of its training."
+        " A moving average of the weights, if there is one, is evaluated in their place, as in training.",
+    )
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a checkpoint's file or folder, the folder of all (best or newest), or a state dict",
+    )
+    parser.add_argument(
+        "values", nargs="*", metavar="key=value", help="configuration that differs, such as data.dir=DIR eval.pr=exact"
+    )
+    parser.add_argument("--config", help="configuration file; needed for a plain state dict, which carries none")
+    parser.add_argument(
+        "-o", "--output", type=Path, help=f"folder of the results; default: {FOLDER} beside the checkpoint"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    fast_start.install()
+    group = Group.from_env()
+    first = config.load(options.config, options.values)
+    placement = devices.choose(first.train.backend, group.local_rank)
+    with joined(group, placement, first.train.timeout_seconds):
+        snapshot = _read(options.checkpoint, group)
+        was = {key: value for key, value in snapshot["config"].items() if key.startswith(_OF_A_CHECKPOINT)}
+        settings = config.load(options.config, options.values, base=was)
+        devices.limit_threads(settings.train.threads, group.local_world)
+        data = open_data(settings.data, placement.device)
+        result = _evaluated(settings, data, snapshot["model"], options.checkpoint, placement.device, group)
+        if group.rank == 0:
+            files = EvaluationFiles(_folder(options), settings.eval, data.class_names)
+            _publish(result, files, options.checkpoint, snapshot["step"])
+    return 0
+
+
+def _read(path: Path, group: Group) -> dict[str, Any]:
+    """`{"model": {name: tensor}, "config": {key: value}, "step": number}` on every rank; rank 0 reads.
+
+    A moving average of the weights (optim.ema_decay) replaces them, as in the training's own evaluations. Raises
+    CheckpointError on all ranks.
+    """
+    sent: dict[str, Any] = {}
+    if group.rank == 0:
+        try:
+            found = compatibility.read_whole(path)
+            weights = compatibility.weights_in(found, path, average=True)
+            sent = {"model": weights, "config": found.get("config", {}), "step": found.get("step")}
+        except CheckpointError as error:
+            sent = {"problem": str(error).removeprefix("checkpoint.load: ")}
+    buffer = io.BytesIO()
+    torch.save(sent, buffer)
+    got: dict[str, Any] = torch.load(
+        io.BytesIO(group.broadcast_bytes(buffer.getvalue(), 0)), map_location="cpu", weights_only=True
+    )
+    if "problem" in got:
+        raise CheckpointError(got["problem"])
+    return got
+
+
+def _evaluated(
+    settings: config.Config,
+    data: DataSet,
+    weights: Mapping[str, torch.Tensor],
+    path: Path,
+    device: torch.device,
+    group: Group,
+) -> Evaluation:
+    model = build_model(settings.model, data.shape, data.classes, settings.data.seed)
+    if wrong := compatibility.differences(weights, model.state_dict()):
+        raise CheckpointError(
+            f"{path} is of another model: {'; '.join(wrong[:3])}. Set model.* and data.* as it was trained with"
+        )
+    model.load_state_dict(dict(weights))
+    network: nn.Module = model.to(device).eval()
+    own, stop = DataShare(group.rank, group.world), StopRequest(group)  # Not listening: SIGTERM ends the process.
+    criterion = Loss(settings.optim)
+    criterion.check(settings.data, data.targets)
+    adding = open_accumulator(
+        data.targets, data.classes, criterion.each, settings.eval, decisions=criterion.of_decisions
+    )
+    result = evaluate(network, own, data, settings.train.eval_batch, group, stop, adding=adding)
+    assert result is not None
+    return result
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    path: Path = options.checkpoint
+    return options.output or (path if path.is_dir() and path.suffix != ".dcp" else path.parent) / FOLDER
+
+
+def _publish(result: Evaluation, files: EvaluationFiles, path: Path, step: int | None) -> None:
+    target = files.write(path.stem if step is None else f"step-{step:09d}", result, step=step, checkpoint=str(path))
+    lost = f", {result.unreadable} unreadable" if result.unreadable else ""
+    print(f"{path}: {result.samples} test samples{lost}")
+    for key, value in result.scalars().items():
+        print(f"  {key:9} {value:.6f}")
+    files.wait()
+    drawn = any(target.parent.glob(f"{target.stem}-*.png"))
+    print(f"wrote {target}" + (" and its pictures" if drawn else ""), flush=True)

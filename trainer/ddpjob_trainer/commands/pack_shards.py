@@ -1,0 +1,164 @@
+"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB]`: an image folder (train/CLASS, val/CLASS) as tar shards.
+
+The assignment of images to shards is decided before the first byte is written, and each shard is written under a
+temporary name and renamed. An interrupted run continues where it stopped, and a shard that exists is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import re
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from ddpjob_trainer.atomic_files import replacing, write_atomically
+from ddpjob_trainer.data.imagefolder import Folder, open_folders
+from ddpjob_trainer.data.randomness import derive
+from ddpjob_trainer.data.shard_index import FILE, Index, save, stamp_of
+from ddpjob_trainer.data.shards import CLASSES
+from ddpjob_trainer.errors import ConfigError, DataError
+
+_PLAN = "plan.json"
+_BLOCK = tarfile.BLOCKSIZE
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An image: its file, size and label, its key in the shard and the offset of its bytes there."""
+
+    path: str
+    size: int
+    label: int
+    key: str
+    offset: int
+
+    @property
+    def image_name(self) -> str:
+        """Its name in the tar."""
+        return f"{self.key}{Path(self.path).suffix.lower()}"
+
+
+def main(arguments: list[str]) -> int:
+    """Pack; returns 0. Raises DataError or ConfigError with a message for the user."""
+    parser = argparse.ArgumentParser(prog="python -m ddpjob_trainer shards", description=__doc__)
+    parser.add_argument("folder", type=Path, help="holds train/ and val/ with one folder of images per class")
+    parser.add_argument("out", type=Path, help="gets train/ and val/ with tar files, their index, and classes.txt")
+    parser.add_argument("--size", default="256MB", help="largest size of a shard (default 256MB)")
+    options = parser.parse_args(arguments)
+    pack(options.folder, options.out, _bytes(options.size))
+    return 0
+
+
+def pack(folder: Path, out: Path, size: int) -> None:
+    """Pack both sets of an image folder into shards of at most `size` bytes. Raises DataError."""
+    train, test = open_folders(folder)
+    try:
+        for part, images in (("train", train), ("val", test)):
+            (out / part).mkdir(parents=True, exist_ok=True)
+            _pack_set(images, out / part, size)
+        write_atomically(out / CLASSES, "".join(f"{name}\n" for name in train.classes).encode())
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or out}: {error.strerror}; free space or repair it, then run the command again:"
+            " it continues"
+        ) from error
+
+
+def _pack_set(images: Folder, out: Path, size: int) -> None:
+    planned = plan(images, size)
+    _keep_plan(out / _PLAN, planned)
+    for leftover in out.glob(".shard-*.tmp"):
+        leftover.unlink()
+    names = [f"shard-{number:06d}.tar" for number in range(len(planned))]
+    waiting = [(out / name, shard) for name, shard in zip(names, planned, strict=True) if not (out / name).exists()]
+    print(f"{out}: {len(images.labels)} images in {len(planned)} shards, {len(waiting)} to write", flush=True)
+    with ThreadPoolExecutor(4) as threads:
+        for done, path in enumerate(threads.map(lambda pair: _write(*pair), waiting), 1):
+            print(f"{path} ({done} of {len(waiting)})", flush=True)
+    save(_index(out, names, planned), out / FILE)
+
+
+def plan(images: Folder, size: int) -> list[list[Entry]]:
+    """The images in a fixed random order (for readers that go through shards in order), cut into
+    shards of at most `size` bytes.
+    """
+    order = np.random.Generator(np.random.Philox(derive(0, len(images.labels)))).permutation(len(images.labels))
+    shards: list[list[Entry]] = []
+    offset = size
+    for key, number in enumerate(order.tolist()):
+        path = images.name(number)
+        length = Path(path).stat().st_size
+        needs = 3 * _BLOCK + _rounded(length)
+        if offset + needs + 2 * _BLOCK > size:
+            shards.append([])
+            offset = 0
+        shards[-1].append(Entry(path, length, int(images.labels[number]), f"{key:08d}", offset + _BLOCK))
+        offset += needs
+    return shards
+
+
+def _keep_plan(path: Path, planned: list[list[Entry]]) -> None:
+    """Raise DataError when the folder holds shards of another plan: other images, or another size."""
+    text = json.dumps([[(entry.path, entry.size, entry.label) for entry in shard] for shard in planned])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if path.exists() and json.loads(path.read_text())["sha256"] != digest:
+        raise DataError(
+            f"{path.parent} holds shards of other images or of another --size: remove it, or give another folder"
+        )
+    write_atomically(path, json.dumps({"sha256": digest}).encode())
+
+
+def _write(path: Path, shard: list[Entry]) -> Path:
+    with replacing(path) as raw:
+        file = io.BufferedWriter(cast(io.RawIOBase, raw), 1 << 20)
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+            for entry in shard:
+                content = Path(entry.path).read_bytes()
+                if len(content) != entry.size:
+                    raise DataError(f"{entry.path} changed while it was packed: run the command again")
+                _add(archive, entry.image_name, content)
+                _add(archive, f"{entry.key}.cls", str(entry.label).encode())
+        file.flush()
+        file.detach()
+    return path
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
+def _index(out: Path, names: list[str], planned: list[list[Entry]]) -> Index:
+    entries = [entry for shard in planned for entry in shard]
+    files = [(out / name).stat() for name in names]
+    return Index(
+        url=str(out),
+        shards=[str(out / name) for name in names],
+        lengths=np.array([file.st_size for file in files], dtype=np.int64),
+        stamps=np.array([stamp_of({"mtime": file.st_mtime}) for file in files]),
+        shard=np.repeat(np.arange(len(planned), dtype=np.int32), [len(shard) for shard in planned]),
+        offsets=np.array([entry.offset for entry in entries], dtype=np.int64),
+        sizes=np.array([entry.size for entry in entries], dtype=np.int32),
+        labels=np.array([entry.label for entry in entries], dtype=np.int64),
+    )
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.upper())
+    if match is None or not (size := int(float(match[1]) * _UNITS[match[2] or ""])):
+        raise ConfigError(f"--size: {text!r} is no size; write for example 256MB")
+    return size

@@ -1,0 +1,194 @@
+"""`python -m ddpjob_trainer plot RUN [RUN ...]`: loss, accuracy, speed and ranks of one run with
+its restarts, or of several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpjob_trainer.evaluation.plots import BLUE, GRID, RED, set_headline, use_style
+from ddpjob_trainer.reporting.history import METRICS, History, read
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TRAIN, _TEST, _SPEED, _RANKS, _RESTART = BLUE, "#ea580c", "#0d9488", "#7c3aed", RED
+_OF_RUNS = [_TRAIN, _TEST, _SPEED, _RANKS, _RESTART, "#ca8a04", "#db2777", "#475569", "#65a30d", "#0891b2"]
+_RESTARTS_NAMED = 12
+
+Where = Callable[[dict[str, Any]], float]
+"""A row's position on the horizontal axis."""
+
+
+def draw(histories: list[History], target: Path, by: str = "time") -> None:
+    """Four panels over one axis of time or steps, in the format of the file name (PNG, SVG, PDF)."""
+    use_style()
+    import matplotlib.pyplot as plt
+
+    unit, name = _time_unit(max(history.end for history in histories))
+    where: Where = (lambda row: float(row["time"]) / unit) if by == "time" else (lambda row: float(row["step"]))
+    figure, panels = plt.subplots(
+        4, 1, figsize=(10, 10), sharex=True, height_ratios=(1.3, 1, 1, 0.5), layout="constrained"
+    )
+    alone = len(histories) == 1
+    for number, history in enumerate(histories):
+        own = _OF_RUNS[number % len(_OF_RUNS)]
+        colours = (_TRAIN, _TEST, _SPEED, _RANKS) if alone else (own,) * 4
+        _loss(panels[0], history, where, colours[:2], alone)
+        _accuracy(panels[1], history, where, colours[1], alone)
+        _speed(panels[2], history, where, colours[2])
+        _ranks(panels[3], history, where, colours[3], by, filled=alone)
+    for panel in panels:
+        panel.grid(color=GRID, linewidth=0.8)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(x=0.01)
+    _dress(list(panels), histories)
+    if alone and by == "time":
+        _mark_restarts(list(panels), histories[0], unit)
+    panels[-1].set_xlabel(f"time since the start of the run ({name})" if by == "time" else "steps")
+    set_headline(figure, _headline(histories))
+    figure.savefig(target, dpi=150)
+    plt.close(figure)
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    return (1, "s") if seconds < 300 else (60, "min") if seconds < 4 * 3600 else (3600, "h")
+
+
+def _last_accuracy(history: History) -> float | None:
+    """Of the newest evaluation; None where there is none, and for a regression."""
+    return history.evaluations[-1].get("accuracy") if history.evaluations else None
+
+
+def _headline(histories: list[History]) -> str:
+    if len(histories) > 1:
+        return f"{len(histories)} runs"
+    (history,) = histories
+    last = [incarnation for incarnation in history.steps if incarnation][-1][-1]
+    found = _last_accuracy(history)
+    accuracy = "" if found is None else f", test accuracy {found:.2%}"
+    restarts = len(history.incarnations) - 1
+    return f"{history.title}: {last['step']} steps, {restarts} restart{'' if restarts == 1 else 's'}{accuracy}"
+
+
+def _label(history: History) -> str:
+    restarts = len(history.incarnations) - 1
+    found = _last_accuracy(history)
+    accuracy = "" if found is None else f", {found:.2%}"
+    return f"{history.title}{accuracy}" + (f", {restarts} restart{'' if restarts == 1 else 's'}" if restarts else "")
+
+
+def _dress(panels: list[Axes], histories: list[History]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    panels[0].set_yscale("log")
+    panels[0].set_ylabel("loss (log scale)")
+    panels[0].legend(frameon=False, loc="upper right", fontsize=9)
+    panels[1].set_ylabel("test accuracy (%)")
+    panels[2].set_ylabel("images/s")
+    panels[2].set_ylim(bottom=0)
+    panels[3].set_ylabel("ranks")
+    most = max(world for history in histories for _, _, world in history.worlds)
+    panels[3].set_ylim(0, most * 1.25)
+    panels[3].yaxis.set_major_locator(MaxNLocator(integer=True))
+    values = [100 * row["accuracy"] for history in histories for row in history.evaluations if "accuracy" in row]
+    if values:
+        room = max(1.0, 0.15 * (max(values) - min(values)))
+        panels[1].set_ylim(max(0.0, min(values) - room), min(100.5, max(values) + room))
+
+
+def _loss(panel: Axes, history: History, where: Where, colours: tuple[str, ...], alone: bool) -> None:
+    for number, incarnation in enumerate(history.steps):
+        label = None if number else "training loss" if alone else _label(history)
+        losses = [row["loss"] for row in incarnation]
+        if alone:
+            panel.plot([where(row) for row in incarnation], losses, color=colours[0], linewidth=1.1, label=label)
+        else:
+            panel.plot([where(row) for row in incarnation], losses, color=colours[0], linewidth=0.7, alpha=0.25)
+            panel.plot(
+                [where(row) for row in incarnation], _smooth(losses), color=colours[0], linewidth=1.4, label=label
+            )
+    if history.evaluations and alone:
+        positions = [where(row) for row in history.evaluations]
+        losses = [row["loss"] for row in history.evaluations]
+        panel.plot(positions, losses, "o-", color=colours[1], markersize=4, linewidth=1.2, label="test loss")
+
+
+def _accuracy(panel: Axes, history: History, where: Where, colour: str, alone: bool) -> None:
+    rows = [row for row in history.evaluations if "accuracy" in row]  # A regression has none.
+    positions, values = [where(row) for row in rows], [100 * row["accuracy"] for row in rows]
+    panel.plot(positions, values, "o-", color=colour, markersize=4, linewidth=1.2)
+    if values and alone:
+        panel.annotate(
+            f"{values[-1]:.2f} %",
+            (positions[-1], values[-1]),
+            (-6, -16),
+            textcoords="offset points",
+            ha="right",
+            color=colour,
+        )
+
+
+def _speed(panel: Axes, history: History, where: Where, colour: str) -> None:
+    for incarnation in history.steps:
+        positions, speeds = [where(row) for row in incarnation], [row["samplesPerSecond"] for row in incarnation]
+        panel.plot(positions, speeds, color=colour, linewidth=0.8, alpha=0.3)
+        panel.plot(positions, _smooth(speeds), color=colour, linewidth=1.4)
+
+
+def _ranks(panel: Axes, history: History, where: Where, colour: str, by: str, *, filled: bool) -> None:
+    """A level per incarnation, over its time, or over the steps it made."""
+    for incarnation, steps in zip(history.incarnations, history.steps, strict=True):
+        if steps:
+            begin, world = where(incarnation if by == "time" else steps[0]), int(incarnation["world"])
+            panel.plot([begin, where(steps[-1])], [world, world], color=colour, linewidth=2.4, solid_capstyle="butt")
+            if filled:
+                panel.fill_between([begin, where(steps[-1])], 0, world, color=colour, alpha=0.12, linewidth=0)
+
+
+def _smooth(values: list[float], reach: int = 4) -> list[float]:
+    """The median of each value and its neighbours."""
+    return [statistics.median(values[max(0, index - reach) : index + reach + 1]) for index in range(len(values))]
+
+
+def _mark_restarts(panels: list[Axes], history: History, unit: float) -> None:
+    for number, (stopped, going) in enumerate(history.gaps):
+        for panel in panels:
+            panel.axvspan(stopped / unit, going / unit, color=_RESTART, alpha=0.12, linewidth=0)
+            panel.axvline(going / unit, color=_RESTART, linewidth=1, linestyle="--")
+        if number < _RESTARTS_NAMED:
+            panels[0].annotate(
+                f"restart, {going - stopped:.1f} s",
+                (going / unit, 1),
+                (4, -4),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                va="top",
+                color=_RESTART,
+                fontsize=9,
+                rotation=90,
+            )
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddpjob_trainer plot",
+        description="Draw loss, accuracy, speed and ranks of a run, or of several over each other.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"folder of a run, which holds {METRICS}")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="picture to write: .png, .svg or .pdf; default: RUN/plot.png of the first run"
+    )
+    parser.add_argument("--by", choices=("time", "step"), default="time", help="horizontal axis; default: time")
+    options = parser.parse_args(arguments)
+    histories = [read(run) for run in options.runs]
+    first: Path = options.runs[0]
+    output = options.output or (first if first.is_dir() else first.parent) / "plot.png"
+    draw(histories, output, options.by)
+    print(f"wrote {output}")
+    return 0

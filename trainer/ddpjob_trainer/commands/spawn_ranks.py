@@ -1,0 +1,242 @@
+"""`--spawn N`: this process starts the N ranks of its node with torch.multiprocessing, like mp.spawn; no torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from ddpjob_trainer.config.command_line import take_option
+from ddpjob_trainer.distributed.init_method import INIT_METHOD, free_port, read_method
+from ddpjob_trainer.errors import ConfigError, RendezvousError, TrainerError, exit_code
+from ddpjob_trainer.lifecycle import fast_exit
+from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
+
+USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
+_FAREWELL_SECONDS = 2.0
+"""How long ranks may end by themselves after one has failed: over gloo they fail at once with a message, over NCCL
+they hang."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """N ranks on each of `nodes` nodes, of which this is number `node_rank`."""
+
+    processes: int
+    nodes: int = 1
+    node_rank: int = 0
+    init: str = "env://"
+
+    @property
+    def world(self) -> int:
+        """Ranks on all nodes."""
+        return self.nodes * self.processes
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """What torchrun would set for this rank."""
+        ranks = {"RANK": self.node_rank * self.processes + local_rank, "WORLD_SIZE": self.world}
+        local = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.processes, "GROUP_RANK": self.node_rank}
+        return {name: str(number) for name, number in (ranks | local).items()} | {INIT_METHOD: self.init}
+
+
+def read(arguments: list[str]) -> tuple[Launch, list[str]]:
+    """The launch that the command line asks for, and the arguments of the ranks. Raises ConfigError."""
+    numbers = {}
+    for name, default, least in (("--spawn", 1, 1), ("--nodes", 1, 1), ("--node-rank", 0, 0)):
+        text, arguments = take_option(arguments, name)
+        if text is not None and (not text.isdigit() or int(text) < least):
+            raise ConfigError(f"{name}: {text!r} is not a whole number from {least} on; usage: {USAGE}")
+        numbers[name] = default if text is None else int(text)
+    init, arguments = take_option(arguments, "--init")
+    launch = Launch(numbers["--spawn"], numbers["--nodes"], numbers["--node-rank"], init or "env://")
+    if launch.node_rank >= launch.nodes:
+        raise ConfigError(
+            f"--node-rank {launch.node_rank}: with --nodes {launch.nodes} they are numbered 0 to {launch.nodes - 1}"
+        )
+    if launch.init == "env://" and launch.nodes == 1:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    read_method(launch.init)
+    return launch, arguments
+
+
+def main(arguments: list[str]) -> int:
+    """Run the ranks to their end.
+
+    Returns 0 when all succeeded, 75 when a signal stopped them and they saved, else the exit code
+    of the one that failed first. Raises ConfigError, RendezvousError.
+    """
+    from ddpjob_trainer.commands.dispatch import COMMANDS
+    from ddpjob_trainer.config.command_line import read_settings
+
+    launch, rest = read(arguments)
+    if not rest or rest[0] not in COMMANDS:
+        read_settings(rest)  # A mistake is reported once, not by every rank.
+    with _own_file(launch), tempfile.TemporaryDirectory(prefix="ddpjob-spawn-") as folder:
+        return Ranks(launch, rest, Path(folder)).run()
+
+
+class Ranks:
+    """The ranks of this node as processes, each the leader of its own process group, so that none
+    of its children is left behind.
+    """
+
+    def __init__(self, launch: Launch, arguments: list[str], folder: Path) -> None:
+        self._launch, self._folder = launch, folder
+        self._stopped_by: signal.Signals | None = None
+        self._deadline = float("inf")
+        self._blamed: list[tuple[int, int]] = []  # (rank, exit code) of those that failed before any was killed here
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        from torch.multiprocessing.spawn import start_processes
+
+        self._alive: dict[int, tuple[int, Any]] = {}
+        task = (launch, arguments, os.getpid(), str(folder))
+        start: Any = start_processes
+        context = start(_rank, task, launch.processes, join=False, start_method="spawn")
+        self._alive.update(
+            {process.sentinel: (self._number(local), process) for local, process in enumerate(context.processes)}
+        )
+        if self._stopped_by:
+            self._signal(signal.SIGTERM)  # It came while ranks were being started.
+
+    def run(self) -> int:
+        """Wait for all; end all when one fails. Returns the exit code."""
+        codes: dict[int, int] = {}
+        try:
+            while self._alive:
+                for sentinel in connection.wait(
+                    list(self._alive), timeout=min(1.0, max(0.0, self._deadline - time.monotonic()))
+                ):
+                    rank, process = self._alive.pop(cast(int, sentinel))
+                    _end_group(process)
+                    codes[rank] = process.exitcode
+                    if process.exitcode not in (0, EXIT_STEPPED_ASIDE) and not self._stopped_by:
+                        self._blamed.append((rank, process.exitcode))
+                        self._deadline = min(self._deadline, time.monotonic() + _FAREWELL_SECONDS)
+                if time.monotonic() >= self._deadline:
+                    break
+        finally:
+            for rank, process in self._alive.values():
+                _end_group(process)
+                codes[rank] = process.exitcode
+        return self._exit_code(codes)
+
+    def _number(self, local_rank: int) -> int:
+        return int(self._launch.environment(local_rank)["RANK"])
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
+        """The first signal asks the ranks to save and leave within the grace period, the second kills them."""
+        if self._stopped_by:
+            self._deadline = 0.0
+            self._signal(signal.SIGKILL)
+            return
+        self._stopped_by = signal.Signals(number)
+        self._deadline = time.monotonic() + float(os.environ.get("DDPJOB_GRACE_SECONDS") or 30)
+        print(f"{self._stopped_by.name}: ranks save and leave; a second signal kills them", file=sys.stderr, flush=True)
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for _, process in self._alive.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def _exit_code(self, codes: dict[int, int]) -> int:
+        if self._blamed:
+            return self._report_cause()
+        if EXIT_STEPPED_ASIDE in codes.values() and set(codes.values()) <= {0, EXIT_STEPPED_ASIDE}:
+            return EXIT_STEPPED_ASIDE
+        return 128 + self._stopped_by if self._stopped_by and any(codes.values()) else 0
+
+    def _report_cause(self) -> int:
+        """Print the error of the first rank that failed: later ones fail because of it.
+
+        Returns its exit code, 1 for a signal.
+        """
+        reported = [json.loads(path.read_text()) for path in self._folder.glob("rank-*.json")]
+        silent = [(rank, code) for rank, code in self._blamed if rank not in {entry["rank"] for entry in reported}]
+        if silent:  # It had no time to report, so that the others' errors are its consequences.
+            rank, code = silent[0]
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            hint = "; the kernel does that when memory is short (see dmesg)" if code == -signal.SIGKILL else ""
+            print(f"error: rank {rank} {how}{hint}; the others were ended", file=sys.stderr, flush=True)
+            return code if code > 0 else 1
+        first = min(reported, key=lambda entry: entry["time"])
+        print(
+            f"error: rank {first['rank']} failed; the others were ended\n{first['text']}", file=sys.stderr, flush=True
+        )
+        return dict(self._blamed).get(first["rank"], 1)
+
+
+def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, folder: str) -> None:
+    """The process of one rank."""
+    os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which sends SIGTERM: save and leave.
+    if not fast_exit.end_with(launcher, signal.SIGTERM):
+        sys.exit(128 + signal.SIGTERM)
+    os.environ.update(launch.environment(local_rank))
+    rank = int(os.environ["RANK"])
+    try:
+        from ddpjob_trainer.commands.dispatch import run
+
+        code = run(arguments)
+    except Exception as error:
+        when = time.time()
+        text = f"error: {error}" if isinstance(error, TrainerError) else traceback.format_exc()
+        Path(folder, f"rank-{rank}.json").write_text(json.dumps({"rank": rank, "time": when, "text": text}))
+        code = fast_exit.with_code(exit_code(error))
+    sys.exit(code)
+
+
+def _end_group(process: Any) -> None:
+    """Kill what is left of a rank and its children, and reap it. Until then its process id cannot be reused."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.is_alive():
+        process.kill()
+    process.join()
+
+
+@contextlib.contextmanager
+def _own_file(launch: Launch) -> Iterator[None]:
+    """The file of file:///PATH belongs to this launch: with a stale one the ranks would wait for dead peers.
+
+    Node 0 holds a lock beside it, and removes it at the end. Raises RendezvousError when another launch uses it.
+    """
+    name = read_method(launch.init).file
+    if not name or launch.node_rank > 0:
+        yield
+        return
+    path, lock = Path(name), Path(f"{name}.lock")
+    try:
+        held = lock.open("w")
+    except OSError as error:
+        raise RendezvousError(
+            f"--init {launch.init}: {lock}: {error.strerror}; give a file in a writable folder"
+        ) from error
+    with held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RendezvousError(f"--init {launch.init}: another launch uses this file; give another one") from None
+        if path.exists():
+            if launch.nodes > 1:  # Another node's ranks may have opened it already.
+                raise RendezvousError(f"--init {launch.init}: the file is left over from an earlier launch; remove it")
+            print(f"warning: {path} was left over from an earlier launch: removed", file=sys.stderr, flush=True)
+            path.unlink()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)

@@ -1,0 +1,133 @@
+"""The whole configuration, one section per subject. Precedence: argument, file, environment, default."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer.config import loader
+from ddpjob_trainer.config.sections import (
+    AmpConfig,
+    CheckpointConfig,
+    DataConfig,
+    DdpConfig,
+    DdpMpConfig,
+    DeepSpeedConfig,
+    EvalConfig,
+    FsdpConfig,
+    HorovodConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    PreflightConfig,
+    ReportConfig,
+    StrategyName,
+    TrainConfig,
+)
+from ddpjob_trainer.errors import ConfigError
+
+_SHIPPED = Path(__file__).parent / "shipped"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, frozen=True)
+class Config:
+    """Everything a run depends on."""
+
+    strategy: StrategyName = StrategyName.DDP
+    """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank alone trains
+    without a wrapper. fsdp: each rank keeps a shard of the weights and of the optimizer's state. pipeline: ranks are
+    stages of the model, micro-batches pass through them. single: one process, one device. Less supported: dp, one
+    process, several devices; ddp_mp, each process spreads its model over several devices; horovod and deepspeed, by
+    these libraries, which are installed separately; parameter_server, rank 0 steps, the others compute gradients."""
+    data: DataConfig
+    model: ModelConfig
+    optim: OptimConfig
+    amp: AmpConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    eval: EvalConfig
+    report: ReportConfig
+    preflight: PreflightConfig
+    ddp: DdpConfig
+    fsdp: FsdpConfig
+    ddp_mp: DdpMpConfig
+    pipeline: PipelineConfig
+    horovod: HorovodConfig
+    deepspeed: DeepSpeedConfig
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """checkpoint.dir, else RUN/checkpoints."""
+        return self.checkpoint.dir or self.run_dir / "checkpoints"
+
+    @property
+    def run_dir(self) -> Path:
+        """train.run_dir, else CHECKPOINT_DIR/run, else ./runs/NAME."""
+        if self.train.run_dir is not None:
+            return self.train.run_dir
+        return self.checkpoint.dir / "run" if self.checkpoint.dir is not None else Path("runs") / self.train.name
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted keys to plain values, as checkpoints keep them."""
+        return {field.key: _plain(self, field.key) for field in loader.walk(Config)}
+
+
+def _plain(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    if isinstance(value, enum.Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of `--config FILE key=value ...`; FILE may be the name of one in the package, such as digits.
+
+    `base`: dotted keys with lower precedence than file and arguments. Raises ConfigError naming the key and the remedy.
+    """
+    layers: list[tuple[str, Mapping[str, Any]]] = [("checkpoint", base or {})]
+    if config_file is not None:
+        path = _find(config_file)
+        layers.append((str(path), loader.read_file(path)))
+    layers.append(("argument", loader.read_arguments(arguments)))
+    config = loader.build(Config, *layers)
+    config.data.check()
+    for key in ("epochs", "log_every", "eval_every", "eval_batch", "timeout_seconds", "accumulate"):
+        if getattr(config.train, key) <= 0:
+            raise ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")
+    if config.model.sync_batchnorm:
+        _check_synchronized(config)
+    return config
+
+
+def _check_synchronized(config: Config) -> None:
+    fixed = {"data.micro_batches": config.data.micro_batches, "ddp.ordered": config.ddp.ordered}
+    for key, value in {**fixed, "data.mixup": config.data.mixup, "data.cutmix": config.data.cutmix}.items():
+        if value:
+            raise ConfigError(
+                f"model.sync_batchnorm: takes statistics of all ranks' samples together, and {key} needs fixed"
+                f" micro-batches; leave out {key}, or model.sync_batchnorm (statistics of micro-batches are the same on"
+                " any number of ranks too)"
+            )
+
+
+def shipped() -> list[str]:
+    """Names of the configurations that come with the package."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
+
+
+def _find(name: str) -> Path:
+    path = Path(name)
+    if path.exists() or "/" in name or "." in name:
+        return path
+    if name not in shipped():
+        names = ", ".join(shipped())
+        raise ConfigError(
+            f"--config {name}: no such file, and the package has no configuration of that name; write a path or one of"
+            f" {names}"
+        )
+    return _SHIPPED / f"{name}.yaml"

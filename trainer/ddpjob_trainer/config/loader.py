@@ -1,0 +1,276 @@
+"""Typed configuration from dataclasses: YAML file, `key=value` arguments, environment, help text.
+
+A section is a frozen dataclass; the docstring under a field is its help. Precedence: argument,
+file, environment, default.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import enum
+import functools
+import inspect
+import itertools
+import os
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from ddpjob_trainer.config import other_names
+from ddpjob_trainer.errors import ConfigError
+
+T = TypeVar("T")
+
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+
+
+def from_env(variable: str) -> dict[str, str]:
+    """Metadata of a field whose default comes from an environment variable, when that is set and not empty."""
+    return {"env": variable}
+
+
+def flatten(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+    """`{"optim": {"lr": 0.1}}` -> `{"optim.lr": 0.1}`; dotted keys may also be given."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{source}: the key {key!r} is not text; write it in quotes")
+        full = f"{prefix}{key}"
+        found = flatten(value, source, f"{full}.") if isinstance(value, Mapping) else {full: value}
+        if twice := found.keys() & flat.keys():
+            raise ConfigError(f"{source}: {min(twice)} is given twice; remove one of the two")
+        flat.update(found)
+    return flat
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice: YAML forbids it, and PyYAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping. Raises ConstructorError."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is given twice; remove one of the two", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The dotted keys of a YAML file. Raises ConfigError when it is missing, not YAML, or not a mapping."""
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist; give an existing path with --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration file {path} is not YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, Mapping):
+        found = type(tree).__name__
+        raise ConfigError(
+            f"configuration file {path} holds a {found}; write sections with keys, such as `optim: {{lr: 0.1}}`"
+        )
+    return flatten(tree, str(path))
+
+
+def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
+    """`["optim.lr=0.1"]` -> `{"optim.lr": 0.1}`; values are YAML scalars or lists. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals:
+            what = other_names.remark(argument) if argument.startswith("-") else None
+            raise ConfigError(
+                f"argument {argument!r} is not key=value{what}"
+                if what
+                else f"argument {argument!r} is not key=value; write for example optim.lr=0.1 (--help lists the keys)"
+            )
+        key = key.removeprefix("--")
+        try:
+            values[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key}: the value {text!r} is not YAML: {error}") from error
+    return values
+
+
+def build(kind: type[T], *layers: tuple[str, Mapping[str, Any]]) -> T:
+    """An instance of `kind` (a dataclass of dataclasses) from layers of dotted keys; later layers override earlier
+    ones.
+
+    Each layer is (its source, keys). Raises ConfigError for an unknown key or a wrong type, naming both and the remedy.
+    """
+    known = {field.key: field for field in walk(kind)}
+    chosen: dict[str, Any] = {}
+    for source, layer in layers:
+        for key, value in layer.items():
+            if key not in known:
+                raise ConfigError(f"{source}: unknown key {key!r}{_nearest(key, known)}")
+            chosen[key] = _convert(value, known[key].type, f"{source}: {key}")
+    for key, field in known.items():
+        if key not in chosen and field.env and os.environ.get(field.env):
+            chosen[key] = _convert(os.environ[field.env], field.type, f"environment variable {field.env} ({key})")
+    return _assemble(kind, chosen, "")
+
+
+def _nearest(key: str, known: Mapping[str, Any]) -> str:
+    sections = [name for name in known if name.startswith(f"{key}.")]
+    if sections:
+        return f": it is a section; give one of its keys, such as {other_names.key(key) or sections[0]}"
+    if what := other_names.remark(key):
+        return what
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) or [
+        name for name in known if name.split(".")[-1] == key.split(".")[-1]
+    ]
+    return f"; did you mean {near[0]!r}?" if near else "; --help lists the keys"
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldInfo:
+    """One leaf of the configuration."""
+
+    key: str
+    type: Any
+    default: Any
+    env: str | None
+    section: type[Any]
+
+    @property
+    def doc(self) -> str:
+        """The string below the field in the source; a rank never asks, and starts without parsing it."""
+        return _docs(self.section).get(self.key.rpartition(".")[2], "")
+
+
+def walk(kind: type[Any], prefix: str = "") -> Iterator[FieldInfo]:
+    """Every leaf field of a dataclass of dataclasses, in order of definition."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from walk(typing.cast(type[Any], hints[field.name]), f"{prefix}{field.name}.")
+        else:
+            yield FieldInfo(
+                prefix + field.name,
+                hints[field.name],
+                field.default,
+                field.metadata.get("env"),
+                kind,
+            )
+
+
+@functools.cache
+def _docs(kind: type[Any]) -> dict[str, str]:
+    tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind)))
+    body = typing.cast(ast.ClassDef, tree.body[0]).body
+    docs: dict[str, str] = {}
+    for before, after in itertools.pairwise(body):
+        documented = (
+            isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+        )
+        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and documented:
+            docs[before.target.id] = inspect.cleandoc(
+                typing.cast(str, typing.cast(ast.Constant, typing.cast(ast.Expr, after).value).value)
+            )
+    return docs
+
+
+def _assemble(kind: type[T], chosen: Mapping[str, Any], prefix: str) -> T:
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        key = prefix + field.name
+        if dataclasses.is_dataclass(hints[field.name]):
+            values[field.name] = _assemble(typing.cast(type[Any], hints[field.name]), chosen, f"{key}.")
+        elif key in chosen:
+            values[field.name] = chosen[key]
+    return kind(**values)
+
+
+def describe_type(kind: Any) -> str:
+    """A type's name in help and errors."""
+    if typing.get_origin(kind) is types.UnionType:
+        return " or ".join(describe_type(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"list of {describe_type(typing.get_args(kind)[0])}"
+    if kind is type(None):
+        return "null"
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return "one of " + ", ".join(str(member.value) for member in kind)
+    return {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}.get(kind, str(kind))
+
+
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        if value is None and type(None) in parts:
+            return None
+        return _convert(value, next(part for part in parts if part is not type(None)), where)
+    if origin is tuple:
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{where}: {value!r} is not a {describe_type(kind)}; write for example [1, 8, 8]")
+        return tuple(_convert(item, parts[0], where) for item in items)
+    converted = _scalar(value, kind)
+    if converted is None:
+        near = (
+            difflib.get_close_matches(str(value), [str(m.value) for m in kind], n=1)
+            if issubclass(kind, enum.Enum)
+            else []
+        )
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{where}: {value!r} is not valid: expected {describe_type(kind)}{hint}")
+    return converted
+
+
+def _scalar(value: Any, kind: Any) -> Any:
+    """`value` as `kind`, or None when it cannot be one. Numbers may be text (YAML 1.1 reads 1e-3 as text)."""
+    if kind is bool:
+        text = str(value).lower()
+        return True if text in _TRUE else False if text in _FALSE else None
+    if value is None and kind is str:  # `key=` without a value
+        return ""
+    if isinstance(value, bool) or value is None or isinstance(value, list | dict):
+        return None
+    try:
+        if kind is int:
+            number = float(value)
+            return int(number) if number == int(number) else None
+        if kind is Path:  # A shell does not expand ~ in key=~/folder; YAML and Kubernetes never do.
+            return Path(value).expanduser()
+        return kind(str(value)) if issubclass(kind, enum.Enum) else kind(value)
+    except (ValueError, TypeError, OverflowError, RuntimeError):
+        return None
+
+
+def help_text(kind: type[Any], width: int = 120) -> str:
+    """Every key with type, default, environment variable and help, section by section."""
+    import textwrap
+
+    lines: list[str] = []
+    section = None
+    for field in walk(kind):
+        if (head := field.key.rpartition(".")[0]) != section:
+            section = head
+            lines.append(f"\n{section}:" if section else "")
+        default = field.default.value if isinstance(field.default, enum.Enum) else field.default
+        default = (
+            list(default)
+            if isinstance(default, tuple)
+            else str(default).lower()
+            if isinstance(default, bool)
+            else default
+        )
+        env = f"; from {field.env}" if field.env else ""
+        lines.append(f"  {field.key}={'' if default is None else default}   ({describe_type(field.type)}{env})")
+        lines.extend(textwrap.wrap(field.doc, width - 8, initial_indent="        ", subsequent_indent="        "))
+    return "\n".join(lines)

@@ -1,0 +1,114 @@
+"""What other trainers and PyTorch's tutorials call things: for an unknown key, the key here or what to do instead."""
+
+from __future__ import annotations
+
+_PER_PROCESS = " (there it is per process, here it is of all ranks together: multiply by their number)"
+_RANKS = "torchrun, --spawn N or the job's nodes and procsPerNode decide the number of ranks"
+_OWN = "it follows from the data set"
+
+KEYS: dict[str, tuple[str, str]] = {
+    # other names, separated by spaces: (the key, what differs)
+    "batch_size b bs train_batch_size per_device_train_batch_size per_gpu_batch_size micro_batch_size"
+    " train_micro_batch_size_per_gpu per_gpu_train_batch_size": ("data.batch", _PER_PROCESS),
+    "global_batch_size total_batch_size": ("data.batch", ""),
+    "lr learning_rate base_lr lr_base": ("optim.lr", ""),
+    "epochs num_epochs epoch num_train_epochs max_epochs n_epochs nb_epochs total_epochs": ("train.epochs", ""),
+    "data data_dir data_path dataset_dir data_root root train_dir": ("data.dir", ""),
+    "dataset data_set": ("data.name", ""),
+    "dataset_download": ("data.download", ""),
+    "arch a model net network": ("model.name", " (torchvision's models as torchvision:resnet50)"),
+    "workers num_workers j dataloader_num_workers": ("data.workers", " (per rank)"),
+    "resume_from_checkpoint pretrained finetune init_checkpoint initial_checkpoint load_from weights": (
+        "checkpoint.load",
+        " (weights to start from; a run resumes from checkpoint.dir by itself)",
+    ),
+    "dist_backend backend ddp_backend distributed_backend accelerator device no_cuda cpu": ("train.backend", ""),
+    "amp use_amp fp16 bf16 mixed_precision precision half native_amp apex apex_amp": (
+        "amp.level",
+        " (amp.level=O1, with amp.dtype=float16 or bfloat16)",
+    ),
+    "opt_level optimization_level": ("amp.level", ""),
+    "amp_dtype": ("amp.dtype", ""),
+    "loss_scale static_loss_scale": ("amp.loss_scale", " (a number, dynamic or auto)"),
+    "keep_batchnorm_fp32": ("amp.level", " (O2 keeps batch normalization in float32)"),
+    "seed random_seed manual_seed": ("data.seed", ""),
+    "model_dir output_dir output save_dir checkpoint_dir save_path ckpt_dir default_root_dir checkpoint_path": (
+        "checkpoint.dir",
+        "",
+    ),
+    "log_dir run_dir": ("train.run_dir", ""),
+    "wd decay": ("optim.weight_decay", ""),
+    "norm_weight_decay bias_weight_decay": ("optim.decay_norm_and_bias", ""),
+    "opt optimizer optim": ("optim.name", ""),
+    "lr_scheduler lr_scheduler_type sched scheduler": ("optim.schedule", ""),
+    "lr_step_size step_size lr_steps lr_milestones decay_epochs": ("optim.milestones", " (epochs, as 30,60,80)"),
+    "lr_gamma decay_rate": ("optim.gamma", ""),
+    "lr_warmup_epochs warmup warmup_steps": ("optim.warmup_epochs", " (epochs, fractions allowed)"),
+    "clip_grad clip_grad_norm max_grad_norm grad_clip gradient_clipping gradient_clip_val": ("optim.clip_norm", ""),
+    "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps accum_iter"
+    " batches_per_allreduce": ("train.accumulate", " (data.batch stays the whole step's)"),
+    "smoothing": ("optim.label_smoothing", ""),
+    "bce_loss criterion loss_fn": ("optim.loss", " (cross_entropy, bce, mse, l1, huber or package.module:function)"),
+    "model_ema model_ema_decay ema": ("optim.ema_decay", " (such as 0.999, per step)"),
+    "sync_bn syncbn use_sync_bn sync_batchnorm": ("model.sync_batchnorm", ""),
+    "torchcompile torch_compile": ("model.compile", ""),
+    "print_freq log_interval log_every_n_steps logging_steps steps_per_print": ("train.log_every", " (steps)"),
+    "val_batch_size eval_batch_size test_batch_size validation_batch_size per_device_eval_batch_size": (
+        "train.eval_batch",
+        "",
+    ),
+    "check_val_every_n_epoch eval_interval": ("train.eval_every", " (epochs)"),
+    "save_freq save_every save_interval save_every_epoch": ("checkpoint.every_epochs", ""),
+    "save_steps save_every_n_steps": ("checkpoint.every_steps", ""),
+    "save_total_limit checkpoint_hist": ("checkpoint.keep", ""),
+    "image_size img_size train_crop_size input_size": ("data.image_size", ""),
+    "auto_augment aa randaugment": ("data.randaugment_ops", " (2 is usual, with data.randaugment_magnitude)"),
+    "mixup_alpha": ("data.mixup", ""),
+    "cutmix_alpha": ("data.cutmix", ""),
+    "deepspeed_config": ("deepspeed.config", " (with strategy=deepspeed)"),
+    "zero_stage zero": ("deepspeed.stage", " (with strategy=deepspeed)"),
+    "fp16_allreduce": ("horovod.compression", " (horovod.compression=fp16, with strategy=horovod)"),
+    "run_name experiment exp_name": ("train.name", ""),
+    "wandb_project": ("report.wandb", ""),
+    "timeout": ("train.timeout_seconds", ""),
+}
+
+ADVICE = {
+    # other names, separated by spaces: what to do instead of a key
+    "resume continue auto_resume": "that is the default: a run continues from the newest checkpoint in checkpoint.dir"
+    " (checkpoint.load=FILE starts from the weights of a file)",
+    "world_size n nproc nproc_per_node nprocs num_processes gpus num_gpus devices n_gpu": _RANKS,
+    "nodes nnodes num_nodes num_machines": _RANKS,
+    "rank node_rank machine_rank": "torchrun sets it (RANK), or --spawn N --nodes K --node-rank R",
+    "gpu gpu_id gpu_ids device_ids": "each rank takes the device of its local rank; CUDA_VISIBLE_DEVICES limits them",
+    "dist_url init_method master_addr master_port port dist_init_method": "torchrun sets where ranks meet, or"
+    " --spawn N --init tcp://HOST:PORT",
+    "multiprocessing_distributed spawn": "--spawn N starts N ranks",
+    "evaluate eval test test_only e do_eval": "python -m ddpjob_trainer evaluate CHECKPOINT",
+    "num_classes classes": _OWN,
+    "find_unused_parameters static_graph bucket_cap_mb gradient_as_bucket_view": "strategy=ddp sets it by itself",
+    "lr_warmup_method lr_warmup_decay warmup_lr": "the warm-up is linear, from zero",
+    "model_ema_steps": "the average is updated at each step",
+    "start_epoch": "a run continues where its newest checkpoint is",
+    "pin_memory persistent_workers prefetch_factor shuffle drop_last": "the data loader decides it by itself",
+}
+
+
+def _split(names: dict[str, str]) -> dict[str, str]:
+    return {name: text for together, text in names.items() for name in together.split()}
+
+
+_KEYS = _split({names: key for names, (key, _) in KEYS.items()})
+_REMARKS = _split({names: f"; did you mean {key!r}?{remark}" for names, (key, remark) in KEYS.items()}) | _split(
+    {names: f": {text}" for names, text in ADVICE.items()}
+)
+
+
+def key(name: str) -> str | None:
+    """The key here for another trainer's name, where there is one."""
+    return _KEYS.get(name)
+
+
+def remark(name: str) -> str | None:
+    """What to write in place of another trainer's `--key`, to be put behind its name; None when it is not known."""
+    return _REMARKS.get(name.lstrip("-").replace("-", "_").lower())

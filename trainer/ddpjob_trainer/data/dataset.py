@@ -1,0 +1,137 @@
+"""The interface of a data set, and what every data set is made of."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ddpjob_trainer.config.sections import DataConfig
+from ddpjob_trainer.data.sampler import Micro
+from ddpjob_trainer.errors import ConfigError, DataError
+
+UNREADABLE = -100
+"""Label of an image that could not be read: cross entropy ignores it (its `ignore_index`)."""
+
+
+class Targets(enum.Enum):
+    """What a data set's targets are."""
+
+    CLASSES = "class numbers"
+    VALUES = "float values"
+    NUMBERS = "several whole numbers per sample"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images and labels that go through a model together, on the device that the data set was opened for.
+
+    `images`: float32 (n, channels, height, width), normalized; `labels`: int64 (n,), or shares of classes (n, classes)
+    when images are mixed. Of data of one's own: inputs (n, ...) and targets (n, ...), see `Targets`. n may be 0.
+    `unreadable` of the images weigh nothing: their label is UNREADABLE, or all their shares are 0.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    unreadable: int = 0
+
+    def split(self, sizes: list[int]) -> list[Batch]:
+        """Consecutive parts; where any image is unreadable, each part may have some."""
+        pieces = zip(torch.split(self.images, sizes), torch.split(self.labels, sizes), strict=True)
+        return [Batch(images, labels, self.unreadable) for images, labels in pieces]
+
+
+class MicroBatches(Protocol):
+    """The micro-batches of one step on this rank, each with its data, which is loaded when it is asked for."""
+
+    def __len__(self) -> int:
+        """Their number."""
+
+    def __iter__(self) -> Iterator[tuple[Micro, Batch]]:
+        """Each once, in order."""
+
+
+class Normalize:
+    """uint8 (n, channels, height, width) -> float32 (x / scale - mean) / std, on the device; mean
+    and std are per channel.
+    """
+
+    def __init__(self, scale: float, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+        spread = torch.tensor(std, dtype=torch.float64)
+        self._factor = (1 / (scale * spread)).float().view(1, -1, 1, 1).to(device)
+        self._offset = (-torch.tensor(mean, dtype=torch.float64) / spread).float().view(1, -1, 1, 1).to(device)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """The normalized images."""
+        return images.float().mul_(self._factor).add_(self._offset)
+
+
+class DataSet(Protocol):
+    """A training and a test set of labelled images, read by sample number; batches are on one device.
+
+    `shape`: of an image, (channels, height, width); of data of one's own any. `class_names`: by class number; None
+    where the data have none. `classes`: of float targets the number of values. `whole_numbers`: whether the inputs
+    are whole numbers, such as tokens.
+    """
+
+    targets: Targets = Targets.CLASSES
+    whole_numbers: bool = False
+
+    shape: tuple[int, ...]
+    classes: int
+    class_names: list[str] | None
+    train_size: int
+    test_size: int
+
+    def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
+        """One augmented batch per (epoch, sample numbers); an empty list gives an empty batch.
+
+        Continues while test batches are taken, and works ahead of the consumer where reading takes long.
+        """
+
+    def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:
+        """The same for one epoch."""
+        return self.train_stream((epoch, part) for part in parts)
+
+    def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
+        """One batch per list of test sample numbers, not augmented."""
+
+    def fingerprint(self) -> int:
+        """A `fingerprint` of what the data are: the same where a sample number means the same image and label."""
+
+
+def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
+    """A hash of 63 bits of bytes and arrays, which depends on where one ends and the next begins."""
+    whole = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        content = part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes()
+        whole.update(len(content).to_bytes(8, "little"))
+        whole.update(content)
+    return int.from_bytes(whole.digest(), "little") >> 1
+
+
+def existing_folder(config: DataConfig, remedy: str) -> Path:
+    """`data.dir`, which must be a folder that is not empty. Raises DataError with the remedy."""
+    if config.dir is None:
+        raise DataError(f"data.name={config.name} needs data.dir (or DDPJOB_DATA_DIR): {remedy}")
+    if not config.dir.is_dir():
+        raise DataError(f"data folder {config.dir} does not exist (data.dir): {remedy}")
+    if not any(config.dir.iterdir()):
+        raise DataError(f"data folder {config.dir} is empty (data.dir): {remedy}")
+    return config.dir
+
+
+def check_probabilities(targets: torch.Tensor) -> None:
+    """Raise ConfigError for a target of binary cross entropy that is no probability."""
+    low, high = (float(targets.min()), float(targets.max())) if len(targets) else (0.0, 1.0)
+    if low < 0 or high > 1:
+        raise ConfigError(
+            f"optim.loss=bce: a target is {low if low < 0 else high:g}; give probabilities from 0 to 1, or set"
+            " optim.loss=mse"
+        )

@@ -1,0 +1,62 @@
+"""Data sets held on the training device as uint8 images: whole batches are augmented there, without
+worker processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from ddpjob_trainer.data.dataset import Batch, DataSet, Normalize, fingerprint
+
+_LOOKED_AT = 1024
+"""Images whose pixels are in the fingerprint; all labels are."""
+
+Augment = Callable[[torch.Tensor, int], torch.Tensor]
+"""Sample numbers (n,) int64 on the device and the epoch -> images (n, channels, height, width) uint8."""
+
+
+class MemoryData(DataSet):
+    """Images (n, channels, height, width) uint8 and labels (n,) int64, for training and test, all on one device."""
+
+    def __init__(
+        self,
+        train: tuple[torch.Tensor, torch.Tensor],
+        test: tuple[torch.Tensor, torch.Tensor],
+        *,
+        classes: int,
+        normalize: Normalize,
+        augment: Augment | None,
+        class_names: list[str] | None = None,
+    ) -> None:
+        self._train, self._test, self._augment, self._normalize = train, test, augment, normalize
+        channels, height, width = train[0].shape[1:]
+        self.shape = (int(channels), int(height), int(width))
+        self.classes, self.class_names = classes, class_names
+        self.train_size, self.test_size = len(train[1]), len(test[1])
+
+    def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
+        """One augmented batch per (epoch, sample numbers)."""
+        images, labels = self._train
+        for epoch, part in parts:
+            numbers = torch.tensor(part, dtype=torch.int64).to(labels.device, non_blocking=True)
+            taken = images[numbers] if self._augment is None else self._augment(numbers, epoch)
+            yield Batch(self._normalize(taken), labels[numbers])
+
+    def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
+        """One batch per list of test sample numbers."""
+        images, labels = self._test
+        for part in parts:
+            numbers = torch.tensor(part, dtype=torch.int64).to(labels.device, non_blocking=True)
+            yield Batch(self._normalize(images[numbers]), labels[numbers])
+
+    def fingerprint(self) -> int:
+        """Of all labels, and of the pixels of a thousand images."""
+        return fingerprint(
+            *(
+                part.cpu().numpy()
+                for images, labels in (self._train, self._test)
+                for part in (labels, images[:: max(1, len(images) // _LOOKED_AT)])
+            )
+        )

@@ -1,0 +1,140 @@
+"""The images of a folder of class folders, listed once per node and kept between starts.
+
+ImageNet's 1.3 million names take seconds of a quiet disk and minutes of a network file system, at every start of every
+rank. A name that appears, vanishes or changes changes its folder's times: as long as all of these are as they were, one
+stat per folder is enough.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpjob_trainer.atomic_files import replacing
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_SETTLED_NS = 2_000_000_000
+"""A folder changed within this time before it was listed may change again without another time of modification."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """`folders` in the order of their classes and paths, relative to the root; the first is the root itself.
+
+    `changed`: their times of modification and of change in ns, (n, 2); tar sets the former back. `owner`: the class of
+    each, -1 for the root. `counts`: how many of `names` are in each.
+    """
+
+    folders: npt.NDArray[np.bytes_]
+    changed: npt.NDArray[np.int64]
+    owner: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    classes: npt.NDArray[np.bytes_]
+    names: npt.NDArray[np.bytes_]
+
+    def paths(self, root: Path) -> npt.NDArray[np.bytes_]:
+        """The images' paths. One array, not a list: reference counts would make each worker copy a list's memory."""
+        prefixes = [os.fsencode(root / os.fsdecode(folder)) + b"/" for folder in self.folders.tolist()]
+        return np.char.add(np.repeat(np.array(prefixes), self.counts), self.names)
+
+    def labels(self) -> npt.NDArray[np.int64]:
+        """The images' classes, by number."""
+        return np.repeat(self.owner, self.counts)
+
+
+def user_cache() -> Path:
+    """Where what is read once per node is kept. Raises RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpjob_trainer"
+
+
+def listing(root: Path, kept_in: Path | None) -> Listing:
+    """The images below `root`, from what an earlier start has kept if no folder has changed. Raises OSError.
+
+    `kept_in`: where to keep it; None: the user's cache. Where that cannot be written each start lists for itself.
+    """
+    try:
+        kept_in = kept_in or user_cache()
+        kept_in.mkdir(parents=True, exist_ok=True)
+        path = kept_in / f"{hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]}-listing.npz"
+        lock = (kept_in / f".{path.name}.lock").open("w")
+    except (OSError, RuntimeError):
+        return _walk(root)
+    with lock:
+        if (kept := _kept(path, root)) is not None:
+            return kept
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # The ranks of a node arrive together; one of them lists.
+        except OSError:
+            return _walk(root)
+        if (kept := _kept(path, root)) is not None:
+            return kept
+        began = time.time_ns()
+        found = _walk(root)
+        settled = found.changed[:, 0].max() < began - _SETTLED_NS
+        if settled and (found.changed != found.changed[0]).any():  # Else this file system may tell no times.
+            _keep(path, found)
+        return found
+
+
+def _walk(root: Path) -> Listing:
+    """Each folder's times are taken before its names: what changes in between is seen the next time."""
+    rows: list[tuple[int, str, tuple[int, int], list[bytes]]] = [(-1, "", _times_of(root), [])]
+    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    for number, name in enumerate(classes):
+        below: list[tuple[int, str, tuple[int, int], list[bytes]]] = []
+        waiting = [name]
+        while waiting:
+            folder = waiting.pop()
+            changed, names = _times_of(root / folder), []
+            with os.scandir(root / folder) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        waiting.append(f"{folder}/{entry.name}")
+                    elif entry.name.lower().endswith(EXTENSIONS):
+                        names.append(entry.name)
+            below.append((number, folder, changed, [os.fsencode(name) for name in sorted(names)]))
+        rows += sorted(below, key=lambda row: row[1])
+    return Listing(
+        np.array([os.fsencode(folder) for _, folder, _, _ in rows], dtype=bytes),
+        np.array([changed for _, _, changed, _ in rows], dtype=np.int64),
+        np.array([number for number, _, _, _ in rows], dtype=np.int64),
+        np.array([len(names) for _, _, _, names in rows], dtype=np.int64),
+        np.array([os.fsencode(name) for name in classes], dtype=bytes),
+        np.array([name for _, _, _, names in rows for name in names], dtype=bytes),
+    )
+
+
+def _changed(root: Path, folders: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
+    """The folders' times. Raises OSError for one that is gone."""
+    return np.array([_times_of(root / os.fsdecode(folder)) for folder in folders.tolist()], dtype=np.int64)
+
+
+def _times_of(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ctime_ns
+
+
+def _kept(path: Path, root: Path) -> Listing | None:
+    """What was kept; None when there is nothing, nothing that can be read, or a folder has changed since."""
+    try:
+        with np.load(path, allow_pickle=False) as saved:
+            kept = Listing(**{name: saved[name] for name in Listing.__dataclass_fields__})
+        return kept if np.array_equal(_changed(root, kept.folders), kept.changed) else None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def _keep(path: Path, found: Listing) -> None:
+    try:
+        with replacing(path) as file:
+            np.savez(file, **{name: getattr(found, name) for name in Listing.__dataclass_fields__})
+    except OSError:
+        pass  # The next start lists again.

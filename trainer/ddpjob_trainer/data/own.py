@@ -1,0 +1,275 @@
+"""Anybody's data set, by the name of a function: `data.name=package.module:function`.
+
+What a sample draws (augmentation) from Python's, numpy's and torch's generators is a function of (seed, epoch, sample):
+the same on any number of ranks, in whatever worker process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from ddpjob_trainer.config.sections import DataConfig
+from ddpjob_trainer.data.dataset import Batch, DataSet, Targets, fingerprint
+from ddpjob_trainer.data.pool import Pool, Request
+from ddpjob_trainer.data.randomness import derive
+from ddpjob_trainer.errors import ConfigError, DataError
+from ddpjob_trainer.own_functions import load_function
+
+_LOOKED_AT = 32
+"""Samples of each set whose content is in the fingerprint of a Dataset; of tensors a thousand, and all targets."""
+_TENSORS_LOOKED_AT = 1024
+_TEST = 0x74657374
+_SETS = ("train", "test")
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+T = TypeVar("T")
+
+
+class Samples(NamedTuple):
+    """Inputs (n, ...) and targets (n, ...) of some samples."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+class OwnData(DataSet):
+    """What a function of the user returns: (train, test) or (train, test, classes).
+
+    A pair of tensors is held on the device; a Dataset is read by `data.workers` processes.
+    """
+
+    def __init__(self, config: DataConfig, device: torch.device) -> None:
+        """Raises ConfigError or DataError, which name what the function returned and the remedy."""
+        if config.workers < 0:
+            raise ConfigError(f"data.workers={config.workers}: must be at least 0")
+        if config.randaugment_ops:
+            raise ConfigError(
+                f"data.randaugment_ops: data.name={config.name} augments its samples itself; leave it out"
+            )
+        self._config, self._device, self._what = config, device, f"data.name={config.name}"
+        train, test, names = self._called()
+        self._sets = (self._checked_set("train", train), self._checked_set("test", test))
+        self.train_size, self.test_size = (len(cast(Sized, each)) for each in self._sets)
+        first_of_test: Pair
+        self._first: Pair
+        self._first, first_of_test = (
+            self._apart(each, partial(self._read_one, name, 0, 0)) for name, each in zip(_SETS, self._sets, strict=True)
+        )
+        self._check_like("test", 0, first_of_test)
+        self.shape, self.whole_numbers = tuple(self._first[0].shape), not self._first[0].is_floating_point()
+        self.targets = self._kind(self._first[1])
+        self.classes, self.class_names = self._outputs(names)
+        for name, each in zip(_SETS, self._sets, strict=True):
+            if type(each) is TensorDataset and self.targets is not Targets.VALUES:
+                self._check_classes(name, each.tensors[1])
+        self._whole = [self._on_device(each) for each in self._sets]
+        pinned = device.type != "cpu"
+        self._pools: list[Pool[Samples]] = [Pool(self._read, config.workers, pinned=pinned) for _ in _SETS]
+
+    # ------------------------------------------------------------ what the function returned
+
+    def _called(self) -> tuple[Any, Any, Any]:
+        found = load_function("data.name", self._config.name)(self._config.dir)
+        if not isinstance(found, tuple | list) or len(found) not in (2, 3):
+            shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, tuple | list) else f"{found!r:.60}"
+            raise ConfigError(
+                f"{self._what}: returned {shown}; return (train, test), or (train, test, classes) for targets that are"
+                " class numbers"
+            )
+        return found[0], found[1], found[2] if len(found) == 3 else None
+
+    def _checked_set(self, name: str, found: Any) -> Any:
+        """A Dataset; tensors as a TensorDataset of float32 and int64."""
+        if type(found) is TensorDataset and len(found.tensors) == 2:
+            found = found.tensors
+        if isinstance(found, tuple | list) and len(found) == 2 and all(isinstance(it, torch.Tensor) for it in found):
+            if found[0].ndim == 0 or found[1].ndim == 0 or len(found[0]) != len(found[1]):
+                shapes = " and ".join(str(tuple(each.shape)) for each in found)
+                raise ConfigError(
+                    f"{self._what}: {name} is a pair of tensors of shapes {shapes}; give as many targets as inputs"
+                )
+            found = TensorDataset(*(self._converted(name, what, it) for what, it in zip(_PARTS, found, strict=True)))
+        if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
+            raise ConfigError(
+                f"{self._what}: {name} is a {type(found).__name__}; give a torch Dataset with __len__ and __getitem__"
+                " (an IterableDataset has no samples by number), or a pair of tensors (inputs, targets)"
+            )
+        if len(found) == 0:
+            raise DataError(f"{self._what}: {name} is empty; give at least one sample")
+        return found
+
+    def _kind(self, target: torch.Tensor) -> Targets:
+        if target.is_floating_point():
+            return Targets.VALUES
+        return Targets.CLASSES if target.ndim == 0 else Targets.NUMBERS
+
+    def _outputs(self, names: Any) -> tuple[int, list[str] | None]:
+        """The number of scores that a model gives, and the classes' names."""
+        if self.targets is Targets.VALUES:
+            if names is not None:
+                raise ConfigError(
+                    f"{self._what}: returned classes {names!r:.60}, and train[0] has a float target; return"
+                    " (train, test), or targets that are whole numbers"
+                )
+            return max(1, self._first[1].numel()), None
+        if isinstance(names, int) and not isinstance(names, bool) and names > 0:
+            return names, None
+        if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
+            return len(names), list(names)
+        raise ConfigError(
+            f"{self._what}: returned {'no classes' if names is None else f'{names!r:.60} as classes'}, and train[0]"
+            " has a target of whole numbers; return (train, test, classes) with the number of classes or a list of"
+            " their names, or float targets"
+        )
+
+    def _check_classes(self, name: str, targets: torch.Tensor) -> None:
+        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < self.classes:
+            number = int(((targets < 0) | (targets >= self.classes)).reshape(len(targets), -1).any(1).nonzero()[0])
+            raise self._no_class(name, number)
+
+    def _no_class(self, name: str, number: int) -> DataError:
+        return DataError(
+            f"{self._what}: the target of {name}[{number}] is outside of 0..{self.classes - 1}: correct it, or the"
+            " number of classes"
+        )
+
+    def _converted(self, name: str, what: str, value: Any) -> torch.Tensor:
+        """As a tensor of float32 or int64."""
+        try:
+            tensor = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            tensor = None
+        if tensor is None or tensor.dtype is torch.bool or tensor.is_complex() or tensor.dtype is torch.uint8:
+            kind = type(value).__name__ if tensor is None else tensor.dtype
+            raise ConfigError(
+                f"{self._what}: the {what} of a sample of {name} is {kind}; give a tensor or numpy array of floats"
+                " (images: x.float() / 255) or of whole numbers as int64"
+            )
+        return tensor.float() if tensor.is_floating_point() else tensor.long()
+
+    # ------------------------------------------------------------ samples
+
+    def _apart(self, each: Any, look: Callable[[], T]) -> T:
+        """What `look` returns, in a process of its own where workers are to be forked.
+
+        A file that a Dataset opens at its first sample would be open in all of them, with one position for all.
+        """
+        workers = 0 if type(each) is TensorDataset else min(1, self._config.workers)
+        pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)  # Its process ends with it.
+        ((found,),) = pool.run(iter([Request(False, None, [0])]))
+        return found
+
+    def _read_one(self, name: str, number: int, epoch: int) -> Pair:
+        """One sample, converted. What it draws follows from the epoch (test: from nothing) and its number."""
+        each = self._sets[_SETS.index(name)]
+        with _drawn(derive(self._config.seed, epoch if name == "train" else _TEST, number)):
+            found = each[number]
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, Sized) else type(found).__name__
+            raise ConfigError(f"{self._what}: {name}[{number}] is {shown}; return (input, target) from __getitem__")
+        values, target = (self._converted(name, what, part) for what, part in zip(_PARTS, found, strict=True))
+        return values, target
+
+    def _check_like(self, name: str, number: int, sample: Pair) -> None:
+        for what, first, own in zip(_PARTS, self._first, sample, strict=True):
+            if own.shape != first.shape or own.dtype != first.dtype:
+                raise DataError(
+                    f"{self._what}: the {what} of {name}[{number}] is {own.dtype} of shape {tuple(own.shape)}, and that"
+                    f" of train[0] {first.dtype} of shape {tuple(first.shape)}; all samples need the same (pad or crop"
+                    " them)"
+                )
+
+    def _read(self, request: Request) -> Samples:
+        """Runs in a worker."""
+        name = _SETS[request.test]
+        pairs = [self._read_one(name, number, request.epoch or 0) for number in request.numbers]
+        for number, pair in zip(request.numbers, pairs, strict=True):
+            self._check_like(name, number, pair)
+            if self.targets is not Targets.VALUES and not 0 <= int(pair[1].min()) <= int(pair[1].max()) < self.classes:
+                raise self._no_class(name, number)
+        if not pairs:
+            return Samples(*(part.new_empty(0, *part.shape) for part in self._first))
+        return Samples(*(torch.stack(parts) for parts in zip(*pairs, strict=True)))
+
+    # ------------------------------------------------------------ batches
+
+    def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
+        """One batch per (epoch, sample numbers)."""
+        return self._batches(Request(False, epoch, part) for epoch, part in parts)
+
+    def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
+        """One batch per list of test sample numbers."""
+        return self._batches((Request(True, None, part) for part in parts), test=True)
+
+    def _batches(self, requests: Iterator[Request], *, test: bool = False) -> Iterator[Batch]:
+        whole = self._whole[test]
+        if whole is not None:
+            for request in requests:
+                numbers = torch.tensor(request.numbers, dtype=torch.int64).to(self._device, non_blocking=True)
+                yield Batch(whole[0][numbers], whole[1][numbers])
+            return
+        for chunks in self._pools[test].run(requests):
+            inputs, targets = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+            yield Batch(inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True))
+
+    def _on_device(self, each: Any) -> Pair | None:
+        """The tensors of a set on the device; None for one that is read sample by sample."""
+        if type(each) is not TensorDataset:
+            return None
+        values, targets = (part.to(self._device) for part in each.tensors)
+        return values, targets
+
+    def fingerprint(self) -> int:
+        """Of sizes, shapes and classes; of tensors all targets and a thousand inputs; of a Dataset 32 samples and its
+        `targets`, or in their place what its method `fingerprint` returns.
+        """
+        parts: list[Any] = [
+            repr((self.train_size, self.test_size, self.shape, self.classes, self.class_names)).encode()
+        ]
+        for name, each, size in zip(_SETS, self._sets, (self.train_size, self.test_size), strict=True):
+            if type(each) is TensorDataset:
+                values, targets = each.tensors
+                parts += [targets.cpu().numpy(), values[:: max(1, size // _TENSORS_LOOKED_AT)].cpu().numpy()]
+            else:
+                parts += self._apart(each, partial(self._looked_at, name, each, size))
+        return fingerprint(*parts)
+
+    def _looked_at(self, name: str, each: Any, size: int) -> list[Any]:
+        """What the fingerprint of a Dataset is of."""
+        if hasattr(each, "fingerprint"):
+            return [repr(each.fingerprint()).encode()]
+        numbers = range(0, size, max(1, size // _LOOKED_AT))
+        parts: list[Any] = [part.numpy() for number in numbers for part in self._read_one(name, number, 0)]
+        listed = getattr(each, "targets", None)
+        if isinstance(listed, list | tuple | np.ndarray | torch.Tensor):
+            with suppress(TypeError, ValueError, RuntimeError):  # Ragged, or in no memory that numpy can read.
+                table = np.asarray(listed)
+                if not table.dtype.hasobject:  # Whose bytes would be addresses of this process.
+                    parts.append(table)
+        return parts
+
+
+_PARTS = ("input", "target")
+
+
+@contextmanager
+def _drawn(key: int) -> Iterator[None]:
+    """Draws from the global generators follow from `key`; afterwards the generators continue as before."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])

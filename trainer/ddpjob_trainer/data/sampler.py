@@ -1,0 +1,304 @@
+"""Which samples a step takes, and which rank takes them: exact on any world size, which may change at any step.
+
+The state is `{epoch, consumed, seed}`: one permutation per epoch, one global count of samples consumed, no counter of
+any rank.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from ddpjob_trainer.data.randomness import derive
+from ddpjob_trainer.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """Position in the training: `consumed` samples of epoch `epoch`'s permutation are done."""
+
+    epoch: int = 0
+    consumed: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's samples of a micro-batch that several ranks share: `count` of its `size`, from `start` on.
+
+    `holders`: the ranks that have a part of it, this one among them. `before`: the sample that comes before the first
+    of these in the micro-batch (before its first one: its last), with which mixing pairs it.
+    """
+
+    number: int
+    key: int
+    start: int
+    count: int
+    size: int
+    holders: range
+    before: int
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch: samples that go through the model together.
+
+    `key` seeds its randomness, the same on whatever rank takes it. A rank without samples takes a
+    micro-batch of another rank's, so that it can take part in collectives: that one does not count. With `parts`,
+    `samples` are this rank's share of several micro-batches, one part after the other.
+    """
+
+    number: int
+    samples: list[int]
+    key: int
+    counts: bool = True
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class DataShare:
+    """The share of the samples that a rank takes: part `part` of `parts`.
+
+    `counts`: its losses and results are added up. Where several ranks see the same samples (the
+    stages of a pipeline), one of them counts; part `parts` is empty (a parameter server).
+    """
+
+    part: int
+    parts: int
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: the global batch, this rank's micro-batches of it, and the state after it."""
+
+    epoch: int
+    samples: list[int]
+    micros: list[Micro]
+    after: SamplerState
+
+    @property
+    def mine(self) -> list[int]:
+        """This rank's samples, possibly none."""
+        return [sample for micro in self.micros if micro.counts for sample in micro.samples]
+
+
+def permutation(seed: int, epoch: int, size: int) -> list[int]:
+    """The order of an epoch: a function of seed and epoch only."""
+    order: list[int] = _order(seed, epoch, size).tolist()
+    return order
+
+
+def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(derive(seed, epoch)))
+
+
+def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
+    """Contiguous part number `part` of `parts`; sizes differ by at most one item, earlier parts are larger.
+
+    Part `parts` and above: empty.
+    """
+    begin, end = _bounds(len(items), part, parts)
+    return items[begin:end]
+
+
+def _bounds(size: int, part: int, parts: int) -> tuple[int, int]:
+    """Where part `part` of `size` items begins and ends."""
+    if part >= parts:
+        return size, size
+    each, rest = divmod(size, parts)
+    start = part * each + min(part, rest)
+    return start, start + each + (part < rest)
+
+
+def _part_of(item: int, size: int, parts: int) -> int:
+    """Which part an item is in; there are at least as many items as parts."""
+    each, rest = divmod(size, parts)
+    larger = rest * (each + 1)
+    return item // (each + 1) if item < larger else rest + (item - larger) // each
+
+
+def steps_per_epoch(size: int, batch: int) -> int:
+    """Steps of an epoch; the last one takes what is left, so that no sample is dropped."""
+    return -(-size // batch)
+
+
+_WORTH_DIVIDING = 1.1
+"""Micro-batches are divided where whole ones would give the busiest rank this many times an even share."""
+
+
+class Dividing(enum.Enum):
+    """What happens where whole micro-batches would leave ranks idle."""
+
+    NO = 0
+    """Whole micro-batches all the same."""
+    EXACT = 1
+    """Ranks share micro-batches (see `Part`), which stay what they are."""
+    LOCAL = 2
+    """Each rank's even share is a micro-batch by itself: statistics and randomness depend on the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """How a global batch is divided into micro-batches, and these among ranks.
+
+    micro_batches > 0: so many, fixed whatever the number of ranks. What happens inside one (normalization statistics,
+    dropout, mixed images) is then the same on any number of ranks. Where they cannot be dealt out evenly, `dividing`
+    decides.
+
+    micro_batches 0: each rank takes one contiguous share of samples, in `accumulate` portions that all ranks go through
+    together. For models that treat each sample by itself, or whose statistics are those of all ranks together.
+
+    equal: all ranks get equally many micro-batches, some of which may not count; for strategies whose forward pass is a
+    collective. stretch: a rank's share of divided micro-batches is at most this many times a micro-batch, or ranks
+    take it in several passes: so that activations fit into memory.
+    """
+
+    rank: int = 0
+    world: int = 1
+    micro_batches: int = 0
+    accumulate: int = 1
+    equal: bool = False
+    dividing: Dividing = Dividing.NO
+    stretch: float = 1.25
+
+    def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
+        """This rank's micro-batches of the global batch that follows `state`; at least one, which may not count."""
+        if not self.micro_batches:
+            portions = [share(samples, portion, self.accumulate) for portion in range(self.accumulate)]
+            return [self._portion(k, list(portion), state) for k, portion in enumerate(portions) if portion]
+        if passes := self.passes(len(samples)):
+            return [self._divided(number, passes, samples, state) for number in range(passes)]
+        count = min(self.micro_batches, len(samples))
+        mine = [self._whole(k, samples, state) for k in share(range(count), self.rank, self.world)]
+        least = -(-count // self.world) if self.equal else 1
+        if len(mine) >= least:
+            return mine
+        return mine + [replace(self._whole(0, samples, state), counts=False)] * (least - len(mine))
+
+    def passes(self, samples: int) -> int:
+        """In how many passes all ranks go through the micro-batches of a global batch, sharing them; 0: whole ones.
+
+        The same on all ranks.
+        """
+        count = self.micro_batches
+        if self.dividing is Dividing.NO or self.busiest <= _WORTH_DIVIDING:
+            return 0
+        passes = math.ceil(count / max(1, int(self.world * self.stretch)))  # In each at most so many micro-batches.
+        smallest = count // passes * (samples // count)
+        return passes if smallest >= self.world else 0  # Else a rank would have nothing in a pass.
+
+    @property
+    def busiest(self) -> float:
+        """How many times an even share the rank with most whole micro-batches has."""
+        return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
+
+    def _divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
+        """This rank's even share of the micro-batches of pass `number`."""
+        count = self.micro_batches
+        numbers = share(range(count), number, passes)
+        begins = [_bounds(len(samples), k, count)[0] for k in numbers]
+        first, last = begins[0], _bounds(len(samples), numbers[-1], count)[1]
+        begin, end = (first + bound for bound in _bounds(last - first, self.rank, self.world))
+        if self.dividing is Dividing.LOCAL:
+            return self._micro(number * self.world + self.rank, samples[begin:end], state, number, self.rank)
+        parts = []
+        for k, start, stop in zip(numbers, begins, [*begins[1:], last], strict=True):
+            from_, to = max(begin, start), min(end, stop)
+            if from_ < to:
+                holders = [_part_of(item - first, last - first, self.world) for item in (start, stop - 1)]
+                key = self._key(state, k)
+                before = samples[from_ - 1 if from_ > start else stop - 1]
+                parts.append(
+                    Part(k, key, from_ - start, to - from_, stop - start, range(holders[0], holders[1] + 1), before)
+                )
+        return Micro(number, samples[begin:end], parts[0].key, parts=tuple(parts))
+
+    def _portion(self, number: int, portion: list[int], state: SamplerState) -> Micro:
+        mine = list(share(portion, self.rank, self.world))
+        micro = self._micro(number, mine or portion[:1], state)
+        return micro if mine else replace(micro, counts=False)
+
+    def _whole(self, number: int, samples: list[int], state: SamplerState) -> Micro:
+        return self._micro(number, list(share(samples, number, self.micro_batches)), state)
+
+    @classmethod
+    def _micro(cls, number: int, samples: list[int], state: SamplerState, *key: int) -> Micro:
+        return Micro(number, samples, cls._key(state, *(key or (number,))))
+
+    @staticmethod
+    def _key(state: SamplerState, *numbers: int) -> int:
+        return derive(state.seed, state.epoch, state.consumed, *numbers)
+
+
+@dataclass
+class ElasticSampler:
+    """Deals out each epoch's permutation of `size` samples in global batches of `batch`, beginning at `state`.
+
+    What a step takes depends on the state alone; `dealing` says which of it this rank takes. So a checkpoint of
+    `state_dict()` resumes on any number of ranks, and each sample is still taken once per epoch. The last step of an
+    epoch takes what is left.
+    """
+
+    size: int
+    batch: int
+    dealing: Dealing = Dealing()
+    state: SamplerState = SamplerState()
+
+    def rest_of_epoch(self) -> Iterator[Step]:
+        """The steps from the state to the end of its epoch, each dealt when it is asked for.
+
+        Does not change the state: `done(step)` does.
+        """
+        return self._epoch_from(self.state)
+
+    def upcoming(self, epochs: int) -> Iterator[Step]:
+        """The steps from the state to the end of the last of `epochs` epochs, each dealt when it is asked for."""
+        state = self.state
+        while state.epoch < epochs:
+            yield from self._epoch_from(state)
+            state = replace(state, epoch=state.epoch + 1, consumed=0)
+
+    def _epoch_from(self, before: SamplerState) -> Iterator[Step]:
+        order = _order(before.seed, before.epoch, self.size)
+        for start in range(before.consumed, self.size, self.batch):
+            samples: list[int] = order[start : start + self.batch].tolist()
+            after = replace(before, consumed=start + len(samples))
+            yield Step(before.epoch, samples, self.dealing.deal(samples, before), after)
+            before = after
+
+    def done(self, step: Step) -> None:
+        """Advance the state: the optimizer has taken `step`."""
+        self.state = step.after
+
+    @property
+    def epoch_is_done(self) -> bool:
+        """Whether all samples of the epoch are consumed."""
+        return self.state.consumed >= self.size
+
+    def next_epoch(self) -> None:
+        """Begin the next epoch's permutation."""
+        self.state = replace(self.state, epoch=self.state.epoch + 1, consumed=0)
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint keeps."""
+        return {"epoch": self.state.epoch, "consumed": self.state.consumed, "seed": self.state.seed, "size": self.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint, on any world size.
+
+        Raises CheckpointError when the data set has another size.
+        """
+        if state["size"] != self.size:
+            raise CheckpointError(
+                f"the checkpoint was made with {state['size']} training samples and the data set has {self.size};"
+                f" give the same data, or another checkpoint.dir to start from scratch"
+            )
+        self.state = SamplerState(int(state["epoch"]), int(state["consumed"]), int(state["seed"]))

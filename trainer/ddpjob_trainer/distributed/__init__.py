@@ -1,0 +1,1 @@
+"""Process group, devices, and the store through which ranks find each other."""

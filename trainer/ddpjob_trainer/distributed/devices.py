@@ -1,0 +1,117 @@
+"""Device and process-group backend: the only place where they are chosen."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ddpjob_trainer.errors import ConfigError, DeviceError
+
+_BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl", "cpu": "gloo"}
+
+
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+"""What limits the devices that a process sees."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank computes (`device`) and how ranks communicate (`backend`, as for init_process_group)."""
+
+    device: torch.device
+    backend: str
+
+
+def choose(backend: str, local_rank: int) -> Placement:
+    """The accelerator of this machine and its backend, or what `backend` (auto, nccl, gloo, hccl, xccl, mpi) asks for.
+
+    An accelerator's group gets gloo beside it for tensors on the CPU: small decisions must not wait for the device's
+    stream. mps has no collectives, so ranks on a Mac compute on the CPU with gloo. Raises ConfigError.
+    """
+    kinds = {name: kind for kind, name in _BACKENDS.items()}
+    if backend == "auto":
+        kind = _accelerator()
+    elif backend in kinds:
+        kind = kinds[backend]
+    elif backend == "mpi":
+        return Placement(torch.device("cpu"), "mpi")
+    else:
+        raise ConfigError(f"train.backend: {backend!r} is not known; write auto, nccl, gloo, hccl, xccl or mpi")
+    if kind == "cpu":
+        return Placement(torch.device("cpu"), "gloo")
+    count = _count(kind)
+    if local_rank >= count == 1 and _each_rank_sees_its_own(kind):
+        local_rank = 0
+    if local_rank >= count:
+        raise DeviceError(
+            f"train.backend={backend}: local rank {local_rank} needs {kind} device {local_rank}, and {count} are"
+            f" visible ({_VISIBLE[kind]}={os.environ.get(_VISIBLE[kind], '')}); start fewer processes per node, or set"
+            " train.backend=gloo to train on the CPU"
+        )
+    device = torch.device(kind, local_rank)
+    getattr(torch, kind).set_device(device)
+    return Placement(device, f"cpu:gloo,{kind}:{_BACKENDS[kind]}")
+
+
+def _each_rank_sees_its_own(kind: str) -> bool:
+    """Whether the one device that is visible was chosen for this rank, as Slurm and mpirun scripts do.
+
+    torchrun and the launcher of a job give all processes of a node the same environment: there one visible device is
+    one for all of them.
+    """
+    return bool(os.environ.get(_VISIBLE[kind])) and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
+    """Let cuDNN time its algorithms for each size of a convolution and take the fastest; not where a run must be
+    `repeatable` to the bit, since the next one may find another.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = not repeatable
+
+
+def _accelerator() -> str:
+    return next((kind for kind in ("cuda", "npu", "xpu") if _count(kind) > 0), "cpu")
+
+
+def _count(kind: str) -> int:
+    module = getattr(torch, kind, None)
+    return int(module.device_count()) if module is not None and module.is_available() else 0
+
+
+def usable_cores() -> float:
+    """Cores on which this process may run; a container's CPU limit can be a part of one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, cpu_limit())
+
+
+def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Cores that the control group (version 2, then 1) allows."""
+    try:
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            quota, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return int(quota) / int(period) if quota not in ("max", "-1") else math.inf
+    except (OSError, ValueError):
+        return math.inf  # No control group, or one without a limit.
+
+
+def limit_threads(threads: int, local_world: int) -> None:
+    """Share the cores that may be used among this node's ranks; `threads` 0: an equal share. A
+    user's OMP_NUM_THREADS takes precedence.
+
+    Raises ConfigError.
+    """
+    if threads < 0:
+        raise ConfigError(
+            f"train.threads: {threads} is less than 0; write a number of threads, or 0 for an equal share of the cores"
+        )
+    if threads == 0 and os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return
+    cores = usable_cores()
+    torch.set_num_threads(threads or max(1, int(cores / local_world)))

@@ -1,0 +1,171 @@
+"""How ranks find each other: the store behind env://, tcp://HOST:PORT or file:///PATH, and the process group."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from ddpjob_trainer.distributed.devices import Placement
+from ddpjob_trainer.distributed.process_group import Group, destroy
+from ddpjob_trainer.errors import ConfigError, RendezvousError, first_line
+
+INIT_METHOD = "DDPJOB_TRAINER_INIT"
+"""Environment variable that holds the init method, set by `--spawn`; env:// where it is not set."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What an init method names: a file, or the address and port of a TCP store.
+
+    `agents`: a launcher serves the store, not rank 0.
+    """
+
+    file: str = ""
+    address: str = ""
+    port: int = 0
+    agents: bool = False
+
+    def __str__(self) -> str:
+        return self.file or f"{self.address}:{self.port}"
+
+
+def read_method(method: str) -> Meeting:
+    """Parse `env://`, `tcp://HOST:PORT` or `file:///PATH`; env:// is completed from the environment.
+
+    Raises ConfigError with the remedy.
+    """
+    url = urlsplit(method)
+    if url.scheme == "file" and url.path.startswith("/") and not url.netloc:
+        return Meeting(file=url.path)
+    if url.scheme == "tcp":
+        try:
+            if url.hostname and url.port:
+                return Meeting(address=url.hostname, port=url.port)
+        except ValueError:
+            pass  # The port is no number: the message below shows the syntax.
+    elif method == "env://":
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        if not address or not port.isdigit() or not 0 < int(port) < 2**16:
+            raise ConfigError(
+                f"several ranks need MASTER_ADDR and MASTER_PORT, and they are {address!r} and {port!r}:"
+                " start with torchrun, with --spawn N, or set both to the host and a free port of rank 0"
+            )
+        return Meeting(address=address, port=int(port), agents=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    raise ConfigError(f"init method {method!r} is not known; write env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH")
+
+
+def meeting() -> Meeting:
+    """This process's, from its environment."""
+    return read_method(os.environ.get(INIT_METHOD) or "env://")
+
+
+def open_store(group: Group, timeout_seconds: float) -> Any:
+    """This incarnation's store (torch.distributed.Store), opened once per process; rank 0 serves it
+    unless an agent does.
+
+    Does not wait for other ranks. Raises RendezvousError when the store cannot be reached within
+    the time or rank 0 cannot listen.
+    """
+    where = meeting()
+    incarnation = os.environ.get("DDPJOB_FENCE") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if (where, group, incarnation) not in _stores:
+        _stores[where, group, incarnation] = _open(where, group, incarnation, timeout_seconds)
+    _stores[where, group, incarnation].set_timeout(
+        datetime.timedelta(seconds=timeout_seconds)
+    )  # Preflight has opened it with a shorter one.
+    return _stores[where, group, incarnation]
+
+
+_stores: dict[tuple[Meeting, Group, str], Any] = {}
+"""A file or a port is opened once: preflight and training use the same store."""
+
+
+def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float) -> Any:
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    serves = group.rank == 0 and not where.agents
+    if where.file and not Path(where.file).parent.is_dir():
+        # torch would wait for it for five minutes while holding the GIL.
+        raise RendezvousError(
+            f"rank {group.rank} cannot open {where}: its folder does not exist. {_remedy(where, serves)}"
+        )
+    try:
+        if where.file:
+            files = dist.FileStore(where.file, group.world)  # type: ignore[attr-defined]
+            files.set_timeout(timeout)  # Also limits the wait for a file that is gone.
+            return files
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            where.address,
+            where.port,
+            group.world,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=serves,
+        )
+    except (RuntimeError, ValueError) as error:
+        what = f"rank 0 cannot listen on {where}" if serves else f"rank {group.rank} cannot reach the store at {where}"
+        raise RendezvousError(
+            f"{what} within {timeout_seconds:.0f} s: {first_line(error)}. {_remedy(where, serves)}"
+        ) from error
+    if not where.agents:
+        return store
+    # An agent that restarts its workers in place gives them the same store again (torch 2.15), in which the addresses
+    # of dead processes make gloo wait forever. Each agent counts its own restarts, and one that has just joined counts
+    # none: where there is a fence, that is what all ranks of an incarnation have in common.
+    prefix = incarnation if os.environ.get("DDPJOB_FENCE") else f"attempt_{incarnation}"
+    return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the route to `host`, by which that one reaches it too. Sends
+    nothing. Raises OSError.
+    """
+    family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on at this address, for now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _remedy(where: Meeting, serves: bool) -> str:
+    if where.file:
+        return "Give a file in a folder that exists and that every rank can write"
+    if serves:
+        return "Give another port (MASTER_PORT, or --init tcp://HOST:PORT), or end the program that uses this one"
+    check = f"Check that rank 0 runs, that {where.address} is its address"
+    return f"{check}, and that its firewall admits TCP port {where.port}"
+
+
+@contextmanager
+def joined(group: Group, placement: Placement, timeout_seconds: float, *, one_device: bool = True) -> Iterator[None]:
+    """A process group for the time of a `with`; `one_device`: all that this rank sends is on `placement.device`.
+
+    NCCL then connects now, and not in the first collective, which it would do for each group by itself. The group is
+    not destroyed when an exception is propagating: peers may be gone.
+    """
+    if group.world == 1:
+        yield
+        return
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    store = open_store(group, timeout_seconds)
+    bound: dict[str, Any] = {"device_id": placement.device} if one_device and placement.device.type == "cuda" else {}
+    dist.init_process_group(
+        placement.backend, timeout=timeout, store=store, rank=group.rank, world_size=group.world, **bound
+    )
+    yield
+    destroy()

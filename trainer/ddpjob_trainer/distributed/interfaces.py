@@ -1,0 +1,22 @@
+"""The network interfaces of this machine and their addresses."""
+
+from __future__ import annotations
+
+import socket
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Each interface's addresses, IPv4 first; without IPv6 addresses of its link alone (`fe80::1%eth0`)."""
+    import psutil
+
+    found = {
+        name: [entry.address for family in (socket.AF_INET, socket.AF_INET6) for entry in entries
+               if entry.family == family and "%" not in entry.address]
+        for name, entries in psutil.net_if_addrs().items()
+    }  # fmt: skip
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has an address; empty if there is none."""
+    return next((name for name, addresses in interfaces().items() if address in addresses), "")

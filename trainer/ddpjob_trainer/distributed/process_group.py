@@ -1,0 +1,151 @@
+"""The group of ranks: this rank's position in it, and the few collectives the trainer needs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_LAST_TENSORS_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Group:
+    """This rank's position. `world` 1 needs no process group; every collective is then the identity."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    process_group: Any = None
+    """None: all ranks."""
+
+    @classmethod
+    def from_env(cls) -> Group:
+        """As torchrun sets it; one process alone without torchrun."""
+        numbers = (
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+        )
+        return cls(*numbers)
+
+    def sum_begin(self, values: torch.Tensor) -> Reduction:
+        """Begin an all-reduce (sum, in place), on the tensor's own device; `.wait()` returns the result."""
+        return Reduction(
+            values, dist.all_reduce(values, group=self.process_group, async_op=True) if self.world > 1 else None
+        )
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """All-reduce (sum), in place."""
+        return self.sum_begin(values).wait()
+
+    def gather(self, value: int) -> list[int]:
+        """Every rank's number, in rank order."""
+        numbers = torch.zeros(self.world, dtype=torch.int64)
+        numbers[self.rank] = value
+        return [int(number) for number in self.sum(numbers)]
+
+    def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor of one shape, in rank order; on its own device."""
+        if self.world == 1:
+            return [values]
+        found = [torch.empty_like(values) for _ in range(self.world)]
+        dist.all_gather(found, values, group=self.process_group)
+        return found
+
+    def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
+        """Rank `source`'s `content`, on every rank."""
+        if self.world == 1:
+            assert content is not None
+            return content
+        size = self.gather(len(content) if content is not None and self.rank == source else 0)[source]
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if self.rank == source and content:
+            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if size:
+            dist.broadcast(buffer, group=self.process_group, group_src=source)
+        return buffer.numpy().tobytes()
+
+    def broadcast_tensors(self, tensors: list[torch.Tensor], source: int = 0) -> None:
+        """Rank `source`'s tensors, in place on every rank; on their own device."""
+        if self.world > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, group=self.process_group, group_src=source)
+
+    def send_begin(self, values: torch.Tensor, to: int) -> dist.Work:
+        """Begin to send a contiguous tensor to rank `to` of this group; it must not change before `.wait()`."""
+        work = dist.isend(values, group=self.process_group, group_dst=to)
+        assert work is not None
+        return work
+
+    def receive(self, values: torch.Tensor, source: int) -> torch.Tensor:
+        """Receive into `values` what rank `source` of this group sends."""
+        dist.recv(values, group=self.process_group, group_src=source)
+        return values
+
+    def swap(self, own: list[tuple[torch.Tensor, range]]) -> list[list[torch.Tensor]]:
+        """For each (tensor, ranks) that this rank has, with itself among the ranks: all of these ranks' tensors.
+
+        Two ranks share one entry at most. Only ranks that share one exchange anything; on the tensors' own device.
+        """
+        found, transfers = [], []
+        for values, ranks in own:
+            every = [values if rank == self.rank else torch.empty_like(values) for rank in ranks]
+            for rank, theirs in zip(ranks, every, strict=True):
+                if rank != self.rank:
+                    transfers += [
+                        dist.P2POp(dist.isend, values, group=self.process_group, group_peer=rank),
+                        dist.P2POp(dist.irecv, theirs, group=self.process_group, group_peer=rank),
+                    ]
+            found.append(every)
+        if transfers:
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+        return found
+
+    def subgroup(self, members: list[list[int]], timeout_seconds: float) -> Group:
+        """This rank's group among several disjoint ones; ranks are renumbered in it. All ranks together."""
+        timeout, own = datetime.timedelta(seconds=timeout_seconds), Group()
+        for ranks in members:
+            process_group = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                own = replace(self, rank=ranks.index(self.rank), world=len(ranks), process_group=process_group)
+        return own
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.sum(torch.zeros(1))
+
+
+class Reduction:
+    """An all-reduce in progress."""
+
+    def __init__(self, values: torch.Tensor, work: dist.Work | None) -> None:
+        self._values, self._work = values, work
+
+    def wait(self) -> torch.Tensor:
+        """The sum over all ranks. Raises RuntimeError when the group is broken."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._values
+
+
+def wanted_world() -> int:
+    """Ranks that the job asks for, by its environment; there may be fewer at first. 0: unknown."""
+    return int(os.environ.get("DDPJOB_NODES", 0)) * int(os.environ.get("DDPJOB_PROCS_PER_NODE", 0))
+
+
+def destroy() -> None:
+    """Destroy the process group.
+
+    Gloo's thread may still wait for Python's lock, to free the tensors of the last collective; the end of the group
+    holds that lock while it waits for the thread, and both would wait for ever (seen with torch 2.6 and 2.9).
+    """
+    time.sleep(_LAST_TENSORS_SECONDS)
+    dist.destroy_process_group()

@@ -1,0 +1,215 @@
+"""Sums over the samples of an evaluation, on one rank and then over all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.config.sections import EvalConfig, PrKind
+from ddpjob_trainer.data.dataset import Targets, check_probabilities
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError, DataError, TrainingError
+from ddpjob_trainer.evaluation.curves import BinnedCurves, CurveAccumulator, Curves, ExactCurves
+
+_MOST_CLASSES_IN_MATRIX = 4096
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result over the whole test set, every sample once. The same on every rank, except as `Curves` says."""
+
+    loss: float
+    """Mean of optim.loss, without label smoothing; usually cross entropy (natural logarithm)."""
+    accuracy: float | None
+    """Share of samples whose highest score is that of their class (top-1); of equal scores the first class wins. For
+    optim.loss=bce of float targets: share of values on whose side of 0.5 the probability is. None for a regression."""
+    top5: float | None
+    """Share of samples whose class is among the five highest scores."""
+    mae: float | None
+    """Mean of |predicted class - class|, both as numbers: what tutorials report as mean absolute error. For a
+    regression mean of |score - target| over all values."""
+    samples: int
+    nonfinite: int = 0
+    """Samples with a score that is not finite."""
+    unreadable: int = 0
+    """Test samples that could not be read; they count in no other number."""
+    confusion: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """int64 (classes, classes): row true class, column predicted class."""
+    curves: Curves | None = field(default=None, compare=False, repr=False)
+    rmse: float | None = None
+    """Of a regression: root of the mean of (score - target)^2 over all values."""
+    f1: float | None = None
+    """optim.loss=bce of float targets: of all values together (micro); 0 without any positive."""
+
+    def scalars(self) -> dict[str, float]:
+        """Every number under the name that logs use."""
+        numbers = {"accuracy": self.accuracy, "top5": self.top5, "mae": self.mae, "rmse": self.rmse, "f1": self.f1}
+        values = {"loss": self.loss} | {name: value for name, value in numbers.items() if value is not None}
+        if self.curves is not None:
+            values |= {"macroAP": self.curves.macro, "microAP": self.curves.micro}
+        return values
+
+
+Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Scores and targets of n samples -> the loss of each, (n,)."""
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+class Adding(Protocol):
+    """What adds up an evaluation."""
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """Scores and targets of some of this rank's samples."""
+
+    def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
+        """The result over all ranks. All ranks together."""
+
+
+class ValueAccumulator:
+    """The same for targets that are values, or several numbers per sample: loss, and what has a meaning for them.
+
+    Float targets of the shape of the scores: mae and rmse, or with `decisions` (targets 0 or 1) accuracy and f1. Sums
+    are over values, and divided by their number over all ranks.
+    """
+
+    def __init__(self, each: Each, *, decisions: bool = False) -> None:
+        self._each, self._decisions = each, decisions
+        self._sums = torch.zeros(7, dtype=torch.float64)
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """Scores (n, ...) of a model and targets (n, ...). Raises ConfigError for decisions not from 0 to 1."""
+        if not len(labels):
+            return
+        scores = logits.detach().float()
+        loss, finite = self._each(scores, labels).double().sum(), torch.isfinite(scores).reshape(len(labels), -1).all(1)
+        found, truth = (values.reshape(len(labels), -1).double() for values in (scores, labels))
+        sums = [torch.zeros_like(loss)] * 5
+        if labels.is_floating_point() and found.shape == truth.shape:
+            if self._decisions:
+                check_probabilities(labels)  # In training on an accelerator nobody does: that would wait for it.
+                guesses, positive = found > 0, truth > 0.5
+                counts = [guesses == positive, guesses & positive, guesses, positive, torch.ones_like(positive)]
+                sums = [count.sum().double() for count in counts]
+            else:
+                errors = (found - truth).abs()
+                sums = [errors.sum(), errors.square().sum(), *sums[2:4], torch.ones_like(errors).sum()]
+        self._sums += torch.stack([loss, *sums, (~finite).sum().double()]).cpu()
+
+    def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
+        """The result over all ranks. All ranks together."""
+        numbers = torch.tensor([counted, unreadable], dtype=torch.float64)
+        loss, first, second, third, fourth, values, nonfinite, samples, lost = group.sum(
+            torch.cat([self._sums, numbers])
+        ).tolist()
+        regression = values and not self._decisions
+        return Evaluation(
+            loss / max(1.0, samples),
+            first / values if values and self._decisions else None,
+            None,
+            first / values if regression else None,
+            int(samples),
+            int(nonfinite),
+            int(lost),
+            rmse=math.sqrt(second / values) if regression else None,
+            f1=2 * second / max(1.0, third + fourth) if values and self._decisions else None,
+        )
+
+
+def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalConfig, *, decisions: bool) -> Adding:
+    """What adds up the evaluation of a data set, as `Accumulator` and `ValueAccumulator` take it.
+
+    Raises ConfigError for numbers that its targets do not have.
+    """
+    if targets is Targets.CLASSES:
+        return Accumulator(classes, config, each)
+    if config.pr is not PrKind.NONE:
+        raise ConfigError(
+            f"eval.pr={config.pr.value}: precision and recall are of classes, and the targets are {targets.value};"
+            " leave it out"
+        )
+    return ValueAccumulator(each, decisions=decisions)
+
+
+class Accumulator:
+    """Adds up this rank's samples of known classes; `reduce` adds up over the ranks."""
+
+    def __init__(self, classes: int, config: EvalConfig | None = None, each: Each | None = None) -> None:
+        """`each`: scores (n, classes) float32 and classes (n,) -> losses (n,); by default cross entropy."""
+        config = config or EvalConfig()
+        if config.pr is PrKind.BINNED and config.pr_bins < 2:
+            raise ConfigError(f"eval.pr_bins: {config.pr_bins} is less than 2; 2000 bins are a good choice")
+        self._classes, self._each = classes, each or _cross_entropy
+        self._sums = torch.zeros(5, dtype=torch.float64)
+        with_matrix = config.confusion and classes <= _MOST_CLASSES_IN_MATRIX
+        self._confusion = torch.zeros(classes, classes, dtype=torch.int64) if with_matrix else None
+        self._curves: CurveAccumulator | None = None
+        if config.pr is not PrKind.NONE:
+            self._curves = ExactCurves(classes) if config.pr is PrKind.EXACT else BinnedCurves(classes, config.pr_bins)
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """Scores (n, classes) of a model and true classes (n,). Raises TrainerError when they do not fit each other."""
+        if logits.shape != (len(labels), self._classes):
+            raise TrainingError(
+                f"the model's output has the shape {tuple(logits.shape)} for {len(labels)} samples of"
+                f" {self._classes} classes; give a model whose last layer has {self._classes} outputs"
+            )
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self._classes:
+            raise DataError(
+                f"the test set holds a label outside 0..{self._classes - 1}: {labels.min()}..{labels.max()};"
+                " correct the labels"
+            )
+        logits = logits.detach().float()
+        finite = torch.isfinite(logits).all(1)
+        scores = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        losses = self._each(logits, labels).cpu().double()
+        guesses, ranks = scores.argmax(1).cpu(), rank_of_label(scores, labels).cpu()
+        truth = labels.cpu()
+        counts = [(ranks < 1).sum(), (ranks < 5).sum(), (guesses - truth).abs().sum(), (~finite).sum()]
+        self._sums += torch.stack([losses.sum(), *(count.cpu().double() for count in counts)])
+        if self._confusion is not None:
+            self._confusion += torch.bincount(truth * self._classes + guesses, minlength=self._classes**2).view(
+                self._classes, -1
+            )
+        if self._curves is not None:
+            self._curves.add(logits.softmax(1).nan_to_num(nan=0.0), labels)
+
+    def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
+        """The result over all ranks. All ranks together.
+
+        `counted`, `unreadable`: this rank's number of samples that were added, and of those that could not be read.
+        """
+        *sums, samples, lost = group.sum(
+            torch.cat([self._sums, torch.tensor([counted, unreadable], dtype=torch.float64)])
+        ).tolist()
+        confusion = group.sum(self._confusion) if self._confusion is not None else None
+        curves = self._curves.reduce(group) if self._curves is not None and samples else None
+        loss, top1, top5, error, nonfinite = sums
+        many = max(1.0, samples)
+        return Evaluation(
+            loss / many,
+            top1 / many,
+            top5 / many,
+            error / many,
+            int(samples),
+            int(nonfinite),
+            int(lost),
+            confusion=confusion,
+            curves=curves,
+        )
+
+
+def rank_of_label(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """How many classes rank before each sample's own, (n,), by score (n, classes); of equal scores
+    the lower class is first, as in argmax.
+    """
+    own = scores.gather(1, labels[:, None])
+    numbers = torch.arange(scores.shape[1], device=scores.device)
+    return ((scores > own) | ((scores == own) & (numbers < labels[:, None]))).sum(1)

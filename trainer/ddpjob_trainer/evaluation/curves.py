@@ -1,0 +1,192 @@
+"""Precision-recall curves and average precision, one class against the rest, as scikit-learn defines them.
+
+Exact: from all scores, gathered on rank 0. Binned: from two histograms per class, in memory that does not grow with the
+data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ddpjob_trainer.distributed.process_group import Group
+
+_LOGIT_RANGE = 16.0  # In float32, 1 - sigmoid(16.6) is 0.
+_POINTS_OF_ALL_CLASSES, _POINTS_POOLED = 20_000, 1_000
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What sklearn.metrics.precision_recall_curve returns.
+
+    Rising thresholds (t,), and precision and recall (t + 1,), ending in (1, 0).
+    """
+
+    precision: torch.Tensor
+    recall: torch.Tensor
+    thresholds: torch.Tensor
+
+    @property
+    def average_precision(self) -> float:
+        """Sum over thresholds of (R_n - R_(n-1)) P_n (sklearn.metrics.average_precision_score).
+
+        0 for a class without positives.
+        """
+        return float(-(self.recall.diff() * self.precision[:-1]).sum())
+
+    def thinned(self, limit: int) -> Curve:
+        """About `limit` of its points at most, evenly over recall, with both ends; of points of one
+        recall the most precise.
+        """
+        if len(self.thresholds) <= limit:
+            return self
+        wanted = torch.linspace(1.0, 0.0, limit - 1, dtype=torch.float64)
+        keep = torch.searchsorted(-self.recall[:-1].contiguous(), -wanted, right=True) - 1
+        keep = torch.unique_consecutive(torch.cat([keep, torch.tensor([0])]).sort().values)
+        ends = torch.cat([keep, torch.tensor([len(self.thresholds)])])
+        return Curve(self.precision[ends], self.recall[ends], self.thresholds[keep])
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Average precision: (classes,), their mean over all classes (macro) and of all decisions pooled (micro).
+
+    `of_class` and `pooled` (thinned, to be stored and drawn) exist on rank 0 only.
+    """
+
+    average_precision: list[float]
+    macro: float
+    micro: float
+    of_class: list[Curve]
+    pooled: Curve | None
+
+
+class CurveAccumulator(Protocol):
+    """Takes scores batch by batch, on one rank."""
+
+    def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
+        """Scores float32 (n, classes) and labels int64 (n,), on any device."""
+
+    def reduce(self, group: Group) -> Curves:
+        """The curves over all ranks' samples. All ranks together."""
+
+
+def curve(scores: torch.Tensor, positive: torch.Tensor) -> Curve:
+    """Exact curve of scores (n,) and truth (n,) bool; equal scores are one threshold. n must be above 0."""
+    ordered, order = torch.sort(scores, descending=True)
+    hits = positive[order].to(torch.int64).cumsum(0)
+    last = torch.ones(len(ordered), dtype=torch.bool)
+    last[:-1] = ordered[:-1] != ordered[1:]
+    positions = last.nonzero()[:, 0]
+    return _from_counts(hits[positions], positions + 1, ordered[positions])
+
+
+def _from_counts(hits: torch.Tensor, taken: torch.Tensor, thresholds: torch.Tensor) -> Curve:
+    """From the numbers of true positives and of all positives at or above each of the falling thresholds."""
+    found = hits.double()
+    precision = (found / taken).flip(0)
+    recall = (found / found[-1] if hits[-1] > 0 else torch.ones_like(found)).flip(0)
+    end = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    return Curve(torch.cat([precision, end[:1]]), torch.cat([recall, end[1:]]), thresholds.flip(0))
+
+
+class ExactCurves:
+    """Keeps every score: 4 bytes per sample and class on each rank.
+
+    Rank 0 gathers all and needs about 30 bytes for each to sort them.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self._classes = classes
+        self._scores: list[torch.Tensor] = []
+        self._labels: list[torch.Tensor] = []
+
+    def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
+        """Keep them on the CPU."""
+        self._scores.append(probabilities.float().cpu())
+        self._labels.append(labels.cpu())
+
+    def reduce(self, group: Group) -> Curves:
+        """Rank 0 computes; all ranks get the numbers."""
+        scores = _gathered(torch.cat([torch.empty(0, self._classes), *self._scores]), group).reshape(-1, self._classes)
+        labels = _gathered(torch.cat([torch.empty(0, dtype=torch.int64), *self._labels]), group)
+        curves: list[Curve] = []
+        if group.rank == 0:
+            truth = labels[:, None] == torch.arange(self._classes)
+            curves = [curve(scores[:, number], truth[:, number]) for number in range(self._classes)]
+            curves.append(curve(scores.flatten(), truth.flatten()))
+        return _share(curves, self._classes, group)
+
+
+class BinnedCurves:
+    """Counts scores in bins of equal width in log odds, between -16 and 16: 16 bytes per class and bin.
+
+    Bins of equal width in probability would put everything that a well trained model is sure of into one.
+    """
+
+    def __init__(self, classes: int, bins: int) -> None:
+        self._classes, self._bins = classes, bins
+        self._counts: torch.Tensor | None = None
+
+    def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
+        """Count them, on their device."""
+        positions = (
+            bin_of(probabilities.float(), self._bins) + torch.arange(self._classes, device=labels.device) * self._bins
+        )
+        size = self._classes * self._bins
+        own = positions.gather(1, labels[:, None])[:, 0]
+        counts = torch.stack([torch.bincount(part.flatten(), minlength=size) for part in (own, positions)])
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def reduce(self, group: Group) -> Curves:
+        """Sum the histograms; rank 0 computes, all ranks get the numbers."""
+        counts = (
+            torch.zeros(2, self._classes * self._bins, dtype=torch.int64)
+            if self._counts is None
+            else self._counts.cpu()
+        )
+        positive, taken = group.sum(counts).reshape(2, self._classes, self._bins)
+        curves: list[Curve] = []
+        if group.rank == 0:
+            curves = [self._curve(positive[number], taken[number]) for number in range(self._classes)]
+            curves.append(self._curve(positive.sum(0), taken.sum(0)))
+        return _share(curves, self._classes, group)
+
+    def _curve(self, positive: torch.Tensor, taken: torch.Tensor) -> Curve:
+        used = taken.flip(0).nonzero()[:, 0]
+        edges = torch.linspace(-_LOGIT_RANGE, _LOGIT_RANGE, self._bins + 1, dtype=torch.float64)[:-1].sigmoid()
+        return _from_counts(positive.flip(0).cumsum(0)[used], taken.flip(0).cumsum(0)[used], edges.flip(0)[used])
+
+
+def bin_of(probabilities: torch.Tensor, bins: int) -> torch.Tensor:
+    """The bin, 0 to bins - 1, of each probability by its log odds."""
+    odds = (torch.log(probabilities) - torch.log1p(-probabilities)).clamp(-_LOGIT_RANGE, _LOGIT_RANGE)
+    return ((odds + _LOGIT_RANGE) * (bins / (2 * _LOGIT_RANGE))).to(torch.int64).clamp(0, bins - 1)
+
+
+def _gathered(mine: torch.Tensor, group: Group) -> torch.Tensor:
+    """All ranks' tensors concatenated, flat, on rank 0.
+
+    Other ranks get an empty tensor, and hold one rank's part at a time.
+    """
+    if group.world == 1:
+        return mine.flatten()
+    parts = []
+    for source in range(group.world):
+        content = group.broadcast_bytes(mine.numpy().tobytes() if source == group.rank else None, source)
+        if group.rank == 0 and content:
+            parts.append(torch.frombuffer(bytearray(content), dtype=mine.dtype))
+    return torch.cat([torch.empty(0, dtype=mine.dtype), *parts])
+
+
+def _share(curves: list[Curve], classes: int, group: Group) -> Curves:
+    """Rank 0's `curves` (each class, then all decisions pooled) as numbers on every rank."""
+    values = torch.zeros(classes + 1, dtype=torch.float64)
+    if group.rank == 0:
+        values = torch.tensor([each.average_precision for each in curves], dtype=torch.float64)
+    *of_class, micro = group.sum(values).tolist()
+    each = max(20, _POINTS_OF_ALL_CLASSES // classes)
+    pooled = curves[-1].thinned(_POINTS_POOLED) if curves else None
+    return Curves(of_class, sum(of_class) / classes, micro, [curve.thinned(each) for curve in curves[:-1]], pooled)

@@ -1,0 +1,67 @@
+"""Evaluation that is exact on any number of ranks: each test sample is counted once, by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ddpjob_trainer.config.sections import EvalConfig
+from ddpjob_trainer.data.dataset import UNREADABLE, DataSet
+from ddpjob_trainer.data.sampler import DataShare, share
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.evaluation.accumulate import Accumulator, Adding, Evaluation
+from ddpjob_trainer.lifecycle.signals import StopRequest
+
+__all__ = ["EvalConfig", "Evaluation", "evaluate"]
+
+
+@torch.no_grad()
+def evaluate(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    own: DataShare,
+    data: DataSet,
+    batch: int,
+    group: Group,
+    stop: StopRequest,
+    *,
+    config: EvalConfig | None = None,
+    adding: Adding | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> Evaluation | None:
+    """The result on the test set, the same on every rank and for every number of ranks (up to the order of float64
+    sums).
+
+    `logits` returns the scores (n, classes) of images (n, channels, height, width), in evaluation mode. Test samples
+    are dealt out by `own`; the scores of a rank that does not count are ignored. `adding` computes the result; by
+    default that of classes, as `config` says. `alive` is called every round. Returns None when SIGTERM came.
+
+    Every rank does the same number of rounds and has images in each, because a forward pass may be a collective: a rank
+    whose samples are used up computes on the test set's first, and does not count it.
+    """
+    mine = list(share(range(data.test_size), own.part, own.parts))
+    rounds = -(-data.test_size // (batch * own.parts))
+    parts = [mine[start * batch : (start + 1) * batch] for start in range(rounds)]
+    accumulator = adding or Accumulator(data.classes, config)
+    counted = unreadable = 0
+    for part, samples in zip(parts, data.test_batches([part or [0] for part in parts]), strict=True):
+        alive()
+        agreement = stop.agreement(save_due=False)
+        scores = logits(samples.images)
+        if part and own.counts:
+            count = len(part)
+            if samples.labels.ndim == 1 and not samples.labels.is_floating_point():
+                readable = samples.labels != UNREADABLE
+                scores, labels, count = scores[readable], samples.labels[readable], int(readable.sum())
+            else:
+                labels = samples.labels
+            accumulator.add(scores, labels)
+            counted, unreadable = counted + count, unreadable + len(part) - count
+        if agreement.wait()[0]:
+            return None
+    result = accumulator.reduce(group, counted, unreadable)
+    if result.samples + result.unreadable != data.test_size:
+        raise AssertionError(
+            f"evaluation counted {result.samples} + {result.unreadable} of {data.test_size} test samples"
+        )
+    return result

@@ -1,0 +1,1 @@
+"""How a rank starts, stops on a signal, is fenced off and ends."""

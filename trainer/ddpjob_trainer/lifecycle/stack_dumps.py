@@ -1,0 +1,114 @@
+"""The Python stacks of a rank, by faulthandler: the main thread's at SIGUSR1, and all threads' when no
+step ends for nearly train.timeout_seconds.
+
+faulthandler writes from C, even while Python is blocked in a collective or never releases the GIL.
+It can write to one file only: RUN/stacks/rank-N.txt, which a thread copies to stderr. A job's own
+hang detection uses another signal (SIGRTMIN + 7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+SIGNAL = signal.SIGUSR1
+FOLDER = "stacks"
+_POLL_SECONDS = 0.5
+_SHARE_OF_TIMEOUT = 0.9
+
+
+class StackDumps:
+    """Stack dumps of this process. Without a step for nearly `timeout_seconds`, stacks are written
+    before the collective that waits fails.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, timeout_seconds: float) -> None:
+        self._limit = _SHARE_OF_TIMEOUT * timeout_seconds
+        self._path = run_dir / FOLDER / f"rank-{rank}.txt"
+        self._rank = rank
+        self._began = time.monotonic()
+        self._closing = threading.Event()
+        self._file: IO[bytes] | None = self._open()
+        self._copied = self._size()
+        # Other threads run on while the handler reads, and reading their frames crashes a healthy process now and then.
+        faulthandler.register(SIGNAL, file=self._file or sys.stderr, all_threads=False)
+        self._arm()
+        self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
+        self._thread.start()
+
+    def alive(self) -> None:
+        """Report that a step, or a round of an evaluation, has begun."""
+        self._began = time.monotonic()
+
+    def close(self) -> None:
+        """Stop watching. SIGUSR1 is ignored from now on: it must not end a rank that is about to leave."""
+        self._closing.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(SIGNAL, signal.SIG_IGN)
+        faulthandler.unregister(SIGNAL)
+        if self._file is not None:
+            # Another rank's stacks may be in the folder, or the volume may be gone: that must not hide why
+            # training ends.
+            with contextlib.suppress(OSError):
+                empty = self._size() == 0
+                self._file.close()
+                if empty:
+                    self._path.unlink(missing_ok=True)
+                self._path.parent.rmdir()
+
+    def _open(self) -> IO[bytes] | None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return self._path.open("ab")
+        except OSError as error:
+            print(
+                f"warning: stacks go to stderr: {self._path.parent} cannot be written ({error.strerror})",
+                file=sys.stderr,
+                flush=True,
+            )
+            return None
+
+    def _size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size if self._file is not None else 0
+
+    def _arm(self) -> None:
+        """Have all threads' stacks written when a step is overdue: the collective is about to fail anyway, so that what
+        reading the frames of threads that run may cost is less than not to know where they stand.
+        """
+        left = self._limit - (time.monotonic() - self._began)
+        faulthandler.dump_traceback_later(max(0.1, left), file=self._file or sys.stderr)
+
+    def _watch(self) -> None:
+        armed_for, reported = self._began, False
+        while not self._closing.wait(_POLL_SECONDS):
+            if self._began != armed_for:
+                armed_for, reported = self._began, False
+                self._arm()
+            elif not reported and time.monotonic() - armed_for > self._limit:
+                reported = True
+                where = f"its stacks are in {self._path}"
+                print(f"rank {self._rank}: no step for {self._limit:.1f} s; {where}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                self._copy()
+        with contextlib.suppress(OSError):
+            self._copy()
+
+    def _copy(self) -> None:
+        if (size := self._size()) > self._copied:
+            with self._path.open("rb") as file:
+                file.seek(self._copied)
+                text = file.read(size - self._copied).decode(errors="replace")
+            self._copied = size
+            print(
+                f"stacks of rank {self._rank} (pid {os.getpid()}), also in {self._path}:\n{text}",
+                file=sys.stderr,
+                flush=True,
+            )

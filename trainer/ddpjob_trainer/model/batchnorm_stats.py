@@ -1,0 +1,138 @@
+"""Running statistics of batch normalization that do not depend on which rank took which micro-batch.
+
+In a step each micro-batch starts from the same running statistics; afterwards these become the mean of the
+micro-batches' results, weighted by samples. That is one update with the mean of the micro-batches' statistics, as for a
+step on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpjob_trainer.data.sampler import Micro
+from ddpjob_trainer.distributed.process_group import Group
+
+
+@torch.no_grad()
+def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Move the running statistics of a layer by a micro-batch's mean and unbiased variance, as torch does."""
+    assert module.running_mean is not None and module.running_var is not None
+    assert module.num_batches_tracked is not None
+    module.num_batches_tracked.add_(1)
+    momentum = 1 / int(module.num_batches_tracked) if module.momentum is None else module.momentum
+    for running, moment in ((module.running_mean, mean), (module.running_var, variance)):
+        running.lerp_(moment.to(running.dtype), momentum)
+
+
+class BatchStatistics:
+    """The running means and variances of a model, over the ranks of a group; no effect on a model without any.
+
+    `ordered`: the sum over micro-batches is taken in their order, so that it is the same to the bit on any number of
+    ranks. The model's buffers become views of one flat tensor per device and format: what is done here at each step
+    takes a few calls, not several per layer. A model has one BatchStatistics at a time.
+    """
+
+    def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:
+        self._group, self._ordered = group, ordered
+        layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+        self._running = _flattened(
+            [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
+        )
+        self._counters = _flattened(
+            [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
+        )
+        self._before: list[torch.Tensor] | None = None
+        self._total: torch.Tensor | None = None
+        self._parts: list[tuple[int, torch.Tensor]] = []
+
+    @contextmanager
+    def of_micro(self, micro: Micro, count: int) -> Iterator[None]:
+        """Around the forward pass of a micro-batch, of a step of `count` samples in all."""
+        if not self._running:
+            yield
+            return
+        now = [*self._running, *self._counters]
+        if self._before is None:
+            self._before = [value.clone() for value in now]
+        else:
+            for value, before in zip(now, self._before, strict=True):
+                value.copy_(before)
+        yield
+        if not micro.counts:
+            return
+        part = _joined(self._running) * (len(micro.samples) / count)
+        if self._ordered:
+            self._parts.append((micro.number, part))
+        else:
+            self._total = part if self._total is None else self._total.add_(part)
+
+    def exchange(self) -> None:
+        """Combine the statistics at the end of the step. All ranks together."""
+        if not self._running or self._before is None:
+            return
+        before = _joined(self._before[: len(self._running)])
+        if self._ordered:
+            total = torch.zeros_like(before)
+            for part in ordered_parts(self._parts, before.numel(), before, self._group):
+                total += part
+        else:
+            total = self._group.sum(torch.zeros_like(before) if self._total is None else self._total)
+        # A step that is skipped, because its loss or a gradient is not finite, must not stay in the statistics.
+        total = torch.where(total.isfinite(), total, before)
+        for value, piece in zip(
+            self._running, torch.split(total, [value.numel() for value in self._running]), strict=True
+        ):
+            value.copy_(piece)
+        for counter, was in zip(self._counters, self._before[len(self._running) :], strict=True):
+            counter.copy_(was).add_(1)
+        self._before, self._total, self._parts = None, None, []
+
+
+def _flattened(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One flat tensor per device and format, of which the buffers become views."""
+    flats = []
+    for kind in dict.fromkeys((buffer.device, buffer.dtype) for buffer in buffers):
+        alike = [buffer for buffer in buffers if (buffer.device, buffer.dtype) == kind]
+        flats.append(torch.cat([buffer.detach().flatten() for buffer in alike]))
+        for buffer, piece in zip(alike, torch.split(flats[-1], [buffer.numel() for buffer in alike]), strict=True):
+            # Its .data, so that the buffer stays the same tensor, and autograd does not count a copy into it as a
+            # change: it keeps the buffers for the backward pass, which does not read them in training, and in a
+            # pipeline follows the forward pass of the next micro-batch.
+            buffer.data = piece.view_as(buffer)
+    return flats
+
+
+def _joined(flats: list[torch.Tensor]) -> torch.Tensor:
+    """One tensor on the first one's device and in its format."""
+    return flats[0] if len(flats) == 1 else torch.cat([flat.to(flats[0]) for flat in flats])
+
+
+def ordered_parts(
+    parts: list[tuple[int, torch.Tensor]], size: int, like: torch.Tensor, group: Group
+) -> list[torch.Tensor]:
+    """The flat parts (number, tensor) of all ranks in the order of their numbers, on every rank.
+
+    Takes (micro-batches, `size`) in memory. All ranks together.
+    """
+    if group.world == 1:
+        return [part for _, part in sorted(parts, key=lambda part: part[0])]
+    counts = group.gather(len(parts))
+    most = max(counts)
+    numbers = torch.full((most,), -1, dtype=torch.int64)
+    values = torch.zeros(most, size, dtype=like.dtype, device=like.device)
+    for index, (number, part) in enumerate(parts):
+        numbers[index] = number
+        values[index] = part
+    all_numbers, all_values = group.all_gather(numbers), group.all_gather(values)
+    found = [
+        (int(n), value)
+        for ns, vs in zip(all_numbers, all_values, strict=True)
+        for n, value in zip(ns, vs, strict=True)
+        if n >= 0
+    ]
+    return [value for _, value in sorted(found, key=lambda pair: pair[0])]

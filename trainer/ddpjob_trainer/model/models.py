@@ -1,0 +1,288 @@
+"""Models: a small CNN that adapts to the images, ResNet-18 in its CIFAR form, torchvision's and timm's by name, and
+anybody's by the name of a function.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib
+import os
+import shutil
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.config.sections import ModelConfig, NormName
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.own_functions import load_function
+
+
+def build_model(
+    config: ModelConfig, shape: tuple[int, ...], classes: int, seed: int, device: torch.device | None = None
+) -> nn.Module:
+    """The network for images of `shape` (channels, height, width), on `device`, with weights that
+    depend on `seed` only.
+
+    Raises ConfigError.
+    """
+    torch.manual_seed(seed)
+    device = device or torch.device("cpu")
+    model = _network(config, shape, classes).to(device)
+    if config.zero_init_residual:
+        _zero_last_normalizations(model, config.name)
+    if config.freeze:
+        _freeze(model, config)
+    if config.compile:
+        _check_compiler()
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        model.register_forward_pre_hook(
+            lambda _, inputs: tuple(images.contiguous(memory_format=torch.channels_last) for images in inputs)
+        )
+    if not config.sync_batchnorm:
+        return model
+    from ddpjob_trainer.model.sync_batchnorm import synchronized
+
+    model = synchronized(model, device)
+    if is_tied_to_micro_batches(model):
+        random = "uses dropout, which drops other inputs"
+        if getattr(model, _OWN, False):
+            random = "may draw random numbers in its forward pass, others"
+        raise ConfigError(
+            f"model.sync_batchnorm: {config.name} {random} on another number of ranks;"
+            " leave out model.sync_batchnorm (statistics are then those of data.micro_batches micro-batches, on any"
+            " number of ranks), or take a model without dropout"
+        )
+    return model
+
+
+def _freeze(model: nn.Module, config: ModelConfig) -> None:
+    """Raises ConfigError for a pattern without a parameter, and when none is left to train."""
+    parameters = dict(model.named_parameters())
+    for pattern in config.freeze:
+        names = fnmatch.filter(parameters, pattern)
+        if not names:
+            near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.3) or list(parameters)[:1]
+            raise ConfigError(
+                f"model.freeze: no parameter of {config.name} matches {pattern!r}; write for example {near[0]}"
+            )
+        for name in names:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError("model.freeze: no parameter is left to train; leave out those of the last layer")
+
+
+_LAST_NORMALIZATION = {"Bottleneck": "bn3", "BasicBlock": "bn2", "_Block": "bn2"}
+"""By the class of a residual block, torchvision's and of this file."""
+
+
+def _zero_last_normalizations(model: nn.Module, name: str) -> None:
+    """As torchvision's zero_init_residual. Raises ConfigError for a model without residual blocks."""
+    last = [
+        getattr(module, attribute)
+        for module in model.modules()
+        if (attribute := _LAST_NORMALIZATION.get(type(module).__name__)) and hasattr(module, attribute)
+    ]
+    if not last:
+        raise ConfigError(
+            f"model.zero_init_residual: {name} has no residual blocks of a ResNet; leave it out, or take for example"
+            " model.name=torchvision:resnet50"
+        )
+    for normalization in last:
+        nn.init.zeros_(normalization.weight)
+
+
+def _check_compiler() -> None:
+    names = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    if not any(shutil.which(name) for name in names):
+        raise ConfigError(
+            f"model.compile: no C++ compiler ({', '.join(names)}) is installed; install g++, set CXX to one, or set"
+            " model.compile=false"
+        )
+
+
+def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Module:
+    kind, _, name = config.name.partition(":")
+    if len(shape) != 3 and (not name or kind in ("torchvision", "timm")):
+        raise ConfigError(
+            f"model.name={config.name}: takes images (channels, height, width), and the data's samples have the shape"
+            f" {shape}; take a model of your own, model.name=package.module:function"
+        )
+    if config.name == "small_cnn":
+        if config.width < 4 or config.width % 4:
+            raise ConfigError(f"model.width: {config.width} is not a positive multiple of 4; write for example 32")
+        if not 0 <= config.dropout < 1:
+            raise ConfigError(f"model.dropout: {config.dropout} is not a probability below 1; write for example 0.1")
+        return SmallCnn(shape, classes, config)
+    if config.name == "resnet18_cifar":
+        return ResNet18Cifar(shape[0], classes)
+    if kind == "torchvision" and name:
+        return _torchvision_model(name, classes)
+    if kind == "timm" and name:
+        return _timm_model(name, shape, classes)
+    if name:
+        return _own_model(config.name, shape, classes)
+    near = difflib.get_close_matches(
+        config.name, ["small_cnn", "resnet18_cifar", "torchvision:resnet50"], n=1, cutoff=0.4
+    )
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"model.name: {config.name!r} is not known; write small_cnn, resnet18_cifar, torchvision:NAME, timm:NAME or"
+        f" package.module:function{hint}"
+    )
+
+
+def is_tied_to_micro_batches(model: nn.Module) -> bool:
+    """Whether the output for a sample in training depends on the other samples beside it, or on random numbers."""
+    return any(ties_samples(module) for module in model.modules())
+
+
+def ties_samples(module: nn.Module) -> bool:
+    """Whether this layer does so. Of a model by anybody's function that is not known: its forward may call what no
+    module shows.
+    """
+    if getattr(module, _OWN, False):
+        return True
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    if isinstance(module, _BatchNorm):
+        return not hasattr(module, "is_synchronized") and not isinstance(module, nn.SyncBatchNorm)
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    random = ("dropout", "p", "drop_prob") if type(module).__name__ in RANDOM_PATHS else ("dropout",)
+    return any(isinstance(share := getattr(module, name, 0), float) and share > 0 for name in random)
+
+
+def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int) -> bool:
+    """Whether training fails for a micro-batch of one sample: a normalization would see one value per channel.
+
+    That is so where its maps have shrunk to one pixel. Nothing is computed.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    with torch.device("meta"):
+        try:
+            model = _network(config, shape, classes).train()
+            if any(isinstance(module, _BatchNorm) for module in model.modules()):
+                model(torch.empty(1, *shape))
+        except Exception as error:  # Anybody's model may need values, which there are none of here.
+            return "more than 1 value per channel" in str(error)
+    return False
+
+
+def _torchvision_model(name: str, classes: int) -> nn.Module:
+    import torchvision
+
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean torchvision:{near[0]}?" if near else ""
+        raise ConfigError(f"model.name: torchvision has no classification model {name!r}{hint}")
+    # These two also return the scores of their auxiliary heads.
+    plain = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **plain)
+    return model
+
+
+def _timm_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+    try:
+        timm = importlib.import_module("timm")
+    except ImportError as error:
+        raise ConfigError(f"model.name=timm:{name}: timm cannot be imported ({error}); pip install timm") from error
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, in_chans=shape[0])
+    except RuntimeError as error:
+        near = difflib.get_close_matches(name, timm.list_models(), n=1)
+        hint = f"; did you mean timm:{near[0]}?" if near else ""
+        raise ConfigError(f"model.name: timm cannot make {name!r} ({error}){hint}") from error
+    return model
+
+
+_OWN = "_ddpjob_own_model"
+RANDOM_PATHS = ("StochasticDepth", "DropPath")
+"""Layers that leave out a random branch, torchvision's and timm's, by the names of their classes."""
+
+
+def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """What `package.module:function` returns for (shape, classes)."""
+    build = load_function("model.name", name, ["torchvision", "timm"])
+    model = build(shape, classes)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.name={name}: it returned {type(model).__name__}; return a torch.nn.Module from"
+            " function(shape, classes), whose output for images (n, channels, height, width) is (n, classes)"
+        )
+    setattr(model, _OWN, True)
+    return model
+
+
+def _convolution(inputs: int, outputs: int, norm: NormName) -> list[nn.Module]:
+    # A group's statistics are those of one sample, so that a gradient does not depend on how a batch is divided.
+    normalized = nn.GroupNorm(4, outputs) if norm is NormName.GROUP else nn.BatchNorm2d(outputs)
+    return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), normalized, nn.ReLU(inplace=True)]
+
+
+class SmallCnn(nn.Module):
+    """3x3 convolutions; halves the image until its shorter side has 4 pixels, then one linear layer."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int, config: ModelConfig) -> None:
+        super().__init__()
+        width, norm = config.width, config.norm
+        channels, height, outputs = shape[0], min(shape[1:]), width
+        layers: list[nn.Module] = _convolution(channels, width, norm)
+        while height > 4:
+            layers += [*_convolution(outputs, min(2 * outputs, 8 * width), norm), nn.MaxPool2d(2, ceil_mode=True)]
+            outputs, height = min(2 * outputs, 8 * width), -(-height // 2)
+        layers += _convolution(outputs, outputs, norm)
+        self.features = nn.Sequential(*layers)
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = nn.Linear(4 * outputs, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """(n, channels, height, width) -> logits (n, classes)."""
+        logits: torch.Tensor = self.head(self.dropout(self.pool(self.features(images)).flatten(1)))
+        return logits
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet18Cifar(nn.Module):
+    """ResNet-18 (He et al. 2015) with a 3x3 stem and no max-pooling, the usual form for 32x32
+    images; 11.2 million weights.
+    """
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)
+        )
+        blocks: list[nn.Module] = []
+        inputs = 64
+        for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            blocks += [_Block(inputs, outputs, stride), _Block(outputs, outputs, 1)]
+            inputs = outputs
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(512, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """(n, channels, height, width) -> logits (n, classes)."""
+        features = self.blocks(self.stem(images)).mean((2, 3))
+        logits: torch.Tensor = self.head(features)
+        return logits

@@ -1,0 +1,162 @@
+"""A model as a sequence of layers, split into stages of nearly equal cost; for strategies that
+spread a model over devices.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.model.models import ResNet18Cifar, SmallCnn
+
+_FLOPS_PER_ELEMENT = 20
+"""Cost of writing a value, beside the arithmetic: normalization and activation are memory-bound."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module of the sequence and its name in the model; one without weights may have no name there."""
+
+    name: str
+    module: nn.Module
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is something to train."""
+        return any(True for _ in self.module.parameters())
+
+
+class Mean(nn.Module):
+    """(n, channels, height, width) -> (n, channels)."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """The mean over each image."""
+        return images.mean((2, 3))
+
+
+def to_sequential(model: nn.Module) -> list[Layer]:
+    """The modules whose composition is the model's forward pass.
+
+    Raises ConfigError for a model that is no sequence of modules.
+    """
+    flatten = Layer("flatten", nn.Flatten())
+    if isinstance(model, SmallCnn):
+        return [*_layers(model, "features.*", "pool", "dropout"), flatten, *_layers(model, "head")]
+    if isinstance(model, ResNet18Cifar):
+        return [*_layers(model, "stem.*", "blocks.*"), Layer("mean", Mean()), *_layers(model, "head")]
+    kind = f"{type(model).__module__}.{type(model).__name__}"
+    if kind == "torchvision.models.resnet.ResNet":
+        layers = ("conv1", "bn1", "relu", "maxpool", "layer1.*", "layer2.*", "layer3.*", "layer4.*", "avgpool")
+        return [*_layers(model, *layers), flatten, *_layers(model, "fc")]
+    if kind in ("torchvision.models.vgg.VGG", "torchvision.models.alexnet.AlexNet"):
+        return [*_layers(model, "features.*", "avgpool"), flatten, *_layers(model, "classifier.*")]
+    if isinstance(model, nn.Sequential):
+        return _layers(model, *(name for name, _ in model.named_children()))
+    raise ConfigError(
+        f"a {type(model).__name__} cannot be split into stages, because its modules are no sequence: set model.name to"
+        " small_cnn, resnet18_cifar, or a ResNet, VGG or AlexNet of torchvision; or set strategy=fsdp, which shards any"
+        " model"
+    )
+
+
+def _layers(model: nn.Module, *names: str) -> list[Layer]:
+    found = []
+    for name in names:
+        outer, _, star = name.partition(".")
+        module = model.get_submodule(outer)
+        found += (
+            [Layer(f"{outer}.{inner}", child) for inner, child in module.named_children()]
+            if star
+            else [Layer(outer, module)]
+        )
+    return found
+
+
+class Stage(nn.Module):
+    """Consecutive layers under the names that they have in the whole model."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
+        self._layers = [layer.module for layer in layers]  # A list: registered below, under their names.
+        for layer in layers:
+            *path, last = layer.name.split(".")
+            owner: nn.Module = self
+            for name in path:
+                if name not in owner._modules:
+                    owner.add_module(name, nn.Module())
+                owner = owner.get_submodule(name)
+            owner.add_module(last, layer.module)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """The output of the last layer."""
+        for module in self._layers:
+            values = module(values)
+        return values
+
+
+class MetaModel:
+    """The layers without their weights (on the meta device): shapes and costs at no expense."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._modules = [copy.deepcopy(layer.module).to("meta").eval() for layer in layers]
+
+    @torch.no_grad()
+    def outputs(self, images: Sequence[int]) -> list[torch.Tensor]:
+        """Each layer's output, on the meta device, for images of a shape (n, channels, height, width)."""
+        values = torch.empty(*images, device="meta")
+        found = []
+        for module in self._modules:
+            values = module(values)
+            found.append(values)
+        return found
+
+    @torch.no_grad()
+    def costs(self, image: Sequence[int]) -> list[float]:
+        """Each layer's cost for one image (channels, height, width): arithmetic, and values
+        written. The same on every machine.
+        """
+        from torch.utils.flop_counter import FlopCounterMode
+
+        values, found = torch.empty(1, *image, device="meta"), []
+        for module in self._modules:
+            with FlopCounterMode(display=False) as counter:
+                values = module(values)
+            found.append(float(counter.get_total_flops() + _FLOPS_PER_ELEMENT * values.numel()))
+        return found
+
+
+def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str) -> list[list[Layer]]:
+    """The layers in `parts` stages, minimizing the cost of the most expensive one; each begins with a layer that has
+    weights.
+
+    Raises ConfigError, naming the configuration's `key`, when there are fewer such layers than stages.
+    """
+    starts = [0, *[index for index, layer in enumerate(layers) if layer.has_weights][1:]]
+    if parts > len(starts):
+        raise ConfigError(
+            f"{key}: {parts} stages, and the model is a sequence of {len(starts)} modules with weights; write"
+            f" {len(starts)} at most"
+        )
+    sums = [0.0, *itertools.accumulate(costs)]
+    ends = [*starts[1:], len(layers)]
+    # end -> (cost of the most expensive stage, ends of the stages) of the layers up to `end`; at first in one stage.
+    best: dict[int, tuple[float, list[int]]] = {end: (sums[end], [end]) for end in ends}
+    for _ in range(parts - 1):
+        longer: dict[int, tuple[float, list[int]]] = {}
+        for index, end in enumerate(ends):
+            choices = [
+                (max(best[start][0], sums[end] - sums[start]), [*best[start][1], end])
+                for start in ends[:index]
+                if start in best
+            ]
+            if choices:
+                longer[end] = min(choices)
+        best = longer
+    bounds = [0, *best[len(layers)][1]]
+    return [list(layers[start:end]) for start, end in itertools.pairwise(bounds)]

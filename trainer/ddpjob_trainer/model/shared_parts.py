@@ -1,0 +1,239 @@
+"""Micro-batches that several ranks share: batch normalization over exactly the ranks that hold a part, and the random
+numbers of the whole micro-batch for each part.
+
+Where each rank has whole micro-batches the model's own layers compute. Else, in a pass, each rank has parts of one or
+more micro-batches beside each other, and a layer takes all of them at once: its cost is that of an even share, one
+exchange of a few numbers per channel with the neighbouring ranks forward and one backward, and no more kernels for
+three parts than for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpjob_trainer.data.randomness import seed_torch
+from ddpjob_trainer.data.sampler import Micro, Part
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import TrainingError
+from ddpjob_trainer.model.batchnorm_stats import move_running
+from ddpjob_trainer.model.models import RANDOM_PATHS, ties_samples
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+_MASKS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Those whose forward pass is torch's: timm's subclass, for instance, has an activation in its own."""
+
+
+def can_be_shared(model: nn.Module) -> bool:
+    """Whether every layer that ties samples together is one that parts of a micro-batch can go through."""
+    return all(type(module) in PLAIN_NORMS or _draws(module) for module in model.modules() if ties_samples(module))
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether it multiplies its input by random numbers."""
+    return type(module) in _MASKS or type(module).__name__ in RANDOM_PATHS
+
+
+class SharedParts:
+    """Lets a model's layers compute parts of micro-batches. Create it before the first forward pass."""
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self._group = group
+        self._parts: tuple[Part, ...] = ()
+        self._sizes: dict[tuple[tuple[int, int], ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._random: list[Any] = []
+        self._device = next((value.device for value in model.parameters()), torch.device("cpu"))
+        for module in model.modules():
+            masks = _draws(module) and ties_samples(module)  # One of probability 0 changes nothing.
+            layer: Any = self._normalize if isinstance(module, _BatchNorm) else self._mask if masks else None
+            if layer is not None:
+                own: Any = torch.compiler.disable(partial(layer, module, module.forward))  # type: ignore[no-untyped-call]
+                module.forward = own
+
+    @contextmanager
+    def of_micro(self, micro: Micro) -> Iterator[None]:
+        """Around the forward pass of a micro-batch; without parts, the model's own layers compute."""
+        self._parts = micro.parts
+        self._random = [None] * len(micro.parts)
+        try:
+            yield
+        finally:
+            self._parts = ()
+
+    def _mask(self, module: nn.Module, forward: Forward, values: torch.Tensor) -> torch.Tensor:
+        """What the layer would do to this rank's samples if it had each micro-batch as a whole."""
+        if not module.training or not self._parts:
+            return forward(values)
+        self._check_samples(module, values)
+        layout = _layout(values)
+        paths = type(module).__name__ in RANDOM_PATHS
+        shape = [1] * (values.dim() - 1) if paths else values.shape[1:]
+        factors = []
+        for number, part in enumerate(self._parts):
+            if self._random[number] is None:
+                seed_torch(part.key, self._device)
+            else:
+                _set_random(self._random[number], self._device)
+            ones = torch.ones(part.size, *shape, dtype=values.dtype, device=values.device)
+            whole = forward(ones.contiguous(memory_format=layout))
+            factors.append(whole[part.start : part.start + part.count])
+            self._random[number] = _random(self._device)
+        return values * torch.cat(factors)
+
+    def _normalize(self, module: _BatchNorm, forward: Forward, values: torch.Tensor) -> torch.Tensor:
+        if not module.training or not self._parts:
+            return forward(values)
+        self._check_samples(module, values)
+        module._check_input_dim(values)  # type: ignore[no-untyped-call]
+        outputs: torch.Tensor
+        sizes = self._sizes_on(values.device)
+        outputs, moments = _Normalize.apply(
+            values, module.weight, module.bias, module.eps, self._parts, sizes, self._group
+        )
+        if module.track_running_stats:
+            # The mean over this rank's samples of the moments of their micro-batches. Over all ranks, weighted by
+            # samples, that is the mean over the micro-batches.
+            move_running(module, *moments)
+        return outputs
+
+    def _check_samples(self, module: nn.Module, values: torch.Tensor) -> None:
+        """Raise TrainingError where a layer gets windows or positions in place of samples, such as (n * windows, ...):
+        which rows belong to which part is not known then.
+        """
+        samples = sum(part.count for part in self._parts)
+        if len(values) != samples:
+            raise TrainingError(
+                f"a {type(module).__name__} of the model gets {len(values)} rows for {samples} samples, so that ranks"
+                " cannot share a micro-batch there: take a number of ranks that divides data.micro_batches, or set"
+                " data.exact=false"
+            )
+
+    def _sizes_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples of each part's whole micro-batch (parts, 1), and each part's share of this rank's samples (parts,).
+
+        Kept, since they are the same in most steps: to send them to the device in each layer would wait for it.
+        """
+        key = tuple((part.size, part.count) for part in self._parts)
+        if key not in self._sizes:
+            table = torch.tensor(key, dtype=torch.float64, device=device)
+            self._sizes[key] = table[:, :1], table[:, 1] / table[:, 1].sum()
+        return self._sizes[key]
+
+
+class _Normalize(torch.autograd.Function):
+    """(input, weight, bias, eps, parts, `_sizes_on`, group) -> (output, moments for `move_running`).
+
+    Sums over a sample's pixels are float32, those over samples float64, so that raw second moments lose nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        parts: tuple[Part, ...],
+        sizes: tuple[torch.Tensor, torch.Tensor],
+        group: Group,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pixels = input[0, 0].numel()
+        if min(part.size for part in parts) * pixels < 2:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+        values = input.float()
+        if values.dim() > 2:
+            axes = list(range(2, values.dim()))  # Not torch.var_mean, which takes 15 times as long on the CPU.
+            mean = values.mean(axes, keepdim=True)
+            variance = torch.linalg.vector_norm(values - mean, dim=axes).square_().div_(pixels)
+            mean = mean.flatten(1)
+        else:
+            variance, mean = torch.zeros_like(values), values
+        mean = mean.double()
+        first, second = _over_holders(mean, variance.double().addcmul_(mean, mean), pixels, parts, group)
+        count = sizes[0] * pixels
+        mean = first / count
+        variance = (second / count).addcmul_(mean, mean, value=-1).clamp_(min=0)
+        inverse = (variance + eps).rsqrt_()
+        scale = inverse if weight is None else inverse * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        outputs = torch.addcmul(_each(shift, parts, values), values, _each(scale, parts, values))
+        ctx.save_for_backward(input, weight, mean, inverse, count)
+        ctx.parts, ctx.group = parts, group
+        moments = sizes[1] @ torch.cat([mean, variance * (count / (count - 1))], 1)
+        moments = moments.view(2, -1)
+        ctx.mark_non_differentiable(moments)
+        return outputs.to(input.dtype, memory_format=_layout(input)), moments
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, mean, inverse, count = ctx.saved_tensors
+        values, slope = input.float(), gradients[0].float()
+        level, tilt = slope, slope * values
+        if values.dim() > 2:
+            axes = list(range(2, values.dim()))
+            level, tilt = slope.sum(axes), tilt.sum(axes)
+        own = _by_part(level.double(), tilt.double(), ctx.parts)
+        all_level, all_tilt = _summed(own, ctx.parts, ctx.group)
+        for_weight = ((own[:, 1] - mean * own[:, 0]) * inverse).sum(0)
+        for_bias = own[:, 0].sum(0)
+        scale = inverse if weight is None else inverse * weight
+        # d input = scale * (slope - mean of slope - normalized * mean of (slope * normalized))
+        of_values = (all_tilt - mean * all_level) * inverse.square() * -scale / count
+        constant = -scale * all_level / count - of_values * mean
+        inputs = torch.addcmul(_each(constant, ctx.parts, slope), slope, _each(scale, ctx.parts, slope))
+        inputs.addcmul_(values, _each(of_values, ctx.parts, values))
+        parameters = (None, None) if weight is None else (for_weight.to(weight.dtype), for_bias.to(weight.dtype))
+        return inputs.to(gradients[0].dtype), *parameters, None, None, None, None
+
+
+def _by_part(first: torch.Tensor, second: torch.Tensor, parts: tuple[Part, ...]) -> torch.Tensor:
+    """(samples, channels) twice -> sums over each part (parts, 2, channels)."""
+    sizes = [part.count for part in parts]
+    both = torch.stack([first, second], 1)
+    return torch.stack([piece.sum(0) for piece in torch.split(both, sizes)])
+
+
+def _over_holders(
+    first: torch.Tensor, second: torch.Tensor, pixels: int, parts: tuple[Part, ...], group: Group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of means over `pixels` of each sample (samples, channels) the sums over each whole micro-batch."""
+    return _summed(_by_part(first, second, parts).mul_(pixels), parts, group)
+
+
+def _summed(own: torch.Tensor, parts: tuple[Part, ...], group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each part, its sums over all ranks that hold one of its micro-batch: added up in the order of the ranks, so
+    that these compute the same to the bit.
+    """
+    every = group.swap([(values, part.holders) for values, part in zip(own, parts, strict=True)])
+    both = torch.stack([torch.stack(found).sum(0) for found in every])
+    return both[:, 0], both[:, 1]
+
+
+def _each(values: torch.Tensor, parts: tuple[Part, ...], like: torch.Tensor) -> torch.Tensor:
+    """(parts, channels) -> float32 (samples, channels, 1, ...), for tensors such as `like`."""
+    chosen = values.float()
+    chosen = torch.cat([row.expand(part.count, -1) for row, part in zip(chosen, parts, strict=True)])
+    return chosen.reshape(*chosen.shape, *[1] * (like.dim() - 2))
+
+
+def _layout(values: torch.Tensor) -> torch.memory_format:
+    channels_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if channels_last and not values.is_contiguous() else torch.contiguous_format
+
+
+def _random(device: torch.device) -> Any:
+    state = torch.default_generator.get_state()
+    return state, None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_random(state: Any, device: torch.device) -> None:
+    torch.default_generator.set_state(state[0])
+    if state[1] is not None:
+        torch.get_device_module(device).set_rng_state(state[1], device)

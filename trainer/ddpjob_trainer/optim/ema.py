@@ -1,0 +1,80 @@
+"""An exponential moving average of the weights (Polyak and Juditsky 1992), which is evaluated in their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.distributed.dtensors import is_sharded, local, spread
+from ddpjob_trainer.errors import ConfigError
+
+
+class MovingAverage:
+    """Averages of tensors that training changes, by name: weights, and running statistics of normalization.
+
+    average = decay * average + (1 - decay) * weights after each step; it starts as the weights after the first step, as
+    in torch's AveragedModel. In float32, on each rank, since the weights are the same on all. Raises ConfigError when
+    `decay` is not between 0 and 1.
+    """
+
+    def __init__(self, decay: float, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        if not 0 < decay < 1:
+            raise ConfigError(
+                f"optim.ema_decay: {decay} is not between 0 and 1; write for example 0.999, or 0 for no average"
+            )
+        self._decay, self._updates = decay, 0
+        self._names = [name for name, _ in tensors]
+        self._whole = [tensor.detach().float().clone() for _, tensor in tensors]
+        self._averages = [local(average) for average in self._whole]
+        self._tensors = [local(tensor.detach()) for _, tensor in tensors]
+        self._aside: list[torch.Tensor] | None = None
+
+    def update(self, skipped: bool | torch.Tensor = False) -> None:
+        """After an optimizer step; a skipped one (see precision.Update) changes nothing."""
+        if isinstance(skipped, torch.Tensor) and self._updates:
+            self._update_unless(skipped)
+        elif not skipped:
+            tensors = [tensor.float() for tensor in self._tensors]
+            if self._updates == 0:
+                torch._foreach_copy_(self._averages, tensors)
+            else:
+                torch._foreach_lerp_(self._averages, tensors, 1 - self._decay)
+            self._updates += 1
+
+    def _update_unless(self, skipped: torch.Tensor) -> None:
+        """Update where `skipped` is false, without waiting for the device."""
+        share = ~skipped * (1 - self._decay)
+        for device in {average.device for average in self._averages}:
+            pairs = [pair for pair in zip(self._averages, self._tensors, strict=True) if pair[0].device == device]
+            averages = [average for average, _ in pairs]
+            changes = torch._foreach_sub([tensor.float() for _, tensor in pairs], averages)
+            torch._foreach_mul_(changes, share.to(device))
+            torch._foreach_add_(averages, changes)
+
+    def put_in_place(self) -> None:
+        """Put the averages in place of the weights, for an evaluation."""
+        self._aside = [tensor.clone() for tensor in self._tensors]
+        if self._updates:
+            torch._foreach_copy_(self._tensors, self._averages)
+
+    def put_back(self) -> None:
+        """Restore the weights, if the averages are in their place."""
+        if self._aside is not None:
+            torch._foreach_copy_(self._tensors, self._aside)
+            self._aside = None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: `{"updates": n, "averages": {name: tensor}}`."""
+        return {"updates": self._updates, "averages": dict(zip(self._names, self._whole, strict=True))}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint. Raises KeyError or RuntimeError when it is of another model."""
+        for name, average in zip(self._names, self._whole, strict=True):
+            local(average).copy_(_shard(state["averages"][name], average))
+        self._updates = int(state["updates"])
+
+
+def _shard(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """This rank's shard of a tensor, where `like` is a DTensor."""
+    return local(whole if is_sharded(whole) or not is_sharded(like) else spread(whole, like))

@@ -1,0 +1,56 @@
+"""LARS, for large batches: a learning rate per layer (You, Gitman, Ginsburg: Large batch training
+of ConvNets, 2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class Lars(torch.optim.Optimizer):
+    """SGD with momentum whose steps are scaled per parameter, by the paper's algorithm 1.
+
+        local = trust * |w| / (|g| + decay * |w|)
+        v = momentum * v + rate * local * (g + decay * w)
+        w = w - v
+
+    A group with `adapt` false, and a parameter that is 0 or has no gradient, has local = 1.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Any], lr: float, momentum: float, weight_decay: float, trust: float
+    ) -> None:
+        super().__init__(
+            parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapt": True}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step."""
+        assert closure is None
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if weights:
+                self._step_group(group, weights)
+
+    def _step_group(self, group: dict[str, Any], weights: list[torch.Tensor]) -> None:
+        momenta = [self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight)) for weight in weights]
+        steps = torch._foreach_add([weight.grad for weight in weights], weights, alpha=group["weight_decay"])  # type: ignore[misc]
+        if group["adapt"]:
+            torch._foreach_mul_(steps, self._local_rates(group, weights))
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, steps, alpha=group["lr"])
+        torch._foreach_sub_(weights, momenta)
+
+    @staticmethod
+    def _local_rates(group: dict[str, Any], weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        sizes = torch._foreach_norm(weights)
+        slopes = torch._foreach_norm([weight.grad for weight in weights])  # type: ignore[misc]
+        rates = []
+        for size, slope in zip(sizes, slopes, strict=True):
+            local = group["trust"] * size / (slope + group["weight_decay"] * size)
+            rates.append(torch.where((size > 0) & (slope > 0), local, torch.ones_like(local)))
+        return rates

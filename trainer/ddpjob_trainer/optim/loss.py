@@ -1,0 +1,153 @@
+"""The training loss of a micro-batch: a sum over its samples, whose weight in the global batch the strategy knows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.config.sections import DataConfig, OptimConfig
+from ddpjob_trainer.data.dataset import UNREADABLE, Batch, Targets, check_probabilities
+from ddpjob_trainer.errors import ConfigError, TrainingError
+from ddpjob_trainer.own_functions import load_function
+
+Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Scores float32 and targets, (n, k) each -> losses (n, k)."""
+
+
+def _huber(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.huber_loss(scores, targets, reduction="none")
+
+
+def _bce(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(scores, targets, reduction="none")
+
+
+_OF_VALUES: dict[str, Each] = {
+    "bce": _bce,
+    "mse": lambda scores, targets: (scores - targets).square(),
+    "l1": lambda scores, targets: (scores - targets).abs(),
+    "huber": _huber,
+}
+"""Losses of each value of a sample; a sample's loss is the mean over them."""
+_NAMES = ("cross_entropy", *_OF_VALUES)
+
+
+class Loss:
+    """What `optim.loss` names."""
+
+    def __init__(self, config: OptimConfig) -> None:
+        """Raises ConfigError for a name that is not known."""
+        self.name, self._smoothing = config.loss, config.label_smoothing
+        self._own = load_function("optim.loss", config.loss) if ":" in config.loss else None
+        if self._own is None and self.name not in _NAMES:
+            near = difflib.get_close_matches(self.name, _NAMES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"optim.loss: {self.name!r} is not known; write {', '.join(_NAMES)} or package.module:function{hint}"
+            )
+
+    @property
+    def of_decisions(self) -> bool:
+        """Whether float targets are probabilities, mostly 0 or 1."""
+        return self.name == "bce"
+
+    def check(self, data: DataConfig, targets: Targets) -> None:
+        """Raise ConfigError for targets that the loss has no meaning for, and for settings that it does not use."""
+        if self._smoothing and self.name != "cross_entropy":
+            raise ConfigError(
+                f"optim.label_smoothing={self._smoothing}: spreads a class over the others, which"
+                f" optim.loss={self.name} does not do; leave it out"
+            )
+        mixed = next((key for key in ("mixup", "cutmix") if getattr(data, key)), "")
+        if mixed and targets is not Targets.CLASSES:
+            raise ConfigError(
+                f"data.{mixed}: mixes classes, and the targets of data.name={data.name} are {targets.value};"
+                " leave it out"
+            )
+        if mixed and self._own is not None:
+            raise ConfigError(
+                f"data.{mixed}: turns classes into shares of classes, which optim.loss={self.name} was not made for;"
+                " leave it out, or set optim.loss=cross_entropy or bce"
+            )
+        fitting = {
+            Targets.CLASSES: ("cross_entropy", "bce"),
+            Targets.VALUES: tuple(_OF_VALUES),
+            Targets.NUMBERS: (),
+        }[targets]
+        if self._own is None and self.name not in fitting:
+            raise ConfigError(
+                f"optim.loss={self.name}: the targets of data.name={data.name} are {targets.value}; set optim.loss to"
+                f" {', '.join([*fitting, 'package.module:function'])}"
+            )
+
+    def sum(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The losses of a micro-batch's samples, added up in float32. One that could not be read weighs nothing."""
+        targets = batch.labels[: len(scores)]
+        if self.name == "cross_entropy":
+            return loss_sum(scores, targets, self._smoothing)
+        if not batch.unreadable:
+            return self.each(scores, targets).sum()
+        readable = targets.sum(1) > 0 if targets.is_floating_point() else targets != UNREADABLE
+        losses = self.each(scores, targets if targets.is_floating_point() else targets.clamp(min=0))
+        return torch.where(readable, losses, torch.zeros_like(losses)).sum()
+
+    def each(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of each sample, (n,), without label smoothing.
+
+        Raises ConfigError when a function of one's own returns something else, TrainingError when the model's output
+        does not fit the targets.
+        """
+        scores = scores.float()
+        if self.name == "cross_entropy":
+            return nn.functional.cross_entropy(scores, targets, reduction="none")
+        if self._own is not None:
+            return self._checked(self._own(scores, targets), len(scores))
+        if not targets.is_floating_point():
+            targets = nn.functional.one_hot(targets, scores.shape[1]).float()
+        scores, targets = rows(scores), rows(targets)
+        if scores.shape != targets.shape:
+            raise TrainingError(
+                f"optim.loss={self.name}: the model gives {scores.shape[1]} scores per sample, and a target has"
+                f" {targets.shape[1]} values; give a model.name whose last layer has {targets.shape[1]} outputs"
+            )
+        if self.of_decisions and targets.device.type == "cpu":  # Elsewhere it would wait for the device.
+            check_probabilities(targets)
+        return _OF_VALUES[self.name](scores, targets).mean(1)
+
+    def _checked(self, losses: object, count: int) -> torch.Tensor:
+        if isinstance(losses, torch.Tensor) and losses.shape == (count,):
+            return losses.float()
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ConfigError(
+            f"optim.loss={self.name}: returned {found} for {count} samples; return the loss of each, shape ({count},),"
+            " such as with reduction='none' and the mean over the values of a sample: the trainer adds them up and"
+            " divides by the global batch"
+        )
+
+
+def rows(values: torch.Tensor) -> torch.Tensor:
+    """(n, ...) -> (n, values of a sample)."""
+    return values[:, None] if values.ndim == 1 else values.flatten(1)
+
+
+def loss_sum(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum of cross entropies in float32, a scalar.
+
+    logits (n, classes); labels: class numbers (n,), or shares of classes (n, classes). Label smoothing (Szegedy et al.
+    2015) takes `smoothing` of each label and spreads it over all classes. `weights` (n,) multiply the losses of
+    samples. A label of -100, and a row of shares that are all 0, has weight zero.
+    """
+    if labels.is_floating_point() and smoothing:
+        # Not torch's: that would give shares to a row without any.
+        labels = labels * (1 - smoothing) + labels.sum(1, keepdim=True) * (smoothing / labels.shape[1])
+        smoothing = 0.0
+    if weights is None:
+        return nn.functional.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=smoothing)
+    return (
+        nn.functional.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing) * weights
+    ).sum()

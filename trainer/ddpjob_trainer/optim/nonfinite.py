@@ -1,0 +1,127 @@
+"""Losses and gradients that are not finite: the step is skipped on all ranks, with a warning; several in a row end the
+training.
+
+A loss that is not finite on one rank makes the summed gradient so on every rank, and every rank skips the step. So the
+ranks need no message to agree on it; only after such a step do they exchange who saw it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError, TrainingError
+from ddpjob_trainer.optim.precision import Update
+
+_SCALE_STEPS = 40
+"""Steps in which a dynamic loss scale falls from 65536 to uselessly small; until then it adapts by skipping steps."""
+_NUMBERS_SHOWN = 16
+
+Notify = Callable[[int, str, dict[int, list[int]]], None]
+"""Takes (step, text, {rank: its samples, where the loss was not finite})."""
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A step whose outcome has not been checked, since that would wait for the device."""
+
+    step: int
+    samples: Sequence[int]
+    losses: torch.Tensor
+    skipped: bool | torch.Tensor
+
+
+class NonFiniteGuard:
+    """Watches the outcome of steps. All ranks must call it alike."""
+
+    def __init__(
+        self,
+        limit: int,
+        group: Group,
+        notify: Notify,
+        *,
+        dynamic_scale: bool = False,
+        left_out: Callable[[int], None] | None = None,
+    ) -> None:
+        """`limit`: so many skipped steps in a row end the training. `left_out` takes the number of each of them.
+
+        `dynamic_scale`: overflows while the loss scale still adapts do not count. Raises ConfigError.
+        """
+        if limit < 1:
+            raise ConfigError(
+                f"train.nonfinite_limit: {limit} is less than 1; 1 ends the training at the first loss that is not"
+                " finite"
+            )
+        self._limit, self._group, self._notify, self._dynamic = limit, group, notify, dynamic_scale
+        self._left_out = left_out
+        self._pending: list[_Taken] = []
+        self._in_a_row = self._overflows = 0
+        self.skipped = 0
+        """Steps skipped so far, in this incarnation of the job."""
+
+    def record(
+        self, step: int, samples: Sequence[int], losses: torch.Tensor, count: int, update: Update
+    ) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Record that step `step` was taken or skipped.
+
+        `losses` is this rank's sum over `samples`, its share of a global batch of `count`. Returns losses and count;
+        zeros for both when the step was skipped, as tensors on the device where checking would wait for it. Raises
+        TrainingError on all ranks when too many in a row were skipped; where checking would wait, `check` does.
+        """
+        self._pending.append(_Taken(step, samples, losses, update.skipped))
+        if isinstance(update.skipped, torch.Tensor):
+            return torch.where(update.skipped, torch.zeros_like(losses), losses), ~update.skipped * count
+        self.check()
+        return (torch.zeros_like(losses), 0) if update.skipped else (losses, count)
+
+    def check(self) -> None:
+        """Check the steps since the last call. Raises TrainingError, on all ranks."""
+        pending, self._pending = self._pending, []
+        for taken in pending:
+            if bool(taken.skipped):
+                self._skipped(taken)
+            else:
+                self._in_a_row = self._overflows = 0
+
+    def _skipped(self, taken: _Taken) -> None:
+        self.skipped += 1
+        if self._left_out is not None:
+            self._left_out(taken.step)
+        loss = float(taken.losses)
+        saw = self._group.gather(not math.isfinite(loss))
+        if not any(saw) and self._dynamic and self._overflows < _SCALE_STEPS:
+            self._overflows += 1
+            return
+        self._in_a_row += 1
+        samples = {rank: self._samples_of(rank, taken.samples) for rank, bad in enumerate(saw) if bad}
+        where = f"the loss is not finite on {_by_rank(samples)}" if samples else "the gradient overflows"
+        what = f"step {taken.step}: {where}"
+        if self._in_a_row >= self._limit:
+            row = "it was" if self._in_a_row == 1 else f"{self._in_a_row} steps in a row were"
+            raise TrainingError(
+                f"{what}; {row} skipped (train.nonfinite_limit={self._limit}). Lower optim.lr, lengthen"
+                " optim.warmup_epochs, set optim.clip_norm, or inspect these samples; checkpoints are from before"
+            )
+        self._notify(
+            taken.step,
+            f"{what}; the step is skipped on all ranks ({self._in_a_row} of {self._limit} in a row)",
+            samples,
+        )
+
+    def _samples_of(self, rank: int, mine: Sequence[int]) -> list[int]:
+        content = json.dumps(list(mine)).encode() if rank == self._group.rank else None
+        found: list[int] = json.loads(self._group.broadcast_bytes(content, rank))
+        return found
+
+
+def _by_rank(samples: dict[int, list[int]]) -> str:
+    def shown(numbers: list[int]) -> str:
+        more = f" and {len(numbers) - _NUMBERS_SHOWN} more" if len(numbers) > _NUMBERS_SHOWN else ""
+        return ", ".join(map(str, numbers[:_NUMBERS_SHOWN])) + more
+
+    return "; ".join(f"rank {rank} (samples {shown(numbers)})" for rank, numbers in samples.items())

@@ -1,0 +1,305 @@
+"""Number formats: what the model computes in, what the optimizer works on, and how losses are scaled.
+
+The levels are those of NVIDIA's Apex, built from torch.autocast and torch.amp.GradScaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpjob_trainer.config.sections import AmpConfig, AmpDtype, AmpLevel
+from ddpjob_trainer.distributed.dtensors import is_sharded, local
+from ddpjob_trainer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Update:
+    """The outcome of an optimizer step: the gradient's norm before clipping, and whether the step
+    was skipped (norm not finite).
+
+    On an accelerator both may be tensors there: `float(norm)` and `bool(skipped)` wait for the
+    device, so convert them only to show them.
+    """
+
+    norm: float | torch.Tensor
+    skipped: bool | torch.Tensor
+
+
+class Precision:
+    """How one model computes.
+
+    `over_parts`, where ranks hold different parts of the gradients: sums a tensor over these ranks, in place.
+    """
+
+    over_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __init__(
+        self, config: AmpConfig | None = None, clip_norm: float = 0.0, device: torch.device | None = None
+    ) -> None:
+        """Raises ConfigError when a value makes no sense or the device cannot compute in the format."""
+        self.config, self._device = config or AmpConfig(), device or torch.device("cpu")
+        if clip_norm < 0:
+            raise ConfigError(
+                f"optim.clip_norm: {clip_norm} is below 0; write the largest norm allowed, such as 1.0, or 0 for any"
+            )
+        self._clip_norm = clip_norm
+        self.dtype = _dtype(self.config, self._device)
+        self._scale = _loss_scale(self.config, self.dtype)
+        self._scaler = None if self._scale == 1 else _scaler(self._device, self._scale, self.config.scale_window)
+        # Reading a number from an accelerator waits until its queue is empty.
+        self._synchronous = self._device.type == "cpu"
+        self._originals: dict[str, torch.Tensor] = {}
+        self._masters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        if self._device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if self.config.tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = self.config.tf32
+        if self.dtype is not torch.float32:
+            _check_device(self.dtype, self._device)
+
+    # ------------------------------------------------------------ the model
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """The model in the formats that it computes in; before it is wrapped."""
+        if self.config.level not in (AmpLevel.O2, AmpLevel.O3):
+            return model
+        if self.config.level is AmpLevel.O2:
+            self._originals = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            if self.config.level is AmpLevel.O3 or not isinstance(module, _BatchNorm):
+                module._apply(self._short, recurse=False)  # type: ignore[no-untyped-call]
+        model.register_forward_pre_hook(lambda _, inputs: tuple(map(self._short, inputs)))
+        return model
+
+    def _short(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self.dtype) if values.is_floating_point() else values
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """For the forward pass and the loss."""
+        return torch.autocast(self._device.type, self.dtype) if self.config.level is AmpLevel.O1 else nullcontext()
+
+    def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer works on, by the model's names: at O2 the float32 copies, else the model's own."""
+        own = dict(model.named_parameters())
+        for name, original in self._originals.items():
+            if is_sharded(own[name]):
+                raise ConfigError(
+                    "amp.level=O2: its float32 copy is of whole weights, and strategy=fsdp shards them; set"
+                    " amp.level=O1"
+                )
+            if own[name].dtype is not original.dtype:
+                self._masters[name] = (own[name], nn.Parameter(original.to(own[name].device)))
+        self._originals = {}
+        return [
+            (name, self._masters[name][1] if name in self._masters else parameter) for name, parameter in own.items()
+        ]
+
+    def refresh(self) -> None:
+        """Copy the optimizer's weights into the model's."""
+        if self._masters:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [short for short, _ in self._masters.values()], [master for _, master in self._masters.values()]
+                )
+
+    # ------------------------------------------------------------ a step
+
+    @property
+    def scale_is_dynamic(self) -> bool:
+        """Whether the loss scale adapts to gradients that are not finite."""
+        return self._scaler is not None and self._scale is None
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are multiplied by a scale."""
+        return self._scaler is not None
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss as a backward pass takes it."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a loss, scaled."""
+        torch.autograd.backward(self.scaled(loss))
+
+    def step(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Update:
+        """Unscale, clip, step; the step is skipped when a gradient is not finite.
+
+        The same on every rank whose gradients are the same.
+        """
+        for short, master in self._masters.values():
+            master.grad = None if short.grad is None else short.grad.to(master.dtype)
+            short.grad = None
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        norm = self._norm(gradients)
+        if self._clip_norm:  # As nn.utils.clip_grad_norm_.
+            factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            for device in {gradient.device for gradient in gradients}:
+                torch._foreach_mul_(
+                    [gradient for gradient in gradients if gradient.device == device], factor.to(device)
+                )
+        skipped = (
+            self._step_if_finite(optimizer, norm, len(gradients))
+            if self._scaler is None
+            else self._scaled_step(optimizer)
+        )
+        self.refresh()
+        return Update(norm if isinstance(skipped, torch.Tensor) else float(norm), skipped)
+
+    def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of all gradients, in one reading pass. One too large for float32 (3e38) counts as not finite."""
+        norms = torch._foreach_norm(gradients, 2.0, torch.float32) if gradients else (torch.zeros(()),)
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]))
+        return norm if self.over_parts is None else self.over_parts(norm.square()).sqrt()
+
+    def _step_if_finite(
+        self, optimizer: torch.optim.Optimizer, norm: torch.Tensor, weights: int
+    ) -> bool | torch.Tensor:
+        fused = optimizer.defaults.get("fused") and not self._synchronous
+        # Not in a first step: skipped inside, it would leave fused SGD's momentum uninitialized.
+        if fused and len(optimizer.state) >= weights:
+            skipped = ~torch.isfinite(norm)
+            optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.step()
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+            return skipped
+        if finite := bool(torch.isfinite(norm)):
+            optimizer.step()
+        return not finite
+
+    def _scaled_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        assert self._scaler is not None
+        # Else fused optimizers skip inside: SGD's momentum is then uninitialized where that was the first step.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        found = list(self._scaler._found_inf_per_device(optimizer).values())
+        if self.over_parts is not None:
+            for flag in found:
+                self.over_parts(flag)
+        skipped = any(bool(flag) for flag in found)
+        self._scaler.step(optimizer)
+        self._scaler.update(None if self._scale is None else self._scale)
+        return skipped
+
+    # ------------------------------------------------------------ checkpoints
+
+    def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The model's state dict, with the weights that the optimizer works on: another level can resume from it."""
+        state: dict[str, torch.Tensor] = model.state_dict()
+        return {**state, **{name: master.detach() for name, (_, master) in self._masters.items()}}
+
+    def load_model(self, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """The reverse. Raises RuntimeError when it does not fit."""
+        model.load_state_dict(state)
+        with torch.no_grad():
+            for name, (_, master) in self._masters.items():
+                master.copy_(state[name])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"scaler": self._scaler.state_dict()} if self._scaler is not None and self.scale_is_dynamic else {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint; a dynamic scale starts over when it holds none."""
+        if self._scaler is not None and self.scale_is_dynamic and "scaler" in state:
+            self._scaler.load_state_dict(state["scaler"])
+
+
+class Autocasting(nn.Module):
+    """A model that enters autocast by itself, for callers that run it in threads of their own or
+    leave autocast before.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        self.model, self._precision = model, precision
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """The model's output."""
+        with self._precision.autocast():
+            scores: torch.Tensor = self.model(images)
+        return scores
+
+
+class _Scaler(torch.amp.GradScaler):
+    """GradScaler that also takes float16 gradients (at O3 there are no others), and this rank's shards of DTensors."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        parts = [
+            _part(weight) for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None
+        ]
+        here: Any = SimpleNamespace(param_groups=[{"params": parts}])
+        return super()._unscale_grads_(here, inv_scale, found_inf, True)
+
+
+def _part(weight: torch.Tensor) -> torch.Tensor:
+    part = local(weight.detach())
+    part.grad = None if weight.grad is None else local(weight.grad)
+    return part
+
+
+def _scaler(device: torch.device, scale: float | None, window: int) -> _Scaler:
+    if window < 1:
+        raise ConfigError(f"amp.scale_window: {window} is less than 1; write a number of steps such as 2000")
+    return _Scaler(device.type, init_scale=scale or 2.0**16, growth_interval=window)
+
+
+def _dtype(config: AmpConfig, device: torch.device) -> torch.dtype:
+    if config.level is AmpLevel.O0:
+        return torch.float32
+    if config.dtype is AmpDtype.AUTO:
+        return torch.bfloat16 if device.type == "cpu" else torch.float16
+    return torch.float16 if config.dtype is AmpDtype.FLOAT16 else torch.bfloat16
+
+
+def _loss_scale(config: AmpConfig, dtype: torch.dtype) -> float | None:
+    """A static scale, or None for a dynamic one."""
+    if config.loss_scale == "dynamic":
+        return None
+    if config.loss_scale == "auto":
+        return None if dtype is torch.float16 and config.level is not AmpLevel.O3 else 1.0
+    try:
+        scale = float(config.loss_scale)
+    except ValueError:
+        raise ConfigError(
+            f"amp.loss_scale: {config.loss_scale!r} is neither a number nor dynamic or auto; write for example 128.0"
+        ) from None
+    if not 1 <= scale < 2.0**32:
+        raise ConfigError(
+            f"amp.loss_scale: {scale} is not from 1 to 4e9: a scale enlarges gradients; write for example 128.0, or"
+            " dynamic"
+        )
+    return scale
+
+
+def _check_device(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError when a convolution and a product in the format fail on the device, forward or backward."""
+    name, other = str(dtype).removeprefix("torch."), "bfloat16" if dtype is torch.float16 else "float16"
+    try:
+        if (
+            device.type == "cuda"
+            and dtype is torch.bfloat16
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
+            raise RuntimeError(f"{torch.cuda.get_device_name(device)} only emulates it")
+        images = torch.ones(1, 1, 3, 3, dtype=dtype, device=device)
+        weights = [
+            torch.ones(shape, dtype=dtype, device=device, requires_grad=True) for shape in ((1, 1, 3, 3), (2, 9))
+        ]
+        features = nn.functional.conv2d(images, weights[0], padding=1)
+        torch.autograd.backward(nn.functional.linear(features.flatten(1), weights[1]).sum())
+    except RuntimeError as error:
+        raise ConfigError(
+            f"amp.dtype={name}: {device} cannot compute in it ({error}); set amp.dtype={other}, or amp.level=O0"
+        ) from error

@@ -1,0 +1,31 @@
+"""Functions of the user by name: `package.module:function`, as keys of the configuration name them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ddpjob_trainer.errors import ConfigError
+
+
+def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
+    """The function that `key` names; `kinds`: other words that may stand before the colon there.
+
+    Raises ConfigError with the remedy.
+    """
+    where, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        near = difflib.get_close_matches(where, kinds, n=1)
+        hint = f"did you mean {near[0]}:{attribute}?" if near else "put its folder on PYTHONPATH (in a job: its image)"
+        raise ConfigError(f"{key}={name}: {error}; {hint}") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        near = difflib.get_close_matches(attribute, vars(module), n=1)
+        hint = f"; did you mean {where}:{near[0]}?" if near else ""
+        raise ConfigError(f"{key}={name}: {where} has no function {attribute!r}{hint}")
+    function: Callable[..., Any] = found
+    return function

@@ -1,0 +1,203 @@
+"""Rank 0's judgements: pure functions of what the ranks found, each naming the culprit and the remedy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from ddpjob_trainer.preflight.addresses import NodeAddress, is_loopback
+from ddpjob_trainer.preflight.facts import Check
+from ddpjob_trainer.preflight.peers import Contact, Sum
+from ddpjob_trainer.preflight.results import Finding, Layout, Result, Status, gigabytes, listed, worst_first
+
+_OK, _SKIPPED, _WARN, _FAIL = Status.OK, Status.SKIPPED, Status.WARN, Status.FAIL
+_KERBEROS_SECONDS = 300.0
+"""What Kerberos, and with it many a mount, allows by default (RFC 4120); S3 refuses requests from 15 minutes on."""
+
+
+def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
+    """FAIL for ranks that never came, or that came and fell silent. `stages`: the last note of each rank that came."""
+    missing = sorted(set(range(world)) - set(here))
+    if not missing:
+        return Result("ranks", _OK, f"all {world} here")
+    silent, unheard = "rank {} on {host}: silent since {at}", "rank {}: nothing heard of it"
+    culprits = (silent.format(rank, **stages[rank]) if rank in stages else unheard.format(rank) for rank in missing)
+    remedy = "read its log; if it has not started, see its node; if it runs, see that it reaches rank 0"
+    value, remedy = f"{world - len(missing)} of {world} here", f"{remedy} (MASTER_ADDR, MASTER_PORT)"
+    return Result("ranks", _FAIL, value, tuple(culprits), remedy)
+
+
+def merge(check: Check, findings: dict[int, Finding], layout: Layout) -> Result:
+    """The worst of what single ranks found and of what differs between them."""
+    names = layout.nodes if check.per_node else layout.ranks
+    if not findings:
+        return Result(check.name, _SKIPPED, "no rank with LOCAL_RANK 0 is here")
+    worst = min(findings.values(), key=lambda finding: list(Status).index(finding.status))
+    if worst.status == _OK:
+        values = dict.fromkeys(finding.value for finding in findings.values())
+        results = [Result(check.name, _OK, listed(values, "; ...", most=3, by="; "))]
+    else:
+        bad = [rank for rank, finding in findings.items() if finding.status == worst.status]
+        results = [Result(check.name, Status(worst.status), worst.value, names(bad), worst.remedy)]
+    for name, (status, remedy) in check.same.items():
+        norm, odd = differing({rank: found.same[name] for rank, found in findings.items() if name in found.same})
+        if odd:
+            others = ", ".join(sorted({findings[rank].same[name] for rank in odd}))
+            value = f"{name} {norm}, but {others} on {len(odd)} of {len(findings)}"
+            results.append(Result(check.name, status, value, names(odd), remedy.format(name=name, norm=norm)))
+    return worst_first(results)[0]
+
+
+def differing(values: dict[int, str]) -> tuple[str, list[int]]:
+    """The value that most ranks have (of two as frequent ones, the lowest rank's), and the ranks that have another."""
+    frequent = list(values.values())
+    norm = max((values[rank] for rank in sorted(values)), key=frequent.count, default="")
+    return norm, [rank for rank in sorted(values) if values[rank] != norm]
+
+
+def own_address(addresses: dict[int, NodeAddress], problems: dict[int, str], layout: Layout) -> Result:
+    """FAIL where gloo would announce a loopback address: the other nodes would connect to themselves and wait."""
+    name = "own address"
+    if problems:
+        remedy = "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to an interface that is there"
+        return Result(name, _FAIL, next(iter(problems.values())), layout.nodes(problems), remedy)
+    several = len({own.stack for own in addresses.values()}) > 1
+    if wrong := [rank for rank, own in addresses.items() if several and is_loopback(own.gloo)]:
+        own = addresses[wrong[0]]
+        value = f"the host's name is {own.gloo} there, which gloo would announce to the other nodes"
+        remedy = f"set GLOO_SOCKET_IFNAME (to {own.interface or 'eth0'}, it seems)"
+        remedy += ", or give the host's name its real address in /etc/hosts"
+        return Result(name, _FAIL, value, layout.nodes(wrong), remedy)
+    return Result(name, _OK, listed(dict.fromkeys(map(str, addresses.values()))))
+
+
+def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
+    """The fewest nodes that all failing pairs (source, target) have in common, and which of their directions fail.
+
+    The node in most of the failing pairs comes first. Where only one direction between two nodes fails, it is the
+    target, because a firewall is mostly for what comes in; where both fail, nothing shows which it is: both are named.
+    """
+    pairs = set(failing)
+    remaining, found = set(pairs), set[int]()
+    while remaining:
+        score = {node: sum(node in pair for pair in remaining) for pair in remaining for node in pair}
+        worst = sorted(node for node in score if score[node] == max(score.values()))
+        targets = {target for _, target in remaining}
+        chosen = [node for node in worst if node in targets] or worst
+        undecided = len(worst) == 2 and {(worst[0], worst[1]), (worst[1], worst[0])} <= remaining
+        found |= set(chosen if undecided else chosen[:1])
+        remaining = {pair for pair in remaining if not set(pair) & found}
+    return {node: _direction(node, pairs, found) for node in sorted(found)}
+
+
+def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
+    """By what fails with nodes that are not to blame themselves, if there are any."""
+    own = {pair for pair in pairs if node in pair}
+    decisive = {pair for pair in own if not set(pair) - {node} & blamed} or own
+    comes_in, goes_out = (any(pair[side] == node for pair in decisive) for side in (1, 0))
+    return "in and out" if comes_in and goes_out else "in" if comes_in else "out"
+
+
+def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, NodeAddress], layout: Layout) -> Result:
+    """FAIL naming the nodes that the failing pairs have in common. `contacts`: by source and target leader."""
+    pairs = len(listeners) * (len(listeners) - 1)
+    if pairs == 0:
+        return Result("reachability", _OK, "one node")
+    if silent := [leader for leader in listeners if leader not in contacts]:
+        remedy = "read its log: it ended or stands still"
+        return Result("reachability", _FAIL, "no report", layout.nodes(silent), remedy)
+    failing = {(a, b): contact.problem for a, row in contacts.items() for b, contact in row.items() if contact.problem}
+    if not failing:
+        return Result("reachability", _OK, f"all {pairs} directed pairs of nodes connect")
+    blamed = culprits(failing)
+    (source, target), problem = next((pair, why) for pair, why in failing.items() if set(pair) & set(blamed))
+    name, where, ports = layout.name, listeners[target], "TCP ports 1024-65535"
+    tried = f"{name[source]} -> {name[target]} ({where.address}, port {where.port}): {problem}"
+    how = {
+        "in": f"let in {ports} on {{interface}} at {{node}} from the other nodes",
+        "out": f"let out {ports} at {{node}}",
+        "in and out": f"open {ports} both ways on {{interface}} at {{node}}",
+    }
+    remedies = [
+        how[direction].format(node=name[node], interface=listeners[node].interface or listeners[node].address)
+        for node, direction in blamed.items()
+    ]
+    if "MTU" in problem:
+        remedies.append("compare the MTU of the nodes' interfaces (ip link) with what the network carries")
+    elif "blocked" not in problem:
+        remedies.append("if the address is wrong, set GLOO_SOCKET_IFNAME")
+    value = f"{len(failing)} of {pairs} directed pairs fail; {tried}"
+    culprit = tuple(f"{name[node]} ({direction})" for node, direction in blamed.items())
+    return Result("reachability", _FAIL, value, culprit, "; ".join(remedies))
+
+
+def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float) -> Result:
+    """WARN when a clock is surely off by more than the limit (seconds), FAIL from five minutes on.
+
+    A clock is compared with rank 0's by a contact in either direction.
+    """
+    if len(layout.leaders) == 1:
+        return Result("clocks", _OK, "one node")
+    ahead = {0: (0.0, 0.0)}
+    for leader in layout.leaders:
+        for source, target, sign in ((leader, 0, -1), (0, leader, 1)):
+            contact = contacts.get(source, {}).get(target, Contact(""))
+            if contact.ahead is not None:
+                ahead[leader] = sign * contact.ahead, contact.bound
+    unknown = set(layout.leaders) - ahead.keys()
+    seconds = [offset for offset, _ in ahead.values()]
+    middle = statistics.median_low(seconds)
+    apart = {leader: abs(offset - middle) - bound for leader, (offset, bound) in ahead.items()}
+    error = max(0.001, *(bound for _, bound in ahead.values()))
+    value = f"{max(seconds) - min(seconds):.3f} s apart (measured to within {error:.3f} s)"
+    if wrong := sorted(leader for leader in apart if apart[leader] > limit):
+        far = max(apart.values()) > _KERBEROS_SECONDS
+        harm = "Kerberos and S3 refuse it" if far else "logs cannot be put in order"
+        culprit = tuple(f"{layout.name[leader]} ({ahead[leader][0] - middle:+.1f} s)" for leader in wrong)
+        remedy = f"run NTP there (chronyc tracking, timedatectl): {harm}"
+        return Result("clocks", _FAIL if far else _WARN, value, culprit, remedy)
+    if unknown:
+        return Result("clocks", _SKIPPED, "not measured: no connection with rank 0's node", layout.nodes(unknown))
+    return Result("clocks", _OK, value)
+
+
+def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout) -> Result:
+    """FAIL when checkpoint.shared contradicts the folders. `sees`: whether another node's leader sees rank 0's file.
+
+    `path` is empty when rank 0 could not write there.
+    """
+    name = "shared folder"
+    if not sees:
+        return Result(name, _OK, "one node")
+    if not path:
+        return Result(name, _SKIPPED, "rank 0 could not write there")
+    wrong = layout.nodes(rank for rank, found in sees.items() if found != shared)
+    if not wrong:
+        return Result(name, _OK, f"checkpoint.shared={str(shared).lower()}, as the folders are")
+    remedy = "set checkpoint.shared=true: several nodes would write the same files"
+    if shared:
+        remedy = "mount the same volume on all nodes, or set checkpoint.shared=false (each node then writes its own)"
+    return Result(name, _FAIL, f"{path} is {'not ' if shared else ''}rank 0's there", wrong, remedy)
+
+
+def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, backend: str, least: float) -> Result:
+    """FAIL for a wrong sum, an error or silence, WARN below `least` GB/s. `stages`: of those ranks without a sum."""
+    name, log = "all-reduce", "read its log; with NCCL, set NCCL_DEBUG=INFO"
+    if stages:
+        value = f"no answer while {next(iter(stages.values()))} ({backend})"
+        return Result(name, _FAIL, value, layout.ranks(stages), log)
+    if wrong := [rank for rank, found in sums.items() if found.problem]:
+        problem, fault = sums[wrong[0]].problem, "a wrong sum is a fault of the network, the driver or a device there"
+        remedy = fault if "wrong" in problem else f"{log}; check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        return Result(name, _FAIL, f"{problem} ({backend})", layout.ranks(wrong), remedy)
+    slowest = min(sums.values(), key=lambda found: found.bandwidth)
+    value = f"right on {len(sums)} ranks ({backend}); {slowest.bandwidth:.2f} GB/s bus"
+    value += f" ({gigabytes(slowest.bytes)}), {slowest.latency:.2f} ms"
+    if len(layout.leaders) == 1:
+        return Result(name, _OK, f"{value}; one node: no network")
+    if slowest.bandwidth < least:
+        names = "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
+        remedy = f"less than preflight.bandwidth_gbs={least:g}: see that the fast network is used ({names})"
+        return Result(name, _WARN, value, (), remedy)
+    return Result(name, _OK, value)

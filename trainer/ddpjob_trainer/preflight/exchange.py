@@ -1,0 +1,145 @@
+"""Notes that ranks leave for each other before they form a group: JSON in the store, each awaited with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ddpjob_trainer.distributed.init_method import meeting, open_store
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import PreflightError, RendezvousError, TrainerError, first_line
+
+T = TypeVar("T")
+_NOTICE_SECONDS, _POLL_SECONDS, _DIAGNOSIS_SECONDS = 5.0, 0.01, 3.0
+
+
+def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
+    """`function()` in a thread that is abandoned after its time: a dead network file system never answers.
+
+    Raises PreflightError when the time is over, and what the function raises.
+    """
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name=f"preflight: {doing}", daemon=True).start()
+    if not wait([answer], seconds).done:
+        raise PreflightError(f"no answer within {seconds:.0f} s while {doing}")
+    return answer.result()
+
+
+def attempt(seconds: float, doing: str, function: Callable[[], T]) -> tuple[T | None, str]:
+    """The function's value, or why there is none: whatever a driver or a file system raises is a finding."""
+    try:
+        return within(seconds, doing, function), ""
+    except OSError as error:
+        return None, error.strerror or str(error)
+    except TrainerError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {first_line(error)}"
+
+
+def node_name() -> str:
+    """The pod's name in a job, else the host's."""
+    return os.environ.get("DDPJOB_POD") or socket.gethostname()
+
+
+class Exchange:
+    """This rank's access to the notes. A dataclass in a note becomes a dict, and keys become text."""
+
+    def __init__(self, group: Group, join_seconds: float) -> None:
+        """Raises PreflightError or RendezvousError when the store cannot be reached, saying how far this rank got."""
+        self._rank, self._hello = group.rank, {"host": node_name(), "leader": group.rank - group.local_rank}
+        if group.world == 1:
+            self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
+            return
+        where = meeting()
+        if where.file:  # FileStore opens it while it holds Python's lock: a dead mount must be found before.
+            within(join_seconds, f"opening {where}", lambda: _try_to_open(where.file))
+        try:
+            store = within(join_seconds + 5, f"opening the store at {where}", lambda: open_store(group, join_seconds))
+        except (PreflightError, RendezvousError):
+            if where.file or (group.rank == 0 and not where.agents):
+                raise
+            failed = f"rank {self._rank} on {node_name()} cannot reach rank 0 at {where} in {join_seconds:.0f} s"
+            raise PreflightError(f"{failed}: {_diagnosis(where.address, where.port)}") from None
+        self.store = dist.PrefixStore("preflight", store)  # type: ignore[attr-defined]
+
+    def stage(self, text: str) -> None:
+        """Let those who wait for this rank know that it is here, and what it does."""
+        self.post("stage", {**self._hello, "at": text})
+
+    def post(self, key: str, value: Any) -> None:
+        """Leave this rank's note for rank 0."""
+        self.publish(f"{key}/{self._rank}", value)
+
+    def publish(self, key: str, value: Any) -> None:
+        """Leave a note for all."""
+        self.store.set(key, json.dumps(value, default=asdict))
+
+    def decided(self, key: str, decide: Callable[[], Any], seconds: float) -> Any:
+        """What rank 0 decides, on every rank. Raises PreflightError when the others' time is over."""
+        if self._rank == 0:
+            self.publish(key, decide())
+        if not (found := self._await([key], seconds)):
+            waited = f"rank {self._rank} on {node_name()} waited {seconds:.0f} s in vain for rank 0's note '{key}'"
+            raise PreflightError(f"{waited}; read rank 0's log")
+        return found[key]
+
+    def gather(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
+        """The notes of those ranks that have left one in time."""
+        keys = {f"{key}/{rank}": rank for rank in sorted(ranks)}
+        found = self._await(list(keys), seconds)
+        return {rank: found[key] for key, rank in keys.items() if key in found}
+
+    def _await(self, keys: list[str], seconds: float) -> dict[str, Any]:
+        """Those notes that are there in time; rank 0 reports what it waits for."""
+        found, deadline, notice = dict[str, Any](), time.monotonic() + seconds, time.monotonic() + _NOTICE_SECONDS
+        while True:
+            found |= {k: json.loads(self.store.get(k)) for k in keys if k not in found and self.store.check([k])}
+            missing, now = [key for key in keys if key not in found], time.monotonic()
+            if not missing or now > deadline:
+                return found
+            if self._rank == 0 and now > notice:
+                notice = now + _NOTICE_SECONDS
+                text = f"waiting up to {deadline - now:.0f} s for the notes (NOTE/RANK) {', '.join(missing[:8])}"
+                print(f"preflight: {text}", file=sys.stderr, flush=True)
+            time.sleep(_POLL_SECONDS)
+
+
+def _try_to_open(file: str) -> None:
+    with contextlib.suppress(OSError), Path(file).open("ab"):  # The store itself says best what is wrong.
+        pass
+
+
+def _diagnosis(address: str, port: int) -> str:
+    """Whether the name, the address or the port is wrong; torch does not distinguish them."""
+    try:
+        found = within(_DIAGNOSIS_SECONDS, f"looking up {address}", lambda: socket.getaddrinfo(address, port))
+        where = ", ".join(sorted({str(entry[4][0]) for entry in found}))
+    except OSError as error:
+        return f"the name {address} is not known here ({error.strerror}); check MASTER_ADDR and this node's DNS"
+    try:
+        with socket.create_connection((address, port), timeout=_DIAGNOSIS_SECONDS):
+            return f"{where} answers only now on TCP port {port}; start all ranks at about the same time"
+    except TimeoutError:
+        return f"{where} does not answer on TCP port {port}; let it in at rank 0's node, and out at this one"
+    except OSError as error:
+        return f"{where}, TCP port {port}: {error.strerror}; check that rank 0 runs and that this is its address"

@@ -1,0 +1,266 @@
+"""What a rank finds by itself: software, device, folders, memory, threads and limits; CHECKS is the table of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.config.sections import DataName
+from ddpjob_trainer.data.shard_index import FILE as INDEX
+from ddpjob_trainer.distributed import devices
+from ddpjob_trainer.distributed.init_method import meeting
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import PreflightError
+from ddpjob_trainer.preflight.addresses import is_loopback, network_stack
+from ddpjob_trainer.preflight.results import Finding, Status, gigabytes
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_SHARED_MEMORY, _INFINIBAND = "/dev/shm", Path("/dev/infiniband")
+COUNTED = ("files", "entries in the first two levels")
+_BATCHES_AHEAD, _FEW_FILES, _FREE_SHARE, _NCCL_BYTES = 4, 16, 0.9, 2**30
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a check works with. `threads`: torch's in this process; `mark`: rank 0's file in the checkpoint folder."""
+
+    config: Config
+    group: Group
+    threads: int
+    rank_0_stack: str
+    mark: str
+
+
+def versions(_: Context) -> Finding:
+    """Software of this process; other versions of torch or NCCL form no group, or compute something else."""
+    nccl = "none"
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        found: Any = torch.cuda.nccl
+        nccl = ".".join(str(part) for part in found.version())
+    try:
+        trainer = importlib.metadata.version("ddpjob")
+    except importlib.metadata.PackageNotFoundError:
+        trainer = "none"  # It runs from a checkout that is not installed.
+    same = {"torch": str(torch.__version__), "CUDA": torch.version.cuda or "none", "NCCL": nccl, "trainer": trainer}
+    same["Python"] = platform.python_version()
+    shown = ("torch", "Python") if nccl == "none" else ("torch", "NCCL", "Python")
+    return Finding(", ".join(f"{name} {same[name]}" for name in shown), same=same)
+
+
+def device(context: Context) -> Finding:
+    """The one that training would choose, opened. Raises ConfigError or RuntimeError when there is none."""
+    placement = devices.choose(context.config.train.backend, context.group.local_rank)
+    kind = placement.device.type
+    if kind == "cpu":
+        return Finding(f"CPU, {placement.backend}", same={"device": kind})
+    module = getattr(torch, kind)
+    free, total = module.mem_get_info(placement.device)
+    name, driver = module.get_device_name(placement.device), _driver() if kind == "cuda" else "unknown"
+    same = {"device": kind, "model": name, "driver": driver}
+    if free < _FREE_SHARE * total:
+        remedy = "another process has memory there: see nvidia-smi"
+        return Finding(f"{gigabytes(free)} of {gigabytes(total)} free", Status.WARN, remedy, same)
+    return Finding(f"{name}, driver {driver}, {gigabytes(free)} free", same=same)
+
+
+def _driver() -> str:
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text()) if _DRIVER.exists() else None
+    return found[0] if found else "unknown"
+
+
+def master_address(context: Context) -> Finding:
+    """FAIL where a node would search for rank 0 on itself. Raises OSError when the name is not known here."""
+    if context.group.world == 1 or meeting().file:
+        return Finding("not needed: one rank" if context.group.world == 1 else "a file")
+    name = meeting().address
+    found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    shown = ", ".join(found)
+    value = shown if name == shown else f"{name} is {shown}"
+    if not any(map(is_loopback, found)):
+        return Finding(value, same={"address": shown})
+    if network_stack() == context.rank_0_stack:
+        # Debian's /etc/hosts gives a node's own name a loopback address: right for the ranks that are there.
+        return Finding(value)
+    remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address in the network that the nodes share"
+    return Finding(f"{name} is each node itself", Status.FAIL, remedy)
+
+
+def checkpoint_folder(context: Context) -> Finding:
+    """Write, sync and read back a small file where training would write; rank 0's stays until the end."""
+    folder, rank = context.config.checkpoint_dir, context.group.rank
+    own = folder / (f"{context.mark}-{rank}" if rank else context.mark)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with own.open("wb") as file:
+            file.write(own.name.encode())
+            os.fsync(file.fileno())
+        if own.read_bytes() != own.name.encode():
+            raise PreflightError(f"{folder}: data read back differs from what was written")
+        if rank:
+            own.unlink()
+        counts, free = os.statvfs(folder), shutil.disk_usage(folder).free
+        largest = max((_size(entry) for entry in folder.iterdir() if entry.name.startswith("step-")), default=0)
+    except OSError as error:
+        raise PreflightError(f"{folder} cannot be written: {error.strerror or error}") from error
+    wanted = max(int(context.config.preflight.free_gb * 2**30), 2 * largest)
+    if free < wanted or (counts.f_files and counts.f_favail < _FEW_FILES):
+        remedy = f"free space, lower checkpoint.keep, or take a larger volume; {gigabytes(wanted)} are wanted"
+        return Finding(f"{gigabytes(free)} free in {folder}", Status.WARN, f"{remedy} (preflight.free_gb)")
+    return Finding(f"{folder}, {gigabytes(free)} free")
+
+
+def _size(path: Path) -> int:
+    return sum(_size(entry) for entry in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+def data_folder(context: Context) -> Finding:
+    """List the folder, read a byte of one file, and count files for half a step's time at most."""
+    data = context.config.data
+    own = data.dir is None and (data.url or ":" in data.name)
+    if data.name in (DataName.DIGITS, DataName.SYNTHETIC) or own:
+        return Finding(f"not needed ({data.url or data.name})")
+    if data.dir is None:
+        raise PreflightError(f"no folder: data.name={data.name} needs data.dir")
+    if data.download and not data.dir.exists():
+        return Finding(f"{data.dir} is not there yet (data.download)")
+    try:
+        same = count(data.dir, context.config.preflight.step_seconds / 2)
+    except OSError as error:
+        raise PreflightError(f"{data.dir}: {error.strerror}: {error.filename}") from error
+    counted = [f"{number} {what}" for what, number in same.items()] or [
+        "too many files to count in preflight.step_seconds"
+    ]
+    return Finding(f"{data.dir}, {counted[-1]}", same=same)
+
+
+def count(root: Path, seconds: float) -> dict[str, str]:
+    """Entries of the first two levels and files of all, as far as the time suffices: level by level.
+
+    Hidden entries, the index of shards and lost+found are no data. Raises PreflightError when there is no file.
+    """
+    deadline = time.monotonic() + seconds
+    upper = files = 0
+    waiting = deque([(str(root), 0)])
+    while waiting:
+        folder, depth = waiting.popleft()
+        for entry in os.scandir(folder):
+            if entry.name.startswith(".") or entry.name in (INDEX, "lost+found"):
+                continue
+            upper += depth < 2
+            if entry.is_dir():
+                waiting.append((entry.path, depth + 1))
+                continue
+            files += 1
+            if files == 1:
+                with Path(entry.path).open("rb") as file:
+                    file.read(1)
+        if waiting and time.monotonic() > deadline:
+            return {COUNTED[1]: str(upper)} if waiting[0][1] > 1 else {}
+    if not files:
+        raise PreflightError(f"{root}: it is empty")
+    return dict(zip(COUNTED, (str(files), str(upper)), strict=True))
+
+
+def shared_memory(context: Context) -> Finding:
+    """/dev/shm against what loader processes hold in it: some batches ahead of each rank's, as uint8."""
+    group, data, needed = context.group, context.config.data, 0
+    if data.name in (DataName.IMAGEFOLDER, DataName.SHARDS) and data.workers:
+        images = math.ceil(data.batch / group.world) + context.config.train.eval_batch  # The test set has a pool too.
+        per_rank = _BATCHES_AHEAD * images * 3 * data.image_size**2
+        needed = group.local_world * per_rank
+    usage = shutil.disk_usage(_SHARED_MEMORY)
+    unknown = data.workers and ":" in data.name  # Only its function knows the size of a sample.
+    need = (
+        f"what data.workers need for data.name={data.name} is not known"
+        if unknown
+        else (f"data.workers need {gigabytes(needed)}")
+    )
+    value = f"{gigabytes(usage.free)} free of {gigabytes(usage.total)}; {need}"
+    remedy = "set storage.sharedMemory of the DDPJob to {} (docker: --shm-size{})"
+    if usage.free < needed:  # Loader processes would die of a bus error.
+        remedy = remedy.format(gigabytes(2 * needed).replace(" ", "").removesuffix("B"), "")
+        return Finding(value, Status.FAIL, f"{remedy}, or lower data.workers or data.batch")
+    if torch.cuda.is_available() and group.local_world > 1 and usage.free < _NCCL_BYTES:  # Docker gives 64 MiB.
+        remedy = remedy.format("1Gi or more", "=1g")
+        return Finding(value, Status.WARN, f"{remedy}: NCCL between a node's GPUs uses it")
+    return Finding(value)
+
+
+def cpu_threads(context: Context) -> Finding:
+    """WARN when a node's ranks have more threads than cores: they take turns, and OpenMP's barriers wait for all."""
+    ranks, cores = context.group.local_world, devices.usable_cores()
+    if context.threads * ranks > max(math.ceil(cores), ranks):
+        remedy = "set train.threads (or OMP_NUM_THREADS) to cores / ranks per node, or raise the container's CPU limit"
+        return Finding(f"{context.threads * ranks} threads on {cores:g} cores", Status.WARN, remedy)
+    return Finding(f"{context.threads} per rank, {cores:g} cores per node")
+
+
+def limits(context: Context) -> Finding:
+    """WARN for few open files (connections to ranks, pipes to loaders), and for InfiniBand without locked memory."""
+    files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    needed = 256 + 8 * context.group.world + 64 * context.config.data.workers
+    if files != resource.RLIM_INFINITY and files < needed:
+        remedy = f"raise it before the start: ulimit -n {max(65536, needed)}, or the container runtime's default"
+        return Finding(f"{files} open files, {needed} may be needed", Status.WARN, remedy)
+    if locked != resource.RLIM_INFINITY and _INFINIBAND.is_dir():
+        remedy = "ulimit -l unlimited (container runtime: memlock=-1), or NCCL cannot use InfiniBand"
+        return Finding(f"{gigabytes(locked)} of memory may be locked", Status.WARN, remedy)
+    return Finding(f"{'unlimited' if files == resource.RLIM_INFINITY else files} open files")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What each rank, or each node's first rank, finds by itself; what `find` raises is a FAIL with this `remedy`.
+
+    `same`: the values of findings that must not differ, and the status and remedy if they do ({norm}: what most have).
+    """
+
+    name: str
+    find: Callable[[Context], Finding]
+    remedy: str = ""
+    per_node: bool = False
+    same: dict[str, tuple[Status, str]] = field(default_factory=dict)
+
+
+_SOFTWARE = "install {name} {norm} there, or run the same image (spec.image) on all nodes"
+_DEVICES = "start as many ranks per node as it has devices; see CUDA_VISIBLE_DEVICES and nvidia-smi there"
+_VISIBLE = "see that the node's devices are visible (driver, CUDA_VISIBLE_DEVICES, spec.gpusPerNode)"
+_KIND = f"{_VISIBLE}, or set train.backend=gloo for all"
+_WRITABLE = f"mount it writable for uid {os.getuid()}, or set checkpoint.dir to another folder"
+_DATA, _COPY = "mount the data there, or correct data.dir (a DDPJob: storage.data)", "copy the data there again"
+CHECKS = (
+    Check("versions", versions, same={
+        **dict.fromkeys(("torch", "CUDA", "NCCL", "trainer"), (Status.FAIL, _SOFTWARE)),
+        "Python": (Status.WARN, _SOFTWARE),
+    }),
+    Check("devices", device, _DEVICES, same={
+        "device": (Status.FAIL, _KIND),
+        "model": (Status.WARN, "the slowest sets the pace: use nodes of one kind"),
+        "driver": (Status.WARN, "install the same driver"),
+    }),
+    Check("master address", master_address, "check MASTER_ADDR and the node's DNS", same={
+        "address": (Status.WARN, "right behind a NAT; else correct /etc/hosts or the DNS there"),
+    }),
+    Check("checkpoint folder", checkpoint_folder, f"{_WRITABLE} (a DDPJob: storage.checkpoints)", per_node=True),
+    Check("data folder", data_folder, _DATA, per_node=True, same=dict.fromkeys(
+        COUNTED, (Status.FAIL, f"{_COPY}: ranks must see the same samples")
+    )),
+    Check("/dev/shm", shared_memory, per_node=True),
+    Check("cpu threads", cpu_threads, per_node=True),
+    Check("limits", limits, per_node=True),
+)  # fmt: skip

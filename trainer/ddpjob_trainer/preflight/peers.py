@@ -1,0 +1,171 @@
+"""What ranks measure with each other: a connection in each direction, the other clock, and an all-reduce."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import socketserver
+import statistics
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import BufferedIOBase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpjob_trainer.distributed import devices
+from ddpjob_trainer.distributed.process_group import Group, destroy
+from ddpjob_trainer.preflight.addresses import NodeAddress
+
+_PAYLOAD = 64 * 1024
+"""Bytes sent each way: a path that drops full packets (a wrong MTU) lets those through that begin a connection."""
+_AT_A_TIME, _ROUND_TRIPS = 64, 5
+_SMALL, _LARGE = 2**18, 2**22  # float32 elements: 1 MiB, 16 MiB
+_PATIENT_SECONDS, _WATCHDOG_SECONDS = 0.1, 300.0
+
+
+@dataclass(frozen=True)
+class Contact:
+    """One direction between two nodes: why it failed, or ""; seconds that the other clock is ahead, within `bound`."""
+
+    problem: str
+    ahead: float | None = None
+    bound: float = 0.0
+
+
+def now() -> float:
+    """Seconds since the epoch by this node's clock."""
+    return time.time()
+
+
+class Listener(socketserver.ThreadingTCPServer):
+    """Answers in the background, on a port that the system chooses, those who know the token."""
+
+    daemon_threads, block_on_close, request_queue_size = True, False, 1024
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.token = token.encode()
+        super().__init__(("", 0), _Answer)
+        threading.Thread(target=self.serve_forever, args=(0.05,), name="preflight: listener", daemon=True).start()
+
+    def handle_error(self, *_: object) -> None:
+        """Ignore who ends a connection or is no rank: the one that connects reports what went wrong."""
+
+    def close(self) -> None:
+        """Also ends the thread that waits for connections."""
+        self.shutdown()
+        self.server_close()
+
+
+class _Answer(socketserver.StreamRequestHandler):
+    timeout = 10
+
+    def handle(self) -> None:
+        assert isinstance(self.server, Listener)
+        if self.rfile.read(len(self.server.token)) == self.server.token:
+            for _ in range(_ROUND_TRIPS):
+                _exactly(self.rfile, 1)
+                self.wfile.write(struct.pack("!d", now()))
+            self.wfile.write(_exactly(self.rfile, _PAYLOAD))
+
+
+def _exactly(connection: BufferedIOBase, size: int) -> bytes:
+    if len(content := connection.read(size)) < size:
+        raise ConnectionError("closed by the other side")
+    return content
+
+
+def connect(where: NodeAddress, seconds: float) -> Contact:
+    """Ask a listener for its time, by the shortest of some round trips (Cristian 1989), then send full packets."""
+    try:
+        peer = socket.create_connection((where.address, where.port), timeout=seconds)
+    except TimeoutError:
+        return Contact("no answer: blocked")
+    except OSError as error:
+        return Contact(error.strerror or str(error))
+    ahead, bound, problem = None, seconds, ""
+    try:
+        with peer, peer.makefile("rb") as answers:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.sendall(where.token.encode())
+            for _ in range(_ROUND_TRIPS):
+                asked, began = now(), time.perf_counter()
+                peer.sendall(b"?")
+                (theirs,) = struct.unpack("!d", _exactly(answers, 8))
+                half = (time.perf_counter() - began) / 2
+                if half < bound:
+                    ahead, bound = theirs - asked - half, half
+            payload = os.urandom(_PAYLOAD)
+            peer.sendall(payload)
+            if _exactly(answers, _PAYLOAD) != payload:
+                problem = "data came back changed"
+    except TimeoutError:
+        lost, other = "full packets are lost: wrong MTU, or a filter", "another program has this address"
+        problem = (
+            f"it connects, then no answer: it stands still, or {other}" if ahead is None else f"it connects, but {lost}"
+        )
+    except OSError as error:
+        problem = f"it connects, then {error.strerror or error}: another program has this address"
+    return Contact(problem, ahead, bound)
+
+
+def connect_all(me: int, listeners: dict[int, NodeAddress], seconds: float) -> dict[int, Contact]:
+    """Try all other nodes, many at the same time; each node begins with another one."""
+    others = sorted(listeners, key=lambda target: (target < me, target))
+    others = [target for target in others if target != me]
+    with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
+        return dict(zip(others, pool.map(lambda target: connect(listeners[target], seconds), others), strict=True))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """`problem`: why there was no right sum; bytes per all-reduce, its bus bandwidth in GB/s (10^9), latency in ms."""
+
+    problem: str = ""
+    bytes: int = 0
+    bandwidth: float = 0.0
+    latency: float = 0.0
+
+
+def all_reduce(backend: str, group: Group, store: Any, seconds: float) -> Sum:
+    """On every rank: form a group over `store`, add up, leave it. Raises what the backend raises."""
+    placement = devices.choose(backend, group.local_rank)
+    # NCCL's watchdog ends the process when the group's time is over; who waits for this has a deadline of its own,
+    # and a table to show.
+    patience = seconds if placement.device.type == "cpu" else 10 * seconds + _WATCHDOG_SECONDS
+    timeout = datetime.timedelta(seconds=patience)
+    dist.init_process_group(placement.backend, timeout=timeout, store=store, rank=group.rank, world_size=group.world)
+    try:
+        for device in dict.fromkeys((torch.device("cpu"), placement.device)):
+            # Element i of rank r is i mod 97 + r: small whole numbers, whose sum float32 holds exactly.
+            pattern = torch.arange(_SMALL, device=device, dtype=torch.float32) % 97
+            right = pattern * group.world + group.world * (group.world - 1) / 2
+            if different := int((group.sum(pattern + group.rank) != right).sum()):
+                return Sum(f"{different} of {_SMALL} sums are wrong on {device}")
+        return _speed(group, placement.device)
+    finally:
+        destroy()
+
+
+def _speed(group: Group, device: torch.device) -> Sum:
+    """Bus bandwidth as nccl-tests define it: 2 (n - 1) / n times the bytes, by the time."""
+    number, small, large = (torch.zeros(size, device=device) for size in (1, _SMALL, _LARGE))
+    latency = statistics.median(_timed(group, number) for _ in range(20))
+    # The slowest rank decides for all: each must take the same size.
+    patient = torch.tensor([max(_timed(group, small) for _ in range(2))])
+    tensor = small if group.sum(patient).item() > _PATIENT_SECONDS * group.world else large
+    took = statistics.median(_timed(group, tensor) for _ in range(3))
+    size = tensor.numel() * tensor.element_size()
+    return Sum("", size, 2 * (group.world - 1) / group.world * size / took / 1e9, latency * 1e3)
+
+
+def _timed(group: Group, tensor: torch.Tensor) -> float:
+    began = time.perf_counter()
+    group.sum(tensor)[0].item()  # Waits for an accelerator, too.
+    return time.perf_counter() - began

@@ -1,0 +1,76 @@
+"""What RUN/metrics.jsonl says of a run, by incarnation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer.errors import TrainerError
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass
+class History:
+    """Times in seconds since the first line."""
+
+    title: str = ""
+    incarnations: list[dict[str, Any]] = field(default_factory=list)
+    """The start line of each incarnation."""
+    steps: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The step lines of each incarnation."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    end: float = 0.0
+    """Time of the last line."""
+
+    @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """(time of the last step, time of the next one) around each restart."""
+        found = []
+        for before, after in zip(self.steps, self.steps[1:], strict=False):
+            if before and after:
+                found.append((before[-1]["time"], after[0]["time"]))
+        return found
+
+    @property
+    def worlds(self) -> list[tuple[float, float, int]]:
+        """(from, to, number of ranks) of each incarnation that made a step."""
+        return [
+            (incarnation["time"], steps[-1]["time"], int(incarnation["world"]))
+            for incarnation, steps in zip(self.incarnations, self.steps, strict=True)
+            if steps
+        ]
+
+
+def read(run: Path) -> History:
+    """The history of a run, by its folder or its file. Raises TrainerError when it has no metrics."""
+    path = run / METRICS if run.is_dir() else run
+    if not path.is_file():
+        raise TrainerError(f"{path} does not exist: give the folder of a run, which holds {METRICS}")
+    folder = path.resolve().parent
+    history = History(title=folder.parent.name if folder.name == "run" else folder.name)
+    began = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # A writer was killed in the middle of this line.
+        began = row["time"] if began is None else began
+        row["time"] -= began
+        history.end = max(history.end, row["time"])
+        _sort_in(history, row)
+    if not any(history.steps):
+        raise TrainerError(f"{path} holds no step yet: wait until the run has trained some steps")
+    return history
+
+
+def _sort_in(history: History, row: dict[str, Any]) -> None:
+    if row["event"] == "start":
+        history.incarnations.append(row)
+        history.steps.append([])
+    elif row["event"] == "step" and history.steps and row["loss"] is not None:
+        history.steps[-1].append(row)
+    elif row["event"] == "eval":
+        history.evaluations.append(row)

@@ -1,0 +1,76 @@
+"""The ledger: each rank records which samples each step takes, one JSON line, flushed before gradients are exchanged.
+
+A step that was executed anywhere is then recorded everywhere, even if a rank is killed in the middle of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer.data.sampler import Step
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.lifecycle.fence import Claim
+
+FOLDER = "ledger"
+
+
+class Ledger:
+    """One rank's file in `run_dir`/ledger, one per process; writes nothing when it is not wanted.
+
+    `python -m ddpjob_trainer ledger FOLDER` checks that each epoch took each sample exactly once, over all restarts.
+    """
+
+    def __init__(self, run_dir: Path, group: Group, claim: Claim, *, wanted: bool = True) -> None:
+        self._group = group
+        self._common = {"round": claim.round, "generation": claim.generation, "life": claim.incarnation}
+        self._file = None
+        if wanted:
+            folder = run_dir / FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            node = os.environ.get("DDPJOB_POD", socket.gethostname())
+            name = f"rank-{group.rank}-{node}-{os.getpid()}-{time.time_ns()}.jsonl"
+            self._file = (folder / name).open("x", encoding="utf-8")
+
+    def start(self, step: int, size: int, epochs: int) -> None:
+        """This incarnation resumes after `step` steps, over `size` training samples and `epochs` epochs."""
+        self._write(
+            {"start": step, "rank": self._group.rank, "world": self._group.world, "size": size, "epochs": epochs}
+        )
+
+    def step(self, number: int, step: Step) -> None:
+        """Global step `number` (from 1) takes these samples on this rank; before its gradients are exchanged."""
+        self._write(
+            {
+                "epoch": step.epoch + 1,
+                "step": number,
+                "rank": self._group.rank,
+                "world": self._group.world,
+                "samples": step.mine,
+            }
+        )
+
+    def left_out(self, number: int) -> None:
+        """Global step `number` changed no weight: its loss or a gradient was not finite."""
+        self._write({"leftOut": number})
+
+    def unreadable(self, number: int, images: int) -> None:
+        """So many images of global step `number`, on all ranks together, could not be read: they had weight zero."""
+        self._write({"unreadable": images, "of": number})
+
+    def checkpoint(self, step: int) -> None:
+        """A checkpoint after `step` steps is on disk."""
+        self._write({"checkpoint": step})
+
+    def end(self, step: int) -> None:
+        """Training is complete after `step` steps."""
+        self._write({"end": step})
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"time": time.time()} | self._common | fields) + "\n")
+            self._file.flush()

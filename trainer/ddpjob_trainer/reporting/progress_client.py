@@ -1,0 +1,139 @@
+"""Posts progress to the job's coordinator in the background, the newest only. Never delays
+training; errors are ignored.
+
+The job's token proves who posts and is not sent: nobody knows who has the coordinator's address by now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401  (the codec of host names: the thread must not be the first to import it)
+import hashlib
+import hmac
+import http.client
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import Any
+
+_PATH = "/v1/progress"
+_INTERVAL_SECONDS, _BRIEF_SECONDS, _TIMEOUT_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 1.0, 2.0, 15.0
+
+
+class ProgressClient:
+    """Posts to `/v1/progress` of DDPJOB_COORDINATOR (host:port) with DDPJOB_TOKEN, at most every half second."""
+
+    def __init__(self, address: str, token: str, *, proofs: bool = True) -> None:
+        """`proofs`: the coordinator is known to take them. Else one that answers without a number of
+        its own is taken for one of protocol 2, which wants the token itself.
+        """
+        self._address, self._token, self._proofs, self._instance = address, token, proofs, ""
+        self._newest: dict[str, Any] | None = None
+        self._activity: str | None = None
+        self._said: str | None = None  # of the activity, as the coordinator has it
+        self._changed = threading.Condition()
+        self._closing = False
+        with contextlib.suppress(OSError):
+            # A process' first look-up makes glibc read the environment, and in a thread crashes when a variable is set
+            # meanwhile.
+            socket.getaddrinfo("localhost", None)
+        self._thread = threading.Thread(target=self._work, name="coordinator-link", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_env(cls) -> ProgressClient | None:
+        """The client that the environment describes, or None outside of a job."""
+        address = os.environ.get("DDPJOB_COORDINATOR")
+        known = os.environ.get("DDPJOB_PROTOCOL", "")
+        token = os.environ.get("DDPJOB_TOKEN", "")
+        return cls(address, token, proofs=known.isdecimal() and int(known) >= 3) if address else None
+
+    def post(self, progress: dict[str, Any]) -> None:
+        """Send `progress` with the next post; it replaces what was not posted yet."""
+        with self._changed:
+            self._newest = progress
+            self._changed.notify()
+
+    def post_activity(self, activity: str | None, *, again: bool = False) -> None:
+        """Send what this process does beside steps (None: steps), unless that is over within a second.
+
+        `again`: also if it was sent before, as a sign of life.
+        """
+        with self._changed:
+            self._activity = activity
+            if again:
+                self._said = None
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Post what is left, waiting at most two seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(_TIMEOUT_SECONDS)
+
+    def _work(self) -> None:
+        pause = _INTERVAL_SECONDS
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_due() or self._activity != self._said)
+                self._changed.wait_for(lambda: self._is_due() or self._activity == self._said, _BRIEF_SECONDS)
+                progress, self._newest = self._newest, None
+            if progress is not None:
+                pause = _INTERVAL_SECONDS if self._send(progress) else min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                self._said = None
+            elif self._closing:
+                return
+            if (activity := self._activity) != self._said:
+                self._said = activity
+                self._send({"activity": activity})  # By itself: an older coordinator takes no report that names one.
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, timeout=pause)
+
+    def _is_due(self) -> bool:
+        return self._newest is not None or self._closing
+
+    def _send(self, progress: dict[str, Any]) -> bool:
+        body = json.dumps(progress).encode()
+        try:
+            status, instance = self._ask(body, self._proof(body))
+            if status == 401 and instance not in ("", self._instance):
+                self._instance = instance  # A coordinator takes no proof that was made for another.
+                status, _ = self._ask(body, self._proof(body))
+            elif status == 401 and not instance and not self._proofs:
+                status, _ = self._ask(body, {"Authorization": f"Bearer {self._token}"})
+            return status < 300
+        except (OSError, http.client.HTTPException):
+            return False  # A coordinator that restarts or is gone must not disturb training; the operator notices it.
+
+    def _ask(self, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+        """The answer's status, and the coordinator's number."""
+        connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_SECONDS)
+        try:
+            connection.request("POST", _PATH, body, {"Content-Type": "application/json", **headers})
+            answer = connection.getresponse()
+            return answer.status, answer.getheader("DDPJob-Instance", "")
+        finally:
+            connection.close()
+
+    def _proof(self, body: bytes) -> dict[str, str]:
+        nonce = secrets.token_hex(16)
+        proof = seal(self._token, "request", self._instance, nonce, "POST", _PATH, body)
+        return {"DDPJob-Nonce": nonce, "DDPJob-Proof": proof}
+
+
+def seal(token: str, *parts: str | bytes) -> str:
+    """Proves that its sender knows the token: HMAC-SHA256 of the parts, in hexadecimal (docs/protocol.md)."""
+    mac = hmac.new(token.encode(), digestmod=hashlib.sha256)
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        mac.update(b"%d:" % len(data) + data)
+    return mac.hexdigest()
+
+
+def wall_clock() -> float:
+    """Seconds since the Unix epoch, rounded to milliseconds for logs."""
+    return round(time.time(), 3)

@@ -1,0 +1,333 @@
+"""Reports progress to RUN/metrics.jsonl, the terminal, the job's coordinator, and the configured sinks."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer.atomic_files import write_all
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.evaluation.accumulate import Evaluation
+from ddpjob_trainer.evaluation.result_files import FOLDER, EvaluationFiles
+from ddpjob_trainer.reporting.history import METRICS
+from ddpjob_trainer.reporting.progress_client import ProgressClient, wall_clock
+from ddpjob_trainer.reporting.sinks.background import Sinks, check_report, open_sinks
+from ddpjob_trainer.reporting.sinks.sink import Run
+from ddpjob_trainer.reporting.terminal import Display, PlainLines, Silent, TrainingStatus, duration
+
+_ALIVE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The extent of a training: epochs, steps in all, training samples per epoch; and the round of
+    restarts it is in.
+    """
+
+    epochs: int
+    steps: int
+    samples: int
+    round: int
+
+
+class MetricsLog:
+    """Appends JSON lines to RUN/metrics.jsonl, which survives restarts. `incarnations`: how many it records so far."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / METRICS
+        content = path.read_bytes() if path.exists() else b""
+        self.incarnations = content.count(b'{"event": "start"')
+        self._path, self._file = path, path.open("ab", buffering=0)
+        self._truncated = bool(content) and not content.endswith(b"\n")  # A writer was killed within a line.
+        self._warned = False
+
+    def write(self, event: str, **fields: Any) -> None:
+        """One line: the event, its time, and its numbers (null where not finite: JSON has no NaN).
+
+        On a full disk lines are lost, with one warning, and training continues.
+        """
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in fields.items()
+        }
+        line = json.dumps({"event": event, "time": wall_clock()} | finite) + "\n"
+        try:
+            write_all(self._file, (("\n" if self._truncated else "") + line).encode())
+            self._truncated = False
+        except OSError as error:
+            self._truncated = True
+            if not self._warned:
+                print(
+                    f"warning: {self._path} cannot be written ({error.strerror}): lines are lost",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._warned = True
+
+
+class Reporter:
+    """Measures speed and reports. `writes`: this rank keeps the metrics log; rank 0 also prints,
+    posts, and feeds the sinks.
+    """
+
+    def __init__(
+        self, plan: Plan, config: Config, group: Group, *, writes: bool, class_names: Sequence[str] | None = None
+    ) -> None:
+        """Raises ConfigError when a configured sink is not available."""
+        check_report(config.report)
+        self._plan, self._config, self._group = plan, config, group
+        self._log = MetricsLog(config.run_dir) if writes else None
+        self.restarts = max(plan.round, self._log.incarnations if self._log else 0)
+        self._display: Display = open_display(
+            group.rank == 0, config.train.print_seconds, config.run_dir.resolve().name
+        )
+        self._link = ProgressClient.from_env() if group.rank == 0 else None
+        self._activity: str | None = None
+        self._alive = float("-inf")
+        self._sinks = Sinks([])
+        self._files = EvaluationFiles(config.run_dir / FOLDER, config.eval, class_names) if group.rank == 0 else None
+        self._window_began = time.perf_counter()
+        self._waited = 0.0
+        self._last: TrainingStatus | None = None
+        self._evaluation: Evaluation | None = None
+        self._checkpoint_time: float | None = None
+
+    def start(self, step: int, left: int, epoch: int, warning: str = "") -> None:
+        """An incarnation begins after `step` steps, and `left` are still to do; `warning`: what slows it down.
+
+        Together they are the training's steps: how many these are may change with the batch at a restart.
+        """
+        self._plan = replace(self._plan, steps=step + left)
+        self._write("start", step=step, epoch=epoch, world=self._group.world, restarts=self.restarts)
+        where = (
+            f"resuming after step {step} of {self._plan.steps}, in epoch {epoch}"
+            if step
+            else f"{self._plan.steps} steps to do"
+        )
+        self._display.note(f"training on {self._group.world} rank(s): {where}")
+        if warning:
+            self._display.note(f"warning: {warning}")
+        if self._group.rank == 0:
+            run = Run(self._config.run_dir, self._config.train.name, self._config.flat(), step, self.restarts)
+            self._sinks = open_sinks(self._config.report, run)
+            self._sinks.write(step, {"train/world_size": self._group.world, "train/restarts": self.restarts})
+
+    def restart_clock(self) -> None:
+        """Exclude the time since the last report from the speed (evaluation, checkpoint)."""
+        self._window_began, self._waited = time.perf_counter(), 0.0
+
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Report to the coordinator what training stands still for, so that nobody takes it for a hang."""
+        if self._link is None:
+            yield
+            return
+        self._activity = activity
+        self._link.post_activity(activity)
+        try:
+            yield
+        finally:
+            self._activity = None
+            self._link.post_activity(None)
+
+    def alive(self) -> None:
+        """Report that the present activity makes progress, at most every few seconds."""
+        if self._link is not None and self._activity is not None and time.monotonic() - self._alive > _ALIVE_SECONDS:
+            self._alive = time.monotonic()
+            self._link.post_activity(self._activity, again=True)
+
+    def waited(self, seconds: float) -> None:
+        """Add seconds that this rank waited for its batch."""
+        self._waited += seconds
+
+    def report(
+        self,
+        *,
+        epoch: int,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        samples: int,
+        samples_left: int,
+        gradient_norm: float | None = None,
+        skipped_steps: int = 0,
+        corrupt_images: int = 0,
+    ) -> None:
+        """`samples` were trained on since the last report, with mean loss `loss`; `samples_left` are still to come."""
+        elapsed = max(1e-9, time.perf_counter() - self._window_began)
+        speed = samples / elapsed
+        before = self._last.samples_per_second if self._last is not None else 0.0
+        smooth = 0.7 * before + 0.3 * speed if before > 0 else speed
+        status = TrainingStatus(
+            epoch=epoch,
+            epochs=self._plan.epochs,
+            step=step,
+            steps=self._plan.steps,
+            loss=loss,
+            learning_rate=learning_rate,
+            samples_per_second=smooth,
+            eta=samples_left / smooth if smooth > 0 else 0.0,
+            data_wait=min(1.0, self._waited / elapsed),
+            accuracy=self._evaluation.accuracy if self._evaluation else None,
+            gradient_norm=gradient_norm,
+            skipped_steps=skipped_steps,
+            corrupt_images=corrupt_images,
+            world=self._group.world,
+            restarts=self.restarts,
+            checkpoint_time=self._checkpoint_time,
+        )
+        self._last = status
+        self._write(
+            "step",
+            epoch=epoch,
+            step=step,
+            loss=loss,
+            lr=learning_rate,
+            samplesPerSecond=round(speed, 2),
+            eta=round(status.eta, 1),
+            dataWait=round(status.data_wait, 4),
+            **_optional(status),
+        )
+        self._display.show(status)
+        self._post(status)
+        self._sinks.write(step, _values(status))
+        self.restart_clock()
+
+    def evaluated(self, epoch: int, step: int, evaluation: Evaluation) -> None:
+        """Report the result on the test set after epoch `epoch`."""
+        self._evaluation = evaluation
+        lost = {"unreadable": evaluation.unreadable} if evaluation.unreadable else {}
+        self._write("eval", epoch=epoch, step=step, **evaluation.scalars(), **lost)
+        curve = f", average precision {evaluation.curves.macro:.4f}" if evaluation.curves else ""
+        results = f"{_found(evaluation)}test loss {evaluation.loss:.4f}{curve}"
+        self._display.note(f"epoch {epoch}/{self._plan.epochs}: {results}")
+        if evaluation.nonfinite:
+            self._display.note(
+                f"warning: the model's output is not finite for {evaluation.nonfinite} of {evaluation.samples}"
+                " test samples"
+            )
+        if self._last is not None:
+            self._post(self._last)
+        self._sinks.write(
+            step, {f"eval/{name}": value for name, value in evaluation.scalars().items()} | {"eval/epoch": epoch}
+        )
+        if self._files is not None:
+            try:
+                self._files.write(f"epoch-{epoch:03}", evaluation, epoch=epoch, step=step)
+            except OSError as error:
+                where = error.filename or self._config.run_dir / FOLDER
+                self._display.note(
+                    f"warning: {where} cannot be written ({error.strerror or error}): this evaluation's files are lost"
+                )
+
+    def checkpoint(self, step: int, seconds: float) -> None:
+        """A checkpoint is on disk; writing it took `seconds`."""
+        self._checkpoint_time = wall_clock()
+        self._write("checkpoint", step=step, seconds=round(seconds, 4))
+        self._sinks.write(step, {"checkpoint/time": self._checkpoint_time, "checkpoint/seconds": seconds})
+
+    def skipped(self, step: int, text: str, samples: dict[int, list[int]]) -> None:
+        """Step `step` was skipped on all ranks; `samples` by rank that saw a loss that is not finite."""
+        self._write("skipped", step=step, samples=samples)
+        self._display.note(f"warning: {text}")
+
+    def stopped(self, step: int) -> None:
+        """All ranks agreed to stop after `step` steps."""
+        self._write("stop", step=step)
+        self._display.note(f"stopped by SIGTERM after step {step}; a checkpoint is saved")
+        self._sinks.close(complete=False)
+
+    def end(self, step: int, seconds: float) -> None:
+        """Training is complete, after `seconds` in this incarnation."""
+        self._write("end", step=step)
+        found = f", {_found(self._evaluation)}".removesuffix(", ") if self._evaluation else ""
+        self._display.note(
+            f"done: {self._plan.epochs} epochs, {step} steps{found}, {duration(seconds)} in this incarnation"
+        )
+        self._sinks.close(complete=True)
+        if self._files is not None:
+            self._files.wait()
+
+    def close(self) -> None:
+        """Post what is left and leave the terminal."""
+        self._display.close()
+        if self._link is not None:
+            self._link.close()
+
+    def _write(self, event: str, **fields: Any) -> None:
+        if self._log is not None:
+            self._log.write(event, round=self._plan.round, **fields)
+
+    def _post(self, status: TrainingStatus) -> None:
+        if self._link is None:
+            return
+        metrics = {"learningRate": status.learning_rate, "dataWait": round(status.data_wait, 4), **_optional(status)}
+        if self._checkpoint_time is not None:
+            metrics["checkpointTime"] = round(self._checkpoint_time)
+        if self._evaluation is not None:
+            scalars = self._evaluation.scalars()
+            metrics |= {"testLoss": scalars.pop("loss"), **scalars}
+        self._link.post(
+            {
+                "epoch": status.epoch,
+                "epochs": status.epochs,
+                "step": status.step,
+                "steps": status.steps,
+                "loss": status.loss,
+                "samplesPerSecond": round(status.samples_per_second, 2),
+                "eta": round(status.eta, 1),
+                "metrics": metrics,
+            }
+        )
+
+
+def _found(evaluation: Evaluation) -> str:
+    """The first numbers of a result in words: accuracy, or the errors of a regression. Ends in a comma."""
+    if evaluation.accuracy is not None:
+        return f"test accuracy {evaluation.accuracy:.2%}, "
+    return "" if evaluation.mae is None else f"test mae {evaluation.mae:.4f}, test rmse {evaluation.rmse:.4f}, "
+
+
+def _optional(status: TrainingStatus) -> dict[str, float]:
+    """Numbers that are reported only when there are any, by their names in metrics.jsonl."""
+    norm = {} if status.gradient_norm is None else {"gradientNorm": status.gradient_norm}
+    skipped = {"skippedSteps": status.skipped_steps} if status.skipped_steps else {}
+    return {**norm, **skipped, **({"corruptImages": status.corrupt_images} if status.corrupt_images else {})}
+
+
+def _values(status: TrainingStatus) -> dict[str, float | None]:
+    """Numbers for the sinks."""
+    return {
+        "train/step": status.step,
+        "train/epoch": status.epoch,
+        "train/loss": status.loss,
+        "train/learning_rate": status.learning_rate,
+        "train/images_per_second": status.samples_per_second,
+        "train/data_wait": status.data_wait,
+        "train/eta_seconds": status.eta,
+        "train/gradient_norm": status.gradient_norm,
+        "train/skipped_steps": status.skipped_steps,
+        "train/corrupt_images": status.corrupt_images,
+        "train/world_size": status.world,
+        "train/restarts": status.restarts,
+    }
+
+
+def open_display(first_rank: bool, interval: float, title: str) -> Display:
+    """The live view on a TTY, plain lines elsewhere, nothing on ranks other than 0."""
+    if not first_rank:
+        return Silent()
+    if not sys.stdout.isatty():
+        return PlainLines(interval)
+    from ddpjob_trainer.reporting.live_view import LiveView  # rich takes a tenth of a second.
+
+    return LiveView(title)

@@ -1,0 +1,150 @@
+"""Keeps sinks from disturbing training: each works in a thread of its own, and a failure ends only the sink."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from ddpjob_trainer.config.sections import ReportConfig
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.reporting.sinks.sink import Run, Sink
+
+_WAITING_RECORDS, _CLOSING_SECONDS, _STOPPING_SECONDS = 1000, 60.0, 5.0
+
+
+class _Background:
+    """A sink in its own thread.
+
+    Records beyond what it can keep up with are dropped; after its first error, which is reported,
+    it is not called again.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self._name, self._make = name, make
+        self._records: queue.Queue[tuple[int, Mapping[str, float]] | bool] = queue.Queue(_WAITING_RECORDS)
+        self._gone = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if not self._gone.is_set():
+            try:
+                self._records.put_nowait((step, values))
+            except queue.Full:
+                self._give_up(f"does not keep up: {_WAITING_RECORDS} records are waiting")
+
+    def begin_close(self, complete: bool) -> None:
+        try:
+            self._records.put_nowait(complete)
+        except queue.Full:
+            self._gone.set()
+
+    def end_close(self, seconds: float) -> None:
+        if not self._gone.is_set():
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                self._give_up("did not finish in time")
+
+    def _work(self) -> None:
+        try:
+            sink = self._make()
+            while not self._gone.is_set():
+                record = self._records.get()
+                if isinstance(record, bool):
+                    sink.close(record)
+                    return
+                sink.write(*record)
+        except BaseException as error:  # A library may raise anything, SystemExit too; training must not end by it.
+            self._give_up(f"failed: {type(error).__name__}: {str(error).strip()[:300]}")
+
+    def _give_up(self, why: str) -> None:
+        if not self._gone.is_set():
+            self._gone.set()
+            print(f"warning: {self._name} {why}; training continues without it", file=sys.stderr, flush=True)
+
+
+class Sinks:
+    """All sinks of a run; none on ranks other than 0."""
+
+    def __init__(self, parts: list[_Background]) -> None:
+        self._parts = parts
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Numbers after `step` steps, by names such as train/loss; None is left out. Returns at once."""
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        for part in self._parts:
+            part.write(step, known)
+
+    def close(self, complete: bool) -> None:
+        """Let them finish: within 60 s, or 5 s where the training was stopped."""
+        deadline = time.monotonic() + (_CLOSING_SECONDS if complete else _STOPPING_SECONDS)
+        for part in self._parts:
+            part.begin_close(complete)
+        for part in self._parts:
+            part.end_close(max(0.0, deadline - time.monotonic()))
+        self._parts = []
+
+
+# name: (is it wanted, package to import, package to install, module whose `open_sink(config, run)` makes it)
+_KINDS: dict[str, tuple[Callable[[ReportConfig], bool], str, str, str]] = {
+    "TensorBoard": (
+        lambda report: report.tensorboard,
+        "tensorboard",
+        "tensorboard",
+        "ddpjob_trainer.reporting.sinks.tensorboard",
+    ),
+    "Prometheus": (
+        lambda report: report.prometheus_port > 0,
+        "prometheus_client",
+        "prometheus-client",
+        "ddpjob_trainer.reporting.sinks.prometheus",
+    ),
+    "Weights & Biases": (lambda report: bool(report.wandb), "wandb", "wandb", "ddpjob_trainer.reporting.sinks.wandb"),
+    "MLflow": (lambda report: bool(report.mlflow), "mlflow", "mlflow", "ddpjob_trainer.reporting.sinks.mlflow"),
+}
+_KEYS = {"TensorBoard": "tensorboard", "Prometheus": "prometheus_port", "Weights & Biases": "wandb", "MLflow": "mlflow"}
+
+
+def check_report(config: ReportConfig) -> None:
+    """Raise ConfigError when a package is missing or a value makes no sense; for every rank, before training."""
+    if not 0 <= config.prometheus_port < 65536:
+        raise ConfigError(
+            f"report.prometheus_port: {config.prometheus_port} is not a port; write for example 9400, or 0 for none"
+        )
+    if config.profile_steps and (len(config.profile_steps) != 2 or min(config.profile_steps) < 1):
+        raise ConfigError(
+            f"report.profile_steps: {list(config.profile_steps)} is not [START, COUNT] from 1 on; write for example"
+            " [20, 5]"
+        )
+    for name, (wanted, package, install, _) in _KINDS.items():
+        if wanted(config) and importlib.util.find_spec(package) is None:
+            key = f"report.{_KEYS[name]}"
+            raise ConfigError(
+                f"{key}: {name} needs a package that is not installed; pip install {install}, or leave {key} out"
+            )
+
+
+def open_sinks(config: ReportConfig, run: Run) -> Sinks:
+    """The configured sinks, opening in the background.
+
+    Raises ConfigError as `check_report`, or when the port is taken at a first start; a restart continues without.
+    """
+    check_report(config)
+    parts = []
+    for name, (wanted, _, _, module) in _KINDS.items():
+        if not wanted(config):
+            continue
+        try:
+            prepared: Callable[[], Sink] = importlib.import_module(module).prepare(config, run)
+        except ConfigError as error:
+            if not run.restarts:
+                raise
+            print(f"warning: {error}; training continues without {name}", file=sys.stderr, flush=True)
+            continue
+        parts.append(_Background(name, prepared))
+    return Sinks(parts)

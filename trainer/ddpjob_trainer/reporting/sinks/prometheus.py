@@ -1,0 +1,112 @@
+"""Metrics for Prometheus at a port of rank 0: names by its conventions (base units, _total for
+counters, _ratio for shares).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ddpjob_trainer.config.sections import ReportConfig
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.reporting.sinks.sink import Run, Sink
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+LABELS = ("namespace", "job_name", "run")
+"""As the operator and the coordinator label them; empty outside of a job."""
+_METRICS = {
+    # name in the sinks: (name for Prometheus, a counter, help)
+    "train/step": (
+        "ddpjob_train_step",
+        False,
+        "Optimizer steps done, by global count; falls back to the checkpoint's after a break.",
+    ),
+    "train/epoch": ("ddpjob_train_epoch", False, "Current epoch, from 1."),
+    "train/loss": ("ddpjob_train_loss", False, "Mean training loss since the last report."),
+    "train/learning_rate": ("ddpjob_train_learning_rate", False, "Learning rate of the last step."),
+    "train/images_per_second": ("ddpjob_train_samples_per_second", False, "Training images per second over all ranks."),
+    "train/data_wait": ("ddpjob_train_data_wait_ratio", False, "Share of time that rank 0 waited for data."),
+    "train/eta_seconds": ("ddpjob_train_eta_seconds", False, "Estimated time until the last epoch is done."),
+    "train/gradient_norm": ("ddpjob_train_gradient_norm", False, "Norm of the last step's gradient before clipping."),
+    "train/skipped_steps": (
+        "ddpjob_train_skipped_steps",
+        True,
+        "Steps skipped because the loss or a gradient was not finite.",
+    ),
+    "train/corrupt_images": ("ddpjob_train_corrupt_images", True, "Images that could not be read."),
+    "train/world_size": ("ddpjob_train_world_size", False, "Ranks that train."),
+    "train/restarts": ("ddpjob_train_restarts", True, "Restarts of the run so far."),
+    "checkpoint/time": (
+        "ddpjob_train_checkpoint_timestamp_seconds",
+        False,
+        "Unix time when the newest checkpoint was on disk.",
+    ),
+    "checkpoint/seconds": (
+        "ddpjob_train_checkpoint_write_seconds",
+        False,
+        "Time that writing the newest checkpoint took.",
+    ),
+    "eval/loss": ("ddpjob_train_eval_loss", False, "Test loss of the newest evaluation."),
+    "eval/accuracy": ("ddpjob_train_eval_accuracy_ratio", False, "Test accuracy (top-1) of the newest evaluation."),
+    "eval/top5": ("ddpjob_train_eval_top5_accuracy_ratio", False, "Test accuracy (top-5) of the newest evaluation."),
+    "eval/mae": (
+        "ddpjob_train_eval_mean_absolute_error",
+        False,
+        "Mean of |predicted class - class| of the newest evaluation.",
+    ),
+    "eval/macroAP": ("ddpjob_train_eval_macro_average_precision_ratio", False, "Average precision, mean over classes."),
+    "eval/microAP": (
+        "ddpjob_train_eval_micro_average_precision_ratio",
+        False,
+        "Average precision of all decisions pooled.",
+    ),
+    "eval/epoch": ("ddpjob_train_eval_epoch", False, "Epochs that were complete at the newest evaluation."),
+}
+
+
+class Prometheus:
+    """The newest numbers, collected when Prometheus scrapes."""
+
+    def __init__(self, config: ReportConfig, run: Run) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._newest: dict[str, float] = {"train/step": run.step, "train/restarts": run.restarts}
+        self._labels = [os.environ.get("DDPJOB_NAMESPACE", ""), os.environ.get("DDPJOB_NAME", ""), run.name]
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, _ = start_http_server(config.prometheus_port, registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"report.prometheus_port: cannot listen on port {config.prometheus_port} ({error.strerror}); give"
+                " another, or 0 for none"
+            ) from error
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client's registry."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for name, value in dict(self._newest).items():
+            if name in _METRICS:
+                exported, is_counter, text = _METRICS[name]
+                family = (CounterMetricFamily if is_counter else GaugeMetricFamily)(exported, text, labels=LABELS)
+                family.add_metric(self._labels, value)
+                yield family
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Store them as the newest; a checkpoint may be of an earlier step than the last report."""
+        self._newest = {**self._newest, **values, "train/step": max(step, self._newest["train/step"])}
+
+    def close(self, complete: bool) -> None:
+        """Stop the server."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
+    """Listen at once: a port that is in use is an error of the configuration."""
+    opened = Prometheus(config, run)
+    return lambda: opened

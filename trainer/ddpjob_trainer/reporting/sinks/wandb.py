@@ -1,0 +1,47 @@
+"""Weights & Biases: one run there for all incarnations of ours; its id is kept in RUN/wandb.id."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ddpjob_trainer.config.sections import ReportConfig
+from ddpjob_trainer.reporting.sinks.sink import Run, Sink, kept
+
+_FILE = "wandb.id"
+
+
+class WeightsAndBiases:
+    """Steps are logged as a value: W&B's own step count must not decrease, and after a restart ours does."""
+
+    def __init__(self, config: ReportConfig, run: Run) -> None:
+        import wandb
+
+        # No capture of the console: it would put a thread between the trainer and every line.
+        settings = wandb.Settings(console="off", silent=True)
+        name = run.name
+        identity = kept(run.folder / _FILE, lambda: secrets.token_hex(4))
+        self._run: Any = wandb.init(
+            project=config.wandb,
+            id=identity,
+            name=name,
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.config),
+            settings=settings,
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One row of history."""
+        self._run.log({"step": step, **values})
+
+    def close(self, complete: bool) -> None:
+        """An unfinished run stays one that will be resumed."""
+        self._run.finish(exit_code=0 if complete else 1)
+
+
+def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
+    """Import and open in the background."""
+    return lambda: WeightsAndBiases(config, run)

@@ -1,0 +1,98 @@
+"""Progress as plain lines, and what any display shows; `live_view` is the display for a TTY."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class TrainingStatus:
+    """What is shown: counts begin at 1; `eta` in seconds; `data_wait` is the share of time spent waiting for data."""
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+    samples_per_second: float
+    eta: float
+    data_wait: float
+    accuracy: float | None = None
+    gradient_norm: float | None = None
+    skipped_steps: int = 0
+    """Skipped because the loss or a gradient was not finite, in this incarnation of the job."""
+    corrupt_images: int = 0
+    """Images that could not be read, in this epoch."""
+    world: int = 1
+    restarts: int = 0
+    checkpoint_time: float | None = None
+    """time.time() when the newest checkpoint of this incarnation was on disk."""
+
+    def line(self) -> str:
+        """One plain line."""
+        accuracy = "" if self.accuracy is None else f"  accuracy {self.accuracy:.2%}"
+        where = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.steps} ({self.step / self.steps:.0%})"
+        speed = f"{self.samples_per_second:,.0f} samples/s  data wait {self.data_wait:.0%}  eta {duration(self.eta)}"
+        return "  ".join([f"{where}  loss {self.loss:.4f}{accuracy}", speed, *self.extras()])
+
+    def extras(self) -> list[str]:
+        """Parts that are shown only when there is something to show."""
+        norm = [] if self.gradient_norm is None else [f"gradient norm {self.gradient_norm:.3g}"]
+        skipped = [f"skipped steps {self.skipped_steps}"] if self.skipped_steps else []
+        return norm + skipped + ([f"corrupt images {self.corrupt_images}"] if self.corrupt_images else [])
+
+
+def duration(seconds: float) -> str:
+    """`75` -> `1:15`; `3675` -> `1:01:15`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Display(Protocol):
+    """Where progress is shown."""
+
+    def show(self, status: TrainingStatus) -> None:
+        """Show the current status."""
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+
+    def close(self) -> None:
+        """Restore the terminal."""
+
+
+class PlainLines:
+    """For logs: at most one line per `interval` seconds."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval, self._next = interval, 0.0
+
+    def show(self, status: TrainingStatus) -> None:
+        """Print a line when one is due."""
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + self._interval
+            print(status.line(), flush=True)
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """A log needs no cleaning up."""
+
+
+class Silent:
+    """For ranks that print nothing."""
+
+    def show(self, status: TrainingStatus) -> None:
+        """Ignore the status."""
+
+    def note(self, text: str) -> None:
+        """Ignore the line."""
+
+    def close(self) -> None:
+        """A silent rank needs no cleaning up."""

@@ -1,0 +1,340 @@
+"""strategy=deepspeed: DeepSpeed's engine with ZeRO: the optimizer's state, gradients and weights
+sharded over the ranks, by stage.
+
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020. A
+checkpoint holds the whole state by the model's names, as with every strategy.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.config.sections import AmpLevel, OptimizerName
+from ddpjob_trainer.distributed import devices
+from ddpjob_trainer.distributed.process_group import Group, destroy
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.optimizers import set_learning_rate
+from ddpjob_trainer.optim.precision import Autocasting, Precision, Update
+from ddpjob_trainer.strategies.strategy import State, Strategy
+
+_DECIDED = {
+    "train_batch_size": "data.batch",
+    "train_micro_batch_size_per_gpu": "data.batch and train.accumulate",
+    "gradient_accumulation_steps": "train.accumulate",
+    "optimizer": "optim.*",
+    "scheduler": "optim.schedule",
+    "gradient_clipping": "optim.clip_norm",
+    "fp16": "amp.*",
+    "bf16": "amp.*",
+    "amp": "amp.*",
+    "torch_autocast": "amp.*",
+}
+"""Keys of DeepSpeed's file -> the trainer's keys that replace them."""
+
+
+class DeepSpeed(Strategy):
+    """DeepSpeed steps an optimizer of ours; micro-batches, weights of losses and the end of an
+    accumulation are ours.
+    """
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        super().__init__(config, group, device)
+        self._stage = config.deepspeed.stage
+        self._settings = settings(config, group)
+        self.precision: _ByEngine = _ByEngine(config.amp, config.optim.clip_norm, device)
+        if self.precision.scales:
+            raise ConfigError(
+                f"amp.level={config.amp.level}, amp.loss_scale={config.amp.loss_scale}: strategy=deepspeed scales no"
+                " losses; set amp.dtype=bfloat16 and leave out amp.loss_scale, or set strategy=ddp or fsdp"
+            )
+        self.equal = self._stage >= 2  # Each backward pass sends gradients to the ranks that keep them.
+        self._deepspeed = _deepspeed(device)
+        self._alone = group.world == 1 and not dist.is_initialized()
+        if self._alone:
+            os.environ.setdefault("LOCAL_RANK", "0")  # The engine looks its device up there.
+            backend = devices.choose(config.train.backend, group.local_rank).backend
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+    def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
+        """DeepSpeed's engine around the model and the optimizer."""
+        super().prepare(model, shape)
+        network = Autocasting(self.model, self.precision)  # The engine leaves autocast before it calls its model.
+        engine, *_ = self._deepspeed.initialize(
+            model=network, optimizer=self.optimizer, config=self._settings, dist_init_required=False
+        )
+        self._engine: Any = engine
+        self._engine.set_gradient_accumulation_boundary(True)
+        self.network, self.optimizer, self.precision.engine = engine, engine.optimizer, engine
+        if self.average is not None:  # The weights are elsewhere now.
+            self.average = self.moving_average()
+
+    # ------------------------------------------------------------ training
+
+    def weight(self, count: int) -> float:
+        """DeepSpeed averages over ranks."""
+        return self.group.world / count
+
+    @contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        """An accumulation ends with a rank's last micro-batch, whatever DeepSpeed has counted."""
+        self._engine.set_gradient_accumulation_boundary(False)
+        yield
+        self._engine.set_gradient_accumulation_boundary(True)
+
+    def scale_gradients(self, factor: float) -> None:
+        """With ZeRO, this rank's part of the gradients."""
+        if self._stage == 0:
+            super().scale_gradients(factor)
+            return
+        for part in self._engine.optimizer.averaged_gradients.values():
+            torch._foreach_mul_(list(part), factor)
+
+    def update(self, rate: float) -> Update:
+        """With ZeRO it is DeepSpeed that clips, and skips a step whose gradients are not finite."""
+        if self._stage == 0:  # DeepSpeed would take any gradient.
+            return super().update(rate)
+        set_learning_rate(self.optimizer, rate)
+        self._engine.step()
+        update = Update(float(self._engine.get_global_grad_norm()), bool(self._engine.optimizer.overflow))
+        if self.average is not None:
+            self.average.update(update.skipped)
+        return update
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """The scores of the engine."""
+        with self.precision.autocast():
+            outputs: torch.Tensor = self.network(images)
+        return outputs
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state(self) -> State:
+        """Gathered from all ranks, each of which holds all of it meanwhile."""
+        if self._stage == 0:
+            return super().state()
+        with self._gathered():
+            model = {name: value.clone() for name, value in self.model.state_dict().items()}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+        return {
+            "model": model,
+            **({} if self.average is None else {"average": self.average.state()}),
+            "optimizer": {"state": dict(self._gathered_optimizer_state()), "groups": groups},
+            "precision": self.precision.state(),
+        }
+
+    def load(self, state: State) -> None:
+        """Each rank takes its shard of the whole."""
+        if self._stage == 0:
+            super().load(state)
+            return
+        with self._gathered(changes=True):
+            self.model.load_state_dict(state["model"])
+        for name, weight in self.parameters:
+            self._fragments.safe_set_full_fp32_param(weight, state["model"][name].to(self.device, torch.float32))
+        if self.average is not None and "average" in state:
+            self.average.load(state["average"])
+        self._load_optimizer_state(state["optimizer"])
+        self.precision.load(state["precision"])
+
+    @property
+    def _fragments(self) -> ModuleType:
+        """Functions that assemble a weight's vectors from all ranks, and distribute them."""
+        from deepspeed import utils
+
+        module: ModuleType = utils
+        return module
+
+    @property
+    def _flat(self) -> list[torch.Tensor]:
+        """The vectors that this rank's optimizer works on."""
+        zero = self._engine.optimizer
+        return list(zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups)
+
+    def _gathered(self, changes: bool = False) -> AbstractContextManager[Any]:
+        """A context in which the model's weights are whole; `changes`: rank 0's are everybody's afterwards."""
+        if self._stage < 3:
+            return nullcontext()
+        weights = list(self.model.parameters())
+        gathered: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(
+            weights, modifier_rank=0 if changes else None
+        )
+        return gathered
+
+    def _gathered_optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name, state) of each weight; numbers, such as a count of steps, are the same for all."""
+        own = self._engine.optimizer.optimizer.state.get(self._flat[0], {})
+        self._link()
+        for name, weight in self.parameters if own else []:
+            numbers = {key: value for key, value in own.items() if not _is_per_weight(value)}
+            vectors = [key for key, value in own.items() if _is_per_weight(value)]
+            yield (
+                name,
+                numbers
+                | {
+                    key: self._fragments.safe_get_full_optimizer_state(weight, key).view(self._shape(weight))
+                    for key in vectors
+                },
+            )
+
+    def _link(self) -> None:
+        """Have ZeRO 1 and 2 look up again where each weight's state is: they do it once, when only
+        the first group has stepped.
+        """
+        if self._stage < 3:
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _load_optimizer_state(self, saved: State) -> None:
+        """The reverse. Raises KeyError or ValueError when names or shapes differ."""
+        names = {name for name, _ in self.parameters}
+        if saved["state"] and names != set(saved["state"]):
+            raise KeyError(
+                f"the optimizer's state is for other weights, such as {sorted(names ^ set(saved['state']))[0]}"
+            )
+        zero = self._engine.optimizer
+        example: dict[str, Any] = next(iter(saved["state"].values()), {})
+        for flat in self._flat:
+            for key, value in example.items():
+                zero.optimizer.state[flat][key] = torch.zeros_like(flat) if _is_per_weight(value) else _own(value, flat)
+        if not example:
+            return
+        self._link()
+        for name, weight in self.parameters:
+            for key, value in saved["state"][name].items():
+                if not _is_per_weight(value):
+                    continue
+                if tuple(value.shape) != tuple(self._shape(weight)):
+                    raise ValueError(
+                        f"the optimizer's {key} of {name} has the shape {tuple(value.shape)},"
+                        f" not {tuple(self._shape(weight))}"
+                    )
+                self._fragments.safe_set_full_optimizer_state(weight, value.to(self.device, torch.float32), key)
+
+    @staticmethod
+    def _shape(weight: nn.Parameter) -> torch.Size:
+        shape: torch.Size = getattr(weight, "ds_shape", weight.shape)
+        return shape
+
+    def close(self) -> None:
+        """Destroy the engine, and the group if it is ours."""
+        self._engine.destroy()
+        if self._alone:
+            destroy()
+
+
+class _ByEngine(Precision):
+    """DeepSpeed's engine runs backward passes: it moves gradients at their end."""
+
+    engine: Any = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a loss."""
+        self.engine.backward(loss)
+
+
+def settings(config: Config, group: Group) -> dict[str, Any]:
+    """DeepSpeed's own configuration. Raises ConfigError for a file that cannot be read, or asks for another stage."""
+    path, stage = config.deepspeed.config, config.deepspeed.stage
+    _check(config)
+    found: dict[str, Any] = {} if path is None else _read(path)
+    if left_out := sorted(key for key in _DECIDED if found.pop(key, "auto") != "auto"):
+        instead = ", ".join(f"{key} (here: {_DECIDED[key]})" for key in left_out)
+        if group.rank == 0:
+            print(f"deepspeed.config={path}: ignores {instead}, which the trainer decides", file=sys.stderr, flush=True)
+    zero = found.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ConfigError(
+            f"deepspeed.config={path}: zero_optimization is not an object; write for example {{}} and set"
+            f" deepspeed.stage={stage}"
+        )
+    if zero.get("stage", stage) not in (stage, "auto"):
+        raise ConfigError(
+            f"deepspeed.config={path}: zero_optimization.stage is {zero['stage']}, and deepspeed.stage is {stage};"
+            f" set deepspeed.stage={zero['stage']}, or leave it out of the file"
+        )
+    ours = {
+        # A size of 1: losses are weighted already, so that DeepSpeed has nothing to divide.
+        "train_batch_size": group.world,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optim.clip_norm,
+        "zero_optimization": {**zero, "stage": stage},
+    }
+    quiet = {"steps_per_print": 2**62, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return {**quiet, **found, **ours}
+
+
+def _check(config: Config) -> None:
+    stage, amp = config.deepspeed.stage, config.amp
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"deepspeed.stage: {stage} is not known; write 0, 1, 2 or 3")
+    if amp.level in (AmpLevel.O2, AmpLevel.O3):
+        raise ConfigError(
+            f"amp.level={amp.level}: strategy=deepspeed has float32 weights and scales no losses;"
+            " set amp.level=O1 with amp.dtype=bfloat16, or amp.level=O0, or strategy=ddp or fsdp"
+        )
+    if stage and config.optim.name is OptimizerName.LARS:
+        raise ConfigError(
+            f"optim.name=lars: it needs whole layers, and deepspeed.stage={stage} gives the optimizer shards of them;"
+            " set deepspeed.stage=0"
+        )
+    if stage == 3 and config.optim.ema_decay:
+        raise ConfigError(
+            "optim.ema_decay: deepspeed.stage=3 shards the weights; set deepspeed.stage=2, or optim.ema_decay=0"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"deepspeed.config: {path} does not exist; give the path of DeepSpeed's JSON file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"deepspeed.config: {path} cannot be read as JSON ({error}); give DeepSpeed's JSON file"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"deepspeed.config: {path} does not hold a JSON object; write for example {{}}")
+    return found
+
+
+def _is_per_weight(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _own(value: Any, flat: torch.Tensor) -> Any:
+    """A copy of a number for each vector: several vectors that share a count of steps would each increase it."""
+    return value.to(flat.device, copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _deepspeed(device: torch.device) -> ModuleType:
+    """The library, quiet. Raises ConfigError when it is missing."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f"strategy=deepspeed: DeepSpeed cannot be imported ({error}); pip install 'ddpjob[deepspeed]', or take"
+            " strategy=fsdp, which also shards weights"
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # It warns of every optimizer that is not its own.
+    # On a CPU it would compile a reduction over shared memory at its first start, which only serves ranks of one node.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    module: ModuleType = deepspeed
+    return module

@@ -1,0 +1,28 @@
+"""strategy=dp: one process, the batch scattered over all its devices by nn.DataParallel."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.data.randomness import derive, seed_torch
+from ddpjob_trainer.optim.precision import Autocasting
+from ddpjob_trainer.strategies.single import Single
+
+
+class Dp(Single):
+    """nn.DataParallel; without a GPU, or with one, it passes the batch through.
+
+    With several, batch normalization takes the statistics of each device's part of a micro-batch, and keeps the first
+    device's, and dropout draws on each device: the one strategy whose results depend on the number of devices.
+    """
+
+    def seed(self, key: int) -> None:
+        """Each device has its own generator."""
+        super().seed(key)
+        for number in range(1, torch.cuda.device_count() if self.device.type == "cuda" else 0):
+            seed_torch(derive(key, number), torch.device("cuda", number))
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model on every visible device, in threads that do not inherit autocast."""
+        return nn.DataParallel(Autocasting(model, self.precision))

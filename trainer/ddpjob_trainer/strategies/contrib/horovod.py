@@ -1,0 +1,173 @@
+"""strategy=horovod: one process per device, gradients added up by Horovod's DistributedOptimizer while they are
+computed.
+
+Ranks come from horovodrun, or from torchrun, --spawn and a DDPJob: rank 0 then serves the rendezvous that horovodrun
+would serve. Horovod moves gradients only; the trainer's own small collectives stay with torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.data.dataset import MicroBatches
+from ddpjob_trainer.distributed.init_method import address_towards, free_port, meeting
+from ddpjob_trainer.distributed.interfaces import interface_of
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.strategies.strategy import State, Strategy
+
+
+class Horovod(Strategy):
+    """Each rank has the whole model."""
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        self._hvd = _horovod()
+        if device.type == "cuda" and not self._hvd.cuda_built():
+            raise ConfigError(
+                "strategy=horovod: this Horovod is built without CUDA; build it again with HOROVOD_GPU_OPERATIONS=NCCL"
+                " python scripts/install_horovod.py in ddpjob's repository, or set train.backend=gloo to train"
+                " on the CPU"
+            )
+        super().__init__(config, group, device)
+        os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, round(config.train.timeout_seconds))))
+        self._server = None if "HOROVOD_RANK" in os.environ else _meet(group)
+        self._hvd.init()
+        if (self._hvd.rank(), self._hvd.size()) != (group.rank, group.world):
+            raise ConfigError(
+                f"strategy=horovod: Horovod counts this process as rank {self._hvd.rank()} of {self._hvd.size()}, its"
+                f" launcher as {group.rank} of {group.world}; unset HOROVOD_* in the environment, or start with"
+                " horovodrun alone"
+            )
+
+    def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
+        """Every rank begins with rank 0's weights and optimizer."""
+        super().prepare(model, shape)
+        self._broadcast()
+        if any(weight.dtype is torch.bfloat16 for weight in self.model.parameters()):
+            raise ConfigError(
+                "strategy=horovod: Horovod 0.28 cannot add bfloat16 up; set amp.dtype=float16, or amp.level=O1"
+            )
+        # Its hooks belong on the weights that receive gradients; the optimizer may work on float32 copies of them.
+        self._exchange: Any = self._hvd.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters()),
+            named_parameters=self.model.named_parameters(),
+            compression=getattr(self._hvd.Compression, self.config.horovod.compression),
+            op=self._hvd.Sum,
+        )
+
+    def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
+        """Ranks may have different numbers of micro-batches: each sends its gradients after its last one."""
+        self._exchange.set_backward_passes_per_step(len(micro_batches))
+        losses = super().backward(micro_batches, count)
+        self._exchange.synchronize()
+        return losses
+
+    def load(self, state: State) -> None:
+        """Every rank continues with rank 0's weights and optimizer."""
+        super().load(state)
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        """Rank 0's weights, statistics and optimizer state, on every rank."""
+        self._hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        if self.optimizer.state:  # Where there is none, Horovod creates it by a step that decays the weights.
+            self._hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
+
+    def close(self) -> None:
+        """Shut Horovod and its rendezvous server down."""
+        self._hvd.shutdown()
+        if self._server is not None:
+            self._server.stop()
+
+
+def enter() -> None:
+    """Under horovodrun, set torch.distributed's environment from Horovod's. Before ranks read RANK.
+
+    Raises ConfigError when Horovod is missing, or runs in its own elastic mode.
+    """
+    if "RANK" in os.environ or "HOROVOD_RANK" not in os.environ:
+        return
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ConfigError(
+            "strategy=horovod: elastic horovodrun keeps its own kind of state, and not the trainer's; start it with"
+            " -np N alone, or use torchrun --nnodes MIN:MAX or a DDPJob, whose ranks may change with this strategy"
+        )
+    hvd = _horovod()
+    hvd.init()
+    names = {"RANK": hvd.rank, "WORLD_SIZE": hvd.size, "LOCAL_RANK": hvd.local_rank, "LOCAL_WORLD_SIZE": hvd.local_size}
+    os.environ.update({name: str(number()) for name, number in names.items()})
+    host = address_towards(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1") or socket.gethostname())
+    found = hvd.broadcast_object((host, free_port(host)) if hvd.rank() == 0 else None, root_rank=0, name="meeting")
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = found[0], str(found[1])
+
+
+def _horovod() -> ModuleType:
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise ConfigError(
+            f"strategy=horovod: Horovod cannot be imported ({error}). Its last release must be built for this torch:"
+            " python scripts/install_horovod.py in ddpjob's repository does it; or take strategy=ddp, which computes"
+            " the same"
+        ) from error
+    module: ModuleType = hvd
+    return module
+
+
+def _meet(group: Group) -> Any:
+    """Set HOROVOD_* as horovodrun does; returns rank 0's rendezvous server, None elsewhere. All ranks together."""
+    # A node is named by its first rank: several nodes may be on one machine, with one host name.
+    first = group.gather(group.rank - group.local_rank)
+    local_ranks, local_sizes = group.gather(group.local_rank), group.gather(group.local_world)
+    peers = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == group.local_rank]
+    names = {
+        "HOSTNAME": f"node-{first[group.rank]}",
+        "RANK": group.rank,
+        "SIZE": group.world,
+        "LOCAL_RANK": group.local_rank,
+        "LOCAL_SIZE": group.local_world,
+        "CROSS_RANK": peers.index(group.rank),
+        "CROSS_SIZE": len(peers),
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+    }
+    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in names.items()})
+    if group.world == 1:
+        return None
+    server = None
+    if group.rank == 0:
+        from horovod.runner.common.util.hosts import SlotInfo
+        from horovod.runner.http.http_server import RendezvousServer
+
+        server = RendezvousServer()
+        port = server.start()
+        server.init(
+            [
+                SlotInfo(
+                    f"node-{node}",
+                    rank,
+                    local,
+                    local_ranks[:rank].count(local),
+                    group.world,
+                    size,
+                    local_ranks.count(local),
+                )
+                for rank, (node, local, size) in enumerate(zip(first, local_ranks, local_sizes, strict=True))
+            ]
+        )
+    address = address_towards(meeting().address or socket.gethostname())
+    found = group.broadcast_bytes(f"{address} {port}".encode() if server is not None else None, 0).decode().split()
+    os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = found
+    if "HOROVOD_GLOO_IFACE" not in os.environ:
+        if not (interface := interface_of(address)):
+            remedy = "set HOROVOD_GLOO_IFACE to one that the other ranks reach"
+            raise ConfigError(f"strategy=horovod: no network interface has the address {address}; {remedy}")
+        os.environ["HOROVOD_GLOO_IFACE"] = interface
+    return server

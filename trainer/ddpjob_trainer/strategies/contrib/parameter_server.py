@@ -1,0 +1,203 @@
+"""strategy=parameter_server: rank 0 holds the weights and steps, the other ranks compute gradients,
+via torch.distributed.rpc.
+
+In rounds: each worker pushes its gradients, the server adds them up in the order of ranks, steps,
+and the workers pull the new weights. Li et al., Scaling Distributed Machine Learning with the
+Parameter Server, 2014; this is its synchronous form, which computes what one process computes.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.data.dataset import MicroBatches
+from ddpjob_trainer.data.sampler import DataShare
+from ddpjob_trainer.distributed.init_method import open_store
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.optimizers import set_learning_rate
+from ddpjob_trainer.optim.precision import Update
+from ddpjob_trainer.strategies.strategy import (
+    State,
+    Strategy,
+    flat_gradients,
+    named_optimizer_state,
+    pieces_like,
+    set_gradients,
+)
+
+_SERVER = 0
+_SCHEME = "ddpjob"
+
+
+class ParameterServer(Strategy):
+    """Every rank has the whole model; the server's is authoritative, and only the server has an optimizer's state."""
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        if group.world < 2:
+            raise ConfigError(
+                "strategy=parameter_server: one rank is the server, so there must be a worker beside it; start 2"
+                " ranks or more (torchrun --nproc-per-node=2, --spawn 2, a DDPJob of 2 pods), or set strategy=single"
+            )
+        if config.model.sync_batchnorm:
+            raise ConfigError(
+                "model.sync_batchnorm: the server of strategy=parameter_server has no samples; leave it out, or set"
+                " strategy=ddp"
+            )
+        super().__init__(config, group, device)
+        self._serves = group.rank == _SERVER
+        _join(group, config.train.timeout_seconds)
+
+    @property
+    def data_share(self) -> DataShare:
+        """The server sees no samples, the workers share them."""
+        parts = self.group.world - 1
+        return DataShare(parts, parts, counts=False) if self._serves else DataShare(self.group.rank - 1, parts)
+
+    def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
+        """Afterwards the server has the gradients."""
+        if not self._serves:
+            losses = super().backward(micro_batches, count)
+            _call(_push, self.group.rank, flat_gradients(self.model.parameters()).float().cpu())
+            self.group.barrier()
+            return losses
+        for micro, _ in micro_batches:  # A rank always has one; it does not count here.
+            with self.statistics.of_micro(replace(micro, counts=False), count):
+                pass
+        self.statistics.exchange()
+        self.group.barrier()  # Every worker has pushed, or is gone, and then the collective fails.
+        # GradScaler must have been called on every rank that unscales gradients.
+        self.precision.scaled(torch.zeros((), device=self.device))
+        total, *others = _buffer.take(range(1, self.group.world))
+        for gradients in others:
+            total += gradients
+        set_gradients(list(self.model.parameters()), total)
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def update(self, rate: float) -> Update:
+        """The server steps, the workers take the result."""
+        if self._serves:
+            update = super().update(rate)
+            update = Update(float(update.norm), bool(update.skipped))  # Not as tensors on the server's device.
+            _buffer.put(_flat(self._weights()).cpu(), self.precision.state(), update)
+            self.group.barrier()
+        else:
+            self.group.barrier()
+            weights, precision, update = _call(_pull)
+            torch._foreach_copy_(self._weights(), pieces_like(self._weights(), weights))
+            self.precision.refresh()
+            self.precision.load(precision)
+            set_learning_rate(self.optimizer, rate)
+            self.model.zero_grad(set_to_none=True)
+            if self.average is not None:
+                self.average.update(update.skipped)
+        return update
+
+    def _weights(self) -> list[torch.Tensor]:
+        """What the optimizer works on."""
+        return [weight.detach() for _, weight in self.parameters]
+
+    def state(self) -> State:
+        """Where each node has its own folder, the server's optimizer state goes to all."""
+        state = super().state()
+        if not self.config.checkpoint.shared:
+            content = io.BytesIO()
+            torch.save(named_optimizer_state(self.optimizer, self.parameters), content)
+            sent = self.group.broadcast_bytes(content.getvalue(), _SERVER)
+            state["optimizer"] = torch.load(io.BytesIO(sent), weights_only=True, map_location=self.device)
+        return state
+
+    def load(self, state: State) -> None:
+        """Only the server keeps the optimizer's state."""
+        super().load(state)
+        if not self._serves:  # Loaded only so that all ranks fail together when it does not fit.
+            self.optimizer.state.clear()
+
+    def close(self) -> None:
+        """Leave the RPC group."""
+        from torch.distributed import rpc
+
+        rpc.shutdown()
+
+
+class _ServerBuffer:
+    """Server-side buffer between two RPCs: each worker's gradients, then the weights. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._latest: Any = None
+
+    def push(self, rank: int, gradients: torch.Tensor) -> None:
+        with self._lock:
+            self._gradients[rank] = gradients
+
+    def take(self, ranks: range) -> list[torch.Tensor]:
+        """All ranks' gradients, in the order of ranks."""
+        with self._lock:
+            found = [self._gradients[rank] for rank in ranks]
+            self._gradients.clear()
+        return found
+
+    def put(self, weights: torch.Tensor, precision: State, update: Update) -> None:
+        with self._lock:
+            self._latest = weights, precision, update
+
+    def pull(self) -> Any:
+        with self._lock:
+            return self._latest
+
+
+_buffer = _ServerBuffer()
+
+
+def _push(rank: int, gradients: torch.Tensor) -> None:
+    """Runs on the server."""
+    _buffer.push(rank, gradients)
+
+
+def _pull() -> Any:
+    """Runs on the server: (weights, the precision's state, outcome of the step)."""
+    return _buffer.pull()
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    from torch.distributed import rpc
+
+    return rpc.rpc_sync(f"rank-{_SERVER}", function, args=arguments)
+
+
+def _join(group: Group, timeout_seconds: float) -> None:
+    """Join the RPC group, through the process group's store: no further port. Raises ConfigError."""
+    if not dist.is_available() or not dist.rpc.is_available():
+        raise ConfigError(
+            "strategy=parameter_server: this torch is built without torch.distributed.rpc; set strategy=ddp, or use"
+            " another torch"
+        )
+    from torch.distributed import rpc
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    def meet(*_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
+        store = dist.PrefixStore("parameter_server", open_store(group, timeout_seconds))  # type: ignore[attr-defined]
+        yield store, group.rank, group.world
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_SCHEME}://", rpc_timeout=timeout_seconds)
+    register: Any = register_rendezvous_handler
+    register(_SCHEME, meet)
+    join: Any = rpc.init_rpc
+    with warnings.catch_warnings():  # It checks its members by a kind of process group that torch deprecates.
+        warnings.filterwarnings("ignore", message="You are using a Backend")
+        join(f"rank-{group.rank}", rank=group.rank, world_size=group.world, rpc_backend_options=options)
+
+
+def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten().float() for tensor in tensors])

@@ -1,0 +1,75 @@
+"""The choice of a strategy by name; each is imported only when it is chosen."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.config.sections import StrategyName
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.strategies.strategy import Strategy
+
+_CLASSES = {
+    StrategyName.SINGLE: "ddpjob_trainer.strategies.single:Single",
+    StrategyName.DP: "ddpjob_trainer.strategies.contrib.dp:Dp",
+    StrategyName.DDP: "ddpjob_trainer.strategies.ddp:Ddp",
+    StrategyName.HOROVOD: "ddpjob_trainer.strategies.contrib.horovod:Horovod",
+    StrategyName.DEEPSPEED: "ddpjob_trainer.strategies.contrib.deepspeed:DeepSpeed",
+    StrategyName.PARAMETER_SERVER: "ddpjob_trainer.strategies.contrib.parameter_server:ParameterServer",
+    StrategyName.FSDP: "ddpjob_trainer.strategies.fsdp:Fsdp",
+    StrategyName.DDP_MP: "ddpjob_trainer.strategies.contrib.ddp_mp:DdpMp",
+    StrategyName.PIPELINE: "ddpjob_trainer.strategies.pipeline:Pipeline",
+}
+
+
+def enter(config: Config) -> None:
+    """Before ranks read their environment: translate that of a strategy with its own launcher. Raises ConfigError."""
+    if config.strategy is StrategyName.HOROVOD:
+        from ddpjob_trainer.strategies.contrib import horovod
+
+        horovod.enter()
+
+
+def devices_per_rank(config: Config) -> int:
+    """How many devices a process computes on."""
+    return config.ddp_mp.devices if config.strategy is StrategyName.DDP_MP else 1
+
+
+def open_strategy(config: Config, group: Group, device: torch.device) -> Strategy:
+    """The strategy that the configuration names.
+
+    Raises ConfigError when it does not fit the ranks or the configuration.
+    """
+    _check_that_ddp_applies(config)
+    module, _, name = _CLASSES[config.strategy].partition(":")
+    kind: type[Strategy] = getattr(importlib.import_module(module), name)
+    return kind(config, group, device)
+
+
+_WITHOUT_ORDER = {
+    **dict.fromkeys(
+        (StrategyName.HOROVOD, StrategyName.DEEPSPEED, StrategyName.PARAMETER_SERVER), "adds gradients up by rank"
+    ),
+    StrategyName.DDP_MP: "has no device that holds all gradients",
+    StrategyName.FSDP: "adds gradients up inside its collectives",
+    StrategyName.PIPELINE: "has no rank that holds all gradients",
+}
+"""Why ddp.ordered cannot be had."""
+
+
+def _check_that_ddp_applies(config: Config) -> None:
+    name, ordered, hook = config.strategy, config.ddp.ordered, config.ddp.comm_hook
+    if config.model.freeze and name not in (StrategyName.SINGLE, StrategyName.DP, StrategyName.DDP):
+        raise ConfigError(
+            f"model.freeze: strategy={name} works on all parameters; leave it out, or set strategy=single, dp or ddp"
+        )
+    if ordered and name in _WITHOUT_ORDER:
+        raise ConfigError(f"ddp.ordered: strategy={name} {_WITHOUT_ORDER[name]}; leave it out, or set strategy=ddp")
+    if hook != "none" and name not in (StrategyName.DDP, StrategyName.DDP_MP):
+        raise ConfigError(
+            f"ddp.comm_hook={hook}: strategy={name} sends nothing through DDP; leave it out, or set strategy=ddp or"
+            " ddp_mp"
+        )

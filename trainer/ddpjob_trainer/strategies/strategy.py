@@ -1,0 +1,280 @@
+"""The interface of a strategy: one way in which ranks share the training of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.data.dataset import Batch, MicroBatches
+from ddpjob_trainer.data.randomness import seed_torch
+from ddpjob_trainer.data.sampler import DataShare, Micro
+from ddpjob_trainer.distributed.dtensors import is_sharded
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.model.batchnorm_stats import BatchStatistics
+from ddpjob_trainer.model.shared_parts import SharedParts
+from ddpjob_trainer.optim.ema import MovingAverage
+from ddpjob_trainer.optim.loss import Loss
+from ddpjob_trainer.optim.optimizers import build_optimizer, set_learning_rate
+from ddpjob_trainer.optim.precision import Precision, Update
+
+State = dict[str, Any]
+"""`{"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "groups": [...]}, "precision": {...},
+"average": {...}}`, the last with optim.ema_decay only.
+
+Names and shapes are those of the whole model in one process, so that another strategy and another number of ranks can
+continue from it."""
+
+
+class Strategy:
+    """The training of a model on one process; subclasses override only what differs."""
+
+    model: nn.Module
+    """The whole model or this rank's stage of it, not wrapped."""
+    network: nn.Module
+    """What computes a micro-batch: `model`, or a wrapper around it."""
+    optimizer: torch.optim.Optimizer
+    statistics: BatchStatistics
+    parameters: list[tuple[str, nn.Parameter]]
+    """What the optimizer works on, by the model's names: all that is not frozen."""
+    shape: tuple[int, ...]
+    """Of an image: (channels, height, width)."""
+    equal = False
+    """Whether a forward pass is a collective, so that all ranks need the same number of micro-batches."""
+    divides = False
+    """Whether ranks may share micro-batches (see `sampler.Part`)."""
+    parts: SharedParts | None = None
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        """Raises ConfigError when the configuration or the number of ranks does not fit the strategy."""
+        self.config, self.group, self.device = config, group, device
+        self.precision = Precision(config.amp, config.optim.clip_norm, device)
+        self.average: MovingAverage | None = None
+        self.criterion = Loss(config.optim)
+
+    @property
+    def data_share(self) -> DataShare:
+        """Which samples this rank takes."""
+        return DataShare(self.group.rank, self.group.world)
+
+    @property
+    def portions(self) -> int:
+        """In how many portions a rank computes its share of a global batch."""
+        return self.config.train.accumulate
+
+    # ------------------------------------------------------------ training
+
+    def share_parts(self) -> None:
+        """From now on micro-batches may have parts; before the first step."""
+        self.parts = SharedParts(self.model, self.group)
+
+    def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
+        """Take a model for images of `shape` (channels, height, width), and build the optimizer. All ranks together.
+
+        Its weights are the same on every rank, and on `self.device`.
+        """
+        self.shape = shape
+        self.model = self.precision.convert(model)
+        self.network = self.wrap(self.model)
+        self.statistics = self.batch_statistics()
+        own = dict(self.model.named_parameters())
+        self.parameters = [pair for pair in self.precision.parameters(self.model) if own[pair[0]].requires_grad]
+        self.optimizer = build_optimizer(self.config.optim, self.parameters)
+        if self.config.optim.ema_decay:
+            self.average = self.moving_average()
+        if self.config.model.compile:
+            self.network.compile()
+
+    def moving_average(self) -> MovingAverage:
+        """Of the weights, and of running statistics."""
+        running = [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.is_floating_point()]
+        return MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running])
+
+    def batch_statistics(self) -> BatchStatistics:
+        """Of the model, over the ranks that compute it."""
+        return BatchStatistics(self.model, self.group)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model with what exchanges gradients around it."""
+        return model
+
+    def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
+        """Gradients of the mean loss over the `count` samples of the global batch, on every rank. All ranks together.
+
+        Every micro-batch of `micro_batches`, this rank's of the step, must be taken. Returns this rank's sum of losses
+        (a float64 scalar on the device), without those of micro-batches that do not count.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, (micro, batch) in enumerate(micro_batches, 1):
+            with nullcontext() if number == len(micro_batches) else self.without_exchange():
+                total += self.backward_one(micro, batch, count)
+        self.statistics.exchange()
+        return total
+
+    def backward_one(self, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
+        """Add one micro-batch's gradients to those before; returns its sum of losses, a scalar."""
+        self.seed(micro.key)
+        shared = self.parts.of_micro(micro) if self.parts else nullcontext()
+        with self.statistics.of_micro(micro, count), shared, self.precision.autocast():
+            # Statistics of all ranks' samples: one that does not count must not be among them.
+            images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
+            loss = self.loss(self.network(images), batch, micro)
+        self.precision.backward(loss * self.weight(count))
+        return loss.detach()
+
+    def seed(self, key: int) -> None:
+        """Before a micro-batch: what dropout draws is a function of its key."""
+        seed_torch(key, self.device)
+
+    def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
+        """The sum of losses of a micro-batch; 0, with gradients of 0, for one that does not count."""
+        total = self.criterion.sum(scores, batch)
+        return total if micro.counts else total * 0.0
+
+    def weight(self, count: int) -> float:
+        """The factor of a sample's loss, such that the ranks' reduction of gradients (sum, mean)
+        gives those of the global mean.
+        """
+        return 1 / count
+
+    def without_exchange(self) -> AbstractContextManager[Any]:
+        """Around all micro-batches of a rank but its last one: gradients are accumulated and not sent."""
+        return nullcontext()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients by `factor`.
+
+        For a step with unreadable samples, whose mean is over the others.
+        """
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def update(self, rate: float) -> Update:
+        """Take the optimizer's step at a learning rate, and clear the gradients. All ranks together."""
+        set_learning_rate(self.optimizer, rate)
+        update = self.precision.step(self.optimizer, [parameter for _, parameter in self.parameters])
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update(update.skipped)
+        return update
+
+    # ------------------------------------------------------------ evaluation
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """(n, channels, height, width) on the device -> (n, classes).
+
+        Ranks with the same `data_share.part` call it together.
+        """
+        with self.precision.autocast():
+            outputs: torch.Tensor = self.model(images)
+        return outputs
+
+    def train_mode(self, training: bool) -> None:
+        """As nn.Module.train. In evaluation a moving average of the weights, if there is one, is in their place."""
+        self.network.train(training)
+        if self.average is not None:
+            if training:
+                self.average.put_back()
+            else:
+                self.average.put_in_place()
+            self.precision.refresh()
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state(self) -> State:
+        """The whole state, for a checkpoint. All ranks together.
+
+        Its tensors may be the ones that training changes later, and DTensors.
+        """
+        return {
+            "model": self.precision.model_state(self.model),
+            **({} if self.average is None else {"average": self.average.state()}),
+            "optimizer": named_optimizer_state(self.optimizer, self.parameters),
+            "precision": self.precision.state(),
+        }
+
+    def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
+        """Of the tensor at a place of the state, with a whole `shape`: a DTensor laid out as `load` wants it; None:
+        `load` takes the whole.
+        """
+        return None
+
+    def load(self, state: State) -> None:
+        """Continue from a state, on every rank.
+
+        Raises RuntimeError, ValueError or KeyError when it does not fit.
+        """
+        self.precision.load_model(self.model, state["model"])
+        if self.average is not None and "average" in state:
+            self.average.load(state["average"])
+        load_named_optimizer_state(self.optimizer, self.parameters, state["optimizer"])
+        self.precision.load(state["precision"])
+
+    def close(self) -> None:
+        """Leave what was joined. All ranks together, at an orderly end."""
+
+
+def named_optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]]) -> State:
+    """An optimizer's state by parameter name instead of number."""
+    state = {name: optimizer.state[parameter] for name, parameter in parameters if parameter in optimizer.state}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"state": state, "groups": groups}
+
+
+def load_named_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]], state: State
+) -> None:
+    """The reverse. Raises KeyError or ValueError when names differ."""
+    names = {parameter: name for name, parameter in parameters}
+    numbered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    if unknown := set(state["state"]) - set(numbered):
+        raise KeyError(f"the optimizer's state has {', '.join(sorted(unknown)[:3])}, which the model does not have")
+    groups, first = [], 0  # Learning rates, decays and so on are the configuration's, which may have changed.
+    for group in optimizer.param_groups:
+        groups.append({**group, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    own = dict(parameters)
+    by_number = {
+        number: {key: laid_out_as(value, own[name]) for key, value in state["state"][name].items()}
+        for number, name in enumerate(numbered)
+        if name in state["state"]
+    }
+    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+
+
+def laid_out_as(value: Any, weight: torch.Tensor) -> Any:
+    """A weight's gradient or moment, with the memory layout of the weight; other values unchanged.
+
+    Fused optimizers step through both from end to end.
+    """
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != weight.shape or is_sharded(weight):
+        return value
+    if value.stride() == weight.stride():
+        return value
+    return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def flat_gradients(weights: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The weights' gradients, concatenated; 0 where a weight has none."""
+    return torch.cat(
+        [(torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten() for weight in weights]
+    )
+
+
+def set_gradients(weights: list[nn.Parameter], flat: torch.Tensor) -> None:
+    """The reverse of `flat_gradients`."""
+    for weight, gradient in zip(weights, pieces_like(weights, flat), strict=True):
+        weight.grad = gradient
+
+
+def pieces_like(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The pieces of `flat` with the shapes, formats and devices of `tensors`."""
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [
+        laid_out_as(piece.view_as(tensor).to(tensor), tensor) for piece, tensor in zip(pieces, tensors, strict=True)
+    ]
