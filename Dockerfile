@@ -1,9 +1,10 @@
-# Two images from one file: `docker build --target operator .` and `docker build --target trainer .` (buildah builds it as well).
-# BASE_IMAGE: any Debian-like image with python3 >= 3.11 and its venv module. TORCH_INDEX_URL: where torch comes from instead of the
-# default index, for instance one with wheels for another accelerator, or for the CPU alone (a tenth of the size).
+# Two images: `docker build --target operator .` and `docker build --target trainer .` (buildah builds them as well).
+# BASE_IMAGE: a Debian-like image with python3 >= 3.11 and its venv module. TORCH_INDEX_URL: the index of torch instead of
+# the default one, for instance with wheels for another accelerator, or for the CPU only (a tenth of the size).
 ARG BASE_IMAGE=python:3.12-slim
 
-# --- requirements: each image's third-party packages, taken from pyproject.toml. Layers that install them depend on these lists alone.
+# --- requirements: each image's third-party packages, taken from pyproject.toml, so that the layers that install them
+# depend on these lists only.
 FROM ${BASE_IMAGE} AS requirements
 WORKDIR /requirements
 COPY pyproject.toml .
@@ -24,11 +25,13 @@ WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY charts/ddpjob-operator/crds charts/ddpjob-operator/crds
 COPY operator operator
+COPY runtime runtime
 COPY trainer trainer
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
-# --- operator-build: a virtual environment without pip. The root is read-only later, so the byte code of what the operator imports
-# is made here. The client's synchronous half (24 MB) is removed but for its models: the operator is asyncio throughout.
+# --- operator-build: a virtual environment without pip. The root filesystem will be read-only, so the bytecode of the
+# operator's imports is compiled here. The synchronous API classes of the client (24 MB) are removed, but not its models:
+# the operator uses asyncio only.
 FROM ${BASE_IMAGE} AS operator-build
 COPY --from=requirements /requirements/operator.txt /requirements/
 RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/build \
@@ -41,7 +44,7 @@ RUN /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no
 FROM ${BASE_IMAGE} AS operator
 LABEL org.opencontainers.image.title="DDPJob operator" org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=operator-build /opt/venv /opt/venv
-# USER: kopf asks for a name, and a number alone has none.
+# USER: kopf needs a user name, and a numeric user has none.
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp USER=ddpjob
 USER 10001:10001
@@ -49,9 +52,9 @@ WORKDIR /tmp
 EXPOSE 8080 9090
 ENTRYPOINT ["python3", "-m", "ddpjob.controller"]
 
-# --- trainer: torch, and the compiler and headers with which torch.compile builds its kernels. Its user cannot write byte code, so it is
-# made here, on all cores, except for the packages' own tests. Removed: the static libraries of NVIDIA's profiler beside triton's shared
-# ones (170 MB), which only a program that links a profiler of its own would want.
+# --- trainer: torch, and the compiler and headers with which torch.compile builds its kernels. The user cannot write
+# bytecode, so it is compiled here, on all cores, except for the packages' own tests. Removed: the static libraries of
+# NVIDIA's profiler beside triton's shared ones (170 MB), needed only to link another profiler.
 FROM ${BASE_IMAGE} AS trainer
 LABEL org.opencontainers.image.title="DDPJob trainer" org.opencontainers.image.licenses="Apache-2.0"
 RUN apt-get update \
@@ -67,7 +70,8 @@ RUN python3 -m venv /opt/venv \
 COPY --from=requirements /requirements/trainer.txt /requirements/
 RUN /opt/venv/bin/pip install --no-compile -r /requirements/trainer.txt \
  && /opt/venv/bin/python -m compileall -q -j 0 -x '/tests?/' /opt/venv/lib
-# A user with a name: torch.compile's cache folder is called after it. Group 0 may write, for platforms that choose the user number.
+# torch.compile names its cache folder after the user, so it needs a name. Group 0 may write, for platforms that choose
+# the user ID.
 RUN useradd --uid 10001 --gid 0 --no-log-init --home-dir /home/trainer trainer \
  && install --directory --owner=10001 --group=0 --mode=0775 /home/trainer /workspace
 COPY --from=code /wheels /wheels
@@ -76,4 +80,4 @@ ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
     PYTHONUNBUFFERED=1 HOME=/home/trainer USER=trainer DDPJOB_PRELOAD=ddpjob_trainer.preload
 USER 10001:0
 WORKDIR /workspace
-COPY examples/train.py examples/train.py
+COPY examples/*.py examples/

@@ -26,15 +26,30 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- else if .Values.serviceAccount.create -}}
 {{- include "operator.name" . -}}
 {{- else -}}
-{{- fail "serviceAccount.name: with serviceAccount.create false, name the ServiceAccount the operator shall use" -}}
+{{- fail "serviceAccount.name: with serviceAccount.create false, set the name of the ServiceAccount that the operator uses" -}}
 {{- end -}}
+{{- end -}}
+
+{{- define "operator.replicas" -}}
+{{- .Values.replicas | int | eq 0 | ternary 0 (max (int .Values.replicas) (int .Values.shards)) -}}
+{{- end -}}
+
+{{- /* Names of the Leases for every number of shards: while an upgrade changes it, replicas of both numbers run. */ -}}
+{{- define "operator.leases" -}}
+{{- $name := include "operator.name" . -}}
+- {{ $name }}
+{{- range $count := untilStep 2 11 1 }}
+{{- range $shard := until $count }}
+- {{ printf "%s-%d-of-%d" $name $shard $count }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "operator.keySecret" -}}
 {{- .Values.key.existingSecret | default (printf "%s-key" (include "operator.name" .)) -}}
 {{- end -}}
 
-{{- /* What the operator does to jobs and what belongs to them. Used in a ClusterRole, or in a Role per namespace. */ -}}
+{{- /* What the operator may do to jobs and their objects. Used in a ClusterRole, or in a Role per namespace. */ -}}
 {{- define "operator.rules" -}}
 - apiGroups: [ddpjob.io]
   resources: [ddpjobs]
@@ -46,7 +61,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   resources: [pods]
   verbs: [get, list, watch, create, delete, patch]
 - apiGroups: [""]
-  resources: [services, configmaps]
+  resources: [services]
+  verbs: [get, list, watch, create]
+# Jobs of a namespace share the ConfigMap of the runtime: each adds itself to its owners.
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [get, list, watch, create, patch]
+# The jobs' tokens; the operator never reads a Secret.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
   verbs: [get, list, watch, create]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
@@ -54,6 +80,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get]
+# The claim by which of two operators only one acts in a namespace. A rule cannot restrict a creation by name.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [ddpjob-jobs]
+  verbs: [get, update]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create]
