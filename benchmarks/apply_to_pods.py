@@ -1,12 +1,15 @@
-"""How fast a DDPJob becomes pods, and how fast it trains: python benchmarks/apply_to_pods.py MANIFEST --namespace NAMESPACE
+"""Time from a DDPJob's creation to its pods and to its first step.
 
-Needs the current kubeconfig's cluster, with the operator running. MANIFEST holds one DDPJob that can start in that namespace; its name
-is not used. Three figures, all by one client's clock, from the moment before its request:
+    python -m benchmarks.apply_to_pods MANIFEST --namespace NAMESPACE
 
-  apply -> pods    all pods of the job (nodes and coordinator) exist, as a watch tells. The pods name a scheduler that does not exist,
-                   so that none starts: the control plane alone is measured.
-  direct           the same pods, created by this client at once, without an operator: what the API server needs by itself.
-  apply -> step    the job as it is: the first line of the log of node 0's pod that matches --step-pattern.
+Runs on the cluster of the current kubeconfig, which has the operator. MANIFEST holds one DDPJob that can start in that
+namespace; its name is not used. Three figures, all by the client's clock, from just before its request:
+
+  apply -> pods    until a watch has reported all pods of the job (nodes and coordinator). The pods name a scheduler
+                   that does not exist, so that none starts: only the control plane is measured.
+  direct           until a watch has reported the same pods, all created at once by this client without an operator:
+                   the API server's own share.
+  apply -> step    until the log of node 0's pod has a line that matches --step-pattern.
 """
 
 from __future__ import annotations
@@ -26,23 +29,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpjob.cli.run import BadInput, read_job
+from ddpjob.client.manifest_sources import BadInput, read_job
 from kubernetes import client, config, watch
 
 Json = dict[str, Any]
 GROUP, VERSION, PLURAL = "ddpjob.io", "v1alpha1", "ddpjobs"
 NO_SCHEDULER = "nobody"
 TIMEOUT = 120.0
-"""Seconds after which a run has failed."""
+"""Time after which a run has failed, in seconds."""
 
 
 class BenchmarkError(Exception):
-    """A run did not get where it should; the text says how far it came."""
+    """A run did not reach its end; the message says how far it came."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement. `pods` counts those whose creation was waited for."""
+    """One measurement. `pods` is the number of pods whose creation was awaited."""
 
     what: str
     nodes: int
@@ -52,7 +55,7 @@ class Sample:
 
 
 class PodWatch:
-    """The pods of a namespace as a watch tells them, from before the first request on."""
+    """The pods of a namespace as reported by a watch that began before the first request."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -69,7 +72,7 @@ class PodWatch:
         try:
             for event in self._watch.stream(api.list_namespaced_pod, self._namespace, resource_version=self._version):
                 self._take(event["type"], event["raw_object"])
-        except Exception as error:  # Whatever ends the watch ends the waiting for it, too; at the program's end nobody waits.
+        except Exception as error:  # Whatever ends the watch also ends `wait`.
             with self._changed:
                 self._ended = error
                 self._changed.notify_all()
@@ -83,13 +86,15 @@ class PodWatch:
             self._changed.notify_all()
 
     def wait(self, what: str, ready: Callable[[dict[str, Json]], bool]) -> dict[str, Json]:
-        """The pods when they became so. Raises BenchmarkError after TIMEOUT, or when the watch has ended."""
+        """The pods once `ready(pods)` is true. Raises BenchmarkError after TIMEOUT, or when the watch has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or ready(self._pods), TIMEOUT)
             if self._ended is not None:
                 raise BenchmarkError(f"the watch on pods of {self._namespace} has ended") from self._ended
             if not ready(self._pods):
-                raise BenchmarkError(f"not within {TIMEOUT:.0f} s: {what}; pods of {self._namespace}: {', '.join(self._pods) or 'none'}")
+                raise BenchmarkError(
+                    f"not within {TIMEOUT:.0f} s: {what}; pods of {self._namespace}: {', '.join(self._pods) or 'none'}"
+                )
             return dict(self._pods)
 
     def close(self) -> None:
@@ -113,7 +118,7 @@ class Bench:
         return job
 
     def apply_to_pods(self, run: int, nodes: int) -> tuple[Sample, list[Json]]:
-        """The sample, and the pods that were made."""
+        """The sample, and the pods that were created."""
         job = self.job(f"bench-{run}", nodes, schedulerName=NO_SCHEDULER)
         wanted = nodes + (job["spec"]["rendezvous"]["placement"] == "Dedicated")
         with self._applied(job) as began:
@@ -122,10 +127,11 @@ class Bench:
         return sample, list(pods.values())
 
     def direct(self, run: int, nodes: int, pods: Iterable[Json]) -> Sample:
-        """The same pods, all requests at once."""
+        """Create the same pods, all requests at once."""
         bare = [_bare(pod) for pod in pods]
         with ThreadPoolExecutor(len(bare)) as pool:
-            list(pool.map(lambda _: self.core.get_api_resources(), bare))  # Connections are open, as the operator's are.
+            # Open the connections first: the operator's are open, too.
+            list(pool.map(lambda _: self.core.get_api_resources(), bare))
             began = time.perf_counter()
             list(pool.map(lambda pod: self.core.create_namespaced_pod(self.namespace, pod), bare))
             self.watch.wait(f"{len(bare)} pods created directly", lambda seen: len(seen) == len(bare))
@@ -134,26 +140,31 @@ class Bench:
         return Sample("direct", nodes, len(bare), run, seconds)
 
     def apply_to_step(self, run: int, nodes: int, pattern: re.Pattern[str]) -> Sample:
-        """Node 0's log is followed from its container's start."""
+        """Follow the log of node 0 from its container's start to the first step."""
         name = f"bench-step-{run}"
         with self._applied(self.job(name, nodes)) as began:
             pod = f"{name}-0-0"
             self.watch.wait(f"the container of {pod} runs", lambda pods: _started(pods.get(pod)))
-            for line in watch.Watch().stream(self.core.read_namespaced_pod_log, pod, self.namespace, container="trainer"):
+            for line in watch.Watch().stream(
+                self.core.read_namespaced_pod_log, pod, self.namespace, container="trainer"
+            ):
                 if pattern.search(line):
                     return Sample("apply -> step", nodes, 0, run, time.perf_counter() - began)
-        raise BenchmarkError(f"the log of {pod} ended without a line that matches {pattern.pattern!r}; name another by --step-pattern")
+        raise BenchmarkError(
+            f"the log of {pod} ended without a line that matches {pattern.pattern!r}; name another by --step-pattern"
+        )
 
     @contextmanager
     def _applied(self, job: Json) -> Iterator[float]:
-        """The job exists meanwhile; gives the moment before it was sent."""
+        """A job that exists inside the `with`; yields the time just before its creation."""
         began = time.perf_counter()
         self.jobs.create_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, job)
         try:
             yield began
         finally:
             self.jobs.delete_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, job["metadata"]["name"])
-            # The garbage collector comes first: the operator would make a pod anew that goes before it has heard that the job is gone.
+            # Wait for the garbage collector: the operator would replace a pod that ends before it knows that the job
+            # is gone.
             self.watch.wait("the job's pods are being deleted", lambda pods: all(_ending(pod) for pod in pods.values()))
             self._clean()
 
@@ -163,9 +174,13 @@ class Bench:
 
 
 def _bare(pod: Json) -> Json:
-    """What a user would write: without what the API server added, and with no owner."""
+    """The pod as a user would write it: without owner and without the fields that the API server adds."""
     meta = {key: pod["metadata"][key] for key in ("name", "namespace", "labels")}
-    spec = {key: value for key, value in pod["spec"].items() if key not in ("serviceAccount", "priority", "preemptionPolicy")}
+    spec = {
+        key: value
+        for key, value in pod["spec"].items()
+        if key not in ("serviceAccount", "priority", "preemptionPolicy")
+    }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
@@ -179,7 +194,7 @@ def _started(pod: Json | None) -> bool:
 
 
 def measure(bench: Bench, nodes: int, runs: int, step_runs: int, pattern: re.Pattern[str]) -> list[Sample]:
-    """One run of each kind is made first and not told. Direct and applied runs alternate: both see the same machine."""
+    """The first run of each kind is not counted. Direct and applied runs alternate, so that load affects both."""
     samples: list[Sample] = []
     for run in range(runs + 1 if runs else 0):
         sample, pods = bench.apply_to_pods(run, nodes)
@@ -190,13 +205,14 @@ def measure(bench: Bench, nodes: int, runs: int, step_runs: int, pattern: re.Pat
 
 
 def table(samples: list[Sample]) -> str:
-    """Medians, and how many times longer than without the operator."""
+    """Medians and worst values, and the ratio to the time without the operator."""
     lines = [f"{'what':<16}{'nodes':>6}{'pods':>6}{'runs':>6}{'median s':>10}{'worst s':>10}"]
     groups: dict[tuple[str, int, int], list[float]] = {}
     for sample in samples:
         groups.setdefault((sample.what, sample.nodes, sample.pods), []).append(sample.seconds)
     for (what, nodes, pods), seconds in groups.items():
-        lines.append(f"{what:<16}{nodes:>6}{pods or '':>6}{len(seconds):>6}{statistics.median(seconds):>10.3f}{max(seconds):>10.3f}")
+        figures = f"{len(seconds):>6}{statistics.median(seconds):>10.3f}{max(seconds):>10.3f}"
+        lines.append(f"{what:<16}{nodes:>6}{pods or '':>6}{figures}")
     for (what, nodes, pods), seconds in groups.items():
         if what == "direct":
             ratio = statistics.median(groups["apply -> pods", nodes, pods]) / statistics.median(seconds)
@@ -215,16 +231,25 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("manifest", type=Path, metavar="MANIFEST")
     made.add_argument("--namespace", default="default", help="an existing namespace without pods (default: default)")
-    made.add_argument("--nodes", type=int, nargs="+", default=[2], help="sizes of the job for apply -> pods (default 2)")
+    made.add_argument(
+        "--nodes", type=int, nargs="+", default=[2], help="numbers of nodes for apply -> pods (default 2)"
+    )
     made.add_argument("--runs", type=int, default=20, help="runs of apply -> pods and of direct (default 20)")
-    made.add_argument("--step-runs", type=int, default=5, help="runs of apply -> step, with the smallest size (default 5)")
-    made.add_argument("--step-pattern", default=r"\bstep 1\b", metavar="REGEX", help=r"line of the first step (default \bstep 1\b)")
-    made.add_argument("--csv", type=Path, metavar="FILE", help="where the single measurements go")
+    made.add_argument(
+        "--step-runs", type=int, default=5, help="runs of apply -> step, with the fewest nodes (default 5)"
+    )
+    made.add_argument(
+        "--step-pattern",
+        default=r"\bstep 1\b",
+        metavar="REGEX",
+        help=r"the line of the first step (default \bstep 1\b)",
+    )
+    made.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
     return made
 
 
 def main() -> int:
-    """0 when all runs were measured, 2 on bad input, 1 when a run did not get where it should."""
+    """0 when all runs were measured, 1 when a run failed, 2 on bad input."""
     arguments = parser().parse_args()
     try:
         manifest = read_job(arguments.manifest)
@@ -235,13 +260,18 @@ def main() -> int:
     config.load_kube_config()
     found = client.CoreV1Api().list_namespaced_pod(arguments.namespace).items
     if found:
-        print(f"--namespace {arguments.namespace}: has pods, for instance {found[0].metadata.name}; name an empty one", file=sys.stderr)
+        print(
+            f"--namespace {arguments.namespace}: has pods, such as {found[0].metadata.name}; name an empty one",
+            file=sys.stderr,
+        )
         return 2
     bench = Bench(manifest, arguments.namespace)
     samples: list[Sample] = []
     try:
         for nodes in sorted(arguments.nodes):
-            samples += measure(bench, nodes, arguments.runs, arguments.step_runs if nodes == min(arguments.nodes) else 0, pattern)
+            samples += measure(
+                bench, nodes, arguments.runs, arguments.step_runs if nodes == min(arguments.nodes) else 0, pattern
+            )
     except BenchmarkError as error:
         print(error, file=sys.stderr)
         return 1

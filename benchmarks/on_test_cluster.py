@@ -1,66 +1,32 @@
-"""Runs apply_to_pods.py on the test cluster (`make cluster-up`), with an operator of its own on this machine that sees one namespace.
+"""Runs benchmarks.apply_to_pods on the test cluster (`make cluster-up`), with an operator of its own on this machine.
 
-    python benchmarks/on_test_cluster.py [OPTIONS OF apply_to_pods.py]
+    python -m benchmarks.on_test_cluster [OPTIONS OF benchmarks.apply_to_pods]
 
-The pods run scripts/ddp_steps.py of the cluster tests with this machine's Python: no image is pulled.
+The operator watches one namespace. The pods run tests/cluster/scripts/ddp_steps.py with this machine's Python: no image
+is pulled.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests" / "cluster"))
-
-from jobs import steps_job  # noqa: E402
-from operator_process import OperatorProcess, install_crd  # noqa: E402
-from testcluster.cluster import Cluster  # noqa: E402
-
-HEALTH_PORT = 18080
+from benchmarks import CHECKOUT
+from benchmarks.testbed import steps_job, testbed
 
 
 def main() -> int:
-    """The benchmark's exit code. The operator and the namespace are gone at the end."""
-    cluster = Cluster()
-    if cluster.state() is None:
-        print("the test cluster does not run: make cluster-up", file=sys.stderr)
-        return 2
-    install_crd(cluster)
-    namespace = f"benchmark-{secrets.token_hex(2)}"
-    cluster.kubectl("create", "namespace", namespace)
-    with tempfile.TemporaryDirectory() as folder:
-        operator = OperatorProcess(cluster, Path(folder) / "operator.log")
-        operator.start(DDPJOB_OPERATOR_NAMESPACES=namespace, DDPJOB_OPERATOR_HEALTH_PORT=str(HEALTH_PORT))
-        try:
-            wait_healthy(operator, HEALTH_PORT)
-            manifest = Path(folder) / "job.yaml"
-            manifest.write_text(json.dumps(steps_job("benchmark", 20)))
-            command = [sys.executable, str(HERE / "apply_to_pods.py"), str(manifest), "--namespace", namespace, *sys.argv[1:]]
-            return subprocess.run(command, env={**os.environ, "KUBECONFIG": str(cluster.kubeconfig)}, check=False).returncode
-        finally:
-            operator.kill()
-            cluster.kubectl("delete", "namespace", namespace, "--wait=false")
-
-
-def wait_healthy(operator: OperatorProcess, port: int) -> None:
-    """Until its probe answers. Raises SystemExit with its log when it has ended."""
-    for _ in range(300):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=1):
-                return
-        except OSError:
-            if not operator.running():
-                break
-            time.sleep(0.1)
-    raise SystemExit(f"the operator does not start:\n{operator.log.read_text(errors='replace')}")
+    """The benchmark's exit code."""
+    with tempfile.TemporaryDirectory() as folder, testbed("benchmark", Path(folder)) as bed:
+        manifest = Path(folder) / "job.yaml"
+        manifest.write_text(json.dumps(steps_job("benchmark", 20)))
+        program = [sys.executable, "-m", "benchmarks.apply_to_pods", str(manifest), "--namespace", bed.namespace]
+        environment = {**os.environ, "KUBECONFIG": str(bed.cluster.kubeconfig), "PYTHONPATH": str(CHECKOUT)}
+        return subprocess.run([*program, *sys.argv[1:]], env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Build Horovod against the torch of a Python environment, and install it there: python scripts/install_horovod.py [PYTHON] [--target DIR]
+"""Build Horovod against the torch of a Python environment, and install it there.
 
-Horovod 0.28.1, its last release, is of 2023. It works with today's torch once its C++ is compiled as C++20, which torch's headers want, and
-once CMake takes its old policies. The wheel is kept in ~/.cache/ddpjob/horovod (XDG_CACHE_HOME is honoured), by the versions of torch and
-Python it was built against: a build takes a few minutes, the next installation seconds.
+    python scripts/install_horovod.py [PYTHON] [--target DIR]
 
-Needs a C++ compiler that knows C++20, CMake and make on PATH, and pip for the interpreter that runs this. What Horovod's own build looks at
-in the environment is passed on, for instance HOROVOD_GPU_OPERATIONS=NCCL for GPUs, or HOROVOD_WITH_MPI=1. Raises SystemExit with what is
-missing.
+Horovod 0.28.1, its last release, dates from 2023. It works with today's torch when its C++ is compiled as C++20, which
+torch's headers need, and CMake accepts its old policies. The wheel is cached in ~/.cache/ddpjob/horovod (XDG_CACHE_HOME
+is respected), by the versions of torch and Python that it was built for: a build takes a few minutes, later
+installations take seconds.
+
+Needs a compiler for C++20, CMake and make on PATH, and pip in the interpreter that runs this. The environment variables
+of Horovod's build are passed through, for instance HOROVOD_GPU_OPERATIONS=NCCL for GPUs, or HOROVOD_WITH_MPI=1. Exits
+with a message that names what is missing.
 """
 
 from __future__ import annotations
@@ -27,8 +30,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 VERSION = "0.28.1"
-REQUIRES = {"cloudpickle": "cloudpickle", "psutil": "psutil", "yaml": "pyyaml", "packaging": "packaging", "cffi": "cffi"}
-"""What Horovod imports, by module; an environment that has it keeps its own."""
+REQUIRES = {
+    "cloudpickle": "cloudpickle",
+    "psutil": "psutil",
+    "yaml": "pyyaml",
+    "packaging": "packaging",
+    "cffi": "cffi",
+}
+"""Module that Horovod imports -> distribution, installed only where it is missing."""
 _PROBE = """
 import importlib.util, json, platform, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
@@ -37,22 +46,31 @@ if importlib.util.find_spec("torch") is not None:
     facts = {}
     exec(open(importlib.util.find_spec("torch").submodule_search_locations[0] + "/version.py").read(), facts)
     torch = facts["__version__"]
-print(json.dumps({"torch": torch, "missing": missing, "tag": sys.implementation.cache_tag, "machine": platform.machine()}))
+tag, machine = sys.implementation.cache_tag, platform.machine()
+print(json.dumps({"torch": torch, "missing": missing, "tag": tag, "machine": machine}))
 """
 
 
 def main() -> None:
-    """Build unless the cache has it, then install."""
+    """Build unless the wheel is cached, then install."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("python", nargs="?", default=sys.executable, help="interpreter of the environment; default: the one that runs this")
-    parser.add_argument("--target", type=Path, help="install into this folder instead, to be put on PYTHONPATH")
+    parser.add_argument(
+        "python",
+        nargs="?",
+        default=sys.executable,
+        help="interpreter of the environment (default: the one that runs this)",
+    )
+    parser.add_argument("--target", type=Path, help="install into this folder instead, for PYTHONPATH")
     arguments = parser.parse_args()
-    place = install(arguments.python, arguments.target)
-    print(f"Horovod {VERSION} is in {place or arguments.python}")
+    folder = install(arguments.python, arguments.target)
+    print(f"Horovod {VERSION} is in {folder or arguments.python}")
 
 
 def install(python: str, target: Path | None = None) -> Path | None:
-    """Horovod in the environment of `python`, or in the folder `target`. Raises SystemExit with what is missing or failed."""
+    """Install Horovod into the environment of `python`, or into the folder `target`.
+
+    Raises SystemExit with what is missing or failed.
+    """
     facts = probe(python)
     with locked(cache_folder() / "lock"):
         wheel = cached_wheel(facts) or build(python, facts)
@@ -65,10 +83,12 @@ def install(python: str, target: Path | None = None) -> Path | None:
 
 
 def probe(python: str) -> dict[str, object]:
-    """Versions of the environment, and which modules it lacks."""
+    """The environment's versions and missing modules."""
     ended = subprocess.run([python, "-c", _PROBE, *REQUIRES, "setuptools"], capture_output=True, text=True)
     if ended.returncode:
-        raise SystemExit(f"{python} does not run: {ended.stderr.strip() or ended.returncode}; name the interpreter of an environment")
+        raise SystemExit(
+            f"{python} does not run: {ended.stderr.strip() or ended.returncode}; give the path of a Python interpreter"
+        )
     facts: dict[str, object] = json.loads(ended.stdout)
     if facts["torch"] is None:
         raise SystemExit(f"{python} has no torch: install torch there first, Horovod is compiled against it")
@@ -76,7 +96,7 @@ def probe(python: str) -> dict[str, object]:
 
 
 def cache_folder() -> Path:
-    """Where wheels are kept."""
+    """The folder of cached wheels."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "ddpjob" / "horovod"
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,9 +104,11 @@ def cache_folder() -> Path:
 
 
 def wheel_folder(facts: dict[str, object]) -> Path:
-    """A wheel fits one version of torch and of Python, and what Horovod was told to build."""
-    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if re.match(r"HOROVOD_(GPU|CPU|WITH)", name)]
-    key = "-".join([VERSION, f"torch{facts['torch']}", str(facts["tag"]), str(facts["machine"]), *told])
+    """The cache folder for these versions of torch and Python, and these build options of Horovod."""
+    options = [
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if re.match(r"HOROVOD_(GPU|CPU|WITH)", name)
+    ]
+    key = "-".join([VERSION, f"torch{facts['torch']}", str(facts["tag"]), str(facts["machine"]), *options])
     return cache_folder() / re.sub(r"[^\w.+=-]", "_", key)
 
 
@@ -96,7 +118,7 @@ def cached_wheel(facts: dict[str, object]) -> Path | None:
 
 
 def missing_tools() -> list[str]:
-    """What a build needs and this machine has not, in words."""
+    """Descriptions of the build tools that this machine lacks."""
     compiler = os.environ.get("CXX") or "c++"
     tools = {
         "cmake": "CMake (Debian: apt-get install cmake; or pip install cmake)",
@@ -105,22 +127,36 @@ def missing_tools() -> list[str]:
     }
     missing = [remedy for tool, remedy in tools.items() if shutil.which(tool) is None]
     if not missing:
-        check = subprocess.run([compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"], input="#include <concepts>\n", text=True)
-        missing = [f"a C++ compiler that knows C++20 ({compiler} does not; gcc 10 or newer)"] if check.returncode else []
+        check = subprocess.run(
+            [compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"], input="#include <concepts>\n", text=True
+        )
+        missing = [f"a compiler for C++20 ({compiler} does not; gcc 10 or newer)"] if check.returncode else []
     return missing
 
 
 def build(python: str, facts: dict[str, object]) -> Path:
-    """Download the source, set the language standard, compile; the wheel goes to the cache. Raises SystemExit."""
+    """Download the source, patch it, compile, and cache the wheel. Raises SystemExit."""
     if missing := missing_tools():
         raise SystemExit(f"Horovod must be compiled, and this machine lacks {'; '.join(missing)}")
     if "setuptools" in facts["missing"]:  # type: ignore[operator]
         pip(python, "install", "setuptools")
-    print(f"building Horovod {VERSION} for torch {facts['torch']}, {facts['tag']}: this takes a few minutes", file=sys.stderr, flush=True)
+    print(
+        f"building Horovod {VERSION} for torch {facts['torch']}, {facts['tag']}: this takes a few minutes",
+        file=sys.stderr,
+        flush=True,
+    )
     with tempfile.TemporaryDirectory(prefix="horovod-") as temporary:
         work = Path(temporary)
-        # The metadata of a source distribution is made by its setup.py, which needs the environment as it is.
-        pip(python, "download", "--no-deps", "--no-binary=:all:", "--no-build-isolation", f"--dest={work}", f"horovod=={VERSION}")
+        # setup.py makes the metadata of the source distribution, and needs the torch of this environment.
+        pip(
+            python,
+            "download",
+            "--no-deps",
+            "--no-binary=:all:",
+            "--no-build-isolation",
+            f"--dest={work}",
+            f"horovod=={VERSION}",
+        )
         with tarfile.open(next(work.glob("horovod-*.tar.gz"))) as source:
             source.extractall(work)
         source_folder = work / f"horovod-{VERSION}"
@@ -135,7 +171,15 @@ def build(python: str, facts: dict[str, object]) -> Path:
             **os.environ,
             "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         }
-        pip(python, "wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={work / 'wheel'}", str(source_folder), env=environment)
+        pip(
+            python,
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            f"--wheel-dir={work / 'wheel'}",
+            str(source_folder),
+            env=environment,
+        )
         built = next((work / "wheel").glob("horovod-*.whl"))
         folder = wheel_folder(facts)
         folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +188,10 @@ def build(python: str, facts: dict[str, object]) -> Path:
 
 
 def patch(source: Path) -> int:
-    """C++20 wherever a CMakeLists.txt of Horovod's sets the standard. Returns the number of lines changed. Raises SystemExit at none."""
+    """Set C++20 wherever a CMakeLists.txt of Horovod sets the standard. Returns the number of lines changed.
+
+    Raises SystemExit when none does.
+    """
     changed = 0
     for file in [source / "CMakeLists.txt", *(source / "horovod").rglob("CMakeLists.txt")]:
         text, count = re.subn(r"(set\(CMAKE_CXX_STANDARD) 1[147]\)", r"\1 20)", file.read_text())
@@ -156,16 +203,18 @@ def patch(source: Path) -> int:
 
 
 def pip(python: str, *arguments: str, env: dict[str, str] | None = None) -> None:
-    """pip for the environment of `python`; its output is shown when it fails. Raises SystemExit."""
+    """Run pip for the environment of `python`. Raises SystemExit with its output when it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, *arguments]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env)
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env
+    )
     if ended.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{ended.stdout[-6000:]}")
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One build at a time on this machine: the second finds the wheel of the first."""
+    """Allow one build at a time on this machine, so that a second one finds the wheel of the first."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

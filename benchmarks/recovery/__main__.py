@@ -1,33 +1,27 @@
 """How long training stands still when something dies.
 
-    python benchmarks/recovery [--runs 20] [--cases fast-spare,stock-replaced] [--csv FILE]     on loopback
-    python benchmarks/recovery overhead | chart | cluster ...                                   see --help of each
+    python -m benchmarks.recovery [--runs 20] [--cases fast-spare,stock-replaced] [--csv FILE]    on loopback
+    python -m benchmarks.recovery overhead | chart | cluster ...                                  see --help of each
 
-From the kill to the first step of all ranks after it, by the ranks' own step logs and one clock. Rounds are interleaved: each case is run
-once in every round. Stock torchrun takes most of a minute where it recovers at all: its cases, and ten kills in a row, run in fewer rounds
-(`--slow-every`).
+Measured from the kill to the first step of all ranks after it, by the ranks' own step logs and one clock. Rounds are
+interleaved: every case runs once per round. Stock torchrun needs most of a minute where it recovers at all, so its
+cases and those of ten kills in a row run in fewer rounds (`--slow-every`).
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-import chart
-import cluster
-import interleaved
-import overhead
-from cases import CASES, Loopback
+from benchmarks.processes import exit_on_sigterm
+from benchmarks.recovery import chart, cluster, interleaved, overhead
+from benchmarks.recovery.cases import CASES, Loopback
 
 OTHERS = {"overhead": overhead.main, "chart": chart.main, "cluster": cluster.main}
 
 
 def main() -> int:
-    """0 when everything was measured, 1 when a case of ours did not recover, 2 on bad input."""
+    """0 when everything was measured, 1 when a case other than stock torchrun's did not recover, 2 on bad input."""
     if sys.argv[1:2] and sys.argv[1] in OTHERS:
         return OTHERS[sys.argv[1]](sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,5 +31,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended on the way out
+    exit_on_sigterm()
     sys.exit(main())

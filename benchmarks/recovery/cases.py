@@ -1,4 +1,4 @@
-"""What is measured: a case starts a group, breaks it, and says how long all ranks were without a step."""
+"""The measured cases: each starts a group, breaks it, and yields how long it took until all ranks made a step again."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from digits import write_digits
-from groups import Fast, Group, NotRecovered, Shape, Standard, Stock
+from benchmarks.recovery.digits import write_digits
+from benchmarks.recovery.groups import Fast, Group, NotRecovered, Shape, Standard, Stock
 
 KILLS_IN_A_ROW = 10
 WHOLE, ELASTIC, SPARE = Shape(), Shape(minimum=1), Shape(spares=1)
 WATCH_SECONDS = 6.0
-"""How long a group is watched after its new coordinator has found it."""
+"""How long a group is watched after its members have reconnected to the new coordinator."""
 
 
 class System(StrEnum):
-    """What keeps the group together."""
+    """What restarts the group."""
 
     STOCK = "stock"
     STANDARD = "Standard"
@@ -34,10 +34,10 @@ KINDS: dict[System, type[Group]] = {System.STOCK: Stock, System.STANDARD: Standa
 
 @dataclass(frozen=True)
 class Sample:
-    """One kill. `seconds` is None when the group did not come back; `outcome` says what was seen."""
+    """One kill. `seconds` is None when the group did not recover; `outcome` says what was observed."""
 
     case: str
-    place: str
+    backend: str
     victim: str
     round: int
     kill: int
@@ -46,34 +46,42 @@ class Sample:
     load: float
 
 
-class Place(Protocol):
-    """Where groups run."""
+class Backend(Protocol):
+    """Runs groups: processes, or pods on a cluster."""
 
     name: str
     patience: float
-    """Seconds after which a group counts as not recovered."""
+    """Time after which a group counts as not recovered, in seconds."""
 
     def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> AbstractContextManager[Group]:
-        """A group that trains; `options` go to steps.py."""
+        """A group that trains, ended on exit; `options` are passed to steps.py."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`aim`: seconds that the median should keep to; None: there is none. `slow`: a run takes most of the patience."""
+    """`target`: upper limit of the median in seconds, None without one. `slow`: a run may take the whole patience."""
 
     name: str
-    aim: float | None
-    run: Callable[[Case, Place, int], Iterator[Sample]]
+    target: float | None
+    run: Callable[[Case, Backend, int], Iterator[Sample]]
     system: System
     shape: Shape = WHOLE
     slow: bool = False
 
-    def sample(self, place: Place, victim: str, round_: int, seconds: float | None, kill: int = 1, outcome: str = "recovered") -> Sample:
-        return Sample(self.name, place.name, victim, round_, kill, seconds, outcome, os.getloadavg()[0])
+    def sample(
+        self,
+        backend: Backend,
+        victim: str,
+        round_: int,
+        seconds: float | None,
+        kill: int = 1,
+        outcome: str = "recovered",
+    ) -> Sample:
+        return Sample(self.name, backend.name, victim, round_, kill, seconds, outcome, os.getloadavg()[0])
 
 
 class Loopback:
-    """Nodes are processes on 127.0.0.1; a killed node's successor is started at the moment of the kill."""
+    """Nodes are processes on 127.0.0.1; the replacement of a killed node starts at the moment of the kill."""
 
     name = "loopback"
 
@@ -82,7 +90,7 @@ class Loopback:
 
     @contextmanager
     def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> Iterator[Group]:
-        """In a folder of its own."""
+        """A group in a temporary folder, once it trains."""
         with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
             write_digits(Path(folder))
             group = KINDS[system](Path(folder), shape, options)
@@ -95,71 +103,79 @@ class Loopback:
 
 
 def recovery(group: Group, moment: float, world: int, patience: float) -> float:
-    """Seconds from the moment until all ranks had made a step. Raises NotRecovered."""
+    """Seconds from `moment` until `world` ranks had made a step. Raises NotRecovered."""
     step = group.wait("a step of all ranks", lambda: group.log.refresh().first_step_after(moment, world), patience)
     return float(step) - moment
 
 
-def kill_one(case: Case, place: Place, round_: int, *, replaced: bool, world: int) -> Iterator[Sample]:
-    """A node is killed; it is replaced at once, or not."""
-    with place.group(case.system, case.shape) as group:
+def kill_one(case: Case, backend: Backend, round_: int, *, replaced: bool, world: int) -> Iterator[Sample]:
+    """Kill a node, and replace it at once if `replaced`."""
+    with backend.group(case.system, case.shape) as group:
         node, victim = group.pick(group.settle(), round_)
         moment = group.kill(node)
         if replaced:
             group.replace()
         try:
-            yield case.sample(place, victim, round_, recovery(group, moment, world, place.patience))
+            yield case.sample(backend, victim, round_, recovery(group, moment, world, backend.patience))
         except NotRecovered as error:
-            yield case.sample(place, victim, round_, None, outcome=str(error))
+            yield case.sample(backend, victim, round_, None, outcome=str(error))
 
 
-def replaced(case: Case, place: Place, round_: int) -> Iterator[Sample]:
-    """A node is killed and started anew."""
-    yield from kill_one(case, place, round_, replaced=True, world=case.shape.nodes)
+def replaced(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Kill a node and replace it."""
+    yield from kill_one(case, backend, round_, replaced=True, world=case.shape.nodes)
 
 
-def spare(case: Case, place: Place, round_: int) -> Iterator[Sample]:
-    """A node is killed, a spare takes its place."""
-    yield from kill_one(case, place, round_, replaced=False, world=case.shape.nodes)
+def spare(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Kill a node; a spare takes over."""
+    yield from kill_one(case, backend, round_, replaced=False, world=case.shape.nodes)
 
 
-def shrink(case: Case, place: Place, round_: int) -> Iterator[Sample]:
-    """A node is killed, and the others go on without it."""
-    yield from kill_one(case, place, round_, replaced=False, world=case.shape.minimum)
+def shrink(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Kill a node; the others continue without it."""
+    yield from kill_one(case, backend, round_, replaced=False, world=case.shape.minimum)
 
 
-def in_a_row(case: Case, place: Place, round_: int) -> Iterator[Sample]:
-    """One job, ten kills, each when the group is whole again."""
-    with place.group(case.system, case.shape) as group:
+def in_a_row(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Ten kills in one job, each once the group is complete again."""
+    with backend.group(case.system, case.shape) as group:
         for kill in range(1, KILLS_IN_A_ROW + 1):
             node, victim = group.pick(group.settle(), kill)
             moment = group.kill(node)
             group.replace()
-            yield case.sample(place, victim, round_, recovery(group, moment, case.shape.nodes, place.patience), kill)
+            yield case.sample(
+                backend, victim, round_, recovery(group, moment, case.shape.nodes, backend.patience), kill
+            )
 
 
-def coordinator_unnoticed(case: Case, place: Place, round_: int) -> Iterator[Sample]:
-    """The coordinator is killed and replaced: the longest gap between two steps of a rank, which goes on in the same life."""
-    with place.group(case.system, case.shape) as group:
+def coordinator_unnoticed(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Kill and replace the coordinator: the longest gap between two steps of a rank, with no new incarnation."""
+    with backend.group(case.system, case.shape) as group:
         group.settle()
-        before = set(group.log.lives)
+        before = set(group.log.incarnations)
         moment = group.kill_coordinator()
         group.wait(
-            "a new coordinator", lambda: group.report().get("attempt", 0) > 0 and group.report()["state"] == "Running", place.patience
+            "a new coordinator",
+            lambda: group.report().get("attempt", 0) > 0 and group.report()["state"] == "Running",
+            backend.patience,
         )
         time.sleep(WATCH_SECONDS)
         gap = group.log.refresh().longest_gap(moment, time.time())
-        undisturbed = set(group.log.lives) == before and group.report().get("state") == "Running"
+        undisturbed = set(group.log.incarnations) == before and group.report().get("state") == "Running"
         yield case.sample(
-            place, "coordinator", round_, gap if undisturbed else None, outcome="no step lost" if undisturbed else "restarted"
+            backend,
+            "coordinator",
+            round_,
+            gap if undisturbed else None,
+            outcome="no step lost" if undisturbed else "restarted",
         )
 
 
-def coordinator_anew(case: Case, place: Place, round_: int) -> Iterator[Sample]:
-    """The coordinator is killed: a new generation."""
-    with place.group(case.system, case.shape) as group:
+def coordinator_new_generation(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Kill the coordinator, which begins a new generation."""
+    with backend.group(case.system, case.shape) as group:
         moment = group.kill_coordinator()
-        yield case.sample(place, "coordinator", round_, recovery(group, moment, case.shape.nodes, place.patience))
+        yield case.sample(backend, "coordinator", round_, recovery(group, moment, case.shape.nodes, backend.patience))
 
 
 CASES = (
@@ -171,7 +187,7 @@ CASES = (
     Case("standard-replaced", 7.0, replaced, System.STANDARD),
     Case("standard-spare", None, spare, System.STANDARD, SPARE),
     Case("standard-shrink", None, shrink, System.STANDARD, ELASTIC),
-    Case("standard-coordinator", 12.0, coordinator_anew, System.STANDARD),
+    Case("standard-coordinator", 12.0, coordinator_new_generation, System.STANDARD),
     Case("stock-shrink", None, shrink, System.STOCK, ELASTIC, slow=True),
     Case("stock-replaced", None, replaced, System.STOCK, slow=True),
 )

@@ -1,8 +1,9 @@
-"""python benchmarks/recovery cluster MANIFEST --namespace NAMESPACE --folder FOLDER [--runs 20] [--cases ...] [--csv FILE]
+"""python -m benchmarks.recovery cluster MANIFEST --namespace NAMESPACE --folder FOLDER [--runs 20] [--cases ...]
 
-The same cases with pods, on the cluster of the current kubeconfig with the operator running. From the delete call to the first step of all
-ranks. MANIFEST holds one DDPJob whose `script` is recovery/steps.py as the pods see it, and whose storage.checkpoints is a folder that this
-machine sees as FOLDER, by the same clock (one machine, or NTP). Its name, nodes, spares, elastic and recovery.mode are set by the cases.
+The same cases with pods, on the cluster of the current kubeconfig with the operator running, measured from the delete
+call to the first step of all ranks. MANIFEST holds one DDPJob whose `script` is the path of recovery/steps.py in the
+pods, and whose storage.checkpoints is a folder that this machine sees as FOLDER, with the same clock (one machine, or
+NTP). The cases set its name, nodes, spares, elastic and recovery.mode.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import interleaved
-from cases import CASES, Case, Place, Sample, Shape, System, recovery
-from ddpjob.cli.run import BadInput, read_job
-from digits import write_digits
-from groups import Group, NotRecovered
+from ddpjob.client.manifest_sources import BadInput, read_job
 from kubernetes import client, config
-from step_log import StepLog
 from urllib3.exceptions import HTTPError
+
+from benchmarks.recovery import interleaved
+from benchmarks.recovery.cases import CASES, Backend, Case, Sample, Shape, System, recovery
+from benchmarks.recovery.digits import write_digits
+from benchmarks.recovery.groups import Group, NotRecovered
+from benchmarks.recovery.step_log import StepLog
 
 Json = dict[str, Any]
 GROUP, VERSION, PLURAL = "ddpjob.io", "v1alpha1", "ddpjobs"
 NODE_LOST_AFTER = 10
-"""Seconds, in the case that cuts a node's network."""
+"""recovery.nodeLostAfterSeconds where a case cuts a host off the network."""
 
 
 class ClusterGroup(Group):
@@ -54,26 +56,30 @@ class ClusterGroup(Group):
         return found
 
     def report(self) -> Json:
-        """The coordinator's, through the API server."""
+        """The coordinator's report, through the API server; empty while there is none."""
         for pod in self.pods("coordinator"):
             port = next(p.container_port for c in pod.spec.containers for p in c.ports or () if p.name == "coordinator")
             try:
-                text = self.core.connect_get_namespaced_pod_proxy_with_path(f"{pod.metadata.name}:{port}", self.namespace, "status")
-                found: Json = ast.literal_eval(text)  # The client gives the parsed JSON as Python's text.
+                text = self.core.connect_get_namespaced_pod_proxy_with_path(
+                    f"{pod.metadata.name}:{port}", self.namespace, "status"
+                )
+                found: Json = ast.literal_eval(text)  # The client returns the repr of the parsed JSON.
             except (client.ApiException, HTTPError):
-                continue  # It starts or ends.
+                continue  # The coordinator is starting or ending.
             return found
         return {}
 
     def check(self) -> None:
         """Raises NotRecovered when the job has failed."""
-        status = self.jobs.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, self.name).get("status", {})
+        status = self.jobs.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, self.name).get(
+            "status", {}
+        )
         for condition in status.get("conditions", ()):
             if condition["type"] == "Failed" and condition["status"] == "True":
                 raise NotRecovered(f"lost: {condition['reason']}: {condition['message'][:300]}")
 
     def kill(self, *names: str) -> float:
-        """Deleted by force, one right after the other."""
+        """Delete the pods by force, one right after the other. Returns the time before, in seconds since 1970."""
         moment = time.time()
         for name in names:
             self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0)
@@ -83,7 +89,7 @@ class ClusterGroup(Group):
         return self.kill(*(pod.metadata.name for pod in self.pods("coordinator")))
 
     def replace(self) -> None:
-        """The operator does."""
+        """Left to the operator."""
 
     def close(self) -> None:
         """Delete the job and its pods."""
@@ -98,7 +104,7 @@ class ClusterGroup(Group):
 
 
 class Cluster:
-    """Where the operator runs; `cut` and `heal`, if given, part a Kubernetes node from the network."""
+    """A cluster with the operator; `cut` and `heal`, if given, disconnect and reconnect a Kubernetes node."""
 
     name = "cluster"
 
@@ -109,7 +115,7 @@ class Cluster:
 
     @contextmanager
     def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> Iterator[Group]:
-        """In a folder of its own below `folder`."""
+        """A group with a folder of its own below `folder`, once it trains."""
         name = f"recovery-{secrets.token_hex(3)}"
         folder = self.folder / name
         folder.mkdir()
@@ -140,24 +146,24 @@ class Cluster:
         return job
 
 
-def network_cut(case: Case, place: Place, round_: int) -> Iterator[Sample]:
-    """The network of a Kubernetes node is cut, which holds a pod of the group and not its coordinator."""
-    assert isinstance(place, Cluster) and place.cut and place.heal
-    with place.group(case.system, case.shape) as group:
+def network_cut(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Cut a Kubernetes node that runs a pod of the group, but not its coordinator, off the network."""
+    assert isinstance(backend, Cluster) and backend.cut and backend.heal
+    with backend.group(case.system, case.shape) as group:
         assert isinstance(group, ClusterGroup)
         spared = {pod.spec.node_name for pod in group.pods("coordinator")}
         nodes = [pod.spec.node_name for pod in group.pods("node") if pod.spec.node_name not in spared]
         if not nodes:
-            raise NotRecovered("all pods came to the coordinator's node: nothing to cut")
+            raise NotRecovered("all pods run on the coordinator's Kubernetes node: there is none to cut off")
         moment = time.time()
-        place.cut(nodes[0])
+        backend.cut(nodes[0])
         try:
-            yield case.sample(place, "network", round_, recovery(group, moment, case.shape.nodes, place.patience))
+            yield case.sample(backend, "network", round_, recovery(group, moment, case.shape.nodes, backend.patience))
         finally:
-            place.heal(nodes[0])
+            backend.heal(nodes[0])
 
 
-# In Standard a pod's replacement is there before the group would go on without it.
+# In Standard a replacement pod is ready before the group would continue without it.
 ON_CLUSTER = tuple(case for case in CASES if case.system is not System.STOCK and case.name != "standard-shrink")
 CUT = Case("fast-network-cut", NODE_LOST_AFTER + 4.0, network_cut, System.FAST, slow=True)
 
@@ -166,13 +172,13 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("manifest", type=Path, metavar="MANIFEST")
     made.add_argument("--namespace", default="default", help="an existing namespace (default: default)")
-    made.add_argument("--folder", type=Path, required=True, help="what the pods see as storage.checkpoints")
+    made.add_argument("--folder", type=Path, required=True, help="the folder that the pods see as storage.checkpoints")
     interleaved.add_options(made, ON_CLUSTER)
     return made
 
 
 def main(arguments: list[str]) -> int:
-    """As the loopback's."""
+    """The exit code: see interleaved.run; 2 on bad input."""
     options = parser().parse_args(arguments)
     try:
         manifest = read_job(options.manifest)
@@ -180,5 +186,5 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     config.load_kube_config()
-    place = Cluster(manifest, options.namespace, options.folder, options.patience)
-    return interleaved.run(place, ON_CLUSTER, options)
+    backend = Cluster(manifest, options.namespace, options.folder, options.patience)
+    return interleaved.run(backend, ON_CLUSTER, options)

@@ -1,4 +1,4 @@
-"""The digits that ship in scikit-learn, as one file that steps.py reads."""
+"""scikit-learn's digits as one file for steps.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpjob_trainer.data.digits import read_digits
 
 
 def write_digits(folder: Path) -> None:
-    """`digits.pt`: (images, labels). It is there whole or not at all."""
+    """Write `digits.pt`, (images, labels), atomically."""
     images, labels = read_digits()
     torch.save((images.float() / 16, labels), folder / "digits.tmp")
     (folder / "digits.tmp").rename(folder / "digits.pt")

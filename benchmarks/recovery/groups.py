@@ -1,4 +1,4 @@
-"""Two nodes on 127.0.0.1: under stock torchrun, and under this project's coordinator and launchers in either mode."""
+"""Groups of nodes on 127.0.0.1, under stock torchrun or under this project's coordinator and launchers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ddpjob.podfiles
-from step_log import Life, StepLog
-from tree import kill_all
+from ddpjob_runtime import protocol
 
-PODFILES = Path(ddpjob.podfiles.__file__).parent
+from benchmarks.processes import free_port, kill_all
+from benchmarks.recovery.step_log import Incarnation, StepLog
+
+RUNTIME = Path(protocol.__file__).parent
 SCRIPT = Path(__file__).with_name("steps.py")
 START_SECONDS = 120.0
 SETTLE_STEPS = 30
 
 
 class NotRecovered(Exception):
-    """The group made no step any more; the message says how that was seen."""
+    """The group made no further step; the message says how that was observed."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a group; `minimum` less than `nodes`: elastic."""
+    """Size of a group; elastic if `minimum` is less than `nodes`."""
 
     nodes: int = 2
     minimum: int = 2
@@ -41,7 +42,7 @@ class Shape:
 
 
 class Group:
-    """Nodes as processes, each with the processes below it. `folder` holds logs, steps and the checkpoint."""
+    """Nodes as process trees. `folder` holds logs, step logs and the checkpoint."""
 
     def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
         self.folder, self.shape, self.options = folder, shape, options
@@ -50,12 +51,12 @@ class Group:
         self._attempts: dict[int, int] = {}
 
     def start(self) -> None:
-        """All nodes and spares."""
+        """Start all nodes and spares."""
         for _ in range(self.shape.nodes + self.shape.spares):
             self.add()
 
     def add(self) -> None:
-        """A node in the first place that is free."""
+        """Start a node in the first free slot."""
         taken = {int(name.split("-")[1]) for name in self.nodes}
         index = min(set(range(len(taken) + 1)) - taken)
         attempt = self._attempts[index] = self._attempts.get(index, -1) + 1
@@ -69,30 +70,36 @@ class Group:
     def _launch(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env}
         with (self.folder / f"{name}.log").open("wb") as log:
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.folder, start_new_session=True)
+            return subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
+            )
 
     def report(self) -> dict[str, Any]:
         """The coordinator's report; empty while there is none."""
         return {}
 
     def spares_ready(self) -> int:
-        """Nodes that wait to take over."""
+        """The number of spares that are ready to take over."""
         return sum(member["state"] == "Ready" for member in self.report().get("members", ()))
 
-    def settle(self) -> Life:
-        """Wait until the full group has made some steps and its spares wait."""
+    def settle(self) -> Incarnation:
+        """Wait until the complete group has made some steps and its spares are ready."""
 
-        def settled() -> Life | None:
-            life = self.log.refresh().newest
-            if life is None or life.world != self.shape.nodes * self.shape.procs or self.spares_ready() < self.shape.spares:
+        def settled() -> Incarnation | None:
+            incarnation = self.log.refresh().newest
+            if (
+                incarnation is None
+                or incarnation.world != self.shape.nodes * self.shape.procs
+                or self.spares_ready() < self.shape.spares
+            ):
                 return None
-            return life if min(len(times) for times in life.steps.values()) >= SETTLE_STEPS else None
+            return incarnation if min(len(times) for times in incarnation.steps.values()) >= SETTLE_STEPS else None
 
-        life: Life = self.wait("the group trains", settled, START_SECONDS)
-        return life
+        incarnation: Incarnation = self.wait("the group trains", settled, START_SECONDS)
+        return incarnation
 
     def wait(self, what: str, ready: Callable[[], Any], seconds: float) -> Any:
-        """Its first true value. Raises NotRecovered."""
+        """The first true value of `ready()`. Raises NotRecovered after `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if value := ready():
@@ -101,25 +108,25 @@ class Group:
             time.sleep(0.02)
         raise NotRecovered(f"not within {seconds:.0f} s: {what} (logs in {self.folder})")
 
-    def pick(self, life: Life, number: int) -> tuple[str, str]:
-        """(node, what it is): by turns the node of rank 0 and the one of the last rank."""
-        return (life.nodes[0], "rank 0") if number % 2 else (life.nodes[max(life.nodes)], "other")
+    def pick(self, incarnation: Incarnation, number: int) -> tuple[str, str]:
+        """(node, description): the node of rank 0 for odd numbers, of the last rank for even ones."""
+        return (incarnation.nodes[0], "rank 0") if number % 2 else (incarnation.nodes[max(incarnation.nodes)], "other")
 
     def check(self) -> None:
-        """Raises NotRecovered when nothing is left that could go on."""
+        """Raise NotRecovered when no node is left."""
         if all(process.poll() is not None for process in self.nodes.values()):
             raise NotRecovered("lost: no node is left")
 
     def kill(self, *names: str) -> float:
-        """SIGKILL to all processes of the nodes. Returns the moment before."""
+        """Send SIGKILL to all processes of the nodes. Returns the time just before, in seconds since 1970."""
         return kill_all(*(self.nodes.pop(name) for name in names))
 
     def replace(self) -> None:
-        """What an orchestrator does after a kill: a new node in the place of the dead one."""
+        """Start a new node in the slot of the dead one, as an orchestrator does."""
         self.add()
 
     def kill_coordinator(self) -> float:
-        """Returns the moment before; the rest is as the group's kind does it."""
+        """Kill the coordinator, and restart what the operator would. Returns the time just before the kill."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -129,7 +136,7 @@ class Group:
 
 
 class Stock(Group):
-    """torchrun as it comes: c10d, the store in node 0, default settings but for --max-restarts, whose default is never to restart."""
+    """torchrun's defaults (c10d, the store in node 0), except for --max-restarts, whose default is never to restart."""
 
     def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
         super().__init__(folder, shape, options)
@@ -143,14 +150,14 @@ class Stock(Group):
         ]  # fmt: skip
 
     def start(self) -> None:
-        """Node 0 first: it hosts the store."""
+        """Start node 0 first: it hosts the store."""
         self.add()
         self.wait("node 0 hosts the store", lambda: listens(self._port), START_SECONDS)
         for _ in range(1, self.shape.nodes):
             self.add()
 
-    def pick(self, life: Life, number: int) -> tuple[str, str]:
-        """By turns the node that hosts the store, and the other: what is left depends on it."""
+    def pick(self, incarnation: Incarnation, number: int) -> tuple[str, str]:
+        """The node that hosts the store for odd numbers, the other for even ones: the outcome depends on it."""
         host = next(name for name in self.nodes if name.startswith("node-0-"))
         return (host, "store's host") if number % 2 else (next(name for name in self.nodes if name != host), "other")
 
@@ -158,7 +165,7 @@ class Stock(Group):
 class Coordinated(Group):
     """The project's coordinator and launchers, started as the operator starts them."""
 
-    mode = "standard"
+    mode = "Standard"
 
     def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
         super().__init__(folder, shape, options)
@@ -167,26 +174,27 @@ class Coordinated(Group):
         self.coordinator: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """The coordinator and all nodes."""
+        """Start the coordinator and all nodes."""
         self.start_coordinator()
         super().start()
 
     def start_coordinator(self) -> None:
-        """The coordinator's next attempt."""
+        """Start the next attempt of the coordinator."""
         command = [
-            sys.executable, str(PODFILES / "coordinator.py"), "--host", "127.0.0.1", "--port", str(self.port),
-            "--nodes", str(self.shape.nodes), "--min-nodes", str(self.shape.minimum), "--mode", self.mode, "--attempt", str(self._attempt),
+            sys.executable, str(RUNTIME), "coordinator", "--host", "127.0.0.1", "--port", str(self.port),
+            "--nodes", str(self.shape.nodes), "--min-nodes", str(self.shape.minimum), "--mode", self.mode,
+            "--attempt", str(self._attempt),
         ]  # fmt: skip
-        if self.mode == "standard":
+        if self.mode == "Standard":
             command += ["--store-port", str(self.store_port)]
         self.coordinator = self._launch(f"coordinator-{self.generation}-{self._attempt}", command, {})
         self._attempt += 1
 
     def kill_coordinator(self) -> float:
-        """Killed; in mode Fast a new attempt is started after a second, in Standard a new generation at once. Returns the moment before."""
+        """Kill it; after a second Fast starts a new attempt, Standard at once a new generation."""
         assert self.coordinator is not None
         moment = kill_all(self.coordinator)
-        if self.mode == "fast":
+        if self.mode == "Fast":
             time.sleep(1)
             self.start_coordinator()
         else:
@@ -194,7 +202,7 @@ class Coordinated(Group):
         return moment
 
     def _begin_generation(self) -> None:
-        """All anew, as the operator does: each node when its predecessor has ended."""
+        """Replace the coordinator and every node, as the operator does: a node once its predecessor has ended."""
         self.generation, self._attempt = self.generation + 1, 0
         self.port, self.store_port = free_port(), free_port()
         self.start_coordinator()
@@ -206,8 +214,9 @@ class Coordinated(Group):
     def _identity(self, pod: str) -> dict[str, str]:
         return {
             "DDPJOB_TOKEN": self._token, "DDPJOB_GENERATION": str(self.generation), "DDPJOB_NAME": "bench",
-            "DDPJOB_NAMESPACE": "default", "DDPJOB_COORDINATOR": f"127.0.0.1:{self.port}", "DDPJOB_POD": pod, "DDPJOB_UID": self._id,
-            "DDPJOB_TERMINATION_LOG": str(self.folder / f"{pod}.end"), "DDPJOB_RECOVERY": self.mode.capitalize(),
+            "DDPJOB_NAMESPACE": "default", "DDPJOB_COORDINATOR": f"127.0.0.1:{self.port}",
+            "DDPJOB_POD": pod, "DDPJOB_UID": self._id, 
+            "DDPJOB_TERMINATION_LOG": str(self.folder / f"{pod}.end"), "DDPJOB_RECOVERY": self.mode,
         }  # fmt: skip
 
     def _launch(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -215,20 +224,26 @@ class Coordinated(Group):
 
     def _command(self) -> list[str]:
         return [
-            sys.executable, str(PODFILES / "launcher.py"), f"--nnodes={self.shape.nodes}:{self.shape.nodes}",
+            sys.executable, str(RUNTIME), "launcher", f"--nnodes={self.shape.nodes}:{self.shape.nodes}",
             f"--nproc-per-node={self.shape.procs}", *self._rendezvous(), f"--rdzv-id={self._id}-{self.generation}",
             "--max-restarts=1000000", "--local-addr=127.0.0.1", str(SCRIPT), str(self.folder), *self.options,
         ]  # fmt: skip
 
     def _rendezvous(self) -> list[str]:
-        conf = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,join_timeout=600,read_timeout=60"
+        conf = (
+            "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,join_timeout=600,"
+            "read_timeout=60"
+        )
         endpoint = f"--rdzv-endpoint=127.0.0.1:{self.store_port}"
         return ["--rdzv-backend=c10d", endpoint, f"--rdzv-conf={conf}", "--monitor-interval=0.1"]
 
     def report(self) -> dict[str, Any]:
         """The coordinator's report; empty while there is none."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/status", timeout=5) as answer:
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{self.port}/status", headers={"Authorization": f"Bearer {self._token}"}
+            )
+            with urllib.request.urlopen(request, timeout=5) as answer:
                 found: dict[str, Any] = json.load(answer)
                 return found
         except (urllib.error.URLError, ConnectionError):
@@ -247,20 +262,13 @@ class Standard(Coordinated):
 class Fast(Coordinated):
     """recovery.mode Fast."""
 
-    mode = "fast"
+    mode = "Fast"
 
     def _rendezvous(self) -> list[str]:
         return ["--rdzv-backend=ddpjob", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--monitor-interval=0.02"]
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def listens(port: int) -> bool:
-    """Whether somebody listens on this port of 127.0.0.1."""
+    """Whether a process listens on this port of 127.0.0.1."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,4 +1,4 @@
-"""What the ranks of steps.py wrote: lives, who had which rank, and when all ranks had made their first step of a life."""
+"""The step logs of steps.py: incarnations of the process group, their ranks, and when each rank made its steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 
 @dataclass
-class Life:
-    """One group of ranks: step times of each rank, seconds since 1970."""
+class Incarnation:
+    """One process group: the step times of each rank, in seconds since 1970."""
 
     world: int
     steps: dict[int, list[float]] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)
-    """rank -> number of the first step it made"""
+    """rank -> number of its first step"""
 
     @property
     def formed(self) -> float | None:
-        """When the last of all ranks had made its first step; None as long as one has not."""
+        """When the last rank had made its first step; None while one has made none."""
         if len(self.steps) < self.world:
             return None
         return max(times[0] for times in self.steps.values())
@@ -32,7 +32,7 @@ class Life:
 
     @property
     def last(self) -> float:
-        """The last step of any rank."""
+        """The time of the last step of any rank."""
         return max(times[-1] for times in self.steps.values())
 
 
@@ -41,11 +41,11 @@ class StepLog:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lives: dict[int, Life] = {}
+        self.incarnations: dict[int, Incarnation] = {}
         self._read: dict[Path, int] = {}
 
     def refresh(self) -> StepLog:
-        """Read what is new. A line that is not complete yet is left for the next time."""
+        """Read what was added. An incomplete line is left for the next call."""
         for path in self.folder.glob("steps-*.jsonl"):
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
@@ -57,24 +57,24 @@ class StepLog:
         return self
 
     def _take(self, row: dict[str, float]) -> None:
-        life = self.lives.setdefault(int(row["life"]), Life(int(row["world"])))
-        life.steps.setdefault(int(row["rank"]), []).append(row["t"])
-        life.nodes[int(row["rank"])] = str(row["node"])
-        life.first.setdefault(int(row["rank"]), int(row["step"]))
+        incarnation = self.incarnations.setdefault(int(row["incarnation"]), Incarnation(int(row["world"])))
+        incarnation.steps.setdefault(int(row["rank"]), []).append(row["t"])
+        incarnation.nodes[int(row["rank"])] = str(row["node"])
+        incarnation.first.setdefault(int(row["rank"]), int(row["step"]))
 
     @property
-    def newest(self) -> Life | None:
-        """The life that was formed last."""
-        formed = [life for life in self.lives.values() if life.formed is not None]
-        return max(formed, key=lambda life: life.began, default=None)
+    def newest(self) -> Incarnation | None:
+        """The incarnation that was formed last."""
+        formed = [one for one in self.incarnations.values() if one.formed is not None]
+        return max(formed, key=lambda one: one.began, default=None)
 
     def first_step_after(self, moment: float, world: int) -> float | None:
-        """When all ranks of a life of this world that began after `moment` had made their first step."""
-        times = [life.formed for life in self.lives.values() if life.world == world and life.began > moment]
+        """When all ranks of an incarnation of `world` ranks, begun after `moment`, had made their first step."""
+        times = [one.formed for one in self.incarnations.values() if one.world == world and one.began > moment]
         return min((time for time in times if time is not None), default=None)
 
     def longest_gap(self, begin: float, end: float) -> float:
-        """The longest time without a step of any one rank between the two moments, in the life that is newest."""
+        """The longest time that any rank of the newest incarnation made no step between two times, in seconds."""
         assert self.newest is not None
         gaps = [0.0]
         for times in self.newest.steps.values():

@@ -1,9 +1,10 @@
-"""A plain DDP script that knows nothing of this project: digits, a small network, one line for every step of every rank.
+"""A plain DDP script without any code of this project: digits, a small network, a log line per step and rank.
 
-    torchrun ... steps.py FOLDER [--steps N] [--sleep SECONDS] [--batch N] [--width N]
+    torchrun ... steps.py FOLDER [--steps N] [--sleep SECONDS] [--batch N] [--width N] [--save-every N]
 
-FOLDER is seen by all ranks. `digits.pt` lies there (images, labels); rank 0 saves after every step, and every start goes on from there.
-A life is one group of ranks, from init_process_group to its end; it has a random number that rank 0 draws.
+All ranks share FOLDER. It holds `digits.pt` (images, labels); rank 0 saves a checkpoint there after every step, and
+every start resumes from it. An incarnation is one process group, from init_process_group to its end; rank 0 draws a
+random number that identifies it.
 """
 
 import argparse
@@ -32,24 +33,31 @@ def arguments():
 
 def network(width):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )
 
 
 class Log:
     """One file per process, named after its node."""
 
-    def __init__(self, folder, life):
-        self.common = {"life": life, "rank": dist.get_rank(), "world": dist.get_world_size(), "node": os.environ["DDPJOB_POD"]}
-        self.file = (folder / f"steps-{self.common['node']}-{os.getpid()}-{life}.jsonl").open("a", buffering=1)
+    def __init__(self, folder, incarnation):
+        self.common = {
+            "incarnation": incarnation,
+            "rank": dist.get_rank(),
+            "world": dist.get_world_size(),
+            "node": os.environ["DDPJOB_POD"],
+        }
+        self.file = (folder / f"steps-{self.common['node']}-{os.getpid()}-{incarnation}.jsonl").open("a", buffering=1)
 
     def step(self, step):
         self.file.write(json.dumps({**self.common, "step": step, "t": time.time()}) + "\n")
 
 
-def one_life():
-    life = torch.tensor([random.SystemRandom().getrandbits(48)])
-    dist.broadcast(life, 0)
-    return int(life)
+def new_incarnation():
+    incarnation = torch.tensor([random.SystemRandom().getrandbits(48)])
+    dist.broadcast(incarnation, 0)
+    return int(incarnation)
 
 
 def save(path, step, model, optimizer):
@@ -62,7 +70,7 @@ def main():
     options = arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    log = Log(options.folder, one_life())
+    log = Log(options.folder, new_incarnation())
     rank, world = dist.get_rank(), dist.get_world_size()
     images, labels = torch.load(options.folder / "digits.pt")
     model = network(options.width)

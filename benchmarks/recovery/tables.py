@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from cases import Sample
+from benchmarks.recovery.cases import Sample
 
 LAST_KILL = 10
 
 
 class CsvFile:
-    """Grows by one line per sample: what was measured is kept when the run is cut short."""
+    """A CSV that grows by one row per sample, so that an interrupted run keeps what it measured."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = path.open("w", newline="") if path else None
@@ -24,7 +24,7 @@ class CsvFile:
             self._writer.writeheader()
 
     def add(self, sample: Sample) -> None:
-        """One more line."""
+        """Append a row."""
         if self._writer and self._file:
             seconds = "" if sample.seconds is None else f"{sample.seconds:.4f}"
             self._writer.writerow(asdict(sample) | {"seconds": seconds, "load": f"{sample.load:.2f}"})
@@ -32,28 +32,33 @@ class CsvFile:
 
 
 def read_csv(path: Path) -> list[Sample]:
-    """What CsvFile has written."""
+    """The samples of a file that CsvFile has written."""
     with path.open(newline="") as file:
         return [
             Sample(
-                row["case"], row["place"], row["victim"], int(row["round"]), int(row["kill"]),
+                row["case"], row["backend"], row["victim"], int(row["round"]), int(row["kill"]),
                 float(row["seconds"]) if row["seconds"] else None, row["outcome"], float(row["load"]),
             )
             for row in csv.DictReader(file)
         ]  # fmt: skip
 
 
-def markdown(samples: Iterable[Sample], aims: dict[str, float | None]) -> str:
-    """One row for each case; for stock torchrun one for each victim, since its fate depends on it."""
+def markdown(samples: Iterable[Sample], targets: dict[str, float | None]) -> str:
+    """One row per case; stock torchrun has one per victim, since the outcome depends on it."""
     groups: dict[tuple[str, str, str], list[Sample]] = {}
     for sample in samples:
         victim = sample.victim if sample.case.startswith("stock") else ""
-        groups.setdefault((sample.case, sample.place, victim), []).append(sample)
-    lines = ["| case | place | killed | runs | median s | worst s | aim s |", "| --- | --- | --- | --- | --- | --- | --- |"]
-    for (case, place, victim), found in groups.items():
-        aim = aims.get(case)
+        groups.setdefault((sample.case, sample.backend, victim), []).append(sample)
+    lines = [
+        "| case | runs on | killed | runs | median s | worst s | target s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (case, backend, victim), found in groups.items():
+        target = targets.get(case)
         killed = victim or " and ".join(sorted({sample.victim for sample in found}))
-        lines.append(f"| {case} | {place} | {killed} | {len(found)} | {_figures(found)} | {'' if aim is None else aim} |")
+        lines.append(
+            f"| {case} | {backend} | {killed} | {len(found)} | {_figures(found)} | {'' if target is None else target} |"
+        )
     lines += ["", f"{os.cpu_count()} cores; load average {_load([s for found in groups.values() for s in found])}."]
     lines += [line for (case, *_), found in groups.items() if case.endswith("row") for line in _row(case, found)]
     return "\n".join(lines)
@@ -74,9 +79,12 @@ def _load(samples: list[Sample]) -> str:
 
 
 def _row(case: str, samples: list[Sample]) -> list[str]:
-    """Whether the last kill in a row costs what the first did."""
+    """The cost of the last kill in a row relative to the first."""
     first, last = ([s.seconds for s in samples if s.kill == kill and s.seconds is not None] for kill in (1, LAST_KILL))
     if not first or not last:
         return []
     ratio = statistics.median(last) / statistics.median(first)
-    return [f"{case}: kill {LAST_KILL} in a row costs {ratio:.2f} times what kill 1 cost (medians of {len(first)} and {len(last)})."]
+    return [
+        f"{case}: kill {LAST_KILL} in a row costs {ratio:.2f} times as much as kill 1"
+        f" (medians of {len(first)} and {len(last)})."
+    ]

@@ -1,11 +1,11 @@
-"""One training started and shared out in every way there is: same model, data, global batch and number of epochs, on this machine.
+"""The same training under every strategy on this machine: same model, data, global batch and number of epochs.
 
-    python benchmarks/strategies [--rounds 3] [--ranks 2] [--strategies ddp,horovod] [--epochs 3] [--csv FILE] [--chart FILE.png]
-        [KEY=VALUE ...]
+    python -m benchmarks.strategies [--rounds 3] [--ranks 2] [--strategies ddp,horovod] [--epochs 3]
+        [--csv FILE] [--chart FILE.png] [KEY=VALUE ...]
 
-Rounds are interleaved: each runs every case once. The first epoch of a run warms up and does not count. KEY=VALUE are the trainer's, such
-as model.name=torchvision:resnet50 data.shape=3,224,224; without them ResNet-18 on GPUs, the small network on the CPU, and made images.
-What this machine cannot run is listed with the reason.
+Rounds are interleaved: each runs every case once. The first epoch of a run is a warm-up and does not count. KEY=VALUE
+are settings of the trainer, such as model.name=torchvision:resnet50 data.shape=3,224,224; the defaults are ResNet-18 on
+GPUs, the small network on the CPU, and synthetic images. Cases that this machine cannot run are listed with the reason.
 """
 
 from __future__ import annotations
@@ -15,31 +15,38 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-import report
-from cases import CASES, accelerators
-from marks import write_between
-from runs import Measured, NotMeasured, arguments, run, samples
+from benchmarks.marks import write_between
+from benchmarks.strategies import report
+from benchmarks.strategies.cases import CASES, accelerators
+from benchmarks.strategies.runs import Measured, NotMeasured, arguments, run, samples
 
 
 def main() -> int:
-    """0 when something was measured and nothing failed; what cannot be run here is no failure."""
+    """0 when something was measured and nothing failed; a case that cannot run here is no failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in CASES]
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="the trainer's configuration")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each case runs (default 3)")
-    parser.add_argument("--ranks", type=int, default=accelerators() or 2, help="processes (default: one for each GPU, or 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each case (default 3)")
+    parser.add_argument(
+        "--ranks", type=int, default=accelerators() or 2, help="number of ranks (default: one per GPU, or 2)"
+    )
     parser.add_argument("--strategies", default=",".join(names), help=f"some of {', '.join(names)} (default: all)")
-    parser.add_argument("--epochs", type=int, default=3, help="of a run; the first does not count (default 3)")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is given up (default 1800)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="where the single measurements go")
-    parser.add_argument("--chart", type=Path, metavar="FILE.png", help="where the picture goes")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="a document with marks <!-- strategies: begin/end -->, for the table")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs of a run; the first does not count (default 3)")
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, help="seconds after which a run has failed (default 1800)"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
+    parser.add_argument("--chart", type=Path, metavar="FILE.png", help="write the chart here")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="write the table between <!-- strategies: begin --> and <!-- strategies: end --> of a document",
+    )
     given = parser.parse_args()
     wanted = [name.strip() for name in given.strategies.split(",")]
     if unknown := [name for name in wanted if name not in names]:
-        parser.error(f"--strategies: {', '.join(unknown)} is not known; there are {', '.join(names)}")
+        parser.error(f"--strategies: unknown: {', '.join(unknown)}; choose from {', '.join(names)}")
     if given.epochs < 2 or given.rounds < 1 or given.ranks < 1:
         parser.error("--epochs must be at least 2 (the first does not count), --rounds and --ranks at least 1")
     if wrong := [setting for setting in given.settings if "=" not in setting]:
@@ -63,7 +70,11 @@ def main() -> int:
                 continue
             found.setdefault(case.name, []).append(measured)
             speed = max(measured.speeds)
-            print(f"round {number}: {case.name}: {speed:,.0f} samples/s, loss {measured.loss:.4f}", file=sys.stderr, flush=True)
+            print(
+                f"round {number}: {case.name}: {speed:,.0f} samples/s, loss {measured.loss:.4f}",
+                file=sys.stderr,
+                flush=True,
+            )
     if not found:
         print("\n".join(f"not measured: {name}: {reason}" for name, reason in missing.items()), file=sys.stderr)
         return 1
@@ -71,8 +82,9 @@ def main() -> int:
     size = samples(given.settings)
     settings = dict(argument.split("=", 1) for argument in arguments(given.settings, given.epochs))
     what = (
-        f"{settings['model.name']} on {size:,} images of {settings['data.shape']}, global batch {settings['data.batch']},"
-        f" {given.ranks} ranks, {report.device()}; {given.rounds} rounds, load average {os.getloadavg()[0]:.1f}"
+        f"{settings['model.name']} on {size:,} images of {settings['data.shape']},"
+        f" global batch {settings['data.batch']}, {given.ranks} ranks, {report.device()};"
+        f" {given.rounds} rounds, load average {os.getloadavg()[0]:.1f}"
     )
     table = f"{what}\n\n{report.table(cases, found, missing, size)}"
     print(table)

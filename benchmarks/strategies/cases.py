@@ -1,4 +1,4 @@
-"""The ways to train that are compared, how each is started, and why one cannot be on this machine."""
+"""The compared ways to train, the command that starts each, and what it lacks on this machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from pathlib import Path
 
 import torch
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from benchmarks import CHECKOUT
+from scripts import install_horovod
 
 
 @dataclass(frozen=True)
 class Case:
-    """`kind` is what it is drawn as; `command(ranks)` starts it, before the trainer's arguments; `lacks(ranks)` is what is missing here."""
+    """One way to train.
+
+    `kind`: its group in the chart; `command(ranks)`: the command without the trainer's arguments; `lacks(ranks)`: why
+    this machine cannot run it, empty when it can.
+    """
 
     name: str
     kind: str
@@ -32,39 +37,53 @@ def alone(ranks: int) -> list[str]:
 
 
 def torchrun(ranks: int) -> list[str]:
-    """All ranks by torchrun."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "ddpjob_trainer"]
+    """All ranks, started by torchrun."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        "ddpjob_trainer",
+    ]
 
 
 def spawn(ranks: int) -> list[str]:
-    """All ranks by torch.multiprocessing."""
+    """All ranks, started by torch.multiprocessing."""
     return [sys.executable, "-m", "ddpjob_trainer", "--spawn", str(ranks)]
 
 
 def horovodrun(ranks: int) -> list[str]:
-    """All ranks by Horovod's launcher."""
+    """All ranks, started by Horovod's launcher."""
     folder = horovod_folder()
     launcher = str(folder / "bin" / "horovodrun") if folder else shutil.which("horovodrun") or "horovodrun"
-    return [sys.executable, launcher, "-np", str(ranks), "-H", f"localhost:{ranks}", sys.executable, "-m", "ddpjob_trainer"]
+    return [
+        sys.executable,
+        launcher,
+        "-np",
+        str(ranks),
+        "-H",
+        f"localhost:{ranks}",
+        sys.executable,
+        "-m",
+        "ddpjob_trainer",
+    ]
 
 
 def server_and_workers(ranks: int) -> list[str]:
-    """On the CPU, where nothing keeps two ranks apart, the server comes on top of as many workers as others have ranks."""
+    """On the CPU, which ranks share, the server is an extra rank; on GPUs it is one of the ranks."""
     return torchrun(ranks if accelerators() else ranks + 1)
 
 
 def accelerators() -> int:
-    """Devices that ranks can compute on, 0 where it is the CPU."""
+    """The number of GPUs, 0 where ranks use the CPU."""
     return torch.cuda.device_count()
 
 
 def horovod_folder() -> Path | None:
-    """Where scripts/install_horovod.py or the tests have put a Horovod for this torch, beside its wheel."""
-    spec = importlib.util.spec_from_file_location("install_horovod", REPOSITORY / "scripts" / "install_horovod.py")
-    assert spec is not None and spec.loader is not None
-    installer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(installer)
-    site: Path = installer.wheel_folder(installer.probe(sys.executable)) / "site"
+    """The folder where the tests have installed Horovod for this torch, beside the cached wheel; None without one."""
+    site = install_horovod.wheel_folder(install_horovod.probe(sys.executable)) / "site"
     return site if (site / "horovod").exists() else None
 
 
@@ -75,7 +94,11 @@ def _devices(ranks: int) -> str:
 
 
 def _two_devices(ranks: int) -> str:
-    return "" if accelerators() > 1 else "needs two accelerators: with fewer DataParallel hands the batch on to the model, as single does"
+    return (
+        ""
+        if accelerators() > 1
+        else "needs two accelerators: with fewer, DataParallel passes the batch to the model, as single does"
+    )
 
 
 def _horovod(ranks: int) -> str:
@@ -95,10 +118,10 @@ def _server(ranks: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the trainer of this checkout and Horovod to be found."""
-    places = [REPOSITORY / "trainer", *([folder] if (folder := horovod_folder()) else [])]
+    """This process's environment, with this checkout's trainer and Horovod on PYTHONPATH."""
+    paths = [CHECKOUT / "trainer", *([folder] if (folder := horovod_folder()) else [])]
     known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, places), *([known] if known else [])])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, paths), *([known] if known else [])])}
 
 
 CASES = [
@@ -107,13 +130,25 @@ CASES = [
     Case("ddp", "ddp", ("strategy=ddp",), torchrun, _devices),
     Case("ddp --spawn", "ddp", ("strategy=ddp",), spawn, _devices),
     *(
-        Case(f"ddp {level}", "precision", ("strategy=ddp", f"amp.level={level}", "amp.loss_scale=128.0"), torchrun, _devices)
+        Case(
+            f"ddp {level}",
+            "precision",
+            ("strategy=ddp", f"amp.level={level}", "amp.loss_scale=128.0"),
+            torchrun,
+            _devices,
+        )
         for level in ("O1", "O2", "O3")
     ),
     Case("horovod", "libraries", ("strategy=horovod",), horovodrun, _horovod),
     Case("horovod fp16", "libraries", ("strategy=horovod", "horovod.compression=fp16"), horovodrun, _horovod),
     *(
-        Case(f"deepspeed ZeRO-{stage}", "libraries", ("strategy=deepspeed", f"deepspeed.stage={stage}"), torchrun, _deepspeed)
+        Case(
+            f"deepspeed ZeRO-{stage}",
+            "libraries",
+            ("strategy=deepspeed", f"deepspeed.stage={stage}"),
+            torchrun,
+            _deepspeed,
+        )
         for stage in range(4)
     ),
     Case("fsdp", "parts of a model", ("strategy=fsdp",), torchrun, _devices),

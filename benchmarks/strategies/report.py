@@ -7,20 +7,27 @@ import statistics
 from pathlib import Path
 
 import torch
-from cases import Case, accelerators
-from runs import Measured
+
+from benchmarks.strategies.cases import Case, accelerators
+from benchmarks.strategies.runs import Measured
 
 _INK, _GRID = "#334155", "#e2e8f0"
-_COLOURS = {"one process": "#64748b", "ddp": "#2563eb", "precision": "#7c3aed", "libraries": "#ea580c", "parts of a model": "#0d9488"}
+_COLOURS = {
+    "one process": "#64748b",
+    "ddp": "#2563eb",
+    "precision": "#7c3aed",
+    "libraries": "#ea580c",
+    "parts of a model": "#0d9488",
+}
 
 
 def seconds(measured: list[Measured], samples: int) -> list[float]:
-    """Of each epoch that counts."""
+    """Seconds of each epoch that counts."""
     return [samples / speed for run in measured for speed in run.speeds]
 
 
 def device() -> str:
-    """What the figures are of."""
+    """The name of the devices that were measured."""
     if accelerators():
         return f"{accelerators()} x {torch.cuda.get_device_name(0)}"
     cores = torch.get_num_threads()
@@ -28,60 +35,92 @@ def device() -> str:
 
 
 def table(cases: list[Case], found: dict[str, list[Measured]], missing: dict[str, str], samples: int) -> str:
-    """Markdown: medians over rounds and epochs; ratios of times per epoch."""
+    """A Markdown table: medians over rounds and epochs, ratios of times per epoch."""
     medians = {name: statistics.median(seconds(runs, samples)) for name, runs in found.items()}
     lines = [
-        "| how | s per epoch (median) | best, worst | samples/s | of single's time | of ddp's time | final loss | whole run, s |",
+        "| strategy | s per epoch (median) | best, worst | samples/s | of single's time | of ddp's time | final loss"
+        " | whole run, s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for case in cases:
         if case.name in medians:
             times, own = seconds(found[case.name], samples), medians[case.name]
-            ratios = " | ".join(f"{own / medians[other]:.2f}" if other in medians else "-" for other in ("single", "ddp"))
+            ratios = " | ".join(
+                f"{own / medians[other]:.2f}" if other in medians else "-" for other in ("single", "ddp")
+            )
             loss = statistics.median(run.loss for run in found[case.name])
             whole = statistics.median(run.whole for run in found[case.name])
             spread = f"{min(times):.2f}, {max(times):.2f}"
-            lines.append(f"| {case.name} | {own:.2f} | {spread} | {samples / own:,.0f} | {ratios} | {loss:.4f} | {whole:.1f} |")
+            lines.append(
+                f"| {case.name} | {own:.2f} | {spread} | {samples / own:,.0f} | {ratios} | {loss:.4f} | {whole:.1f} |"
+            )
     lines += ["", *(f"Not measured: {name}: {reason}." for name, reason in missing.items())]
     return "\n".join(lines).rstrip()
 
 
 def write_csv(path: Path, found: dict[str, list[Measured]], missing: dict[str, str], samples: int) -> None:
-    """A row for each epoch that counts; cases that were not measured with the reason."""
+    """One row per epoch that counts, and one with the reason per case that was not measured."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["how", "round", "epoch", "seconds", "samples_per_second", "final_loss", "whole_run_seconds", "not_measured"])
+        writer.writerow(
+            [
+                "strategy",
+                "round",
+                "epoch",
+                "seconds",
+                "samples_per_second",
+                "final_loss",
+                "whole_run_seconds",
+                "not_measured",
+            ]
+        )
         for name, runs in found.items():
             for number, run in enumerate(runs, 1):
                 for epoch, speed in enumerate(run.speeds, 2):
-                    writer.writerow([name, number, epoch, round(samples / speed, 4), speed, run.loss, round(run.whole, 3), ""])
+                    writer.writerow(
+                        [name, number, epoch, round(samples / speed, 4), speed, run.loss, round(run.whole, 3), ""]
+                    )
         for name, reason in missing.items():
             writer.writerow([name, "", "", "", "", "", "", reason])
 
 
-def draw(path: Path, cases: list[Case], found: dict[str, list[Measured]], missing: dict[str, str], samples: int, what: str) -> None:
-    """A bar per case: the median time of an epoch, a line from the best to the worst."""
+def draw(
+    path: Path, cases: list[Case], found: dict[str, list[Measured]], missing: dict[str, str], samples: int, what: str
+) -> None:
+    """A bar per case: the median time of an epoch, with a line from the best to the worst."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    plt.rcParams |= {"font.size": 10, "axes.edgecolor": "#94a3b8", "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK}
+    plt.rcParams |= {
+        "font.size": 10,
+        "axes.edgecolor": "#94a3b8",
+        "axes.labelcolor": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+    }
     shown = [case for case in cases if case.name in found]
     times = [seconds(found[case.name], samples) for case in shown]
     medians = [statistics.median(own) for own in times]
     reference = dict(zip((case.name for case in shown), medians, strict=True)).get("ddp")
     figure, axes = plt.subplots(figsize=(10, 1.6 + 0.42 * len(shown) + 0.16 * len(missing)), layout="constrained")
-    places = range(len(shown))
-    axes.barh(places, medians, height=0.66, color=[_COLOURS[case.kind] for case in shown], zorder=2)
-    axes.hlines(places, [min(own) for own in times], [max(own) for own in times], color=_INK, linewidth=1.4, zorder=3)
-    for place, median, own in zip(places, medians, times, strict=True):
+    rows = range(len(shown))
+    axes.barh(rows, medians, height=0.66, color=[_COLOURS[case.kind] for case in shown], zorder=2)
+    axes.hlines(rows, [min(own) for own in times], [max(own) for own in times], color=_INK, linewidth=1.4, zorder=3)
+    for row, median, own in zip(rows, medians, times, strict=True):
         ratio = f"   {median / reference:.2f} times ddp" if reference else ""
         axes.annotate(
-            f"{median:.2f} s{ratio}", (max(own), place), xytext=(6, 0), textcoords="offset points", va="center", color=_INK, fontsize=9
+            f"{median:.2f} s{ratio}",
+            (max(own), row),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=_INK,
+            fontsize=9,
         )
-    axes.set_yticks(places, [case.name for case in shown])
+    axes.set_yticks(rows, [case.name for case in shown])
     axes.invert_yaxis()
     axes.margins(y=0.02)
     axes.set_xlim(0, 1.28 * max(max(own) for own in times))
@@ -94,7 +133,14 @@ def draw(path: Path, cases: list[Case], found: dict[str, list[Measured]], missin
         handles=[Patch(color=_COLOURS[kind], label=kind) for kind in kinds],
         frameon=False, loc="upper right", bbox_to_anchor=(1, -0.07), ncols=len(kinds), labelcolor=_INK,
     )  # fmt: skip
-    figure.suptitle(f"One training, started and shared out in {len(shown)} ways", x=0.01, ha="left", fontsize=13, color=_INK, weight="bold")
+    figure.suptitle(
+        f"The same training under {len(shown)} strategies and launchers",
+        x=0.01,
+        ha="left",
+        fontsize=13,
+        color=_INK,
+        weight="bold",
+    )
     axes.set_title(what, loc="left", fontsize=9, color="#64748b")
     if missing:
         notes = "\n".join(f"not measured: {name}: {reason}" for name, reason in missing.items())

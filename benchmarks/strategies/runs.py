@@ -1,4 +1,4 @@
-"""One training of a case, and what its log says."""
+"""One training of a case, measured by its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cases import Case, accelerators, environment
+from benchmarks.strategies.cases import Case, accelerators, environment
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Samples per second in each epoch but the first, the last epoch's mean loss, and seconds from the start of the command to its end."""
+    """Samples per second of each epoch but the first, the last epoch's mean loss, the command's duration in seconds."""
 
     speeds: list[float]
     loss: float
@@ -26,11 +26,11 @@ class Measured:
 
 
 class NotMeasured(Exception):
-    """A case has failed; the message says how."""
+    """A case has failed; the message says why."""
 
 
 def arguments(settings: list[str], epochs: int) -> list[str]:
-    """The trainer's: one report at the end of each epoch, nothing written or evaluated between."""
+    """The trainer's arguments: one report per epoch, and no checkpoint or evaluation in between."""
     own = (
         []
         if any(setting.startswith("model.name=") for setting in settings)
@@ -52,7 +52,9 @@ def run(case: Case, ranks: int, settings: list[str], epochs: int, timeout: float
         command = [*case.command(ranks), *given, *case.settings, f"train.log_every={steps}", f"checkpoint.dir={folder}"]
         began = time.perf_counter()
         with Path(folder, "out.txt").open("w+") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(), cwd=folder, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=environment(), cwd=folder, start_new_session=True
+            )
             try:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -73,7 +75,7 @@ def run(case: Case, ranks: int, settings: list[str], epochs: int, timeout: float
 
 
 def samples(settings: list[str]) -> int:
-    """Of an epoch."""
+    """Samples of an epoch."""
     return int(_value(arguments(settings, 1), "data.size"))
 
 
@@ -83,6 +85,6 @@ def _value(given: list[str], key: str) -> str:
 
 def _cause(output: str, code: int) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    told = [line for line in lines if "error:" in line.lower() or "Error:" in line]
+    errors = [line for line in lines if "error:" in line.lower() or "Error:" in line]
     print(output[-3000:], file=sys.stderr)
-    return (told or lines or [f"exit code {code}"])[0][:300]
+    return (errors or lines or [f"exit code {code}"])[0][:300]

@@ -1,61 +1,78 @@
-"""Kills whatever can be killed, again and again, and checks that nobody could tell.
+"""Random kills of everything that can be killed, pauses and cut connections, which must leave no trace in the result.
 
-    python benchmarks/torture [--kills 40] [--seed 1]                under `ddpjob run`, on this machine
-    python benchmarks/torture --cluster [--kills 200] [--seed 1]     on the test cluster (make cluster-up); the operator is killed too
+    python -m benchmarks.torture [--kills 40] [--seed 1]                under `ddpjob run`, on this machine; processes
+                                                                        are also stopped for 2 to 12 s (SIGSTOP), as
+                                                                        root connections are cut for as long
+    python -m benchmarks.torture --cluster [--kills 200] [--seed 1]     on the test cluster (make cluster-up); the
+                                                                        operator is killed, too
 
-Jobs of all kinds (modes Fast and Standard, fixed and elastic, with and without spares) train side by side. Each must become Complete with
-no restart counted against it; its ledger must deal out every sample of every epoch exactly once; its weights must be, to the bit, those of
-undisturbed training with as many ranks at each step (replay.py says why). Exit code 1 when one is not so.
+Jobs of all kinds (modes Fast and Standard, fixed and elastic, with and without spares) train side by side. Each must
+become Complete with no restart counted against it; by its ledger, every sample of every epoch must be consumed exactly
+once; its weights must equal, bit for bit, those of undisturbed training with as many ranks at each step (replay.py
+explains why). Exit code 1 when a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
+import os
+import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+from benchmarks.marks import write_between
+from benchmarks.processes import exit_on_sigterm
+from benchmarks.torture.arena import Arena, Processes
+from benchmarks.torture.defective import DEFECTS
+from benchmarks.torture.jobs import KINDS
+from benchmarks.torture.on_cluster import on_test_cluster
+from benchmarks.torture.torture import Plan, Torture
+from benchmarks.torture.verdict import table
 
-from arena import Arena, Processes
-from defective import DEFECTS
-from jobs import KINDS
-from marks import write_between
-from on_cluster import on_test_cluster
-from torture import Plan, Torture
-from verdict import table
+OWN_NETWORK = "TORTURE_OWN_NETWORK"
+"""Set in the environment of the program that runs in a network namespace of its own."""
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--kills", type=int, default=40, help="in all (default 40)")
-    made.add_argument("--seed", type=int, default=1, help="of the choice of victims and moments (default 1)")
+    made.add_argument("--kills", type=int, default=40, help="number of kills, pauses and cuts (default 40)")
+    made.add_argument("--seed", type=int, default=1, help="seed for the choice of victims and times (default 1)")
     made.add_argument("--epochs", type=int, default=40, help="length of a job, 23 steps each (default 40)")
-    made.add_argument("--interval", type=float, default=8.0, help="seconds between two kills at most (default 8)")
-    made.add_argument("--jobs", default="", help=f"some of: {', '.join(kind.name for kind in KINDS)} (default all)")
-    made.add_argument("--cluster", action="store_true", help="on the test cluster")
-    made.add_argument("--defect", choices=list(DEFECTS), default="", help="break the trainer on purpose: the checks must fail")
+    made.add_argument(
+        "--interval", type=float, default=8.0, help="longest time between two kills in seconds (default 8)"
+    )
+    made.add_argument("--jobs", default="", help=f"some of {', '.join(kind.name for kind in KINDS)} (default all)")
+    made.add_argument("--cluster", action="store_true", help="run on the test cluster")
+    made.add_argument(
+        "--defect", choices=list(DEFECTS), default="", help="break the trainer on purpose: a check must fail"
+    )
     made.add_argument(
         "--table",
         type=Path,
         metavar="FILE",
-        help="put the table between the marks <!-- torture: begin/end --> of a document (torture-local without --cluster)",
+        help="write the table between <!-- torture: begin --> and <!-- torture: end --> of a document"
+        " (torture-local without --cluster)",
     )
     return made
 
 
 def main() -> int:
-    """0 when every job is as it must be, 1 when one is not, 2 on bad input."""
+    """0 when every job passes all checks, 1 when one does not, 2 on bad input."""
     options = parser().parse_args()
     wanted = tuple(kind for kind in KINDS if not options.jobs or kind.name in options.jobs.split(","))
     if unknown := set(filter(None, options.jobs.split(","))) - {kind.name for kind in KINDS}:
-        print(f"--jobs: {', '.join(sorted(unknown))} is not known; write some of {', '.join(kind.name for kind in KINDS)}", file=sys.stderr)
+        known = ", ".join(kind.name for kind in KINDS)
+        print(f"--jobs: unknown: {', '.join(sorted(unknown))}; choose from {known}", file=sys.stderr)
         return 2
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torture-", ignore_cleanup_errors=True)))
-        arena: Arena = stack.enter_context(on_test_cluster(folder)) if options.cluster else Processes(folder)
+        arena: Arena = (
+            stack.enter_context(on_test_cluster(folder))
+            if options.cluster
+            else Processes(folder, cuts=OWN_NETWORK in os.environ)
+        )
         plan = Plan(options.kills, options.seed, options.epochs, options.interval, wanted, options.defect)
         torture = Torture(arena, plan, folder)
         verdicts = torture.run()
@@ -66,6 +83,20 @@ def main() -> int:
     return int(any(verdict.problems for verdict in verdicts))
 
 
+def in_own_network() -> None:
+    """Run this program again in a network namespace where only loopback is, so that its connections can be cut."""
+    enter = f'ip link set lo up && iptables --wait --list >/dev/null && {OWN_NETWORK}=1 exec "$@"'
+    words = [sys.executable, "-m", "benchmarks.torture", *sys.argv[1:]]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    trial = ["unshare", "--net", "sh", "-c", enter, "sh"]
+    if subprocess.run([*trial, "true"], capture_output=True, check=False).returncode:
+        print("no connections are cut: that needs root, unshare, ip and iptables", file=sys.stderr)
+        return
+    os.execvp("unshare", [*trial, *words])
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended on the way out
+    if not {"--cluster", "--help", "-h", OWN_NETWORK} & {*sys.argv, *os.environ}:
+        in_own_network()
+    exit_on_sigterm()
     sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,12 +15,14 @@ from typing import Any, Protocol
 from ddpjob.local.paths import JobFolder
 from ddpjob.local.record import ask, read_record
 
+from benchmarks.torture.standstill import Standstill, of_container
+
 Json = dict[str, Any]
 
 
 @dataclass
-class Seen:
-    """A job as it is now."""
+class Observed:
+    """The state of a job."""
 
     phase: str = ""
     step: int = 0
@@ -30,79 +33,117 @@ class Seen:
 
 
 class Arena(Protocol):
-    """`extras`: what else can be killed, with its weight beside that of pods (see torture.WEIGHTS), and how; False: not now."""
+    """Runs jobs and kills their pods.
+
+    `extras`: what else can be killed -> (its weight beside torture.WEIGHTS, a function that kills it, or returns False
+    when that is impossible now).
+    """
 
     extras: dict[str, tuple[int, Callable[[], bool]]]
 
     def start(self, name: str, spec: Json) -> None:
-        """Begin a job."""
+        """Start a job."""
 
-    def look(self, name: str) -> Seen:
-        """How it is."""
+    def observe(self, name: str) -> Observed:
+        """The state of the job."""
 
     def kill(self, name: str, pods: list[str]) -> None:
-        """By force, as good as at once. A pod that has ended meanwhile is none."""
+        """Kill the pods by force, nearly at the same time; pods that have ended are ignored."""
 
     def checkpoints(self, name: str) -> Path:
-        """Where the job saves."""
+        """The job's folder of checkpoints."""
 
     def close(self, name: str) -> None:
-        """Nothing of the job is left."""
+        """End and remove everything of the job."""
 
 
 class Processes:
-    """Jobs under `ddpjob run`: pods are process groups, and each job has its own operator in its runner."""
+    """Jobs under `ddpjob run`: pods are process groups, and each runner contains an operator for its job.
 
-    def __init__(self, folder: Path) -> None:
+    `cuts`: whether connections can be cut: as root in a network namespace of one's own.
+    """
+
+    def __init__(self, folder: Path, *, cuts: bool = False) -> None:
         self.extras: dict[str, tuple[int, Callable[[], bool]]] = {}
+        self.faults: dict[str, tuple[int, Callable[[str, Observed], str]]] = {
+            "paused coordinator": (2, lambda name, seen: self._hurt(name, seen.coordinators, "coordinator", "main")),
+            "paused launcher": (2, lambda name, seen: self._hurt(name, seen.pods, "trainer", "main")),
+            "paused worker": (2, lambda name, seen: self._hurt(name, seen.pods, "trainer", "workers")),
+            "paused pod": (2, lambda name, seen: self._hurt(name, seen.pods, "trainer", "all")),
+        }
+        if cuts:
+            self.faults |= {
+                "cut coordinator": (2, lambda name, seen: self._hurt(name, seen.coordinators, "coordinator", "cut")),
+                "cut pod": (2, lambda name, seen: self._hurt(name, seen.pods, "trainer", "cut")),
+            }
+        self._standstill = Standstill()
         self._folder, self._runs = folder, folder / "runs"
         self._runners: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, spec: Json) -> None:
         manifest = self._folder / f"{name}.json"
-        body = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": name}, "spec": {"image": "any:1", **spec}}
+        body = {
+            "apiVersion": "ddpjob.io/v1alpha1",
+            "kind": "DDPJob",
+            "metadata": {"name": name},
+            "spec": {"image": "any:1", **spec},
+        }
         manifest.write_text(json.dumps(body))
         with (self._folder / f"{name}.out").open("wb") as out:
             command = [sys.executable, "-m", "ddpjob.cli", "run", str(manifest)]
             environment = {**os.environ, "DDPJOB_RUNS": str(self._runs), "OMP_NUM_THREADS": "1"}
             self._runners[name] = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
 
-    def look(self, name: str) -> Seen:
+    def observe(self, name: str) -> Observed:
         record = read_record(JobFolder(self._runs / name))
         if record is None:
             if self._runners[name].poll() is not None:
-                return Seen(phase="Failed", message=(self._folder / f"{name}.out").read_text()[-2000:])
-            return Seen()
-        seen = seen_in(record.get("status") or {})
+                return Observed(phase="Failed", message=(self._folder / f"{name}.out").read_text()[-2000:])
+            return Observed()
+        observed = observed_in(record.get("status") or {})
         for pod in record["local"]["pods"]:
             if pod["state"] in ("Running", "Pending"):
-                (seen.coordinators if pod["role"] == "coordinator" else seen.pods).append(pod["name"])
-        if self._runners[name].poll() is not None and seen.phase not in ("Complete", "Failed"):
-            seen.phase, seen.message = "Failed", (self._folder / f"{name}.out").read_text()[-2000:]
-        return seen
+                (observed.coordinators if pod["role"] == "coordinator" else observed.pods).append(pod["name"])
+        if self._runners[name].poll() is not None and observed.phase not in ("Complete", "Failed"):
+            observed.phase, observed.message = "Failed", (self._folder / f"{name}.out").read_text()[-2000:]
+        return observed
 
     def kill(self, name: str, pods: list[str]) -> None:
         for pod in pods:
             ask(JobFolder(self._runs / name), "kill", pod)
 
+    def _hurt(self, name: str, pods: list[str], container: str, what: str) -> str:
+        """Pause, or cut off, processes of one of the pods."""
+        record = read_record(JobFolder(self._runs / name))
+        if record is None or not pods:
+            return ""
+        pod = random.SystemRandom().choice(pods)
+        main, workers = of_container(record["metadata"]["uid"], pod, container)
+        pids = {"main": main, "workers": workers}.get(what, main + workers)
+        if not pids:
+            return ""
+        seconds = self._standstill.cut(pids) if what == "cut" else self._standstill.pause(pids)
+        return f"{pod} for {seconds:.1f} s"
+
     def checkpoints(self, name: str) -> Path:
         return self._runs / name / "checkpoints"
 
     def close(self, name: str) -> None:
+        self._standstill.wait()
         runner = self._runners.pop(name)
         if runner.poll() is None:
             runner.terminate()
             try:
                 runner.wait(60)
             except subprocess.TimeoutExpired:
-                runner.kill()  # Its guard ends the rest.
+                runner.kill()  # The runner's guard process ends the rest.
                 runner.wait()
 
 
-def seen_in(status: Json) -> Seen:
-    """What a job's status tells."""
+def observed_in(status: Json) -> Observed:
+    """The state that a job's status describes."""
     failed = next((c for c in status.get("conditions", ()) if c["type"] == "Failed" and c["status"] == "True"), None)
-    return Seen(
+    return Observed(
         phase=status.get("phase", ""),
         step=int(status.get("progress", {}).get("step") or 0),
         counted=int(status.get("restarts", {}).get("counted") or 0),

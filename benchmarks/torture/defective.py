@@ -1,21 +1,27 @@
-"""The trainer with one deliberate defect, to show that the checks of the torture fail: defective.py DEFECT ARGUMENTS_OF_THE_TRAINER"""
+"""The trainer with a deliberate defect, under which the checks must fail.
+
+python defective.py DEFECT ARGUMENTS_OF_THE_TRAINER
+"""
 
 import importlib
 import sys
 
 import torch
-from ddpjob_trainer import __main__, sampler
+from ddpjob_trainer import __main__
+from ddpjob_trainer.data import sampler
 
 
 def lose_sample():
-    """A step takes one sample less than it should. The evaluation keeps the whole one."""
-    importlib.import_module("ddpjob_trainer.evaluate")
+    """Leave one sample out of every training step; evaluation is not changed."""
+    importlib.import_module("ddpjob_trainer.evaluation.evaluate")
     share = sampler.share
-    sampler.share = lambda samples, rank, world: share(samples, rank, world)[1:] if rank == 1 else share(samples, rank, world)
+    sampler.share = lambda samples, rank, world: (
+        share(samples, rank, world)[1:] if rank == 1 else share(samples, rank, world)
+    )
 
 
 def forget_consumed():
-    """A restart begins its epoch anew, though the model has seen a part of it."""
+    """Begin the epoch again at a restart, though the model was trained on a part of it."""
 
     def load(self, state):
         self.state = sampler.SamplerState(state["epoch"], 0, state["seed"])
@@ -24,12 +30,12 @@ def forget_consumed():
 
 
 def forget_momentum():
-    """A restart does not restore the optimizer's state."""
+    """Do not restore the optimizer's state at a restart."""
     torch.optim.SGD.load_state_dict = lambda self, state: None
 
 
 def no_resume():
-    """A start cannot read a checkpoint: the job can never go on after a kill."""
+    """Fail to read any checkpoint: the job can never continue after a kill."""
     from ddpjob_trainer.checkpoints import torch_file
 
     def broken(content):
@@ -38,7 +44,12 @@ def no_resume():
     torch_file.decode = broken
 
 
-DEFECTS = {"lose-sample": lose_sample, "forget-consumed": forget_consumed, "forget-momentum": forget_momentum, "no-resume": no_resume}
+DEFECTS = {
+    "lose-sample": lose_sample,
+    "forget-consumed": forget_consumed,
+    "forget-momentum": forget_momentum,
+    "no-resume": no_resume,
+}
 
 if __name__ == "__main__":
     DEFECTS[sys.argv.pop(1)]()

@@ -1,4 +1,4 @@
-"""The jobs that are tortured: the project's trainer with its ledger, in every mode and shape; and what undisturbed runs come to."""
+"""The tortured jobs: the project's trainer with its ledger, in every mode, size and elasticity."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kind:
 
     @property
     def elastic(self) -> bool:
-        """Whether its number of nodes changes on the way."""
+        """Whether the number of nodes may change."""
         return self.minimum < self.nodes
 
 
@@ -38,21 +38,25 @@ KINDS = (
 
 
 def trainer_arguments(epochs: int) -> list[str]:
-    """Small and slow enough for some kills, and a checkpoint each few steps."""
+    """A small training that is slow enough for some kills, with a checkpoint every five steps."""
     return [
-        "data.name=digits", "data.batch=64", "model.width=16", f"train.epochs={epochs}", "train.ledger=true", "train.eval_every=1000",
-        "train.log_every=10", "optim.lr=0.05", "optim.warmup_epochs=1", "checkpoint.every_steps=5", "checkpoint.every_seconds=0",
-        "train.timeout_seconds=120", "train.threads=1", "eval.pictures=false",
+        "data.name=digits", "data.batch=64", "model.width=16", f"train.epochs={epochs}", "train.ledger=true",
+        "train.eval_every=1000", "train.log_every=10", "optim.lr=0.05", "optim.warmup_epochs=1",
+        "checkpoint.every_steps=5", "checkpoint.every_seconds=0", "train.timeout_seconds=120", "train.threads=1",
+        "eval.pictures=false",
     ]  # fmt: skip
 
 
 def spec(kind: Kind, epochs: int, defect: str) -> Json:
-    """Of the DDPJob; `defect` breaks the trainer on purpose."""
+    """The DDPJob's spec; `defect` breaks the trainer on purpose."""
     recovery: Json = {"mode": kind.mode, "nodeLostAfterSeconds": 10}
     program: Json = {"module": "ddpjob_trainer", "args": trainer_arguments(epochs)}
     if defect:
         recovery["maxRestarts"] = 2
-        program = {"script": str(Path(__file__).with_name("defective.py")), "args": [defect, *trainer_arguments(epochs)]}
+        program = {
+            "script": str(Path(__file__).with_name("defective.py")),
+            "args": [defect, *trainer_arguments(epochs)],
+        }
     elastic = {"elastic": {"minNodes": kind.minimum}} if kind.elastic else {}
     return {
         **program, **elastic, "nodes": kind.nodes, "spares": kind.spares, "gpusPerNode": 0,
@@ -61,7 +65,7 @@ def spec(kind: Kind, epochs: int, defect: str) -> Json:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Those of the newest checkpoint."""
+    """The weights of the newest checkpoint."""
     newest = max(folder.glob("step-*.pt"))
     model: dict[str, torch.Tensor] = torch.load(newest, weights_only=True)["model"]
     return model

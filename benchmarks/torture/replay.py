@@ -1,9 +1,12 @@
-"""The weights that a job must have come to: the same training, undisturbed, on as many ranks at each step as the job had.
+"""The weights that a job must end with: undisturbed training on as many ranks at each step as the job had.
 
-Where the number of ranks changed, sums of float32 are taken in another order from that step on, and training amplifies the difference: an
-elastic job cannot be compared with a run on a fixed number of ranks. It can with one that changes at the same steps, and then to the bit.
+Where the number of ranks changes, float32 sums are taken in a different order from that step on, and training amplifies
+the difference: an elastic job cannot be compared with a run on a fixed number of ranks. It equals, bit for bit, a run
+whose number of ranks changes at the same steps.
 
-    python replay.py FOLDER WORLD:STEP [WORLD:STEP ...] -- ARGUMENTS_OF_THE_TRAINER      each until after STEP; the last one to the end
+    python replay.py FOLDER WORLD:STEP [WORLD:STEP ...] -- ARGUMENTS_OF_THE_TRAINER
+
+WORLD ranks train until after STEP; the last WORLD to the end.
 """
 
 from __future__ import annotations
@@ -16,18 +19,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ddpjob_trainer.ledger_check import Life
+from ddpjob_trainer.commands.check_ledger import Incarnation
 
 Segments = tuple[tuple[int, int], ...]
 """(ranks, last step)"""
 
 
-def segments(lives: list[Life]) -> Segments:
-    """From a ledger: how many ranks made which steps, in the history that counts."""
+def segments(incarnations: list[Incarnation]) -> Segments:
+    """How many ranks made which steps, in the history of a ledger that counts."""
     worlds: dict[int, int] = {}
-    for life in lives:
-        worlds = {step: world for step, world in worlds.items() if step <= life.start}
-        worlds.update(dict.fromkeys(life.parts, life.world))
+    for incarnation in incarnations:
+        worlds = {step: world for step, world in worlds.items() if step <= incarnation.start}
+        worlds.update(dict.fromkeys(incarnation.parts, incarnation.world))
     found: list[tuple[int, int]] = []
     for step, world in sorted(worlds.items()):
         if found and found[-1][0] == world:
@@ -37,7 +40,7 @@ def segments(lives: list[Life]) -> Segments:
 
 
 def replay(folder: Path, parts: Segments, arguments: list[str]) -> Path:
-    """Train; returns the folder of checkpoints. Raises CalledProcessError."""
+    """Train unless it was done before. Returns the folder of checkpoints. Raises CalledProcessError."""
     own = folder / ("replay-" + "-".join(f"{world}x{step}" for world, step in parts))
     if not own.exists():
         words = [f"{world}:{step}" for world, step in parts]
@@ -46,7 +49,7 @@ def replay(folder: Path, parts: Segments, arguments: list[str]) -> Path:
     return own
 
 
-# ---- in a process of its own, which imports torch once and forks the ranks
+# ---- The program: it imports torch once and forks the ranks.
 
 
 def main() -> int:
@@ -61,18 +64,22 @@ def main() -> int:
             port = probe.getsockname()[1]
         stop = None if number == len(parts) else last - done
         ranks = [
-            fork(lambda rank=rank, world=world, port=port, stop=stop: run_rank(rank, world, port, stop, arguments)) for rank in range(world)
+            fork(lambda rank=rank, world=world, port=port, stop=stop: run_rank(rank, world, port, stop, arguments))
+            for rank in range(world)
         ]
         codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         if codes != [expected] * world:
-            print(f"replay of steps {done + 1} to {last} on {world} ranks ended with {codes}, not {expected}", file=sys.stderr)
+            print(
+                f"replay of steps {done + 1} to {last} on {world} ranks ended with {codes}, not {expected}",
+                file=sys.stderr,
+            )
             return 1
         done = last
     return 0
 
 
 def fork(run: Callable[[], NoReturn]) -> int:
-    """The process id of a child that runs it."""
+    """Fork a child that calls `run`. Returns its process id."""
     child = os.fork()
     if child == 0:
         run()
@@ -80,10 +87,11 @@ def fork(run: Callable[[], NoReturn]) -> int:
 
 
 def run_rank(rank: int, world: int, port: int, stop: int | None, arguments: list[str]) -> NoReturn:
-    """One rank, which is told to stop during its step number `stop`."""
+    """One rank, which is asked to stop during its step number `stop`."""
     import traceback
 
-    from ddpjob_trainer import config, signals, train
+    from ddpjob_trainer import config, train
+    from ddpjob_trainer.lifecycle import signals
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
@@ -106,6 +114,6 @@ def run_rank(rank: int, world: int, port: int, stop: int | None, arguments: list
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401 (once, for all ranks)
+    import torch  # noqa: F401 (imported once for all ranks)
 
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""Data sets in the real formats, made from the two photographs that scikit-learn ships: parts of them, zoomed, turned, lighter or darker.
+"""Data sets in the real formats, made from crops, flips and brightness changes of scikit-learn's two photographs.
 
-Noise would not do: it compresses badly, and decoding a JPEG takes as long as its bytes are many.
+Random noise would not do: it compresses badly, and the time to decode a JPEG grows with its size.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 from PIL import Image, ImageEnhance
 
 DIFFERENT = 600
-"""Different JPEGs; more files than that are links to them."""
+"""The number of distinct JPEGs; further files are hard links to them."""
 
 
 def photographs() -> list[Image.Image]:
-    """The two, 640x427."""
+    """scikit-learn's two photographs, 640x427."""
     from sklearn.datasets import load_sample_image
 
     return [Image.fromarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]
 
 
 def picture(sources: list[Image.Image], random: np.random.Generator, width: int, height: int) -> Image.Image:
-    """A part of a photograph."""
+    """A random part of a random photograph."""
     source = sources[random.integers(len(sources))]
     zoom = random.uniform(0.5, 1.0)
     across, down = source.width * zoom, source.height * zoom
@@ -48,7 +48,7 @@ def cifar10(root: Path, count: int) -> None:
 
 
 def jpegs(root: Path, count: int) -> None:
-    """train/ and val/ in ImageNet's layout: ten classes, `count` training JPEGs of 500x375 or 375x500 with quality 90 (about 60 kB)."""
+    """train/ and val/ in ImageNet's layout: ten classes, `count` training JPEGs of 500x375 or 375x500 at quality 90."""
     random, sources = np.random.default_rng(0), photographs()
     for part, size in (("train", count), ("val", 20)):
         made: list[Path] = []

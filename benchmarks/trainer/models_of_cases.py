@@ -1,21 +1,22 @@
-"""The model of a case, the same for the trainer and for the loop that it is compared with."""
+"""The model of a case, the same for the trainer and for the loop it is compared with."""
 
 from __future__ import annotations
 
-from ddpjob_trainer.models import ModelConfig, build_model
+from ddpjob_trainer.config.sections import ModelConfig
+from ddpjob_trainer.model.models import build_model
 from torch import nn
 
 TINY = "tiny"
-"""One layer over the image at 4x4 pixels: next to no arithmetic: the input decides, as beside an accelerator that is fast enough."""
+"""One linear layer on the image at 4x4 pixels: hardly any arithmetic, so the input decides, as with a fast GPU."""
 
 
 def tiny(classes: int) -> nn.Module:
-    """For images of any size."""
+    """The tiny model, for images of any size."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, classes))
 
 
 def model_of(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """`tiny`, or NAME[:WIDTH] as the trainer knows it."""
+    """`tiny`, or the trainer's model NAME[:WIDTH]."""
     if name == TINY:
         return tiny(classes)
     if name.startswith("small_cnn:"):
@@ -24,7 +25,7 @@ def model_of(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def trainer_arguments(name: str) -> list[str]:
-    """The same model for the trainer; `tiny` is put in its place by trained.py."""
+    """The trainer's arguments for the same model; trained.py substitutes `tiny`."""
     if name == TINY:
         return []
     kind, _, width = name.partition(":")

@@ -1,4 +1,4 @@
-"""Images per second of the trainer beside a plain loop: same model, batch and precision, each a process of its own, by turns."""
+"""Images per second of the trainer and of a plain loop: same model, batch and precision, one process at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from benchmarks import CHECKOUT
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row: `steps` in all, the first `warm` are not counted. `aim`: how many times the plain loop's speed, if any."""
+    """The first `warm` of `steps` do not count. `target`: the trainer's speed relative to the plain loop's."""
 
     name: str
     kind: str
@@ -24,30 +24,47 @@ class Case:
     batch: int
     warm: int
     steps: int
-    aim: float | None
+    target: float | None
     meaning: str
 
 
 CASES = (
-    Case("cifar-resnet18", "cifar", "resnet18_cifar", 128, 2, 8, 1.3, "CIFAR-10, ResNet-18: on a CPU arithmetic decides"),
-    Case("cifar-small", "cifar", "small_cnn:8", 128, 20, 140, 1.3, "CIFAR-10, a small network: arithmetic and input weigh the same"),
-    Case("cifar-input", "cifar", "tiny", 128, 20, 320, 1.3, "CIFAR-10, next to no network: the input alone"),
-    Case("jpeg-resnet18", "jpeg", "torchvision:resnet18", 32, 2, 8, None, "JPEGs, ResNet-18 at 224: on a CPU arithmetic decides"),
-    Case("jpeg-input", "jpeg", "tiny", 64, 5, 45, 1.5, "JPEGs, next to no network: reading and decoding alone"),
-)
+    Case(
+        "cifar-resnet18", "cifar", "resnet18_cifar", 128, 2, 8, 1.3,
+        "CIFAR-10, ResNet-18: dominated by arithmetic on a CPU",
+    ),
+    Case(
+        "cifar-small", "cifar", "small_cnn:8", 128, 20, 140, 1.3,
+        "CIFAR-10, a small network: arithmetic and input take about as long",
+    ),
+    Case("cifar-input", "cifar", "tiny", 128, 20, 320, 1.3, "CIFAR-10, hardly any network: the input alone"),
+    Case(
+        "jpeg-resnet18", "jpeg", "torchvision:resnet18", 32, 2, 8, None,
+        "JPEGs, ResNet-18 at 224: dominated by arithmetic on a CPU",
+    ),
+    Case("jpeg-input", "jpeg", "tiny", 64, 5, 45, 1.5, "JPEGs, hardly any network: reading and decoding alone"),
+)  # fmt: skip
 
 
 def plain(case: Case, data: Path, workers: int) -> float:
     """Images per second of the plain loop."""
-    script = {"cifar": "plain_cifar.py", "jpeg": "plain_imagenet.py"}[case.kind]
-    sizes = [f"--batch={case.batch}", f"--warm={case.warm}", f"--steps={case.steps}", f"--workers={workers}", f"--model={case.model}"]
-    result = json.loads(_run([sys.executable, script, str(data), *sizes]).splitlines()[-1])
+    script = {"cifar": "plain_cifar", "jpeg": "plain_imagenet"}[case.kind]
+    sizes = [
+        f"--batch={case.batch}",
+        f"--warm={case.warm}",
+        f"--steps={case.steps}",
+        f"--workers={workers}",
+        f"--model={case.model}",
+    ]
+    result = json.loads(
+        _run([sys.executable, "-m", f"benchmarks.trainer.{script}", str(data), *sizes]).splitlines()[-1]
+    )
     return float(result["images"] / result["seconds"])
 
 
 def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
     """Images per second of the trainer, by the times in its own metrics.jsonl."""
-    import models_of_cases
+    from benchmarks.trainer import models_of_cases
 
     arguments = [
         f"data.name={'cifar10' if case.kind == 'cifar' else 'imagefolder'}",
@@ -61,34 +78,38 @@ def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
         f"train.log_every={_log_every(case)}",
         f"checkpoint.dir={folder}",
     ]
-    _run([sys.executable, "trained.py", case.model, *arguments])
+    _run([sys.executable, "-m", "benchmarks.trainer.trained", case.model, *arguments])
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     times = {line["step"]: line["time"] for line in lines if line["event"] == "step"}
     return (case.steps - case.warm) * case.batch / (times[case.steps] - times[case.warm])
 
 
 def _log_every(case: Case) -> int:
-    """The trainer tells its progress each so many steps: both ends of what is counted must be among them."""
+    """An interval of the trainer's reports that includes both ends of the counted steps."""
     return next(every for every in (10, 5, 2, 1) if case.warm % every == 0 and case.steps % every == 0)
 
 
 def _run(command: list[str]) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     environment.pop("OMP_NUM_THREADS", None)
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     return done.stdout
 
 
 def measure(cases: list[Case], rounds: int, workers: int) -> dict[str, list[tuple[float, float]]]:
-    """(plain, trainer) in images per second, for each case one pair a round; who begins changes from round to round."""
-    import made_data
+    """(plain loop, trainer) in images per second: one pair per case and round; the two begin by turns."""
+    from benchmarks.trainer import made_data
 
     found: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
     with tempfile.TemporaryDirectory(prefix="trainer-benchmark-") as scratch:
         for case in cases:
-            {"cifar": made_data.cifar10, "jpeg": made_data.jpegs}[case.kind](Path(scratch) / case.name, case.steps * case.batch)
+            {"cifar": made_data.cifar10, "jpeg": made_data.jpegs}[case.kind](
+                Path(scratch) / case.name, case.steps * case.batch
+            )
         for round_ in range(rounds):
             for case in cases:
                 data, run = Path(scratch) / case.name, Path(scratch) / f"run-{case.name}-{round_}"
@@ -96,20 +117,26 @@ def measure(cases: list[Case], rounds: int, workers: int) -> dict[str, list[tupl
                 for who in ("plain", "trainer") if round_ % 2 == 0 else ("trainer", "plain"):
                     speeds[who] = plain(case, data, workers) if who == "plain" else trained(case, data, workers, run)
                 found[case.name].append((speeds["plain"], speeds["trainer"]))
-                said = f"plain {speeds['plain']:.1f}, trainer {speeds['trainer']:.1f} images/s: {speeds['trainer'] / speeds['plain']:.2f}"
-                print(f"{round_ + 1:>3} {case.name:<16} {said}", file=sys.stderr, flush=True)
+                ratio = speeds["trainer"] / speeds["plain"]
+                text = f"plain {speeds['plain']:.1f}, trainer {speeds['trainer']:.1f} images/s: {ratio:.2f}"
+                print(f"{round_ + 1:>3} {case.name:<16} {text}", file=sys.stderr, flush=True)
     return found
 
 
 def table(cases: list[Case], found: dict[str, list[tuple[float, float]]], workers: int) -> str:
-    """Medians, and the median of the ratios within each round."""
-    lines = ["| case | plain loop images/s | trainer images/s | times (range) | aim |", "| --- | --- | --- | --- | --- |"]
+    """Medians, and the median ratio within a round."""
+    lines = [
+        "| case | plain loop images/s | trainer images/s | ratio (range) | target |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for case in cases:
         pairs = found[case.name]
         ratios = sorted(trainer / plain for plain, trainer in pairs)
         slow, fast = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
         times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        lines.append(f"| {case.meaning}, {case.batch} per step | {slow:.0f} | {fast:.0f} | {times} | {case.aim or ''} |")
+        lines.append(
+            f"| {case.meaning}, {case.batch} per step | {slow:.0f} | {fast:.0f} | {times} | {case.target or ''} |"
+        )
     rounds = len(next(iter(found.values())))
     load = f"load average {os.getloadavg()[0]:.1f}"
     return "\n".join([*lines, "", f"{rounds} rounds, interleaved; {workers} workers; {os.cpu_count()} cores; {load}."])

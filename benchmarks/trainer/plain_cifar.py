@@ -1,16 +1,17 @@
-"""CIFAR-10 as tutorials train it: torchvision's data set, PIL transforms, a DataLoader with workers."""
+"""CIFAR-10 as in tutorials: torchvision's data set, PIL transforms, a DataLoader with workers."""
 
 from __future__ import annotations
 
 import torch
 import torchvision
 import torchvision.transforms as transforms
-from models_of_cases import model_of
-from plain_loop import options, train
+
+from benchmarks.trainer.models_of_cases import model_of
+from benchmarks.trainer.plain_loop import options, train
 
 
 class Cifar10(torchvision.datasets.CIFAR10):
-    """Data that was made has not the official files' checksums."""
+    """Generated data does not have the checksums of the official files."""
 
     def _check_integrity(self) -> bool:
         return True
@@ -20,7 +21,7 @@ class Cifar10(torchvision.datasets.CIFAR10):
 
 
 def main() -> None:
-    """One epoch."""
+    """Train for one epoch."""
     given = options()
     transform = transforms.Compose(
         [

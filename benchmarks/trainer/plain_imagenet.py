@@ -1,15 +1,16 @@
-"""ImageNet as the official example trains it (pytorch/examples, imagenet/main.py): ImageFolder, PIL transforms, DataLoader workers."""
+"""ImageNet as in the official example (pytorch/examples, imagenet/main.py): ImageFolder, PIL transforms, DataLoader."""
 
 from __future__ import annotations
 
 import torch
-from models_of_cases import model_of
-from plain_loop import options, train
 from torchvision import datasets, transforms
+
+from benchmarks.trainer.models_of_cases import model_of
+from benchmarks.trainer.plain_loop import options, train
 
 
 def main() -> None:
-    """One epoch."""
+    """Train for one epoch."""
     given = options()
     data = datasets.ImageFolder(
         str(given.data / "train"),
@@ -23,7 +24,9 @@ def main() -> None:
         ),
     )
     pin = torch.cuda.is_available()
-    loader = torch.utils.data.DataLoader(data, batch_size=given.batch, shuffle=True, num_workers=given.workers, pin_memory=pin)
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=given.batch, shuffle=True, num_workers=given.workers, pin_memory=pin
+    )
     train(model_of(given.model, (3, 224, 224), len(data.classes)), loader, given)
 
 

@@ -1,4 +1,4 @@
-"""What the official examples share: the loop, with their meters, and how its speed is told."""
+"""The loop of the official examples, with their meters, which prints its speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def options() -> argparse.Namespace:
-    """Of either loop."""
+    """The options of both programs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("data", type=Path)
     parser.add_argument("--model", required=True)
@@ -33,7 +33,7 @@ def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...]) 
 
 
 def train(model: nn.Module, loader: Iterable[tuple[torch.Tensor, torch.Tensor]], given: argparse.Namespace) -> None:
-    """One epoch; prints images and seconds after the warm-up."""
+    """Train for one epoch; print images and seconds after the warm-up."""
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=1e-4)
     losses = began = 0.0
@@ -49,6 +49,9 @@ def train(model: nn.Module, loader: Iterable[tuple[torch.Tensor, torch.Tensor]],
         if step == given.warm:
             began = time.time()
         if step == given.steps:
-            print(json.dumps({"images": (given.steps - given.warm) * given.batch, "seconds": time.time() - began}), flush=True)
+            print(
+                json.dumps({"images": (given.steps - given.warm) * given.batch, "seconds": time.time() - began}),
+                flush=True,
+            )
             return
     raise SystemExit(f"the data set ended before step {given.steps}")

@@ -1,15 +1,19 @@
-"""python trained.py MODEL key=value ...: the trainer, on its own way from the command line on; MODEL `tiny` is put in place of its own."""
+"""The trainer from its command line on, with MODEL `tiny` substituted for its own.
+
+python -m benchmarks.trainer.trained MODEL KEY=VALUE ...
+"""
 
 from __future__ import annotations
 
 import sys
 
 from ddpjob_trainer import __main__, train
-from models_of_cases import TINY, tiny
+
+from benchmarks.trainer.models_of_cases import TINY, tiny
 
 
 def main() -> int:
-    """Its exit code."""
+    """The trainer's exit code."""
     model, *arguments = sys.argv[1:]
     if model == TINY:
         train.build_model = lambda config, shape, classes, *_: tiny(classes)

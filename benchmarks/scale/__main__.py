@@ -1,0 +1,143 @@
+"""One operator with very many jobs: creation, rest, a storm of losses, a restart, hostile coordinators.
+
+    python -m benchmarks.scale [--sizes 100 300] [--csv FILE] [--chart FILE.png] [--table benchmarks/README.md]
+
+Starts the API server of the test cluster alone (root, Go; the slot of DDPJOB_CLUSTER_SLOT) and ends it afterwards, or
+uses the test cluster that is up. The operator is a process of its own, as the chart runs it. Kubelets and coordinators
+are played by the benchmark; pods run nothing. The pods name a scheduler that does not exist.
+
+Beside a figure: the processors that were busy meanwhile. All of them share one machine: where they are all taken, the
+rate is the machine's, and the operator's share says how much of it is the operator's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, fields
+from pathlib import Path
+
+from ddpjob.controller.rest import Rest
+from kubernetes.aio import client, config
+
+from benchmarks.marks import write_between
+from benchmarks.processes import exit_on_sigterm
+from benchmarks.scale.chart import draw
+from benchmarks.scale.hollow import Hollow
+from benchmarks.scale.measure import Figure, Meter, Operator
+from benchmarks.scale.parts import BenchmarkError, Options, Parts, prepare
+from benchmarks.testbed import KEY, Cluster, OperatorProcess, install_crd, prerequisites
+
+TEAMS = 10
+CONNECTIONS = 128
+
+
+@contextmanager
+def api_server() -> Iterator[tuple[Cluster, bool]]:
+    """The test cluster, and whether it was up before."""
+    cluster = Cluster()
+    before = cluster.state() is not None
+    if not before:
+        prerequisites.require(cluster.settings)
+        cluster.up(nodes=0, keep=False)
+    try:
+        install_crd(cluster)
+        yield cluster, before
+    finally:
+        if not before:
+            cluster.down()
+
+
+async def measure(options: Options, cluster: Cluster, shared: bool, log: Path) -> Parts:
+    """`shared`: others may use the cluster too, so that the operator watches the benchmark's namespaces only."""
+    settings = client.Configuration()
+    await config.load_kube_config(config_file=str(cluster.kubeconfig), client_configuration=settings)
+    rest = Rest.open(settings, CONNECTIONS)
+    token = secrets.token_hex(2)
+    namespaces = [f"scale-{token}-{name}" for name in (*range(TEAMS), "other")]
+    hollow = Hollow(rest, KEY, namespaces)
+    operator = Operator(OperatorProcess(cluster, log), tuple(namespaces) if shared else (), namespaces[-1])
+    following = asyncio.create_task(hollow.run())
+    try:
+        await prepare(rest, namespaces)
+        await hollow.ready()
+        parts = Parts(options, rest, hollow, operator, Meter(cluster, operator), namespaces)
+        try:
+            await parts.run()
+        except BenchmarkError as error:
+            parts.error = str(error)
+        return parts
+    finally:
+        operator.kill()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        for namespace in namespaces if shared else ():
+            await rest.request("DELETE", f"/api/v1/namespaces/{namespace}")
+        await rest.close()
+
+
+def table(figures: list[Figure]) -> str:
+    """In Markdown."""
+    lines = ["| part | figure | value | aim | reached | beside |", "| --- | --- | ---: | --- | --- | --- |"]
+    for f in figures:
+        value = f"{f.value:.3g} {f.unit}".strip()
+        lines.append(f"| {f.part} | {f.what} | {value} | {f.aim} | {f.reached} | {f.beside} |")
+    load = os.getloadavg()[2]
+    return "\n".join([*lines, "", f"{os.cpu_count()} cores; load average of the last 15 minutes {load:.1f}."])
+
+
+def write_csv(path: Path, figures: list[Figure]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([field.name for field in fields(Figure)])
+        writer.writerows(astuple(figure) for figure in figures)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--sizes", type=int, nargs="+", default=[100, 300], help="numbers of jobs (default 100 300)")
+    made.add_argument("--nodes", type=int, default=8, help="of each job (default 8)")
+    made.add_argument("--burst", type=int, default=50, help="jobs created at once (default 50)")
+    made.add_argument("--rounds", type=int, default=3, help="of bursts, in turn with the bare client's (default 3)")
+    made.add_argument("--rest", type=float, default=60.0, help="seconds for which jobs at rest are measured (default)")
+    made.add_argument("--settle", type=float, default=15.0, help="seconds before that (default)")
+    made.add_argument("--ended", type=int, default=300, help="ended jobs that are added (default 300)")
+    made.add_argument("--storm", type=int, default=1000, help="pods that die at once (default 1000)")
+    made.add_argument("--hostile", type=int, default=150, help="hostile coordinators (default 150)")
+    made.add_argument("--csv", type=Path, metavar="FILE", help="write the figures here")
+    made.add_argument("--chart", type=Path, metavar="FILE", help="draw them here")
+    made.add_argument("--table", type=Path, metavar="FILE", help="write the table between the marks of this document")
+    return made
+
+
+def main() -> int:
+    """0; 1 when a part did not reach its end: then there are the figures of the others, and no chart."""
+    given = parser().parse_args()
+    options = Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
+    options.sizes.sort()
+    with tempfile.TemporaryDirectory() as folder, api_server() as (cluster, shared):
+        log = Path(folder) / "operator.log"
+        parts = asyncio.run(measure(options, cluster, shared, log))
+        if parts.error:
+            print(f"{parts.error}; the end of the operator's log:", *log.read_text().splitlines()[-20:], sep="\n")
+    if given.csv is not None:
+        write_csv(given.csv, parts.figures)
+    if parts.error:
+        return 1
+    if given.chart is not None:
+        draw(parts.series, given.chart)
+    if given.table is not None:
+        write_between(given.table, "scale", table(parts.figures))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_on_sigterm()
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""What the parts measure with: processor time and memory of processes, and the API server's count of requests."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob.controller.rest import Rest
+
+from benchmarks.processes import free_port
+from benchmarks.testbed import Cluster, OperatorProcess, recorded
+
+RESOURCES = frozenset(
+    (
+        "ddpjobs",
+        "pods",
+        "services",
+        "configmaps",
+        "secrets",
+        "networkpolicies",
+        "poddisruptionbudgets",
+        "events",
+        "nodes",
+        "persistentvolumeclaims",
+    )
+)
+"""All that the operator reads and writes for jobs; Leases are not for jobs."""
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table."""
+
+    part: str
+    what: str
+    value: float
+    unit: str
+    aim: str = ""
+    """`<= 1.5` or `>= 1.5`; empty: it has none."""
+    beside: str = ""
+    """What else kept the processors busy meanwhile, or what the value consists of."""
+
+    @property
+    def reached(self) -> str:
+        if not self.aim:
+            return ""
+        sign, bound = self.aim.split()
+        return "yes" if (self.value <= float(bound) if sign == "<=" else self.value >= float(bound)) else "no"
+
+
+class Operator:
+    """The operator's process, as the chart runs it."""
+
+    def __init__(self, process: OperatorProcess, namespaces: tuple[str, ...], lease_namespace: str) -> None:
+        self.process = process
+        self.metrics_port = free_port()
+        self._settings = {
+            "DDPJOB_OPERATOR_NAMESPACES": ",".join(namespaces),
+            "DDPJOB_OPERATOR_METRICS_PORT": str(self.metrics_port),
+            "DDPJOB_OPERATOR_ADDRESS": "127.0.0.1",
+            "DDPJOB_OPERATOR_LEASE_NAMESPACE": lease_namespace,
+            "DDPJOB_OPERATOR_IDENTITY": "benchmark",
+            "DDPJOB_OPERATOR_PEER": '{"podSelector": {}}',
+        }
+        self._peaks: list[float] = []
+
+    def start(self) -> None:
+        self.process.start(**self._settings)
+
+    def kill(self) -> None:
+        if self.process.running():
+            self._peaks.append(self.memory("VmHWM"))
+        self.process.kill()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.process is not None
+        return int(self.process.process.pid)
+
+    def memory(self, what: str = "VmRSS") -> float:
+        """MiB resident; `VmHWM`: at the peak."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
+
+    def peak(self) -> float:
+        """The peak of all its starts in MiB."""
+        return max([*self._peaks, self.memory("VmHWM")])
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Seconds of processor time, and what they were used in."""
+
+    wall: float
+    operator: float
+    control_plane: float
+    benchmark: float
+    machine: float
+
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(
+            self.wall - other.wall,
+            self.operator - other.operator,
+            self.control_plane - other.control_plane,
+            self.benchmark - other.benchmark,
+            self.machine - other.machine,
+        )
+
+    @property
+    def cores(self) -> float:
+        """The operator's share of a processor."""
+        return self.operator / self.wall
+
+    def __str__(self) -> str:
+        others = max(0.0, self.machine - self.operator - self.control_plane - self.benchmark)
+        parts = [("operator", self.operator), ("API server and etcd", self.control_plane)]
+        parts += [("benchmark", self.benchmark), ("others", others)]
+        return ", ".join(f"{name} {seconds / self.wall:.2f}" for name, seconds in parts)
+
+
+class Meter:
+    """Reads processor time of the machine's processes."""
+
+    def __init__(self, cluster: Cluster, operator: Operator) -> None:
+        self._operator = operator
+        self._control_plane = [p.pid for p in recorded(cluster.settings) if p.name in ("etcd", "kube-apiserver")]
+
+    def read(self) -> Usage:
+        return Usage(
+            time.monotonic(),
+            _seconds(self._operator.pid) if self._operator.process.running() else 0.0,
+            sum(map(_seconds, self._control_plane)),
+            time.process_time(),
+            _machine(),
+        )
+
+
+def _seconds(pid: int) -> float:
+    """Of a process and its threads. proc(5): fields 14 and 15; field 2 may hold spaces."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def _machine() -> float:
+    """Of all processors: user, nice, system, irq, softirq, steal. proc(5)"""
+    numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return (sum(numbers) - numbers[3] - numbers[4]) / TICKS
+
+
+async def requests(rest: Rest) -> Counter[tuple[str, str]]:
+    """Requests that the API server has answered so far, by (verb, resource), of RESOURCES and without watches."""
+    response = await rest.api.call_api("GET", f"{rest.api.configuration.host}/metrics", {})
+    found: Counter[tuple[str, str]] = Counter()
+    for line in (await response.read()).decode().splitlines():
+        if not line.startswith("apiserver_request_total{"):
+            continue
+        labels, _, value = line.partition("{")[2].rpartition("} ")
+        values = {name: text.strip('"') for name, _, text in (pair.partition("=") for pair in labels.split(","))}
+        if values["resource"] in RESOURCES and values["verb"] != "WATCH":
+            resource = "/".join(filter(None, (values["resource"], values["subresource"])))
+            found[values["verb"], resource] += round(float(value))
+    return found

@@ -1,0 +1,489 @@
+"""The parts of the benchmark, in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import count
+from typing import Any
+
+from ddpjob.api.types import Json
+from ddpjob.controller.main import CONNECTIONS
+from ddpjob.controller.rest import MERGE_PATCH, ApiError, Rest
+from ddpjob.core.world import (
+    LABEL_ATTEMPT,
+    LABEL_GENERATION,
+    LABEL_INDEX,
+    LABEL_JOB,
+    LABEL_MANAGED,
+    LABEL_ROLE,
+    LABEL_UID,
+    MANAGED_BY,
+)
+
+from benchmarks.scale.hollow import ENDED, HOSTILE, PORT, Hollow, Pod, pods_of
+from benchmarks.scale.measure import Figure, Meter, Operator, Usage, requests
+
+NO_SCHEDULER = "nobody"
+TIMEOUT = 600.0
+"""Seconds after which a part has failed."""
+LOOK = 0.02
+"""Seconds between two looks at what is awaited."""
+ENDED_PODS = 2
+"""Finished pods of each ended job."""
+PROBES = 5
+WRITES = ("PUT", "PATCH", "POST", "DELETE", "APPLY")
+
+
+class BenchmarkError(Exception):
+    """A part did not reach its end."""
+
+
+@dataclass
+class Options:
+    """What `__main__` asks for. `sizes`: numbers of jobs, ascending."""
+
+    sizes: list[int]
+    nodes: int
+    burst: int
+    rounds: int
+    rest: float
+    settle: float
+    ended: int
+    storm: int
+    hostile: int
+
+
+@dataclass
+class Series:
+    """For the chart."""
+
+    rest: list[tuple[int, float, float, float, float]] = field(default_factory=list)
+    """(jobs, cores, MiB, status writes and reads per job and minute)"""
+    storm: list[float] = field(default_factory=list)
+    """Seconds after which each lost pod was replaced."""
+    probes: list[tuple[float, float]] = field(default_factory=list)
+    """(when another team's job was created in the storm, seconds until it had its pods)"""
+
+
+@dataclass(frozen=True)
+class _Burst:
+    """Pods created at once. `rate`: pods per second."""
+
+    pods: int
+    rate: float
+    usage: Usage
+    requests: int
+
+    @property
+    def server_ms(self) -> float:
+        """Milliseconds of the API server's processor time per pod."""
+        return self.usage.control_plane * 1000 / self.pods
+
+
+class Parts:
+    """One run. `namespaces`: the teams'; the last one is another team's, whose jobs are the probes."""
+
+    def __init__(
+        self, options: Options, rest: Rest, hollow: Hollow, operator: Operator, meter: Meter, namespaces: list[str]
+    ) -> None:
+        self.options, self.rest, self.hollow, self.operator, self.meter = options, rest, hollow, operator, meter
+        self.teams, self.other = namespaces[:-1], namespaces[-1]
+        self.figures: list[Figure] = []
+        self.series = Series()
+        self.error = ""
+        """Why a part did not reach its end."""
+        self.jobs: list[str] = []
+        """namespace/name of the jobs that train."""
+        self._names = count()
+        self._first_seen: dict[str, float] = {}
+        hollow.on_pod = self._see
+
+    def _see(self, pod: Pod) -> None:
+        self._first_seen[pod.uid] = time.monotonic()
+
+    async def run(self) -> None:
+        self.operator.start()
+        await self._operator_acts()
+        await self._creation()
+        for size in self.options.sizes:
+            await self._grow(size)
+        if self.options.ended:
+            await self._ended()
+        await self._storm()
+        await self._restart()
+        if self.options.hostile:
+            await self._hostile()
+        self._note("all", "the operator's memory at its peak", self.operator.peak(), "MiB", "<= 512")
+
+    # --- tools
+
+    def _note(self, part: str, what: str, value: float, unit: str, aim: str = "", beside: object = "") -> None:
+        figure = Figure(part, what, value, unit, aim, str(beside))
+        self.figures.append(figure)
+        goal = f"{aim:<7} {figure.reached}" if aim else ""
+        print(f"{part:<18} {what:<58} {value:>8.3g} {unit:<9} {goal:<12} {beside}", flush=True)
+
+    async def _until(self, what: str, check: Callable[[], bool]) -> float:
+        """Waits for it; returns the seconds that it took."""
+        began = time.monotonic()
+        while not check():
+            if not self.operator.process.running():
+                raise BenchmarkError(f"the operator has ended before {what}")
+            if time.monotonic() - began > TIMEOUT:
+                raise BenchmarkError(f"not within {TIMEOUT:.0f} s: {what}")
+            await asyncio.sleep(LOOK)
+        return time.monotonic() - began
+
+    async def _create_job(self, namespace: str, nodes: int, kind: str = "job", **spec: Any) -> str:
+        name = f"{kind}-{next(self._names)}"
+        manifest = {
+            "apiVersion": "ddpjob.io/v1alpha1",
+            "kind": "DDPJob",
+            "metadata": {"name": name},
+            "spec": {
+                "image": "image",
+                "script": "train.py",
+                "nodes": nodes,
+                "gpusPerNode": 0,
+                "rendezvous": {"port": PORT},
+                "scheduling": {"schedulerName": NO_SCHEDULER},
+                **spec,
+            },
+        }
+        await self.rest.request("POST", f"{_jobs_path(namespace)}", body=manifest)
+        return f"{namespace}/{name}"
+
+    async def _create_jobs(self, number: int) -> list[str]:
+        """Jobs of the teams, in turn."""
+        teams = [self.teams[i % len(self.teams)] for i in range(number)]
+        return await together(self._create_job(team, self.options.nodes) for team in teams)
+
+    def _running(self) -> int:
+        """How many jobs of the teams are Running, as their status says."""
+        return sum(g.phase == "Running" and g.complete and g.kind == "job" for g in self.hollow.groups.values())
+
+    async def _probe(self) -> float:
+        """Seconds until a new job of another team, of one node, has its two pods."""
+        began = time.monotonic()
+        job = await self._create_job(self.other, 1, "probe")
+        await self._until(f"the pods of {job}", lambda: len(pods_of(self.hollow, job)) == 2)
+        return max(self._first_seen[pod.uid] for pod in pods_of(self.hollow, job)) - began
+
+    async def _operator_acts(self) -> None:
+        await self._probe()
+
+    async def _sweep(self, namespaces: Iterable[str]) -> None:
+        """Removes jobs and all that they own: there may be no garbage collector."""
+        for path in _SWEPT:
+            await together(
+                self.rest.request("DELETE", path.format(namespace), query={"gracePeriodSeconds": "0"})
+                for namespace in namespaces
+            )
+        gone = set(namespaces)
+        await self._until("all pods are gone", lambda: not any(n in gone for n, _ in self.hollow.pods))
+
+    # --- creation
+
+    async def _creation(self) -> None:
+        """A burst of jobs, and the same pods by a bare client, in turn. The pods stay as they are created."""
+        options, bursts, bares = self.options, list[_Burst](), list[_Burst]()
+        self.hollow.kubelets_run = False
+        for _ in range(options.rounds):
+            bursts.append(await self._burst())
+            manifests = await together(self._bare(pod) for pod in self._pods_of_teams())
+            await self._sweep(self.teams)
+            await asyncio.sleep(2)  # The operator has noticed.
+            bares.append(await self._bare_burst(manifests))
+        self.hollow.kubelets_run = True
+        part, what = "creation", f"{options.burst} jobs x {options.nodes}"
+        ours, bare = (sorted(found, key=lambda b: b.rate)[len(found) // 2] for found in (bursts, bares))
+        ratios = [a.rate / b.rate for a, b in zip(bursts, bares, strict=True)]
+        self._note(part, "a bare client", bare.rate, "pods/s", "", bare.usage)
+        self._note(part, what, ours.rate, "pods/s", "", ours.usage)
+        self._note(part, f"{what}: of the bare client's rate", statistics.median(ratios), "", ">= 0.5",
+                   f"{min(ratios):.2f} to {max(ratios):.2f} in {options.rounds} rounds")  # fmt: skip
+        self._note(part, f"{what}: the same in requests", ours.requests / ours.usage.wall / bare.rate, "", "",
+                   f"{ours.requests / ours.pods:.2f} requests per pod")  # fmt: skip
+        self._note(part, f"{what}: processor time per pod, API server", ours.server_ms, "ms", "",
+                   f"{bare.server_ms:.1f} for the bare client")  # fmt: skip
+        self._note(part, f"{what}: the same, operator", ours.usage.operator * 1000 / ours.pods, "ms", "",
+                   f"{bare.usage.benchmark * 1000 / bare.pods:.1f} for the bare client")  # fmt: skip
+
+    async def _burst(self) -> _Burst:
+        wanted, counts = self.options.burst * (self.options.nodes + 1), await requests(self.rest)
+        before, began = self.meter.read(), time.monotonic()
+        await self._create_jobs(self.options.burst)
+        await self._until("every pod of the burst", lambda: len(self._pods_of_teams()) >= wanted)
+        usage, after = self.meter.read() - before, await requests(self.rest)
+        last = max(self._first_seen[pod.uid] for pod in self._pods_of_teams())
+        return _Burst(wanted, wanted / (last - began), usage, (after - counts).total())
+
+    def _pods_of_teams(self) -> list[Pod]:
+        return [pod for (namespace, _), pod in self.hollow.pods.items() if namespace != self.other]
+
+    async def _bare(self, pod: Pod) -> Json:
+        """The pod as a user would write it, and as no job's."""
+        body = await self.rest.request("GET", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}")
+        labels = {key: value for key, value in body["metadata"]["labels"].items() if key != LABEL_MANAGED}
+        spec = copy.deepcopy(body["spec"])
+        for name in ("serviceAccount", "serviceAccountName", "priority", "preemptionPolicy"):
+            spec.pop(name, None)
+        meta = {"name": pod.name, "namespace": pod.namespace, "labels": labels}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+
+    async def _bare_burst(self, manifests: list[Json]) -> _Burst:
+        """A client that does nothing else, with as many connections as the operator has."""
+        path, before = "/api/v1/namespaces/{}/pods".format, self.meter.read()
+        posts = (self.rest.request("POST", path(pod["metadata"]["namespace"]), body=pod) for pod in manifests)
+        await together(posts, CONNECTIONS)
+        usage = self.meter.read() - before
+        await together(self.rest.request("DELETE", path(team)) for team in self.teams)
+        return _Burst(len(manifests), len(manifests) / usage.wall, usage, len(manifests))
+
+    # --- rest
+
+    async def _grow(self, size: int) -> None:
+        """More jobs, until `size` are Running; then what they cost."""
+        options = self.options
+        before, began = self.meter.read(), time.monotonic()
+        self.jobs += await self._create_jobs(size - len(self.jobs))
+        await self._until(f"{size} jobs are Running", lambda: self._running() >= size)
+        usage = self.meter.read() - before
+        part = f"{size} jobs x {options.nodes}"
+        self._note(part, "until all are Running", time.monotonic() - began, "s", "", usage)
+        usage, counts = await self._at_rest()
+        memory, (writes, reads, others) = self.operator.memory(), self._per_job(counts, usage, size)
+        self._note(part, "status writes per job and minute", writes, "", "<= 6", _listed(counts))
+        self._note(part, "reads per job and minute", reads, "", "<= 1")
+        self._note(part, "other requests per job and minute", others, "")
+        self._note(part, "the operator at rest", usage.cores, "cores", "<= 0.5", usage)
+        self._note(part, "the operator's memory", memory, "MiB", "<= 300")
+        self.series.rest.append((size, usage.cores, memory, writes, reads))
+
+    async def _at_rest(self) -> tuple[Usage, Counter[tuple[str, str]]]:
+        """What is used, and the requests that the API server answers, in `rest` seconds."""
+        await asyncio.sleep(self.options.settle)
+        counts, before = await requests(self.rest), self.meter.read()
+        await asyncio.sleep(self.options.rest)
+        usage, after = self.meter.read() - before, await requests(self.rest)
+        return usage, after - counts
+
+    def _per_job(self, counts: Counter[tuple[str, str]], usage: Usage, jobs: int) -> tuple[float, float, float]:
+        status = sum(n for (verb, what), n in counts.items() if verb in WRITES and what == "ddpjobs/status")
+        reads = sum(n for (verb, _), n in counts.items() if verb not in WRITES)
+        per = jobs * usage.wall / 60
+        return status / per, reads / per, (counts.total() - status - reads) / per
+
+    async def _ended(self) -> None:
+        """Jobs that have ended, with pods that have, change nothing."""
+        options = self.options
+        await together(self._create_ended(self.teams[i % len(self.teams)]) for i in range(options.ended))
+        usage, counts = await self._at_rest()
+        part = f"+ {options.ended} ended"
+        writes, reads, _ = self._per_job(counts, usage, len(self.jobs))
+        self._note(part, "status writes per running job and minute", writes, "", "<= 6", _listed(counts))
+        self._note(part, "reads per running job and minute", reads, "", "<= 1")
+        self._note(part, "the operator at rest", usage.cores, "cores", "<= 0.5", usage)
+        self._note(part, "the operator's memory", self.operator.memory(), "MiB", "<= 300")
+
+    async def _create_ended(self, namespace: str) -> None:
+        policy = {"suspend": True, "cleanPodPolicy": "None"}
+        _, _, name = (await self._create_job(namespace, ENDED_PODS, ENDED, runPolicy=policy)).rpartition("/")
+        path, now = f"{_jobs_path(namespace)}/{name}", datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        condition = {"type": "Complete", "status": "True", "reason": "Finished", "message": ""}
+        status = {
+            "phase": "Complete",
+            "completionTime": now,
+            "conditions": [{**condition, "lastTransitionTime": now}],
+        }
+        job = await self._patch(f"{path}/status", {"status": status})
+        owner = {"apiVersion": job["apiVersion"], "kind": "DDPJob", "name": name, "uid": job["metadata"]["uid"]}
+        pods = f"/api/v1/namespaces/{namespace}/pods"
+        for index in range(ENDED_PODS):
+            labels = {LABEL_MANAGED: MANAGED_BY, LABEL_JOB: name, LABEL_UID: owner["uid"], LABEL_ROLE: "node"}
+            labels |= {LABEL_GENERATION: "0", LABEL_ATTEMPT: "0", LABEL_INDEX: str(index)}
+            meta = {"name": f"{name}-{index}-0", "labels": labels, "ownerReferences": [owner]}
+            spec = {"schedulerName": NO_SCHEDULER, "containers": [{"name": "trainer", "image": "image"}]}
+            await self._create_succeeded(pods, {"metadata": meta, "spec": spec})
+
+    async def _create_succeeded(self, pods: str, body: Json) -> None:
+        """Again where the operator, which had not yet seen that the job has ended, removed a suspended job's pod."""
+        while True:
+            await self.rest.request("POST", pods, body=body)
+            try:
+                await self._patch(f"{pods}/{body['metadata']['name']}/status", {"status": {"phase": "Succeeded"}})
+                return
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+            await asyncio.sleep(LOOK)
+
+    async def _patch(self, path: str, body: Json) -> Json:
+        return await self.rest.request("PATCH", path, body=body, content_type=MERGE_PATCH)
+
+    # --- storm
+
+    async def _storm(self) -> None:
+        """All nodes of some jobs are deleted at once, as when their Kubernetes nodes are."""
+        quiet = sorted([await self._probe() for _ in range(PROBES)])
+        jobs = self.jobs[: max(1, self.options.storm // self.options.nodes)]
+        victims = {p.uid for job in jobs for p in pods_of(self.hollow, job) if p.index >= 0}
+        known, before, began = set(self._first_seen), self.meter.read(), time.monotonic()
+
+        def replacements() -> list[float]:
+            new = [pod for pod in self.hollow.pods.values() if pod.uid not in known and pod.index >= 0]
+            return [self._first_seen[pod.uid] - began for pod in new if pod.namespace != self.other]
+
+        async with self._probing(began):
+            await self._delete_nodes_of(jobs)
+            deleted = time.monotonic() - began
+            await self._until("every lost pod is replaced", lambda: len(replacements()) >= len(victims))
+        usage = self.meter.read() - before
+        self.series.storm = sorted(replacements())
+        await self._until("every job is Running again", lambda: self._running() >= len(self.jobs))
+        part, worst = f"storm: {len(victims)} pods", max(wait for _, wait in self.series.probes)
+        self._note(part, "until all are deleted", deleted, "s", "", "by the benchmark")
+        self._note(part, "until all are replaced", max(self.series.storm), "s", "<= 10", usage)
+        self._note(part, "the operator's processor time until then", usage.operator, "s")
+        self._note(part, f"another team's new job waits (worst of {len(self.series.probes)})", worst, "s", "<= 1",
+                   f"without the storm {statistics.median(quiet):.2f}")  # fmt: skip
+        self._note(part, "until all jobs are Running again", time.monotonic() - began, "s")
+
+    async def _delete_nodes_of(self, jobs: list[str]) -> None:
+        """By few requests, so that deleting does not take the processors."""
+        by_team: dict[str, list[str]] = {}
+        for job in jobs:
+            namespace, _, name = job.partition("/")
+            by_team.setdefault(namespace, []).append(name)
+        await together(
+            self.rest.request(
+                "DELETE",
+                f"/api/v1/namespaces/{namespace}/pods",
+                query={"labelSelector": f"{LABEL_INDEX},{LABEL_JOB} in ({','.join(names)})", "gracePeriodSeconds": "0"},
+            )
+            for namespace, names in by_team.items()
+        )
+
+    @asynccontextmanager
+    async def _probing(self, began: float) -> AsyncIterator[None]:
+        """Meanwhile another team creates one job after the other."""
+
+        first = asyncio.Event()
+
+        async def probe() -> None:
+            while True:
+                at = time.monotonic() - began
+                self.series.probes.append((at, await self._probe()))
+                first.set()
+                await asyncio.sleep(0.1)
+
+        probing = asyncio.create_task(probe())
+        try:
+            yield
+            await first.wait()
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    # --- restart
+
+    async def _restart(self) -> None:
+        """The operator is killed. A pod is lost and a job is created before its next start."""
+        self.operator.kill()
+        victim = next(pod for pod in pods_of(self.hollow, self.jobs[-1]) if pod.index >= 0)
+        path = f"/api/v1/namespaces/{victim.namespace}/pods/{victim.name}"
+        await self.rest.request("DELETE", path, query={"gracePeriodSeconds": "0"})
+        job = await self._create_job(self.other, 1, "probe")
+        await asyncio.sleep(1)
+        known, began = set(self._first_seen), time.monotonic()
+        self.operator.start()
+        before = self.meter.read()
+
+        def replaced() -> list[Pod]:
+            """Pods of jobs that were there before."""
+            new = [pod for pod in self.hollow.pods.values() if pod.uid not in known]
+            return [pod for pod in new if f"{pod.namespace}/{pod.job}" != job]
+
+        await self._until("the first pod of the new job", lambda: len(pods_of(self.hollow, job)) > 0)
+        await self._until("the lost pod is replaced", lambda: len(replaced()) > 0)
+        first = min(self._first_seen[pod.uid] for pod in pods_of(self.hollow, job)) - began
+        again = min(self._first_seen[pod.uid] for pod in replaced()) - began
+        usage = self.meter.read() - before
+        self._note("restart", "until a lost pod is replaced", again, "s", "<= 5", usage)
+        self._note("restart", "the operator's processor time until then", usage.operator, "s")
+        self._note("restart", "until a new job's first pod", first, "s", "<= 5", "from the start of the process")
+        await self._until("every job is Running", lambda: self._running() >= len(self.jobs))
+        await asyncio.sleep(self.options.settle)
+        self._note("restart", "other pods that were replaced", len(replaced()) - 1, "", "<= 0")
+
+    # --- hostile coordinators
+
+    async def _hostile(self) -> None:
+        number = self.options.hostile
+        quiet = sorted([await self._probe() for _ in range(PROBES)])
+        kinds = [HOSTILE[i % len(HOSTILE)] for i in range(number)]
+        await together(self._create_job(self.teams[0], 1, kind) for kind in kinds)
+        await self._until(
+            "the hostile coordinators run",
+            lambda: sum(g.kind in HOSTILE and g.complete for g in self.hollow.groups.values()) >= number,
+        )
+        await asyncio.sleep(self.options.settle)
+        before = self.meter.read()
+        beside = []
+        for _ in range(2 * PROBES):
+            beside.append(await self._probe())
+            await asyncio.sleep(0.5)
+        usage, part = self.meter.read() - before, f"{number} hostile"
+        self._note(part, "another team's job until its pods (median)", statistics.median(beside), "s", "<= 0.5", usage)
+        alone = f"without them {statistics.median(quiet):.2f}, worst {max(quiet):.2f}"
+        self._note(part, f"the same, worst of {len(beside)}", max(beside), "s", "", alone)
+
+
+async def together(work: Iterable[Coroutine[Any, Any, Any]], at_once: int = 32) -> list[Any]:
+    """The results of all."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        async with gate:
+            return await coroutine
+
+    return await asyncio.gather(*(one(coroutine) for coroutine in work))
+
+
+async def prepare(rest: Rest, namespaces: Iterable[str]) -> None:
+    """Namespaces in which pods can be created, also where no controller gives them a service account."""
+    for namespace in namespaces:
+        await rest.request("POST", "/api/v1/namespaces", body={"metadata": {"name": namespace}})
+        try:
+            accounts = f"/api/v1/namespaces/{namespace}/serviceaccounts"
+            await rest.request("POST", accounts, body={"metadata": {"name": "default"}})
+        except ApiError as error:
+            if error.status != 409:
+                raise
+
+
+def _jobs_path(namespace: str) -> str:
+    return f"/apis/ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs"
+
+
+_SWEPT = (
+    "/apis/ddpjob.io/v1alpha1/namespaces/{}/ddpjobs",
+    "/api/v1/namespaces/{}/pods",
+    "/api/v1/namespaces/{}/secrets",
+    "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
+    "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "/apis/events.k8s.io/v1/namespaces/{}/events",
+)
+
+
+def _listed(counts: Counter[tuple[str, str]]) -> str:
+    """The requests, the most frequent first."""
+    return ", ".join(f"{verb} {what} {number}" for (verb, what), number in counts.most_common(6)) or "none"

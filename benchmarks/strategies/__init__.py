@@ -1,0 +1,1 @@
+"""The same training under every strategy."""

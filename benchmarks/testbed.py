@@ -1,0 +1,85 @@
+"""The test cluster (`make cluster-up`), with a namespace and an operator process of the benchmark's own."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import CHECKOUT
+from benchmarks.processes import free_port
+
+sys.path += [str(CHECKOUT / "tests"), str(CHECKOUT / "tests" / "cluster")]  # The test cluster belongs to the tests.
+
+from jobs import Jobs, job, steps_job
+from operator_process import KEY, OperatorProcess, install_crd
+from testcluster import controlplane, prerequisites, processes, python_host
+from testcluster.cluster import Cluster
+from testcluster.processes import recorded
+
+__all__ = [
+    "KEY",
+    "Cluster",
+    "Jobs",
+    "OperatorProcess",
+    "Testbed",
+    "controlplane",
+    "install_crd",
+    "job",
+    "prerequisites",
+    "processes",
+    "python_host",
+    "recorded",
+    "steps_job",
+    "testbed",
+]
+
+
+@dataclass(frozen=True)
+class Testbed:
+    """An operator that watches one namespace of the test cluster."""
+
+    cluster: Cluster
+    namespace: str
+    operator: OperatorProcess
+
+    def start_operator(self) -> None:
+        """Return once the operator's health probe answers. Raises SystemExit with its log when it has ended."""
+        port = free_port()
+        self.operator.start(DDPJOB_OPERATOR_NAMESPACES=self.namespace, DDPJOB_OPERATOR_HEALTH_PORT=str(port))
+        for _ in range(300):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=1):
+                    return
+            except OSError:
+                if not self.operator.running():
+                    break
+                time.sleep(0.1)
+        raise SystemExit(f"the operator does not start:\n{self.operator.log.read_text(errors='replace')}")
+
+
+@contextmanager
+def testbed(name: str, folder: Path) -> Iterator[Testbed]:
+    """A namespace `NAME-...` and an operator, both removed at the end; `folder` takes the operator's log.
+
+    Exits with 2 when the test cluster is not running.
+    """
+    cluster = Cluster()
+    if cluster.state() is None:
+        print("the test cluster is not running: make cluster-up", file=sys.stderr)
+        raise SystemExit(2)
+    install_crd(cluster)
+    namespace = f"{name}-{secrets.token_hex(2)}"
+    cluster.kubectl("create", "namespace", namespace)
+    bed = Testbed(cluster, namespace, OperatorProcess(cluster, folder / "operator.log"))
+    try:
+        bed.start_operator()
+        yield bed
+    finally:
+        bed.operator.kill()
+        cluster.kubectl("delete", "namespace", namespace, "--wait=false")

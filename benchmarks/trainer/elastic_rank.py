@@ -1,0 +1,39 @@
+"""One rank of `elasticity`: trains, and writes the processor seconds of each step but the first two to a file.
+
+`whole` among the arguments: whole micro-batches, even where they cannot be dealt out evenly.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer import config, train
+from ddpjob_trainer.strategies.ddp import Ddp
+
+
+def main() -> int:
+    """The trainer's exit code."""
+    path, *arguments = sys.argv[1:]
+    Ddp.divides = "whole" not in arguments
+    ends: list[float] = []
+    update = Ddp.update
+
+    def noted(self: Ddp, *given: Any) -> Any:
+        result = update(self, *given)
+        ends.append(time.process_time())
+        return result
+
+    Ddp.update = noted  # type: ignore[method-assign]
+    code = train.run(config.load(None, [argument for argument in arguments if argument != "whole"]))
+    steps = [after - before for before, after in pairwise(ends)]
+    Path(path).write_text(json.dumps(steps[1:]))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

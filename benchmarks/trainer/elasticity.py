@@ -1,0 +1,131 @@
+"""What a change of the number of ranks costs a model with batch normalization, of which whole micro-batches cannot be
+dealt out evenly.
+
+Measured in processor time of the busiest rank, as if each rank had a device of its own: wall time of more ranks than
+cores says nothing. Waiting for other ranks is not in it; on a network of its own that is one small message to each
+neighbour per layer and direction.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import CHECKOUT
+from benchmarks.processes import kill_all
+
+BY_ARITHMETIC = ((8, 7), (64, 63), (64, 56), (64, 32), (8, 16), (4, 3), (2, 3))
+MEASURED = ((4, 3), (2, 3))
+KINDS = {"whole micro-batches": ["whole"], "shared (default)": [], "data.exact=false": ["data.exact=false"]}
+SAMPLES = 16
+"""Of a micro-batch, when measured."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Processor seconds of the busiest rank per step, beside those with the ranks at the start."""
+
+    began: int
+    now: int
+    kind: str
+    seconds: float
+    at_start: float
+
+    @property
+    def throughput(self) -> float:
+        """As a share of that at the start."""
+        return self.at_start / self.seconds
+
+
+def by_arithmetic(samples: int = 32) -> str:
+    """The samples of the busiest rank in a step: what an ideal device would take."""
+    from ddpjob_trainer.data.sampler import Dealing, Dividing, SamplerState
+
+    lines = [
+        "| ranks at the start -> now | an even share would give | whole micro-batches | shared (default) | passes |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for began, now in BY_ARITHMETIC:
+        batch = list(range(samples * began))
+        shares = {}
+        for dividing in (Dividing.NO, Dividing.EXACT):
+            ranks = [Dealing(rank, now, began, dividing=dividing).deal(batch, SamplerState()) for rank in range(now)]
+            shares[dividing] = max(sum(len(micro.samples) for micro in own if micro.counts) for own in ranks)
+        passes = Dealing(0, now, began, dividing=Dividing.EXACT).passes(len(batch)) or -(-began // now)
+        whole, shared = (f"{samples / share:.0%}" for share in shares.values())
+        lines.append(f"| {began} -> {now} | {now / began:.0%} | {whole} | {shared} | {passes} |")
+    return "\n".join(lines)
+
+
+def measure(rounds: int, cases: tuple[tuple[int, int], ...] = MEASURED) -> list[Cost]:
+    """Each case in each way of dealing, interleaved over rounds. Of a rank's steps the fastest counts: what other work
+    on the machine does to caches adds to the others.
+    """
+    found = []
+    for began, now in cases:
+        steps: dict[str, list[float]] = {kind: [] for kind in ("start", *KINDS)}
+        for _ in range(rounds):
+            steps["start"].append(_busiest(began, began, []))
+            for kind, arguments in KINDS.items():
+                steps[kind].append(_busiest(now, began, arguments))
+        at_start = min(steps.pop("start"))
+        found += [Cost(began, now, kind, min(values), at_start) for kind, values in steps.items()]
+    return found
+
+
+def table(found: list[Cost]) -> str:
+    """Throughput against that at the start."""
+    lines = [
+        f"| ranks at the start -> now | an even share would give | {' | '.join(KINDS)} |",
+        "| --- | --- |" + " --- |" * len(KINDS),
+    ]
+    for began, now in dict.fromkeys((cost.began, cost.now) for cost in found):
+        row = {cost.kind: f"{cost.throughput:.0%}" for cost in found if (cost.began, cost.now) == (began, now)}
+        lines.append(f"| {began} -> {now} | {now / began:.0%} | {' | '.join(row[kind] for kind in KINDS)} |")
+    return "\n".join(lines)
+
+
+def _busiest(world: int, began: int, arguments: list[str]) -> float:
+    """Processor seconds per step of the busiest rank."""
+    from ddpjob_trainer.distributed.init_method import free_port
+
+    port = str(free_port())
+    with tempfile.TemporaryDirectory(prefix="elasticity-") as scratch:
+        folder = Path(scratch)
+        settings = [
+            *("data.name=synthetic", "data.shape=3,32,32", f"data.batch={SAMPLES * began}"),
+            *(f"data.size={SAMPLES * began * 6}", f"data.micro_batches={began}", "model.name=resnet18_cifar"),
+            *("train.epochs=1", "train.eval_every=9", "train.threads=1", "checkpoint.every_epochs=0"),
+            *("checkpoint.every_seconds=0", "strategy=ddp", f"checkpoint.dir={folder}", *arguments),
+        ]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.trainer.elastic_rank", str(folder / f"{rank}.json"), *settings],
+                cwd=CHECKOUT,
+                stdout=subprocess.DEVNULL,
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "LOCAL_WORLD_SIZE": str(world),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "PYTHONPATH": str(CHECKOUT),
+                },
+            )
+            for rank in range(world)
+        ]
+        try:
+            codes = [process.wait(600) for process in ranks]
+            if any(codes):
+                raise SystemExit(f"a rank of {world} failed: {' '.join(settings)}")
+        finally:
+            kill_all(*ranks)
+        steps = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    return max(min(seconds) for seconds in steps)

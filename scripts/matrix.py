@@ -1,0 +1,363 @@
+"""Run the runtime's tests on every Python and torch that it promises: make matrix.
+
+A row is a Python with the standard library alone, or with one minor of torch. Short form: every Python,
+and each torch with the oldest and the newest Python that it has wheels for and that this machine has.
+`--all`: each torch with every such Python, and all tests instead of the quick ones. A row that cannot run
+(no interpreter, no wheel, no registry) is skipped with the reason. Exit code 1 when a row fails.
+
+Environments are kept in ~/.cache/ddpjob/matrix (XDG_CACHE_HOME), by the versions of Python, torch and pytest.
+"""
+
+# Neither nox nor tox: they keep environments and find interpreters on PATH, which is a fifth of this file.
+# Which torch has wheels for which Python, an installation without CUDA's gigabytes, and the table would be
+# ours all the same.
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests" / "runtime"
+PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
+OLDEST_TORCH = (2, 6)
+PYTEST = "8.4.2"
+"""The last one for Python 3.9; the same for all, so that a difference between rows is the interpreter's or torch's."""
+ROW_SECONDS = 3600
+QUICK = (
+    # Start, loss of a node and finish, then failures of workers: in both modes.
+    "test_runtime_standard.py::test_a_killed_node_is_replaced_and_the_job_continues",
+    "test_runtime_standard.py::test_exceptions_restart_in_place_and_name_rank_and_line",
+    "test_runtime_fast.py::test_a_spare_takes_over_at_once",
+    "test_runtime_fast.py::test_a_crash_loop_slows_down",
+    "test_forkserver.py",
+)
+"""The tests of a row with torch in the short form."""
+LONG = (
+    "test_one_coordinator.py",
+    "test_coordinator_sockets.py::test_members_that_are_silent_all_at_once_are_waited_for",
+    "test_coordinator_sockets.py::test_a_launcher_that_stood_still_restarts_nobody",
+    "test_coordinator_sockets.py::test_a_coordinator_that_stood_still_restarts_nobody",
+)
+"""Tests of a row without torch that the short form leaves out: they wait, which no version of Python does otherwise."""
+CUDA_PACKAGES = re.compile(r"(nvidia|cuda|triton|pytorch-triton)\b", re.IGNORECASE)
+CUDA_LIBRARY = re.compile(r"\(NEEDED\).*\[(lib(?:cu|nccl|nv)[^\]]*)\]")
+CUDA_SYMBOL = re.compile(r" U ((?:cu|nccl|nv|__cuda)\w*)(?:@+(\S+))?$", re.MULTILINE)
+BINUTILS = ("gcc", "nm", "readelf")
+
+
+class NotHere(Exception):
+    """Why a row cannot run on this machine."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """`torch` is a full version, None for the standard library alone."""
+
+    python: str
+    torch: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a row; `skipped_because` is empty when it ran."""
+
+    row: Row
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    skipped_because: str = ""
+    output: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ran and nothing failed, or could not run."""
+        return bool(self.skipped_because) or (self.failed == 0 and self.passed > 0)
+
+
+def main() -> int:
+    """Run the rows that the arguments choose; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--all", action="store_true", help="every Python with each torch, and all tests")
+    parser.add_argument("--python", action="append", help="only this one (3.9), repeatable")
+    parser.add_argument("--torch", action="append", help="only this one (2.6, none, oldest, newest), repeatable")
+    parser.add_argument("--discard", action="store_true", help="remove each environment with torch after its row")
+    arguments = parser.parse_args()
+    results = []
+    for row in choose(arguments.all, arguments.python, arguments.torch):
+        print(f"Python {row.python}, torch {row.torch or '-'} ...", flush=True)
+        result = run_row(row, everything=arguments.all)
+        results.append(result)
+        print(result.output if not result.ok else describe(result), flush=True)
+        if arguments.discard and row.torch:
+            shutil.rmtree(environment_of(row), ignore_errors=True)
+    print("\n" + table(results))
+    return 0 if results and all(result.ok for result in results) else 1
+
+
+# ---- which rows
+
+
+def choose(everything: bool, pythons: Sequence[str] | None = None, torches: Sequence[str] | None = None) -> list[Row]:
+    """The rows, standard library first, then torch from the oldest on."""
+    chosen = [python for python in PYTHONS if not pythons or python in pythons]
+    rows = [Row(python) for python in chosen] if not torches or "none" in torches else []
+    if torches and set(torches) == {"none"}:
+        return rows
+    here = [python for python in chosen if interpreter(python)]
+    wheels = {python: torch_versions(python) for python in here}
+    minors = sorted({minor for versions in wheels.values() for minor in versions})
+    for minor in minors:
+        names = {".".join(map(str, minor)), *(["oldest"] * (minor == minors[0])), *(["newest"] * (minor == minors[-1]))}
+        if not torches or names & set(torches):
+            rows += of_minor(minor, wheels, everything)
+    return rows
+
+
+def of_minor(
+    minor: tuple[int, ...], wheels: Mapping[str, Mapping[tuple[int, ...], str]], everything: bool
+) -> list[Row]:
+    """Rows of one minor of torch. `wheels`: by Python in ascending order, the newest patch of every minor."""
+    rows = [Row(python, versions[minor]) for python, versions in wheels.items() if minor in versions]
+    return rows if everything else list(dict.fromkeys([rows[0], rows[-1]]))
+
+
+def torch_versions(python: str) -> dict[tuple[int, ...], str]:
+    """The newest patch of every minor of torch that has wheels for a Python; empty without a registry."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch", "--only-binary=:all:", *index()]
+    done = subprocess.run([*command, "--python-version", python], capture_output=True, text=True)
+    if done.returncode:
+        print(f"no list of torch's versions for Python {python}: {last_line(done.stderr)}", file=sys.stderr)
+    return newest_patches(done.stdout)
+
+
+def newest_patches(text: str) -> dict[tuple[int, ...], str]:
+    """From the output of `pip index versions`, which lists the newest first."""
+    found = re.search(r"Available versions: (.*)", text)
+    newest: dict[tuple[int, ...], str] = {}
+    for version in found.group(1).split(", ") if found else []:
+        minor = tuple(int(part) for part in version.split(".")[:2])
+        if minor >= OLDEST_TORCH:
+            newest.setdefault(minor, version.split("+")[0])
+    return newest
+
+
+def index() -> list[str]:
+    """pip's arguments for torch."""
+    url = os.environ.get("TORCH_INDEX_URL", "")
+    return ["--index-url", url] if url else []
+
+
+# ---- interpreters and environments
+
+
+def interpreter(python: str) -> str | None:
+    """Path of an interpreter: pythonX.Y on PATH, else the newest of pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    patches = sorted(pyenv.glob(f"{python}.*"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
+    for path in (shutil.which(f"python{python}"), *(str(patch / "bin" / "python") for patch in reversed(patches))):
+        # On PATH may be a shim that has no interpreter behind it.
+        code = "import ensurepip, sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
+        with contextlib.suppress(OSError):
+            done = subprocess.run([path or "", "-c", code], capture_output=True, text=True)
+            version, _, executable = done.stdout.strip().partition(" ")
+            if version == python:
+                return executable
+    return None
+
+
+def environment_of(row: Row) -> Path:
+    """Where a row's environment is or will be."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    torch = f"-torch{row.torch}" if row.torch else ""
+    return cache / "ddpjob" / "matrix" / f"python{row.python}{torch}-pytest{PYTEST}"
+
+
+def prepare(row: Row) -> Path:
+    """The row's interpreter in its environment, which is built at the first call.
+
+    Raises:
+        NotHere: there is no interpreter, no wheel or no registry.
+    """
+    folder = environment_of(row)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    python, ready = folder / "bin" / "python", folder / ".ready"
+    with folder.with_suffix(folder.suffix + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if ready.exists() and works(python):
+            return python
+        base = interpreter(row.python)
+        if base is None:
+            raise NotHere(f"no python{row.python} on PATH or among pyenv's")
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            subprocess.run([base, "-m", "venv", str(folder)], check=True, capture_output=True, text=True)
+            pip(python, f"pytest=={PYTEST}")
+            if row.torch:
+                install_torch(python, row.torch)
+        except subprocess.CalledProcessError as error:
+            raise NotHere(last_line(error.stderr or error.stdout)) from error
+        ready.touch()
+    return python
+
+
+def works(python: Path) -> bool:
+    """Whether the interpreter behind an environment is still there."""
+    with contextlib.suppress(OSError):
+        return subprocess.run([python, "-c", ""], capture_output=True).returncode == 0
+    return False
+
+
+def install_torch(python: Path, version: str) -> None:
+    """torch without CUDA: a wheel for CPUs where TORCH_INDEX_URL has one, else the usual one with empty libraries."""
+    if not all(map(shutil.which, BINUTILS)):
+        pip(python, f"torch=={version}", "numpy", *index())
+        return
+    pip(python, "--no-deps", f"torch=={version}", *index())
+    code = "import importlib.metadata, json; print(json.dumps(importlib.metadata.requires('torch')))"
+    requires = json.loads(output_of([str(python), "-c", code]))
+    pip(python, "numpy", *(r for r in requires if "extra ==" not in r and not CUDA_PACKAGES.match(r)))
+    [lib] = python.parent.parent.glob("lib/python*/site-packages/torch/lib")
+    replace_cuda(lib)
+    output_of([str(python), "-c", "import torch.distributed"])
+
+
+def replace_cuda(lib: Path) -> None:
+    """Put an empty library under every name of CUDA's that torch is linked with.
+
+    The real ones are 2 to 3 GB for each torch. Loading torch needs their names, symbols and symbol versions;
+    without a GPU it calls next to nothing of them. Every function returns 100, CUDA's "no device".
+    """
+    libraries = [str(path) for path in lib.glob("*.so")]
+    needed = set(CUDA_LIBRARY.findall(output_of(["readelf", "--dynamic", "--wide", *libraries])))
+    if not needed:
+        return
+    undefined = CUDA_SYMBOL.findall(output_of(["nm", "--dynamic", "--undefined-only", *libraries]))
+    defined = {
+        line.split()[-1].partition("@")[0]
+        for line in output_of(["nm", "--dynamic", "--defined-only", *libraries]).splitlines()
+        if line
+    }
+    symbols = {name: version for name, version in undefined if name not in defined}
+    by_version: dict[str, list[str]] = {}
+    for name, version in symbols.items():
+        if version:
+            by_version.setdefault(version, []).append(name)
+    with tempfile.TemporaryDirectory() as folder:
+        source, versions = Path(folder) / "empty.c", Path(folder) / "versions"
+        source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in sorted(symbols)))
+        versions.write_text("".join(f"{v} {{ global: {'; '.join(names)}; }};\n" for v, names in by_version.items()))
+        made = lib / "libddpjob_no_cuda.so"
+        output_of(["gcc", "-w", "-shared", "-fPIC", f"-Wl,--version-script={versions}", "-o", str(made), str(source)])
+    for name in needed:
+        (lib / name).symlink_to(made.name)
+
+
+def pip(python: Path, *what: str) -> None:
+    """Install into an environment. torch's wheel is kept nowhere else: the environment is the cache."""
+    options = ["--quiet", "--disable-pip-version-check", "--no-compile", "--no-cache-dir"]
+    output_of([str(python), "-m", "pip", "install", *options, *what])
+
+
+def output_of(command: list[str]) -> str:
+    """Standard output of a command that must succeed."""
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=clean_environment()).stdout
+
+
+def clean_environment() -> dict[str, str]:
+    """Without what would bring this environment's packages or options into a row."""
+    unwanted = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "DDPJOB_TEST_PYTHON", "VIRTUAL_ENV")
+    return {k: v for k, v in os.environ.items() if k not in unwanted and not k.startswith("PYTEST_")}
+
+
+# ---- a row
+
+
+def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Result:
+    """Run the tests of one row; `tests` instead of those that the form has."""
+    try:
+        python = prepare(row)
+    except NotHere as why:
+        return Result(row, skipped_because=str(why))
+    quick = QUICK if row.torch and not everything else ("",)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        # tests/conftest.py and pyproject.toml need more than pytest: neither counts here.
+        command = [
+            str(python),
+            "-m",
+            "pytest",
+            "-q",
+            "-ra",
+            "-c",
+            os.devnull,
+            f"--rootdir={TESTS}",
+            f"--confcutdir={TESTS}",
+        ]
+        command += ["-p", "no:cacheprovider", f"--junitxml={report}", *(str(TESTS / test) for test in tests or quick)]
+        command += [f"--deselect={test}" for test in LONG if not everything]
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, cwd=TESTS, env=clean_environment(), timeout=ROW_SECONDS
+            )
+            output = done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            output = f"more than {ROW_SECONDS} s"
+        seconds = time.monotonic() - began
+        if not report.exists():
+            return Result(row, failed=1, seconds=seconds, output=output)
+        return Result(row, *counts(report), seconds=seconds, output=output)
+
+
+def counts(report: Path) -> tuple[int, int, int]:
+    """(passed, failed, skipped) of a JUnit file; a module that cannot be imported is a failure."""
+    suites = ElementTree.parse(report).getroot().iter("testsuite")
+    totals = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+    for suite in suites:
+        for name in totals:
+            totals[name] += int(suite.get(name, "0"))
+    failed = totals["failures"] + totals["errors"]
+    return totals["tests"] - failed - totals["skipped"], failed, totals["skipped"]
+
+
+def describe(result: Result) -> str:
+    """One line about a row that has not failed."""
+    if result.skipped_because:
+        return f"  skipped: {result.skipped_because}"
+    return f"  {result.passed} passed, {result.skipped} skipped in {result.seconds:.0f} s"
+
+
+def table(results: Sequence[Result]) -> str:
+    """All rows, for people."""
+    lines = [f"{'Python':8}{'torch':10}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
+    for result in results:
+        start = f"{result.row.python:8}{result.row.torch or '-':10}"
+        if result.skipped_because:
+            lines.append(f"{start}  skipped: {result.skipped_because}")
+        else:
+            lines.append(f"{start}{result.passed:8}{result.failed:8}{result.skipped:9}{result.seconds:9.0f}")
+    return "\n".join(lines)
+
+
+def last_line(text: str) -> str:
+    """The last line that says something: pip's own error."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("[notice]")]
+    return lines[-1].strip() if lines else "no reason given"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
