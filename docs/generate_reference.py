@@ -22,8 +22,8 @@ _HEAD = """\
 Made from `{crd}` by `python docs/generate_reference.py`. Do not edit this page.
 The same texts are shown by `kubectl explain {singular}.spec`. An example of each kind of job is in `examples/`.
 
-"**No**" in the column "while it runs": the API server refuses the change; set `spec.runPolicy.suspend` to true, change the field,
-set it back to false.
+"**No**" in the column "while it runs": the API server refuses the change; set `spec.runPolicy.suspend` to true, change
+the field, set it back to false.
 """
 
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def render(crd: Schema) -> str:
-    """The page for a CustomResourceDefinition with one version."""
+    """The page of a CustomResourceDefinition with one version."""
     [version] = crd["spec"]["versions"]
     names = crd["spec"]["names"]
     root = version["schema"]["openAPIV3Schema"]
@@ -66,7 +66,7 @@ def _columns(columns: list[Schema], short: str) -> str:
 
 
 def _fixed_while_running(spec: Schema) -> frozenset[str]:
-    """Fields whose change a transition rule refuses unless the job is suspended."""
+    """Fields that a transition rule protects from changes unless the job is suspended."""
     rules = (rule for rule in spec["x-kubernetes-validations"] if "oldSelf." in rule["rule"])
     return frozenset(rule["fieldPath"].removeprefix(".") for rule in rules)
 
@@ -96,7 +96,7 @@ def _table(schema: Schema, fixed: frozenset[str] | None) -> str:
 
 
 def _meaning(field: Schema) -> str:
-    """Description, range and rules of a field; objects with a section of their own tell their rules there."""
+    """Description, range and rules of a field; objects with a section of their own list their rules there."""
     words = [_text(field)]
     if "minimum" in field or "maximum" in field:
         words.append(f"From {field.get('minimum', '…')} to {field.get('maximum', '…')}.")
@@ -112,7 +112,7 @@ def _own_rules(schema: Schema) -> list[Schema]:
 
 
 def _inner(field: Schema) -> tuple[Schema | None, str]:
-    """The schema whose fields are described below, and what its path ends with."""
+    """The schema whose fields get a section of their own, and the suffix of its path."""
     if field.get("properties"):
         return field, ""
     items = field.get("items") or {}

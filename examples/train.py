@@ -1,4 +1,4 @@
-"""A DDP script as anybody writes it: a line is fitted; each epoch's state is saved, and the newest one is loaded at the start."""
+"""An ordinary DDP script that fits a line, saves its state after each epoch and resumes from it."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ snapshot = Path(os.environ.get("DDPJOB_CHECKPOINT_DIR", ".")) / "line.pt"
 
 model = torch.nn.Linear(1, 1)
 first = 0
-# Rank 0's state is everybody's: where nodes share no folder, another rank's may be older or missing.
+# All ranks use rank 0's state: without a shared folder, that of another rank may be older or missing.
 saved = [torch.load(snapshot, weights_only=True) if rank == 0 and snapshot.exists() else None]
 dist.broadcast_object_list(saved, src=0)
 if saved[0] is not None:

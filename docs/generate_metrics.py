@@ -1,0 +1,151 @@
+"""Writes docs/metrics.md from the code that exports metrics, and the alerts: `python docs/generate_metrics.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ddpjob.controller import job_metrics, operator_metrics
+from ddpjob_runtime.coordinator import metrics as coordinator
+from ddpjob_trainer.reporting.sinks import prometheus as trainer
+from prometheus_client.metrics import MetricWrapperBase
+
+DOCS = Path(__file__).resolve().parent
+PAGE = DOCS / "metrics.md"
+ALERTS = DOCS.parent / "charts" / "ddpjob-operator" / "monitoring" / "alerts.yaml"
+
+_HEAD = """\
+# Metrics and alerts
+
+Made from the code by `python docs/generate_metrics.py`. Do not edit this page. How to scrape, show and alert on
+them: [monitoring](monitoring.md).
+
+Series of a job have the labels `namespace` and `job_name`, whoever exports them. A figure that several export has
+one name: `max by (namespace, job_name) (...)` joins them.
+"""
+_OPERATOR = """\
+## The operator
+
+At `metrics.port` (9090) of each replica. Counters and histograms begin at 0 with each process, and each event is
+counted once, by the replica that acts: sum `rate` or `increase` over the replicas. At most {most} jobs have series of
+their own; a job that is deleted takes its series with it. The Python client's own `process_...` and `python_...` are
+there as well.
+"""
+_COORDINATOR = """\
+## The coordinators
+
+At port `rendezvous.port` + 1 (29401, named `coordinator`) of each job's coordinator.
+"""
+_TRAINER = """\
+## The built-in trainer
+
+At `report.prometheus_port` of rank 0, if that is set.
+"""
+_ALERTS = """\
+## Alerts
+
+Of `charts/ddpjob-operator/monitoring/alerts.yaml`. What to do: the section of each in
+[troubleshooting](troubleshooting.md#alerts).
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    """As in a query, but for the suffixes of a histogram."""
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The names that a query can use."""
+        ends = ("_bucket", "_sum", "_count") if self.kind == "histogram" else ("",)
+        return tuple(f"{self.name}{end}" for end in ends)
+
+
+def operators() -> list[Family]:
+    """Those of the operator, which are registered when its modules are imported."""
+    own = [m for module in (operator_metrics, job_metrics) for m in vars(module).values()]
+    families = [_family(m) for m in own if isinstance(m, MetricWrapperBase)]
+    for made in job_metrics.SERIES.describe():
+        families.append(_described(made.name, made.type, made._labelnames, made.documentation))
+    return sorted(families, key=lambda f: f.name)
+
+
+def _family(metric: MetricWrapperBase) -> Family:
+    return _described(metric._name, metric._type, metric._labelnames, metric._documentation)
+
+
+def _described(name: str, kind: str, labels: tuple[str, ...], text: str) -> Family:
+    return Family(f"{name}_total" if kind == "counter" else name, kind, tuple(labels), text)
+
+
+def coordinators() -> list[Family]:
+    """Those of a coordinator."""
+    own = job_metrics.JOB_LABELS
+    return [
+        Family(name, kind, (*own, coordinator.LABELS[name]) if name in coordinator.LABELS else own, text)
+        for name, (kind, text) in coordinator.FAMILIES.items()
+    ]
+
+
+def trainers() -> list[Family]:
+    """Those of the built-in trainer."""
+    return [
+        Family(f"{name}_total" if counts else name, "counter" if counts else "gauge", trainer.LABELS, text.rstrip("."))
+        for name, counts, text in trainer._METRICS.values()
+    ]
+
+
+def alerts() -> Iterator[dict[str, Any]]:
+    """The rules of all groups."""
+    for group in yaml.safe_load(ALERTS.read_text())["groups"]:
+        yield from group["rules"]
+
+
+def render() -> str:
+    """The page."""
+    parts = [_HEAD]
+    for head, families in (
+        (_OPERATOR.format(most=f"{job_metrics.MOST_JOBS:,}"), operators()),
+        (_COORDINATOR, coordinators()),
+        (_TRAINER, trainers()),
+    ):
+        rows = ["| metric | type | labels | unit | meaning |", "| --- | --- | --- | --- | --- |"]
+        rows += [
+            f"| `{f.name}` | {f.kind} | {', '.join(f'`{label}`' for label in f.labels)} | {unit(f.name)} |"
+            f" {cell(f.text)} |"
+            for f in families
+        ]
+        parts.append(head + "\n" + "\n".join(rows) + "\n")
+    rows = ["| alert | severity | after | when |", "| --- | --- | --- | --- |"]
+    for rule in alerts():
+        name, severity = rule["alert"], rule["labels"]["severity"]
+        link = f"[{name}](troubleshooting.md#{name.lower()})"
+        rows.append(f"| {link} | {severity} | {rule.get('for', 'at once')} | {rule['annotations']['summary']} |")
+    return "\n".join([*parts, _ALERTS + "\n" + "\n".join(rows) + "\n"])
+
+
+def cell(text: str) -> str:
+    """A text as a cell of a table."""
+    return text.replace("|", "\\|")
+
+
+def unit(name: str) -> str:
+    """The base unit, by the name's end."""
+    name = name.removesuffix("_total")
+    if name.endswith("_timestamp_seconds"):
+        return "Unix seconds"
+    found = re.search(r"_(seconds|ratio|steps?|nodes|restarts)$", name)
+    if name.endswith("_per_second"):
+        return "1/s"
+    return {"ratio": "0 to 1", "step": "steps"}.get(found[1], found[1]) if found else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
