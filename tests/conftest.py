@@ -1,1 +1,35 @@
-"""Puts this folder on the import path, for what several kinds of tests share (corpus)."""
+"""Puts this folder on the import path, for what several kinds of tests share, and marks the slow tests."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# What a shell starts in the background may ignore these, and all that the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+# A busy machine makes no test fail that takes longer for it.
+hypothesis.settings.register_profile("ddpjob", deadline=None)
+hypothesis.settings.load_profile("ddpjob")
+
+HERE = Path(__file__).parent
+HARNESSES = ("process_harness", "ranks", "runtime_harness")
+"""Modules that start processes, most of them with torch: every test of a module that imports from one is slow."""
+SLOW = ("runtime/test_forkserver.py", "simulation/test_crashes.py", "simulation/test_random_faults.py")
+"""What takes long, in CPU seconds."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _is_slow(item):
+            item.add_marker(pytest.mark.slow)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    if any(item.path.is_relative_to(HERE / name) for name in SLOW):
+        return True
+    imported = vars(getattr(item, "module", object)).values()
+    return any(getattr(it, "__module__", getattr(it, "__name__", None)) in HARNESSES for it in imported)

@@ -19,7 +19,12 @@ def write_cifar_python(root: Path) -> None:
     names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
     for number, name in enumerate(names):
         part = slice(10 * number, 10 * number + 10)
-        batch = {"batch_label": name, "labels": LABELS[part].tolist(), "data": IMAGES[part], "filenames": [f"{i}.png" for i in range(10)]}
+        batch = {
+            "batch_label": name,
+            "labels": LABELS[part].tolist(),
+            "data": IMAGES[part],
+            "filenames": [f"{i}.png" for i in range(10)],
+        }
         (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
 
 

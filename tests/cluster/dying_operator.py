@@ -2,7 +2,7 @@
 
 A call not met before ends the process at once, as SIGKILL does. Met for the second time it is made, and the process
 ends before anything else happens. From the third time on it is made like any other. What was met is kept in a file,
-so that one job's life with many lives of the operator goes through all of them.
+so that one job, through many restarts of the operator, meets all of them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob.controller import main as operator_main
-from ddpjob.controller.cluster import KubernetesCluster
-from ddpjob.controller.settings import Settings
+from ddpjob.controller.kubernetes_cluster import KubernetesCluster
+from ddpjob.controller.operator_settings import Settings
 
-SEEN = Path(sys.argv[1])
 DEAD = 137
 
 
@@ -34,8 +33,8 @@ def _signature(verb: str, arguments: tuple[Any, ...]) -> str:
             return f"delete_pod {name}"
         case "label_pod", (name, _, role, *_):
             return f"label_pod {name} {role}"
-        case "tell", (_, told, *_):
-            return f"tell {told}"
+        case "notify", (_, sent, *_):
+            return f"notify {sent}"
         case "record", (event, *_):
             return f"record {event.reason}"
     return verb
@@ -43,9 +42,10 @@ def _signature(verb: str, arguments: tuple[Any, ...]) -> str:
 
 def _meet(line: str) -> int:
     """How often the call was met before; counts it."""
-    times = SEEN.read_text().splitlines().count(line) if SEEN.exists() else 0
-    with SEEN.open("a") as seen:
-        seen.write(line + "\n")
+    seen = Path(sys.argv[1])
+    times = seen.read_text().splitlines().count(line) if seen.exists() else 0
+    with seen.open("a") as file:
+        file.write(line + "\n")
     return times
 
 
@@ -66,6 +66,6 @@ def _dying(verb: str) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    for name in ("write_status", "create", "delete_pod", "label_pod", "delete_job", "tell", "record"):
+    for name in ("write_status", "create", "delete_pod", "label_pod", "delete_job", "notify", "record"):
         setattr(KubernetesCluster, name, _dying(name))
-    asyncio.run(operator_main.run(Settings.from_environment()))
+    asyncio.run(operator_main.run_until_signal(Settings.from_environment()))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from machine import slowness
 from testcluster import builder, processes
 from testcluster.cluster import Cluster
 from testcluster.settings import CHECKOUT, Settings
@@ -17,12 +18,17 @@ from testcluster.settings import CHECKOUT, Settings
 CHART = CHECKOUT / "charts" / "ddpjob-operator"
 TRAINER_IMAGE = "ghcr.io/ddpjob/trainer:0.1.0"
 """As the examples name it."""
-RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/enforce-version": "latest"}
+RESTRICTED = {
+    "pod-security.kubernetes.io/enforce": "restricted",
+    "pod-security.kubernetes.io/enforce-version": "latest",
+}
 
 
 def helm(cluster: Cluster, *words: str, timeout: float = 180) -> str:
     """Standard output of `helm WORDS`. Raises ClusterError with what it said when it fails."""
-    return processes.run(cluster.programs / "helm", *words, env={**os.environ, **cluster.environment()}, timeout=timeout)
+    return processes.run(
+        cluster.programs / "helm", *words, env={**os.environ, **cluster.environment()}, timeout=timeout
+    )
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,16 @@ class Release:
     name: str = "ddpjob"
 
     def install(self, *words: str) -> str:
-        """Installs, or upgrades what is installed, and waits until the operator is ready. `words`: more of helm's arguments."""
+        """Install or upgrade, and wait until the operator is ready. `words`: more of helm's arguments."""
         repository, _, tag = self.image.tag.rpartition(":")
-        chosen = ("--set", f"image.repository={repository}", "--set", f"image.tag={tag}", "--set", "image.pullPolicy=Never")
+        chosen = (
+            "--set",
+            f"image.repository={repository}",
+            "--set",
+            f"image.tag={tag}",
+            "--set",
+            "image.pullPolicy=Never",
+        )
         return helm(
             self.cluster,
             "upgrade",
@@ -47,7 +60,7 @@ class Release:
             "--namespace",
             self.namespace,
             "--wait",
-            "--timeout=120s",
+            f"--timeout={120 * slowness():.0f}s",
             *chosen,
             *words,
         )
@@ -69,9 +82,9 @@ class Release:
     def log(self) -> str:
         return self.kubectl("logs", "--selector=app.kubernetes.io/name=ddpjob-operator", "--prefix", "--tail=-1")
 
-    def holder(self) -> str:
+    def holder(self, lease: str = "ddpjob-operator") -> str:
         """The pod that acts by the Lease."""
-        return self.kubectl("get", "lease", "ddpjob-operator", "--ignore-not-found", "--output=jsonpath={.spec.holderIdentity}")
+        return self.kubectl("get", "lease", lease, "--ignore-not-found", "--output=jsonpath={.spec.holderIdentity}")
 
 
 def restricted_namespace(cluster: Cluster, name: str) -> None:
@@ -96,7 +109,8 @@ def release(cluster: Cluster, operator_image: builder.Image, request: pytest.Fix
 def installed_operator(release: Release) -> Release:
     """The chart, installed with nothing but its defaults (and the image of the checkout) for all namespaces.
 
-    For the tests of a module: two operators at once would act on the same jobs, so none may use the fixture `operator` too.
+    For the tests of a module: two operators at once would act on the same jobs, so none of them may also use the
+    fixture `operator`.
     """
     release.install()
     return release

@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from borrowed import require_python_host
 from jobs import Jobs
 from operator_process import OperatorProcess, install_crd
 from testcluster.cluster import Cluster
 
 
 @pytest.fixture(scope="module")
-def operator(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[OperatorProcess]:
+def operator(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[OperatorProcess]:
     """Runs for the tests of a module, so that modules which install the chart have the cluster to themselves."""
+    require_python_host(cluster)
     install_crd(cluster)
     log: Path = tmp_path_factory.mktemp("operator") / "operator.log"
     process = OperatorProcess(cluster, log)

@@ -1,4 +1,4 @@
-"""DDPJobs of the cluster tests: manifests whose pods use this machine's Python, and waiting for what they should become."""
+"""DDPJobs of the cluster tests: manifests whose pods use this machine's Python, and waits for their states."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from machine import slowness
 from testcluster import python_host
 from testcluster.cluster import Cluster
 
@@ -25,6 +26,11 @@ def job(name: str, **spec: Any) -> Json:
         "podTemplate": python_host.overlay("trainer"),
     }
     return {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": name}, "spec": base | spec}
+
+
+def training_job(name: str, *args: str, **spec: Any) -> Json:
+    """The project's own trainer. Each pod sees all cores: as many threads in each would be in one another's way."""
+    return job(name, module="ddpjob_trainer", args=[*args, "train.threads=1"], **spec)
 
 
 def steps_job(name: str, steps: int = 50, *arguments: str, **spec: Any) -> Json:
@@ -53,7 +59,9 @@ class Jobs:
         return next((c for c in self.status(name).get("conditions", ()) if c["type"] == kind), {})
 
     def pods(self, role: str = "node") -> dict[str, Json]:
-        found = self.cluster.kubectl_json("get", "pods", "--namespace", self.namespace, "--selector", f"ddpjob.io/role={role}")
+        found = self.cluster.kubectl_json(
+            "get", "pods", "--namespace", self.namespace, "--selector", f"ddpjob.io/role={role}"
+        )
         return {pod["metadata"]["name"]: pod for pod in found["items"]}
 
     def kill(self, pod: str) -> None:
@@ -61,9 +69,9 @@ class Jobs:
         self.kubectl("delete", "pod", pod, "--force", "--grace-period=0")
 
     def wait(self, what: str, ready: Callable[[], bool], timeout: float = 90) -> float:
-        """Seconds until it was so. Fails the test with the jobs as they are."""
+        """Seconds until `ready` was true. Fails the test after `timeout` s (more on a busy machine)."""
         began = time.monotonic()
-        while time.monotonic() - began < timeout:
+        while time.monotonic() - began < timeout * slowness():
             if ready():
                 return time.monotonic() - began
             time.sleep(0.2)

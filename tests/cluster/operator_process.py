@@ -1,4 +1,4 @@
-"""The operator as a process of this machine, for tests that start and kill it; it sees the cluster as the one in a pod does."""
+"""The operator as a process of this machine, for tests that start and kill it; a pod would see the same cluster."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+from testcluster import processes
 from testcluster.cluster import Cluster
 
-KEY = "a key of the tests, used by every life of the operator"
+KEY = "a key of the tests, used by every start of the operator"
 CRD = Path(__file__).parents[2] / "charts" / "ddpjob-operator" / "crds"
 
 
 class OperatorProcess:
-    """One life at a time; `start` after `kill` is a restart with nothing remembered."""
+    """One process at a time; `start` after `kill` is a restart with nothing remembered."""
 
     def __init__(self, cluster: Cluster, log: Path) -> None:
         self.cluster, self.log = cluster, log
@@ -39,14 +39,14 @@ class OperatorProcess:
             )
 
     def kill(self) -> None:
-        """SIGKILL: nothing is tidied up."""
+        """SIGKILL: nothing is cleaned up."""
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
             self.process = None
 
     def wait_ended(self, timeout: float = 60) -> int:
-        """The exit code of a life that ends by itself."""
+        """The exit code of a process that ends by itself."""
         assert self.process is not None
         code = self.process.wait(timeout)
         self.process = None
@@ -56,12 +56,17 @@ class OperatorProcess:
         return self.process is not None and self.process.poll() is None
 
 
-def install_crd(cluster: Cluster) -> None:
-    """Applies the CRD and waits until the API serves it."""
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
-    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/ddpjobs.ddpjob.io")
-    for _ in range(100):
-        if "ddpjobs" in cluster.kubectl("api-resources", "--api-group=ddpjob.io"):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the API server does not serve ddpjobs")
+def install_crd(cluster: Cluster, folder: Path = CRD) -> None:
+    """Apply the CRD in a folder, and wait until the API serves it.
+
+    Not by `kubectl wait`, which fails where the API server has not yet written the CRD's first condition.
+    """
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "--filename", str(folder))
+    processes.wait_for("the API server to serve ddpjobs", lambda: _served(cluster), timeout=60)
+
+
+def _served(cluster: Cluster) -> bool:
+    found = cluster.kubectl_json("get", "customresourcedefinition", "ddpjobs.ddpjob.io")
+    conditions = {it["type"]: it["status"] for it in found.get("status", {}).get("conditions", ())}
+    listing = ("get", "--raw", "/apis/ddpjob.io/v1alpha1")
+    return conditions.get("Established") == "True" and cluster.succeeds(*listing) and cluster.succeeds("get", "ddpjobs")

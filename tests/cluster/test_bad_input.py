@@ -30,12 +30,23 @@ def test_what_kubectl_apply_refuses(jobs: Jobs, change: dict[str, object], messa
 
 
 def test_an_image_that_cannot_be_pulled(jobs: Jobs) -> None:
-    jobs.apply(job("noimage", image="registry.invalid/no/such:1", imagePullPolicy="Always", script="train.py", podTemplate={}))
+    """The registry may come back: the job waits for it, says so, and ends at its own deadline alone."""
+    jobs.apply(
+        job(
+            "noimage",
+            image="registry.invalid/no/such:1",
+            imagePullPolicy="Always",
+            script="train.py",
+            podTemplate={},
+            runPolicy={"activeDeadlineSeconds": 30},
+        )
+    )
     jobs.wait("the reason", lambda: "Pull" in jobs.condition("noimage", "Running").get("reason", ""), timeout=20)
+    assert "registry.invalid/no/such:1" in jobs.condition("noimage", "Running")["message"]
     jobs.wait_phase("noimage", "Failed", timeout=60)
     failed = jobs.condition("noimage", "Failed")
-    assert "ImagePull" in failed["reason"]
-    assert "registry.invalid/no/such:1" in failed["message"]
+    assert failed["reason"] == "DeadlineExceeded"
+    assert "ImagePull" in failed["message"] and "registry.invalid/no/such:1" in failed["message"]
     assert jobs.status("noimage")["restarts"]["counted"] == 0
 
 
@@ -59,9 +70,15 @@ def test_a_script_that_does_not_exist(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ({"spec": {"nodeSelecter": {"a": "b"}}}, "spec.podTemplate.spec.nodeSelecter: no such field; did you mean nodeSelector?"),
+        (
+            {"spec": {"nodeSelecter": {"a": "b"}}},
+            "spec.podTemplate.spec.nodeSelecter: no such field; did you mean nodeSelector?",
+        ),
         ({"spec": {"restartPolicy": "Always"}}, "spec.podTemplate.spec.restartPolicy: belongs to the operator"),
-        ({"spec": {"containers": [{"name": "trainer", "image": "x"}]}}, "containers[0].image: belongs to the operator; remove it (use"),
+        (
+            {"spec": {"containers": [{"name": "trainer", "image": "x"}]}},
+            "containers[0].image: belongs to the operator; remove it (use",
+        ),
     ],
 )
 def test_a_wrong_pod_template(jobs: Jobs, template: dict[str, object], message: str) -> None:
@@ -82,7 +99,15 @@ def test_a_pod_the_api_server_refuses(jobs: Jobs) -> None:
 def test_a_checkpoint_folder_that_cannot_be_written(jobs: Jobs, tmp_path: Path) -> None:
     checkpoints = {"hostPath": str(tmp_path), "shared": True, "readOnly": True}
     args = ["--config", "digits", "train.epochs=1"]
-    jobs.apply(job("readonly", module="ddpjob_trainer", args=args, storage={"checkpoints": checkpoints}, recovery={"maxRestarts": 0}))
+    jobs.apply(
+        job(
+            "readonly",
+            module="ddpjob_trainer",
+            args=args,
+            storage={"checkpoints": checkpoints},
+            recovery={"maxRestarts": 0},
+        )
+    )
     jobs.wait_phase("readonly", "Failed", timeout=90)
     message = jobs.condition("readonly", "Failed")["message"]
     assert "/checkpoints" in message and ("write" in message or "read-only" in message.lower())
@@ -91,7 +116,13 @@ def test_a_checkpoint_folder_that_cannot_be_written(jobs: Jobs, tmp_path: Path) 
 def test_an_empty_data_folder(jobs: Jobs, tmp_path: Path) -> None:
     args = ["data.name=cifar10", "train.epochs=1"]
     jobs.apply(
-        job("nodata", module="ddpjob_trainer", args=args, storage={"data": {"hostPath": str(tmp_path)}}, recovery={"maxRestarts": 0})
+        job(
+            "nodata",
+            module="ddpjob_trainer",
+            args=args,
+            storage={"data": {"hostPath": str(tmp_path)}},
+            recovery={"maxRestarts": 0},
+        )
     )
     jobs.wait_phase("nodata", "Failed", timeout=90)
     assert "/data" in jobs.condition("nodata", "Failed")["message"]
@@ -100,7 +131,9 @@ def test_an_empty_data_folder(jobs: Jobs, tmp_path: Path) -> None:
 def test_a_volume_that_one_node_holds_is_a_condition_and_heals(jobs: Jobs) -> None:
     jobs.cluster.apply(claim("single", "ReadWriteOnce"), namespace=jobs.namespace)
     jobs.apply(steps_job("volume", 5, storage={"checkpoints": {"claimName": "single"}}))
-    jobs.wait("the condition", lambda: jobs.condition("volume", "Scheduled").get("reason") == "VolumeSingleNode", timeout=10)
+    jobs.wait(
+        "the condition", lambda: jobs.condition("volume", "Scheduled").get("reason") == "VolumeSingleNode", timeout=10
+    )
     message = jobs.condition("volume", "Scheduled")["message"]
     assert "ReadWriteMany" in message and "spec.nodes is 2" in message
     assert not jobs.pods() and not jobs.pods("coordinator"), "nothing is created"
@@ -112,5 +145,7 @@ def test_a_volume_that_one_node_holds_is_a_condition_and_heals(jobs: Jobs) -> No
 
 def test_too_few_machines_for_one_pod_each(jobs: Jobs) -> None:
     jobs.apply(steps_job("crowd", 5, nodes=5))
-    jobs.wait("the condition", lambda: jobs.condition("crowd", "Scheduled").get("reason") == "Unschedulable", timeout=20)
+    jobs.wait(
+        "the condition", lambda: jobs.condition("crowd", "Scheduled").get("reason") == "Unschedulable", timeout=20
+    )
     assert "scheduling.onePodPerNode=false" in jobs.condition("crowd", "Scheduled")["message"]

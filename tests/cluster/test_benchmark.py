@@ -12,18 +12,22 @@ from pathlib import Path
 
 import pytest
 from jobs import Jobs, steps_job
+from machine import slowness
+from testcluster.cluster import Cluster
 from testcluster.settings import CHECKOUT
 
 pytestmark = pytest.mark.slow
-PROGRAM = CHECKOUT / "benchmarks" / "apply_to_pods.py"
 
 
 def benchmark(jobs: Jobs, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     manifest = folder / "job.yaml"
     manifest.write_text(json.dumps(steps_job("benchmark", 3)))
-    command = [sys.executable, str(PROGRAM), str(manifest), "--namespace", jobs.namespace, *options]
+    command = [sys.executable, "-m", "benchmarks.apply_to_pods", str(manifest), "--namespace", jobs.namespace, *options]
     environment = {**os.environ, "KUBECONFIG": str(jobs.cluster.kubeconfig)}
-    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=240, check=False)
+    limit = 240 * slowness()
+    return subprocess.run(
+        command, cwd=CHECKOUT, env=environment, text=True, capture_output=True, timeout=limit, check=False
+    )
 
 
 def test_the_figures(jobs: Jobs, tmp_path: Path) -> None:
@@ -31,7 +35,9 @@ def test_the_figures(jobs: Jobs, tmp_path: Path) -> None:
     done = benchmark(jobs, tmp_path, "--runs", "2", "--step-runs", "1", "--csv", str(figures))
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(figures.open()))
-    assert [(row["what"], row["pods"]) for row in rows] == [("apply -> pods", "3"), ("direct", "3")] * 2 + [("apply -> step", "0")]
+    assert [(row["what"], row["pods"]) for row in rows] == [("apply -> pods", "3"), ("direct", "3")] * 2 + [
+        ("apply -> step", "0")
+    ]
     seconds = [float(row["seconds"]) for row in rows]
     assert all(value > 0 for value in seconds)
     assert max(seconds[:4]) < seconds[4], "containers and torch take longer than the control plane"
@@ -40,8 +46,30 @@ def test_the_figures(jobs: Jobs, tmp_path: Path) -> None:
     assert not jobs.pods() and not jobs.kubectl("get", "ddp", "--output=name").strip()
 
 
-def test_a_log_without_the_step_is_told(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_log_without_the_step_is_reported(jobs: Jobs, tmp_path: Path) -> None:
     done = benchmark(jobs, tmp_path, "--runs", "0", "--step-runs", "1", "--step-pattern", "no such line")
     assert done.returncode == 1
     assert "no such line" in done.stderr and "--step-pattern" in done.stderr
     assert not jobs.pods()
+
+
+def test_many_jobs_cost_no_reads_at_rest_and_every_part_is_measured(other: Cluster, tmp_path: Path) -> None:
+    """The short form of benchmarks.scale, on an API server of its own."""
+    figures, chart = tmp_path / "figures.csv", tmp_path / "chart.png"
+    sizes = ["--sizes", "4", "10", "--nodes", "2", "--burst", "4", "--rounds", "1", "--rest", "5", "--settle", "2"]
+    parts = ["--ended", "4", "--storm", "10", "--hostile", "5", "--csv", str(figures), "--chart", str(chart)]
+    environment = {**os.environ, "DDPJOB_CLUSTER_SLOT": str(other.settings.slot)}
+    command = [sys.executable, "-m", "benchmarks.scale", *sizes, *parts]
+    limit = 240 * slowness()
+    done = subprocess.run(
+        command, cwd=CHECKOUT, env=environment, text=True, capture_output=True, timeout=limit, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {(row["part"], row["what"]): row for row in csv.DictReader(figures.open())}
+    for part in ("4 jobs x 2", "10 jobs x 2"):
+        assert float(rows[part, "reads per job and minute"]["value"]) == 0
+        assert float(rows[part, "other requests per job and minute"]["value"]) == 0
+    assert {part for part, _ in rows} >= {"creation", "+ 4 ended", "storm: 10 pods", "restart", "5 hostile", "all"}
+    assert float(rows["restart", "other pods that were replaced"]["value"]) == 0
+    assert chart.stat().st_size > 10_000
+    assert other.state() is None, "it has ended the API server that it started"

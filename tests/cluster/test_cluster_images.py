@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import slowness
 from testcluster import builder, processes
 from testcluster.cluster import Cluster
 from testcluster.settings import ClusterError, Settings
@@ -16,8 +17,19 @@ pytestmark = pytest.mark.slow
 
 def log_of(cluster: Cluster, namespace: str, image: str, command: list[str], node: str) -> str:
     """What a pod of an image printed; under a restricted security context."""
-    security = {"allowPrivilegeEscalation": False, "runAsNonRoot": True, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-    container = {"name": "main", "image": image, "imagePullPolicy": "Never", "command": command, "securityContext": security}
+    security = {
+        "allowPrivilegeEscalation": False,
+        "runAsNonRoot": True,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    container = {
+        "name": "main",
+        "image": image,
+        "imagePullPolicy": "Never",
+        "command": command,
+        "securityContext": security,
+    }
     spec: dict[str, Any] = {"nodeName": node, "restartPolicy": "Never", "containers": [container]}
     cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}, namespace=namespace)
     phase = ("get", "pod", "pod", "--namespace", namespace, "--output=jsonpath={.status.phase}")
@@ -25,22 +37,28 @@ def log_of(cluster: Cluster, namespace: str, image: str, command: list[str], nod
     return cluster.kubectl("logs", "pod", "--namespace", namespace)
 
 
-def test_operator_image_is_small_and_runs_without_rights(cluster: Cluster, operator_image: builder.Image, namespace: str) -> None:
+def test_operator_image_is_small_and_runs_without_rights(
+    cluster: Cluster, operator_image: builder.Image, namespace: str
+) -> None:
     assert operator_image.size <= 250e6
     code = "import importlib.util as u, os, kopf, ddpjob.controller; print(os.getuid(), u.find_spec('torch'))"
     assert log_of(cluster, namespace, operator_image.tag, ["python3", "-c", code], "n2") == "10001 None\n"
 
 
-def test_unchanged_image_is_not_loaded_again(cluster: Cluster, operator_image: builder.Image, image_tools: Settings) -> None:
+def test_unchanged_image_is_not_loaded_again(
+    cluster: Cluster, operator_image: builder.Image, image_tools: Settings
+) -> None:
     again = builder.build_image(image_tools, "operator", operator_image.tag)
     assert again.manifest == operator_image.manifest
     start = time.monotonic()
     cluster.load_image(again)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 5 * slowness()
 
 
-def test_failed_build_tells_the_command_and_its_words(image_tools: Settings, tmp_path: Path) -> None:
+def test_failed_build_names_the_command_and_its_words(image_tools: Settings, tmp_path: Path) -> None:
     dockerfile = tmp_path / "Dockerfile"
     dockerfile.write_text("ARG BASE_IMAGE\nFROM ${BASE_IMAGE} AS broken\nRUN echo said-before-the-end; exit 3\n")
-    with pytest.raises(ClusterError, match=r"(?s)building ddpjob.test/broken:1 failed.*build-broken.log.*said-before-the-end"):
+    with pytest.raises(
+        ClusterError, match=r"(?s)building ddpjob.test/broken:1 failed.*build-broken.log.*said-before-the-end"
+    ):
         builder.build_image(image_tools, "broken", "ddpjob.test/broken:1", dockerfile=dockerfile)

@@ -18,14 +18,19 @@ SAMPLE = f"{HERE}/test_cluster_itself.py::test_nodes_are_ready_and_of_the_pinned
 
 def run_sample(words: list[str], **env: str) -> str:
     command = [*words, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", SAMPLE]
-    done = subprocess.run(command, cwd=HERE.parents[1], env={**os.environ, "CI": "", **env}, text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        command, cwd=HERE.parents[1], env={**os.environ, "CI": "", **env}, text=True, capture_output=True, check=False
+    )
     return done.stdout
 
 
 def test_missing_rights_skip_with_the_reason(cluster_machine: Settings) -> None:
     output = run_sample(WITHOUT_RIGHTS)
     assert "1 skipped" in output
-    assert re.search(r"this machine cannot run the test cluster: cannot make network namespaces, links or mounts: .*not permitted", output)
+    assert re.search(
+        r"this machine cannot run the test cluster: cannot make network namespaces, links or mounts: .*not permitted",
+        output,
+    )
 
 
 def test_missing_rights_fail_when_ci_is_true(cluster_machine: Settings) -> None:
@@ -35,15 +40,19 @@ def test_missing_rights_fail_when_ci_is_true(cluster_machine: Settings) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("DDPJOB_CLUSTER_BIN", "lacks pause, etcd, .*unset it to have them built"), ("PATH", "no Go to build")]
+    ("name", "said"),
+    [("DDPJOB_CLUSTER_BIN", "lacks pause, etcd, .*unset it to have them built"), ("PATH", "no Go to build")],
 )
-def test_missing_binaries_are_told(cluster_machine: Settings, tmp_path: Path, name: str, said: str) -> None:
+def test_missing_binaries_are_reported(cluster_machine: Settings, tmp_path: Path, name: str, said: str) -> None:
     found = {
         "DDPJOB_CLUSTER_BIN": {"DDPJOB_CLUSTER_BIN": str(tmp_path)},
         "PATH": {"PATH": "/usr/sbin", "DDPJOB_CLUSTER_CACHE": str(tmp_path)},
     }[name]
-    env = {**os.environ, "PYTHONPATH": str(HERE), "DDPJOB_CLUSTER_SLOT": "15", **found}
-    done = subprocess.run([sys.executable, "-m", "testcluster", "up"], env=env, text=True, capture_output=True, check=False)
+    paths = os.pathsep.join((str(HERE), str(HERE.parent)))
+    env = {**os.environ, "PYTHONPATH": paths, "DDPJOB_CLUSTER_SLOT": "15", **found}
+    done = subprocess.run(
+        [sys.executable, "-m", "testcluster", "up"], env=env, text=True, capture_output=True, check=False
+    )
     assert done.returncode == 1
     assert re.search(said, done.stderr)
     assert not list(tmp_path.iterdir())

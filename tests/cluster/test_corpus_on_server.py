@@ -1,4 +1,4 @@
-"""The corpus through the real API server: the same verdicts, the same words, the same stored objects as by ddpjob's own reader."""
+"""The corpus through the real API server: the verdicts, messages and stored objects of ddpjob's own reader."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import yaml
 from corpus import Case, cases
 from ddpjob.api.reader import read_manifest
+from operator_process import install_crd
 from testcluster.cluster import Cluster
 from testcluster.settings import ClusterError
 
-CRDS = Path(__file__).parents[2] / "charts" / "ddpjob-operator" / "crds"
 NAMESPACE = f"ddpjob-corpus-{secrets.token_hex(3)}"
 
 
@@ -26,8 +26,7 @@ def _named(kind: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def api(cluster: Cluster) -> Iterator[Cluster]:
     """The cluster with the CRD of the checkout and a namespace for the corpus."""
-    cluster.kubectl("apply", "--filename", str(CRDS))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/ddpjobs.ddpjob.io", "--timeout=30s")
+    install_crd(cluster)
     cluster.kubectl("create", "namespace", NAMESPACE)
     yield cluster
     cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
@@ -38,7 +37,7 @@ def _create(api: Cluster, path: Path) -> str:
 
 
 def _replace(api: Cluster, path: Path) -> None:
-    """`kubectl replace`, again when an operator of this cluster has written the status between kubectl's two requests."""
+    """`kubectl replace`, repeated where an operator has written the status between kubectl's two requests."""
     for left in reversed(range(20)):
         try:
             api.kubectl("replace", "--namespace", NAMESPACE, "--filename", str(path))

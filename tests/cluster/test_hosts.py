@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ddpjob.controller.hosts import Hosts, HostWatch
+from ddpjob.controller.host_watch import Hosts, HostWatch
 from ddpjob.controller.rest import Rest
+from testcluster import processes
 from testcluster.cluster import Cluster
 
 NOBODY = {"key": "test.ddpjob.io/ghost", "effect": "NoSchedule"}
@@ -30,8 +31,8 @@ def ghost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     cluster.kubectl("delete", "node", name, "--ignore-not-found")
 
 
-class Told:
-    """What the watch told of one node: True and False of its readiness, `out` when tainted, None when it is gone."""
+class Reported:
+    """What the watch reported of one node: True and False of its readiness, `out` when tainted, None when gone."""
 
     def __init__(self, name: str) -> None:
         self.name, self.news = name, []  # type: str, list[object]
@@ -44,10 +45,11 @@ class Told:
         self._more.set()
         if self.name in changed:
             host = hosts.get(self.name)
-            self.news.append(None if host is None else "out" if host.out_of_service else host.ready)
+            gone = host is None or host.deleted
+            self.news.append(None if gone else "out" if host.out_of_service else host.ready)
 
     async def until(self, *news: object) -> None:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while self.news != list(news):
                 self._more.clear()
                 await self._more.wait()
@@ -66,53 +68,57 @@ def beat(cluster: Cluster, name: str, ready: bool, beats: int) -> None:
         "lastHeartbeatTime": moment,
         "lastTransitionTime": f"2030-01-01T0{int(ready)}:00:00Z",
     }
-    cluster.kubectl("patch", "node", name, "--subresource=status", "--patch", json.dumps({"status": {"conditions": [condition]}}))
+    cluster.kubectl(
+        "patch", "node", name, "--subresource=status", "--patch", json.dumps({"status": {"conditions": [condition]}})
+    )
 
 
-def watching(test: Callable[[HostWatch, Told], Awaitable[None]], name: str) -> None:
+def watching(test: Callable[[HostWatch, Reported], Awaitable[None]], name: str) -> None:
     async def run() -> None:
-        rest, told = await Rest.connect(), Told(name)
+        rest, reported = await Rest.connect(), Reported(name)
         try:
-            await test(HostWatch(rest, told), told)
+            await test(HostWatch(rest, reported), reported)
         finally:
             await rest.close()
 
     asyncio.run(run())
 
 
-def test_readiness_taint_and_deletion_are_told_and_heartbeats_are_not(cluster: Cluster, ghost: str) -> None:
-    async def test(watch: HostWatch, told: Told) -> None:
+def test_readiness_taint_and_deletion_are_reported_and_heartbeats_are_not(cluster: Cluster, ghost: str) -> None:
+    async def test(watch: HostWatch, reported: Reported) -> None:
         running = asyncio.create_task(watch.run())
         await asyncio.to_thread(create, cluster, ghost)
-        await told.until(False)
+        await reported.until(False)
         await asyncio.to_thread(beat, cluster, ghost, True, 1)
-        await told.until(False, True)
-        calls = told.calls
+        await reported.until(False, True)
+        calls = reported.calls
         for beats in range(2, 7):
             await asyncio.to_thread(beat, cluster, ghost, True, beats)
-        assert told.calls == calls, "heartbeats of it and of the cluster's own nodes change nothing"
-        await asyncio.to_thread(cluster.kubectl, "taint", "node", ghost, "node.kubernetes.io/out-of-service=x:NoSchedule")
-        await told.until(False, True, "out")
+        assert reported.calls == calls, "heartbeats of it and of the cluster's own nodes change nothing"
+        await asyncio.to_thread(
+            cluster.kubectl, "taint", "node", ghost, "node.kubernetes.io/out-of-service=x:NoSchedule"
+        )
+        await reported.until(False, True, "out")
         await asyncio.to_thread(cluster.kubectl, "delete", "node", ghost)
-        await told.until(False, True, "out", None)
+        await reported.until(False, True, "out", None)
         running.cancel()
 
     watching(test, ghost)
 
 
-@pytest.mark.parametrize("expired", [False, True], ids=["goes on from its version", "its version has expired"])
-def test_what_was_missed_while_the_watch_was_interrupted_is_told(cluster: Cluster, ghost: str, expired: bool) -> None:
-    async def test(watch: HostWatch, told: Told) -> None:
+@pytest.mark.parametrize("expired", [False, True], ids=["continues from its version", "its version has expired"])
+def test_what_an_interrupted_watch_has_missed_is_reported(cluster: Cluster, ghost: str, expired: bool) -> None:
+    async def test(watch: HostWatch, reported: Reported) -> None:
         running = asyncio.create_task(watch.run())
         await asyncio.to_thread(create, cluster, ghost)
-        await told.until(False)
+        await reported.until(False)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await asyncio.to_thread(cluster.kubectl, "delete", "node", ghost)
         if expired:
             watch._version = "1"
         running = asyncio.create_task(watch.run())
-        await told.until(False, None)
+        await reported.until(False, None)
         running.cancel()
 
     watching(test, ghost)
@@ -127,16 +133,20 @@ def test_without_the_right_nodes_are_not_known_and_that_is_said_once(
     file = tmp_path / "kubeconfig"
     file.write_text(json.dumps(config))
     use(file, monkeypatch)
-    monkeypatch.setattr("ddpjob.controller.hosts._FORBIDDEN_RETRY", 0.1)
+    monkeypatch.setattr("ddpjob.controller.host_watch._FORBIDDEN_RETRY", 0.1)
+
+    def warnings() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "nodes are not watched" in r.getMessage()]
 
     async def test() -> None:
-        rest, told = await Rest.connect(), []
-        running = asyncio.create_task(HostWatch(rest, lambda hosts, _: told.append(hosts)).run())
+        rest, reported = await Rest.connect(), []
+        running = asyncio.create_task(HostWatch(rest, lambda hosts, _: reported.append(hosts)).run())
+        await asyncio.to_thread(processes.wait_for, "the warning", lambda: bool(warnings()), timeout=20)
         await asyncio.sleep(1)
-        assert not running.done() and told == []
+        assert not running.done() and reported == []
         running.cancel()
         await rest.close()
 
     asyncio.run(test())
-    said = [r.getMessage() for r in caplog.records if "nodes are not watched" in r.getMessage()]
-    assert len(said) == 1 and "forbidden" in said[0] and "ClusterRole" in said[0]
+    (warning,) = warnings()
+    assert "forbidden" in warning and "ClusterRole" in warning

@@ -22,10 +22,18 @@ print("compiled")
 """
 
 
-def run(cluster: Cluster, namespace: str, image: builder.Image, command: list[str], node: str, **context: Any) -> tuple[int, str]:
+def run(
+    cluster: Cluster, namespace: str, image: builder.Image, command: list[str], node: str, **context: Any
+) -> tuple[int, str]:
     """Exit code and log of a pod that runs a command in an image, under the restricted security standard."""
     security = {"allowPrivilegeEscalation": False, "runAsNonRoot": True, "capabilities": {"drop": ["ALL"]}, **context}
-    container = {"name": "main", "image": image.tag, "imagePullPolicy": "Never", "command": command, "securityContext": security}
+    container = {
+        "name": "main",
+        "image": image.tag,
+        "imagePullPolicy": "Never",
+        "command": command,
+        "securityContext": security,
+    }
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -35,13 +43,17 @@ def run(cluster: Cluster, namespace: str, image: builder.Image, command: list[st
     cluster.apply(pod, namespace=namespace)
     phase = ("get", "pod", "pod", "--namespace", namespace, "--output=jsonpath={.status.phase}")
     processes.wait_for("the pod to end", lambda: cluster.kubectl(*phase) in ("Succeeded", "Failed"), timeout=300)
-    ended = cluster.kubectl_json("get", "pod", "pod", "--namespace", namespace)["status"]["containerStatuses"][0]["state"]["terminated"]
+    ended = cluster.kubectl_json("get", "pod", "pod", "--namespace", namespace)["status"]["containerStatuses"][0][
+        "state"
+    ]["terminated"]
     return ended["exitCode"], cluster.kubectl("logs", "pod", "--namespace", namespace)
 
 
 def test_trainer_compiles(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
     """As a user that a platform has chosen (group 0)."""
-    code, log = run(cluster, namespace, trainer_image, ["python3", "-c", COMPILE], "n1", runAsUser=1000680000, runAsGroup=0)
+    code, log = run(
+        cluster, namespace, trainer_image, ["python3", "-c", COMPILE], "n1", runAsUser=1000680000, runAsGroup=0
+    )
     assert (code, log.splitlines()[-2:]) == (0, ["1000680000 True True", "compiled"]), log
 
 
@@ -50,7 +62,8 @@ def test_trainer_runs_as_its_own_user_without_the_operators_packages(
 ) -> None:
     program = (
         "import importlib.util as u, os; "
-        "print(os.getuid(), os.access(os.getcwd(), os.W_OK), os.access(os.environ['HOME'], os.W_OK), u.find_spec('kopf'))"
+        "writable = [os.access(path, os.W_OK) for path in (os.getcwd(), os.environ['HOME'])]; "
+        "print(os.getuid(), *writable, u.find_spec('kopf'))"
     )
     assert run(cluster, namespace, trainer_image, ["python3", "-c", program], "n2") == (0, "10001 True True None\n")
 
@@ -58,8 +71,10 @@ def test_trainer_runs_as_its_own_user_without_the_operators_packages(
 def test_trainer_has_what_triton_builds_with(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
     """Its launcher is a C extension, compiled when the first kernel runs on a GPU."""
     program = (
-        "import pathlib, subprocess, sysconfig; source = pathlib.Path('module.c'); source.write_text('#include <Python.h>\\n'); "
-        "subprocess.run(['gcc', '-shared', '-fPIC', '-I', sysconfig.get_path('include'), source, '-o', 'module.so'], check=True)"
+        "import pathlib, subprocess, sysconfig; "
+        "source = pathlib.Path('module.c'); source.write_text('#include <Python.h>\\n'); "
+        "headers = sysconfig.get_path('include'); "
+        "subprocess.run(['gcc', '-shared', '-fPIC', '-I', headers, source, '-o', 'module.so'], check=True)"
     )
     code, log = run(cluster, namespace, trainer_image, ["python3", "-c", program], "n1")
     assert code == 0, log
@@ -74,7 +89,9 @@ def test_trainer_has_what_triton_builds_with(cluster: Cluster, trainer_image: bu
         (["sh", "-c", "touch /opt/venv/file || touch /etc/file"], "Permission denied"),
     ],
 )
-def test_operator_image_lacks(cluster: Cluster, operator_image: builder.Image, namespace: str, program: list[str], words: str) -> None:
+def test_operator_image_lacks(
+    cluster: Cluster, operator_image: builder.Image, namespace: str, program: list[str], words: str
+) -> None:
     code, log = run(cluster, namespace, operator_image, program, "n2")
     assert code != 0
     assert words in log
@@ -83,7 +100,9 @@ def test_operator_image_lacks(cluster: Cluster, operator_image: builder.Image, n
 def test_operator_says_what_it_lacks(cluster: Cluster, operator_image: builder.Image, namespace: str) -> None:
     """Without the chart's Secret, and as a user without a name."""
     command = ["env", "DDPJOB_OPERATOR_LEASE_NAMESPACE=x", "python3", "-m", "ddpjob.controller"]
-    code, log = run(cluster, namespace, operator_image, command, "n2", runAsUser=1000680000, readOnlyRootFilesystem=True)
+    code, log = run(
+        cluster, namespace, operator_image, command, "n2", runAsUser=1000680000, readOnlyRootFilesystem=True
+    )
     assert code == 2
     assert "DDPJOB_OPERATOR_KEY must be a secret of at least 16 characters" in log
-    assert "The chart makes one" in log
+    assert "The chart generates one" in log

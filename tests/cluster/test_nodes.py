@@ -1,4 +1,4 @@
-"""Kubernetes nodes go: drained, tainted, deleted, cut off. Jobs go on elsewhere, and what was left behind ends."""
+"""Kubernetes nodes go: drained, tainted, deleted, cut off. Jobs continue elsewhere, and what was left behind ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from conftest import create_namespace, more_nodes, print_namespace, remove_namespace
-from ddpjob_trainer.ledger_check import read, verify
-from jobs import Jobs, Json, job, steps_job
+from ddpjob_trainer.commands.check_ledger import read, verify
+from jobs import Jobs, Json, steps_job, training_job
+from machine import slowness
 from operator_process import OperatorProcess
 from testcluster import processes
 from testcluster.cluster import Cluster
@@ -36,7 +37,13 @@ class Stage:
     def place(self, name: str) -> Json:
         """The part of a spec that lets a job's node pods run where `offer` says."""
         control = {"resources": {"limits": {CONTROL: 1}}}
-        return {"gpusPerNode": 1, "procsPerNode": 1, "backend": "gloo", "gpuResource": f"test.ddpjob.io/{name}", "rendezvous": control}
+        return {
+            "gpusPerNode": 1,
+            "procsPerNode": 1,
+            "backend": "gloo",
+            "gpuResource": f"test.ddpjob.io/{name}",
+            "rendezvous": control,
+        }
 
     def offer(self, name: str, *nodes: str) -> None:
         for node in nodes:
@@ -71,7 +78,9 @@ JOBS = {"moved": "n3", "tainted": "n4", "deleted": "n5", "cut": "n6", "cut-fast"
 
 
 @pytest.fixture(scope="module")
-def stage(cluster: Cluster, operator: OperatorProcess, checkpoints: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
+def stage(
+    cluster: Cluster, operator: OperatorProcess, checkpoints: Path, request: pytest.FixtureRequest
+) -> Iterator[Stage]:
     namespace = f"nodes-{secrets.token_hex(2)}"
     before = request.session.testsfailed
     with more_nodes(cluster, 6):
@@ -98,9 +107,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _apply(stage: Stage, checkpoints: Path) -> None:
     shared = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
-    training = ["--config", "digits", "train.ledger=true", "train.epochs=10", "checkpoint.every_seconds=1"]
-    stage.jobs.apply(job("moved", module="ddpjob_trainer", args=training, storage=shared, **stage.place("moved")))
-    stage.jobs.apply(steps_job("tainted", 100000, "--sleep=0.5", **stage.place("tainted"), recovery={"nodeLostAfterSeconds": 300}))
+    training = ["--config", "digits", "train.ledger=true", "train.epochs=60", "checkpoint.every_seconds=1"]
+    stage.jobs.apply(training_job("moved", *training, storage=shared, **stage.place("moved")))
+    stage.jobs.apply(
+        steps_job("tainted", 100000, "--sleep=0.5", **stage.place("tainted"), recovery={"nodeLostAfterSeconds": 300})
+    )
     for name, mode in (("deleted", "Standard"), ("cut", "Standard"), ("cut-fast", "Fast")):
         recovery = {"mode": mode, "nodeLostAfterSeconds": NODE_LOST_AFTER}
         stage.jobs.apply(steps_job(name, 100000, "--sleep=0.5", **stage.place(name), recovery=recovery))
@@ -123,25 +134,34 @@ def alive(pod: str, uid: str) -> list[int]:
 def test_a_drained_node_moves_a_job_without_loss_and_one_pod_at_a_time(stage: Stage, checkpoints: Path) -> None:
     leaving = stage.running("moved", "n3", refuge=False)
     staying = stage.pod_on("moved", "n1")
-    stage.jobs.wait("some epochs", lambda: stage.jobs.status("moved").get("progress", {}).get("percent", 0) >= 3, timeout=60)
+    stage.jobs.wait(
+        "some epochs", lambda: stage.jobs.status("moved").get("progress", {}).get("percent", 0) >= 3, timeout=60
+    )
     began = time.time()
-    drain = ["drain", "n3", "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=90s"]
+    limit = 90 * slowness()
+    drain = ["drain", "n3", "--ignore-daemonsets", "--delete-emptydir-data", f"--timeout={limit:.0f}s"]
     kubectl = [stage.cluster.programs / "kubectl", "--kubeconfig", stage.cluster.kubeconfig, *drain]
     with subprocess.Popen(kubectl, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as draining:
         stage.jobs.wait(
             "the eviction",
-            lambda: "deletionTimestamp" in stage.pods("moved").get(leaving, {"metadata": {"deletionTimestamp": 0}})["metadata"],
+            lambda: (
+                "deletionTimestamp"
+                in stage.pods("moved").get(leaving, {"metadata": {"deletionTimestamp": 0}})["metadata"]
+            ),
         )
         with pytest.raises(ClusterError, match="disruption budget"):
-            evict(stage.jobs, staying)  # No node is offered to the successor yet: the job has one healthy pod, however long this took.
+            evict(
+                stage.jobs, staying
+            )  # No node is offered to the successor yet: the job has one healthy pod, however long this took.
         stage.offer("moved", "n2")
-        output, _ = draining.communicate(timeout=120)
+        output, _ = draining.communicate(timeout=limit + 30)
     assert draining.returncode == 0, output
-    told, lost = stage.watch.first("moved", restart("Evicted"))
-    print(
-        f"moved: told {told - began:.2f} s after the drain began, trains again {stage.trains_again('moved', lost) - began:.2f} s after it"
-    )
-    assert told - began < at_once()
+    noticed, lost = stage.watch.first("moved", lambda s: bool(restarts(s)))
+    # A machine so busy that the pod has ended before the operator sees it evicted knows only that it is gone.
+    assert restarts(lost)[0]["reason"] in (("Evicted",) if slowness() < 2 else ("Evicted", "Deleted"))
+    again = stage.trains_again("moved", lost)
+    print(f"moved: reported {noticed - began:.2f} s after the drain began, trains again {again - began:.2f} s after it")
+    assert noticed - began < at_once()
     assert lost["progress"]["percent"] < 95, "the drain came too late to move anything"
     _, status = stage.watch.first("moved", phase("Complete"), timeout=240)
     assert [(r["pod"], r["counted"]) for r in restarts(status)] == [(leaving, False)]
@@ -166,17 +186,17 @@ def test_a_lost_node_tainted_out_of_service_is_not_waited_for(stage: Stage) -> N
     began = time.time()
     stage.cluster.kubectl("taint", "node", "n4", "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute")
     try:
-        told, lost = stage.watch.first("tainted", lambda s: bool(restarts(s)))
+        noticed, lost = stage.watch.first("tainted", lambda s: bool(restarts(s)))
         again = stage.trains_again("tainted", lost)
     finally:
         stage.cluster.kubectl("taint", "node", "n4", "node.kubernetes.io/out-of-service-")
         stage.cluster.heal("n4")
-    print(f"tainted: told {told - began:.2f} s after the taint, trains again {again - began:.2f} s after it")
-    assert told - began < at_once()
-    (told_of,) = restarts(lost)
+    print(f"tainted: reported {noticed - began:.2f} s after the taint, trains again {again - began:.2f} s after it")
+    assert noticed - began < at_once()
+    (recorded,) = restarts(lost)
     # Kubernetes' own controller marks and deletes the pod for the taint too.
-    assert (told_of["pod"], told_of["counted"]) == (pod, False) and told_of["reason"] in ("NodeLost", "Disruption")
-    assert told_of["reason"] in stage.jobs.kubectl("describe", "ddpjob", "tainted")
+    assert (recorded["pod"], recorded["counted"]) == (pod, False) and recorded["reason"] in ("NodeLost", "Disruption")
+    assert recorded["reason"] in stage.jobs.kubectl("describe", "ddpjob", "tainted")
 
 
 def test_a_node_whose_object_is_deleted_is_left(stage: Stage) -> None:
@@ -186,12 +206,12 @@ def test_a_node_whose_object_is_deleted_is_left(stage: Stage) -> None:
     began = time.time()
     stage.cluster.kubectl("delete", "node", "n5", "--wait=false")
     try:
-        told, lost = stage.watch.first("deleted", restart("NodeLost"))
+        noticed, lost = stage.watch.first("deleted", restart("NodeLost"))
         again = stage.trains_again("deleted", lost)
     finally:
         stage.cluster.register("n5")
-    print(f"deleted: told {told - began:.2f} s after the deletion, trains again {again - began:.2f} s after it")
-    assert told - began < NODE_LOST_AFTER + at_once()
+    print(f"deleted: reported {noticed - began:.2f} s after the deletion, trains again {again - began:.2f} s after it")
+    assert noticed - began < NODE_LOST_AFTER + at_once()
     assert [(r["pod"], r["counted"]) for r in restarts(lost)] == [(pod, False)]
     assert "n5" in restarts(lost)[0]["message"]
     processes.wait_for(f"the end of {pod}", lambda: not alive(pod, uid), timeout=30)
@@ -204,17 +224,20 @@ def test_a_node_without_a_network_is_left_and_its_zombies_end(stage: Stage) -> N
     began = time.time()
     stage.cluster.cut("n6")
     for name in names:
-        told, lost = stage.watch.first(name, restart("NodeLost"), timeout=NODE_LOST_AFTER + 30)
+        noticed, lost = stage.watch.first(name, restart("NodeLost"), timeout=NODE_LOST_AFTER + 30)
         again = stage.trains_again(name, lost)
-        print(f"{name}: told {told - began:.2f} s after the cut, trains again {again - began:.2f} s after it")
-        assert NODE_LOST_AFTER - 1.5 <= told - began < NODE_LOST_AFTER + at_once()
+        print(f"{name}: reported {noticed - began:.2f} s after the cut, trains again {again - began:.2f} s after it")
+        assert NODE_LOST_AFTER - 1.5 <= noticed - began < NODE_LOST_AFTER + at_once()
         assert [(r["pod"], r["counted"]) for r in restarts(lost)] == [(pods[name], False)]
-        assert pods[name] not in stage.pods(name), "deleted by force: nobody can tell when it ends"
+        # By force as soon as its host is NotReady too, which can be after the coordinator has reported its silence.
+        stage.jobs.wait("the end of the pod's object", lambda name=name: pods[name] not in stage.pods(name), timeout=30)
     assert alive(pods["cut-fast"], uids["cut-fast"]), "a zombie: it trained on where nobody could reach it"
     stage.cluster.heal("n6")
-    seconds = processes.wait_for("the end of the zombies", lambda: not any(alive(pods[n], uids[n]) for n in names), timeout=60)
+    seconds = processes.wait_for(
+        "the end of the zombies", lambda: not any(alive(pods[n], uids[n]) for n in names), timeout=60
+    )
     print(f"the zombies ended {seconds:.1f} s after the network was back")
     for name in names:
         before = stage.jobs.step(name)
-        stage.jobs.wait(f"{name} to go on", lambda name=name, before=before: stage.jobs.step(name) != before)
+        stage.jobs.wait(f"{name} to continue", lambda name=name, before=before: stage.jobs.step(name) != before)
         assert len(restarts(stage.jobs.status(name))) == 1, "the zombie did not disturb those that have taken its place"

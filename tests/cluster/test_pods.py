@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from conftest import create_namespace
 from jobs import Jobs, job, steps_job
 from testcluster.cluster import Cluster
 
@@ -13,10 +14,10 @@ from testcluster.cluster import Cluster
 def gpus(cluster: Cluster) -> Iterator[str]:
     """Two GPUs of a made-up vendor on each node; the scheduler alone deals with them."""
     resource = "example.com/gpu"
-    for node in ("n1", "n2"):
+    for node in cluster.nodes[:2]:
         cluster.set_gpus(node, 2, resource)
     yield resource
-    for node in ("n1", "n2"):
+    for node in cluster.nodes[:2]:
         cluster.set_gpus(node, 0, resource)
 
 
@@ -31,7 +32,11 @@ def test_gpus_by_resource_name(jobs: Jobs, gpus: str) -> None:
 
 
 def test_what_a_pod_finds(jobs: Jobs) -> None:
-    jobs.apply(steps_job("look", 1000, storage={"sharedMemory": "64Mi"}, env=[{"name": "GREETING", "value": "hello $(DDPJOB_NAME)"}]))
+    jobs.apply(
+        steps_job(
+            "look", 1000, storage={"sharedMemory": "64Mi"}, env=[{"name": "GREETING", "value": "hello $(DDPJOB_NAME)"}]
+        )
+    )
     jobs.wait_phase("look", "Running")
 
     def run(pod: str, script: str) -> str:
@@ -40,13 +45,18 @@ def test_what_a_pod_finds(jobs: Jobs) -> None:
 
     assert run("look-0-0", "df -k --output=size /dev/shm | tail -1").strip() == "65536"
     assert run("look-1-0", "cat /proc/sys/kernel/hostname") == "look-1-0"
-    assert run("look-0-0", 'echo "$DDPJOB_INDEX $DDPJOB_ATTEMPT $DDPJOB_ROUND $DDPJOB_NODES $GREETING"') == "0 0 0 2 hello look"
+    assert (
+        run("look-0-0", 'echo "$DDPJOB_INDEX $DDPJOB_ATTEMPT $DDPJOB_ROUND $DDPJOB_NODES $GREETING"')
+        == "0 0 0 2 hello look"
+    )
     assert run("look-0-0", "echo $POD_IP") == jobs.pods()["look-0-0"]["status"]["podIP"]
     name = f"look-1-0.look.{jobs.namespace}.svc.cluster.local"
     found = run("look-0-0", f"python3 -c \"import socket; print(socket.gethostbyname('{name}'))\"")
     assert found == jobs.pods()["look-1-0"]["status"]["podIP"]
-    assert run("look-0-0", "touch /checkpoints/x && ls /opt/ddpjob/launcher.py") == "/opt/ddpjob/launcher.py"
-    owned = jobs.cluster.kubectl_json("get", "pods,services,configmaps", "--namespace", jobs.namespace, "--selector=ddpjob.io/job=look")
+    assert run("look-0-0", "touch /checkpoints/x && ls /opt/ddpjob").split() == ["ddpjob_report", "ddpjob_runtime"]
+    owned = jobs.cluster.kubectl_json(
+        "get", "pods,services,configmaps", "--namespace", jobs.namespace, "--selector=ddpjob.io/job=look"
+    )
     for item in owned["items"]:
         assert [o["name"] for o in item["metadata"]["ownerReferences"]] == ["look"]
         assert "finalizers" not in item["metadata"]
@@ -56,7 +66,7 @@ def test_what_a_pod_finds(jobs: Jobs) -> None:
 
 def test_two_jobs_of_one_name_in_two_namespaces_and_one_machine(jobs: Jobs, cluster: Cluster) -> None:
     other = Jobs(cluster, f"{jobs.namespace}-b")
-    cluster.kubectl("create", "namespace", other.namespace)
+    create_namespace(cluster, other.namespace)
     try:
         for place in (jobs, other):
             place.apply(steps_job("twin", 5, nodes=1))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from jobs import Jobs, steps_job
+from machine import slowness
 
 
 def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) -> None:
-    jobs.apply(steps_job("two", 100))
+    jobs.apply(steps_job("two", 200))  # A busy machine must not end it before it is disturbed.
     jobs.wait_phase("two", "Running")
     jobs.wait("the first steps", lambda: jobs.step("two") >= 3)
     before = jobs.pods()
     assert sorted(before) == ["two-0-0", "two-1-0"]
-    assert {pod["spec"]["nodeName"] for pod in before.values()} == {"n1", "n2"}, "one pod per node"
+    assert {pod["spec"]["nodeName"] for pod in before.values()} == set(jobs.cluster.nodes[:2]), "one pod per node"
 
     jobs.kill("two-1-0")
     jobs.wait("the replacement", lambda: "two-1-1" in jobs.pods(), timeout=5)
@@ -23,7 +24,7 @@ def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) ->
     assert (restarts["counted"], restarts["uncounted"]) == (0, 1)
     assert [(r["pod"], r["reason"], r["counted"]) for r in restarts["recent"]] == [("two-1-0", "Deleted", False)]
     assert status["round"] == 1
-    assert status["progress"]["step"] == 100
+    assert status["progress"]["step"] == 200
     logs = jobs.kubectl("logs", "two-0-0")
     assert logs.count("rank 0 of 2 begins") + logs.count("rank 1 of 2 begins") == 2, "its workers began twice"
 
@@ -38,10 +39,14 @@ def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -
     jobs.kill(victim)
     jobs.wait("the spare's part", lambda: set(jobs.pods()) == {survivor, spare}, timeout=10)
     replacement = f"{victim.removesuffix('-0')}-1"
-    jobs.wait("another spare", lambda: jobs.status("fast")["nodes"]["display"] == "2/2 +1" and [*jobs.pods("spare")] == [replacement])
+    jobs.wait(
+        "another spare",
+        lambda: jobs.status("fast")["nodes"]["display"] == "2/2 +1" and [*jobs.pods("spare")] == [replacement],
+    )
     status = jobs.status("fast")
     assert [(r["pod"], r["reason"], r["counted"]) for r in status["restarts"]["recent"]] == [(victim, "Deleted", False)]
-    assert status["restarts"]["recent"][0]["seconds"] < 5, "from the loss to the group that runs again"
+    seconds = status["restarts"]["recent"][0]["seconds"]
+    assert seconds < 5 * slowness(), "from the loss to the group that runs again"
 
     begun = [jobs.kubectl("logs", pod).count("begins") for pod in jobs.pods()]
     step = jobs.step("fast")

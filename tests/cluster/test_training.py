@@ -1,4 +1,4 @@
-"""The project's own trainer in jobs on the cluster: exact through a kill, from real data formats, past a damaged checkpoint."""
+"""The project's own trainer on the cluster: exact through a kill, with real data formats, past a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import datasets
 import pytest
+from ddpjob_trainer.commands.check_ledger import read, verify
 from ddpjob_trainer.errors import LedgerError
-from ddpjob_trainer.ledger_check import read, verify
-from jobs import Jobs, Json, job
+from jobs import Jobs, Json, training_job
 
 
 def training(name: str, folder: Path, *args: str, **spec: object) -> Json:
     """A training job whose checkpoints lie in `folder`, seen by all nodes."""
     checkpoints = {"hostPath": str(folder), "shared": True}
     storage = {"checkpoints": checkpoints, **spec.pop("storage", {})}  # type: ignore[dict-item]
-    return job(name, module="ddpjob_trainer", args=list(args), storage=storage, **spec)
+    return training_job(name, *args, storage=storage, **spec)
 
 
 def drop_a_sample(folder: Path) -> None:
@@ -30,9 +30,19 @@ def drop_a_sample(folder: Path) -> None:
 
 
 def test_no_sample_is_lost_or_repeated_through_a_kill(jobs: Jobs, tmp_path: Path) -> None:
-    jobs.apply(training("exact", tmp_path, "--config", "digits", "train.ledger=true", "train.epochs=40", "checkpoint.every_seconds=1"))
+    jobs.apply(
+        training(
+            "exact",
+            tmp_path,
+            "--config",
+            "digits",
+            "train.ledger=true",
+            "train.epochs=80",
+            "checkpoint.every_seconds=1",
+        )
+    )
     jobs.wait_phase("exact", "Running")
-    jobs.wait("some epochs", lambda: jobs.status("exact").get("progress", {}).get("percent", 0) >= 10, timeout=120)
+    jobs.wait("some epochs", lambda: jobs.status("exact").get("progress", {}).get("percent", 0) >= 2, timeout=120)
     rows = jobs.kubectl("get", "ddp").splitlines()
     assert rows[0].split() == ["NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE"]
     assert rows[1].split()[1:3] == ["Running", "2/2"] and "epoch" in rows[1] and "/s" in rows[1] and "0/10" in rows[1]
@@ -55,11 +65,16 @@ def test_no_sample_is_lost_or_repeated_through_a_kill(jobs: Jobs, tmp_path: Path
     [
         (datasets.write_cifar_python, ("data.name=cifar10", "data.batch=10", "model.name=resnet18_cifar")),
         (datasets.write_cifar_binary, ("data.name=cifar10", "data.batch=10", "model.name=resnet18_cifar")),
-        (datasets.write_image_folder, ("data.name=imagefolder", "data.batch=4", "data.image_size=32", "model.name=torchvision:resnet18")),
+        (
+            datasets.write_image_folder,
+            ("data.name=imagefolder", "data.batch=4", "data.image_size=32", "model.name=torchvision:resnet18"),
+        ),
     ],
     ids=["cifar10-python", "cifar10-binary", "imagefolder"],
 )
-def test_real_formats_train_on_two_nodes(write: Callable[[Path], None], args: tuple[str, ...], jobs: Jobs, tmp_path: Path) -> None:
+def test_real_formats_train_on_two_nodes(
+    write: Callable[[Path], None], args: tuple[str, ...], jobs: Jobs, tmp_path: Path
+) -> None:
     data, checkpoints = tmp_path / "data", tmp_path / "checkpoints"
     data.mkdir()
     checkpoints.mkdir()
@@ -81,4 +96,4 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(jobs: Jobs, 
     jobs.wait_phase("second", "Complete", timeout=120)
     log = jobs.kubectl("logs", "second-0-0")
     assert saved[-1].name in log, "the damaged one is named"
-    assert f"going on after step {int(saved[-2].stem.removeprefix('step-'))} of" in log, "the one before is used"
+    assert f"resuming after step {int(saved[-2].stem.removeprefix('step-'))} of" in log, "the one before is used"

@@ -1,33 +1,35 @@
-"""When a job's status said something, by this machine's clock: a watch of a namespace's jobs, as `kubectl get --watch` has it."""
+"""When a job's status changed, by this machine's clock: a watch of a namespace's jobs, like `kubectl get --watch`."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from machine import slowness
 from testcluster.cluster import Cluster
 
 Json = dict[str, Any]
 
 
 def at_once() -> float:
-    """Seconds from a fact to the status that tells it: 2, and more in proportion on a machine that has more to do than it can."""
-    return 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """Seconds from an event to the status that reports it: 2, and more in proportion on a busy machine."""
+    return 2.0 * slowness()
 
 
 class Watch:
-    """Keeps what the API server told of every job of a namespace, and when."""
+    """Keeps every state of every job of a namespace that the API server sends, and when it came."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         self._seen: list[tuple[float, Json]] = []
         path = f"/apis/ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs?watch=1"
         self._kubectl = subprocess.Popen(
-            [cluster.programs / "kubectl", "--kubeconfig", cluster.kubeconfig, "get", "--raw", path], stdout=subprocess.PIPE, text=True
+            [cluster.programs / "kubectl", "--kubeconfig", cluster.kubeconfig, "get", "--raw", path],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -41,15 +43,15 @@ class Watch:
         self._kubectl.wait()
 
     def first(self, name: str, holds: Callable[[Json], bool], timeout: float = 60) -> tuple[float, Json]:
-        """The time (as time.time() has it) at which the job's status was first so, and that status. Waits for it."""
-        deadline, looked_at = time.monotonic() + timeout, 0
+        """When (as time.time() counts) the job's status first was as `holds` says, and that status; waits for it."""
+        began, looked_at = time.monotonic(), 0
         while True:
             for when, body in self._seen[looked_at:]:
                 looked_at += 1
                 status: Json = body.get("status", {})
                 if body["metadata"]["name"] == name and holds(status):
                     return when, status
-            if time.monotonic() > deadline:
+            if time.monotonic() - began > timeout * slowness():
                 last = next((b.get("status") for _, b in reversed(self._seen) if b["metadata"]["name"] == name), None)
                 raise AssertionError(f"{name}: not within {timeout} s; its last status: {json.dumps(last, indent=1)}")
             time.sleep(0.02)

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 from ddpjob.local import processes
+from machine import slowness
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = str(SCRIPTS / "process_train.py")
@@ -42,7 +43,7 @@ class Machine:
         self._runners: list[subprocess.Popen[str]] = []
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "DDPJOB_RUNS": str(self.runs)}
+        return {**os.environ, "DDPJOB_RUNS": str(self.runs), "DDPJOB_PLACE": "local"}
 
     def command(self, *words: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
         """`ddpjob WORDS` to its end."""
@@ -107,9 +108,9 @@ class Run:
         return next((c for c in self.status.get("conditions", ()) if c["type"] == kind), {})
 
     def until(self, what: Callable[[Run], object], seconds: float = 90) -> None:
-        """Waits until it holds while the run goes on."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        """Waits until it holds while the run continues."""
+        began = time.monotonic()
+        while time.monotonic() - began < seconds * slowness():
             assert self.process.poll() is None, f"the run has ended\n{self.everything()}"
             if (self.folder / "status.json").exists() and what(self):
                 return
@@ -123,10 +124,10 @@ class Run:
         except FileNotFoundError:
             return 0
 
-    def wait(self, seconds: float = 90) -> int:
+    def wait(self, seconds: float = 180) -> int:
         """The exit code."""
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(seconds * slowness())
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs after {seconds} s\n{self.everything()}") from None
 
@@ -143,10 +144,10 @@ class Run:
 
     def assert_nothing_left(self, seconds: float = 5) -> None:
         """No process of the job, within the time that a guard may need."""
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         while left := self.processes():
             names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left if Path(f"/proc/{pid}").exists()]
-            assert time.monotonic() < deadline, f"left behind: {names}"
+            assert time.monotonic() - began < seconds * slowness(), f"left behind: {names}"
             time.sleep(0.05)
 
     def assert_ledger(self, steps: int, ranks: int = 2) -> None:
@@ -159,7 +160,10 @@ class Run:
 
     def everything(self) -> str:
         """For a failing test."""
-        logs = [f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.folder.glob("*/pods/*.log"))]
+        logs = [
+            f"--- {path}\n{path.read_text(errors='replace')[-3000:]}"
+            for path in sorted(self.folder.glob("*/pods/*.log"))
+        ]
         return "\n".join([self.output, *logs])
 
     def signal(self, number: signal.Signals) -> None:

@@ -37,17 +37,26 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.chdir(tmp_path)
     machine = SameProcess(tmp_path, capsys)
     monkeypatch.setenv("DDPJOB_RUNS", str(machine.runs))
+    monkeypatch.setenv("DDPJOB_PLACE", "local")
     return machine
 
 
 WRONG: list[tuple[str, dict[str, Any] | str, list[str]]] = [
     ("not YAML", "{ not: [yaml", ["job.yaml", "line 1"]),
-    ("no job", "apiVersion: v1\nkind: Pod\nmetadata: {name: x}\n", ["holds no DDPJob"]),
+    ("no job", "apiVersion: v1\nkind: Pod\nmetadata: {name: x}\n", ["contains no DDPJob"]),
     ("unknown field", manifest(nodez=3), ["spec.nodez", "nodes"]),
     ("no nodes", manifest(nodes=0), ["spec.nodes"]),
     ("two entry points", manifest(script="a.py", command=["b"]), ["exactly one of script, module and command"]),
-    ("podTemplate, unknown", manifest(podTemplate={"spec": {"tolerationz": []}}), ["spec.podTemplate.spec.tolerationz", "tolerations"]),
-    ("podTemplate, owned", manifest(podTemplate={"spec": {"restartPolicy": "Always"}}), ["spec.podTemplate.spec.restartPolicy"]),
+    (
+        "podTemplate, unknown",
+        manifest(podTemplate={"spec": {"tolerationz": []}}),
+        ["spec.podTemplate.spec.tolerationz", "tolerations"],
+    ),
+    (
+        "podTemplate, owned",
+        manifest(podTemplate={"spec": {"restartPolicy": "Always"}}),
+        ["spec.podTemplate.spec.restartPolicy"],
+    ),
     ("workingDir", manifest(workingDir="/no/such/folder"), ["spec.workingDir", "--workdir"]),
     (
         "secret",
@@ -57,7 +66,9 @@ WRONG: list[tuple[str, dict[str, Any] | str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("job", "words"), [(job, words) for _, job, words in WRONG], ids=[name for name, _, _ in WRONG])
+@pytest.mark.parametrize(
+    ("job", "words"), [(job, words) for _, job, words in WRONG], ids=[name for name, _, _ in WRONG]
+)
 def test_refused(machine: SameProcess, job: dict[str, Any] | str, words: list[str]) -> None:
     refused = machine.command("run", str(machine.write(job)))
     assert refused.returncode == 2, refused.stdout + refused.stderr
@@ -87,10 +98,15 @@ def test_runs_that_cannot_be_written(machine: SameProcess) -> None:
 def test_commands_on_what_is_not_there(machine: SameProcess) -> None:
     for words in (["stop", "no"], ["kill", "no-0-0"], ["logs", "no-0-0"], ["suspend", "no"], ["get", "no"]):
         refused = machine.command(*words)
-        assert refused.returncode == 2 and "no job no was run" in refused.stderr, refused.stderr
+        assert refused.returncode == 2 and "no job no" in refused.stderr and "was run in" in refused.stderr, (
+            refused.stderr
+        )
 
 
 def test_validate(machine: SameProcess) -> None:
-    right, wrong = machine.write(manifest("right"), "right.yaml"), machine.write(manifest("wrong", nodes=0), "wrong.yaml")
+    right, wrong = (
+        machine.write(manifest("right"), "right.yaml"),
+        machine.write(manifest("wrong", nodes=0), "wrong.yaml"),
+    )
     checked = machine.command("validate", str(right), str(wrong))
     assert checked.returncode == 2 and "right is valid" in checked.stdout and "spec.nodes" in checked.stderr

@@ -76,7 +76,7 @@ def test_scaling_up_and_down_keeps_the_pods(machine: Machine, mode: str) -> None
     run.until(lambda r: display(r) == "3/3" and "3 nodes train" in r.condition("Running")["message"], seconds=120)
     further(run, 5)
     assert machine.command("scale", "job", "1").returncode == 0
-    run.until(lambda r: display(r) == "1/1" and "1 nodes train" in r.condition("Running")["message"], seconds=120)
+    run.until(lambda r: display(r) == "1/1" and "1 node trains" in r.condition("Running")["message"], seconds=120)
     further(run, 5)
     assert run.status["rendezvous"]["generation"] == 0
     assert [s["attempt"] for s in run.status["slots"]] == [0]
@@ -97,11 +97,13 @@ def test_a_rule_fails_the_job(machine: Machine) -> None:
     failed = run.condition("Failed")
     assert failed["reason"] == "RuleFailed"
     assert "recovery.rules[0] (cause ExitCode) fails the job: WorkerFailed: rank 1" in failed["message"]
-    assert "ValueError: told to fail at step 2" in failed["message"]
+    assert "ValueError: made to fail at step 2" in failed["message"]
 
 
 def test_a_failing_worker_counts_once_in_mode_fast(machine: Machine) -> None:
-    run = machine.run(manifest(args=["--raise-at=2"], recovery={"mode": "Fast", "maxRestarts": 1, "backoff": {"initialSeconds": 2}}))
+    run = machine.run(
+        manifest(args=["--raise-at=2"], recovery={"mode": "Fast", "maxRestarts": 1, "backoff": {"initialSeconds": 2}})
+    )
     assert run.process.returncode == 1, run.everything()
     assert run.condition("Failed")["reason"] == "RestartBudgetSpent"
     assert run.status["restarts"]["counted"] == 2

@@ -1,4 +1,7 @@
-"""The operator may die before and after every call of apply: the job ends as if it had not, and nothing is counted twice."""
+"""The operator may die before and after every call of apply.
+
+The job ends as if it had not, and nothing is counted twice.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from ddpjob.core.world import Role
 from ddpjob.engine.apply import Applied
 from ddpjob.engine.apply import apply as right_apply
 from ddpjob.engine.ports import Cluster
-from ddpjob.objects.site import Site
-from simulated import Simulation
+from ddpjob.objects.platform import Platform
+
+from .simulated import Simulation
 
 Scenario = Callable[[Simulation], Awaitable[None]]
 
@@ -25,19 +29,19 @@ async def start_and_complete(s: Simulation) -> None:
 
 async def pod_deleted(s: Simulation) -> None:
     await s.until_phase("Running")
-    s.force_delete(next(p.name for p in s._nodes() if p.running))
+    s.force_delete(next(p.name for p in s.nodes() if p.running))
     await s.until_phase("Complete")
 
 
 async def worker_fails(s: Simulation) -> None:
     await s.until_phase("Running")
-    assert s.worker_fails(next(p.name for p in s._nodes() if p.running))
+    assert s.worker_fails(next(p.name for p in s.nodes() if p.running))
     await s.until_phase("Complete")
 
 
 async def pod_fails(s: Simulation) -> None:
     await s.until_phase("Running")
-    s.end(next(p.name for p in s._nodes() if p.running), 1)
+    s.end(next(p.name for p in s.nodes() if p.running), 1)
     await s.until_phase("Complete")
 
 
@@ -68,14 +72,36 @@ async def scaled(s: Simulation) -> None:
 
 async def key_changed(s: Simulation) -> None:
     await s.until_phase("Running")
-    s.site = Site(operator_key=b"another key")
+    s.cluster.platform = Platform(operator_key=b"another key")
     await s.until_phase("Complete")
+
+
+async def runtime_changed(s: Simulation) -> None:
+    """The job was begun by an operator of another protocol, whose runtime had other files."""
+    await s.until_phase("Running")
+    old, status = "job-podfiles-12345678", s.status
+    template, key, _ = status["templateHash"].split("-")
+    files = next(s.store.all("ConfigMap"))
+    s.store.remove("ConfigMap", files)
+    s.store.create("ConfigMap", {**files, "metadata": {**files["metadata"], "name": old, "uid": "old"}})
+    s.job_body["status"] = {**status, "templateHash": f"{template}-{key}", "runtime": old}
+    s.store.changed("DDPJob", s.job_body)
+    running, observed = set(s.pods), s.now + 5
+    await s.until(lambda: s.now >= observed)
+    assert set(s.pods) == running and not s.status["restarts"]["recent"], "what runs does not notice"
+    s.force_delete("job-1-0")
+    await s.until_phase("Complete")
+    assert s.status["runtime"].startswith("ddpjob-runtime-")
+    assert s.store.find("ConfigMap", s.status["runtime"]) is not None
+    for pod in (p for p in s.pods.values() if p.generation == 1):
+        assert pod.body["spec"]["volumes"][0]["configMap"]["name"] == s.status["runtime"]
+    assert [r["reason"] for r in s.status["restarts"]["recent"]] == ["Deleted"]
 
 
 async def budget_spent(s: Simulation) -> None:
     s.change_spec({"recovery": {"maxRestarts": 0}})
     await s.until_phase("Running")
-    assert s.worker_fails(next(p.name for p in s._nodes() if p.running))
+    assert s.worker_fails(next(p.name for p in s.nodes() if p.running))
     await s.until_phase("Failed")
     await s.until(lambda: not any(p.running for p in s.pods.values()))
 
@@ -84,7 +110,7 @@ FAST = {"maxRestarts": 10, "mode": "Fast", "nodeLostAfterSeconds": 15}
 
 
 def some_node(s: Simulation) -> str:
-    return max(p.name for p in s._nodes() if p.running and p.role is Role.NODE)
+    return max(p.name for p in s.nodes() if p.running and p.role is Role.NODE)
 
 
 async def spare_takes_over(s: Simulation) -> None:
@@ -96,18 +122,18 @@ async def spare_takes_over(s: Simulation) -> None:
 
 async def elastic_shrinks_and_grows(s: Simulation) -> None:
     s.change_spec({"nodes": 3, "elastic": {"minNodes": 1}, "recovery": FAST})
-    s.steps = 60
+    s.training.steps = 60
     await s.until_phase("Running")
     s.force_delete(some_node(s))
-    s.capacity = 2
+    s.machines.capacity = 2
     await s.until(lambda: s.status["nodes"]["display"] == "2/3")
-    s.capacity = 3
+    s.machines.capacity = 3
     await s.until_phase("Complete")
 
 
 async def scaled_down_and_up(s: Simulation) -> None:
     s.change_spec({"nodes": 3, "spares": 1})
-    s.steps = 60
+    s.training.steps = 60
     await s.until_phase("Running")
     s.change_spec({"nodes": 2, "spares": 0})
     await s.until(lambda: s.status["nodes"]["display"] == "2/2" and s.phase == "Running")
@@ -131,7 +157,7 @@ async def fast_coordinator_lost(s: Simulation) -> None:
 
 async def both_out_of_memory(s: Simulation) -> None:
     await s.until_phase("Running")
-    for name in [p.name for p in s._nodes()]:
+    for name in [p.name for p in s.nodes()]:
         s.end(name, 137, "OOMKilled")
     await s.until_phase("Complete")
 
@@ -143,7 +169,7 @@ async def time_to_live(s: Simulation) -> None:
 
 SCENARIOS: list[Scenario] = [
     start_and_complete, pod_deleted, worker_fails, pod_fails, failed_pod_removed, coordinator_deleted,
-    suspended_and_resumed, scaled, key_changed,
+    suspended_and_resumed, scaled, key_changed, runtime_changed,
     budget_spent, time_to_live, spare_takes_over, elastic_shrinks_and_grows, scaled_down_and_up, node_lost,
     fast_coordinator_lost, both_out_of_memory,
 ]  # fmt: skip
@@ -153,12 +179,16 @@ def outcome(s: Simulation) -> object:
     if s.job is None:
         return "gone"
     restarts = s.status["restarts"]
-    return s.phase, restarts["counted"], restarts["uncounted"], [(r["reason"], r["counted"]) for r in restarts.get("recent", ())]
+    recent = [(r["reason"], r["counted"]) for r in restarts.get("recent", ())]
+    # The coordinator reports a change of size as well: whether that is recorded beside Scaled depends on the moment.
+    echoes = recent.count(("Joined", False)) if ("Scaled", False) in recent else 0
+    reasons = [one for one in recent if not echoes or one != ("Joined", False)]
+    return s.phase, restarts["counted"], restarts["uncounted"] - echoes, reasons
 
 
 async def run(scenario: Scenario, die_at: set[int], placement: str) -> Simulation:
     simulation = Simulation({"rendezvous": {"placement": placement}})
-    simulation.die_at = die_at
+    simulation.cluster.die_at = die_at
     await scenario(simulation)
     return simulation
 
@@ -171,8 +201,8 @@ CASES = [(scenario, "Dedicated") for scenario in SCENARIOS] + [
 
 async def die_everywhere(scenario: Scenario, placement: str) -> None:
     undisturbed = await run(scenario, set(), placement)
-    assert undisturbed.points >= 10
-    for point in range(1, undisturbed.points + 1):
+    assert undisturbed.cluster.points >= 10
+    for point in range(1, undisturbed.cluster.points + 1):
         disturbed = await run(scenario, {point}, placement)
         assert outcome(disturbed) == outcome(undisturbed), f"died at point {point}"
 
@@ -194,7 +224,9 @@ async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) 
     return await right_apply(cluster, job, replace(decision, status=replace(decision.status, restarts=counts)))
 
 
-@pytest.mark.parametrize(("defect", "scenario"), [(_status_last, failed_pod_removed), (_forgets_incidents, worker_fails)])
+@pytest.mark.parametrize(
+    ("defect", "scenario"), [(_status_last, failed_pod_removed), (_forgets_incidents, worker_fails)]
+)
 async def test_the_check_sees_a_deliberate_defect(
     defect: Callable[..., Awaitable[Applied]], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,3 +241,18 @@ async def test_the_check_sees_a_deliberate_defect(
 async def test_the_operator_dies_at_every_second_point(scenario: Scenario) -> None:
     undisturbed = await run(scenario, set(), "Dedicated")
     assert outcome(await run(scenario, set(range(1, 400, 3)), "Dedicated")) == outcome(undisturbed)
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_a_job_whose_finished_pods_are_removed_while_nobody_looks_is_complete(mode: str) -> None:
+    """By the garbage collector of ended pods, or a cleaner: the coordinator, which has not ended, knows it."""
+    s = Simulation({"recovery": {"mode": mode}}, steps=20)
+    await s.until_phase("Running")
+    s.advance(120)
+    assert all(p.ended for p in s.nodes()), s.inventory()
+    for pod in s.nodes():
+        s.force_delete(pod.name)
+    s.advance(600)
+    s.cluster.restart()
+    await s.until_phase("Complete", limit=20)
+    assert s.status["restarts"]["total"] == 0

@@ -1,4 +1,7 @@
-"""The checks of recovery are shown to fail: each defect is put in on purpose, and a test that passes without it must not pass with it."""
+"""The checks of recovery are shown to fail.
+
+Each defect is put in on purpose, and a test that passes without it must not pass with it.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,89 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_recovery_in_simulation as recovery
-from ddpjob.core import attribution, decide, describe, ensure, group, losses, slots
+from ddpjob.core import decide, group
+from ddpjob.core.failures import liveness, merge_causes
+from ddpjob.core.plan import actions, slots
+from ddpjob.core.status import describe
+
+from . import test_recovery_in_simulation as recovery
 
 Test = Callable[[], Awaitable[None]]
 
 DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
-    "a dropped slot's names are used again": (slots, "_unused", lambda status: 0, recovery.test_scaling_keeps_the_pods_and_the_generation),
-    "every pod's end is a cause": (attribution, "_belongs", lambda *_: False, recovery.test_two_pods_out_of_memory_count_once),
+    "a dropped slot's names are used again": (
+        slots,
+        "_unused",
+        lambda status: 0,
+        recovery.test_scaling_keeps_the_pods_and_the_generation,
+    ),
+    "every pod's end is a cause": (
+        merge_causes,
+        "_belongs",
+        lambda *_: False,
+        recovery.test_two_pods_out_of_memory_count_once,
+    ),
     "a pod made after a break is its consequence": (
-        attribution, "_belongs", lambda *_: True, recovery.test_a_pod_that_fails_at_its_start_again_and_again_waits,
+        merge_causes,
+        "_belongs",
+        lambda *_: True,
+        recovery.test_a_pod_that_fails_at_its_start_again_and_again_waits,
     ),
     "a lost pod gets its grace": (
-        ensure, "given_up", lambda *_: False, recovery.test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force,
+        actions,
+        "given_up",
+        lambda *_: False,
+        recovery.test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force,
     ),
-    "a silent node is believed to be well": (losses, "_node_lost", lambda *_: None, recovery.test_out_of_service_is_believed_at_once),
+    "a silent node is believed to be well": (
+        liveness,
+        "_host_lost",
+        lambda *_: None,
+        recovery.test_out_of_service_is_believed_at_once,
+    ),
     "a lost coordinator takes the group with it": (
-        group, "next_coordinator", lambda status: replace(status, round=status.round + 1, slots=()),
+        group,
+        "next_coordinator",
+        lambda status: replace(status, round=status.round + 1, slots=()),
         recovery.test_a_lost_coordinator_costs_no_step_in_mode_fast,
     ),
     "the report is believed although its pods are gone": (
-        describe, "_training", lambda job, status, world: world.report.world if world.report else None,
+        describe,
+        "_training",
+        lambda view: view.world.report.world if view.world.report else None,
         recovery.test_a_report_from_before_a_loss_is_not_believed,
     ),
-    "the size is never told": (decide, "tell", lambda *_: (), recovery.test_the_size_is_told_until_the_report_shows_it),
-    "nothing waits": (group, "repeated", lambda *_: slots.Repeated(), recovery.test_a_pod_that_fails_at_its_start_again_and_again_waits),
+    "the size is never sent": (
+        decide,
+        "notifications",
+        lambda *_: (),
+        recovery.test_the_size_is_sent_until_the_report_shows_it,
+    ),
+    "nothing waits": (
+        group,
+        "repeated",
+        lambda *_: slots.Repeated(),
+        recovery.test_a_pod_that_fails_at_its_start_again_and_again_waits,
+    ),
     "the budget stays spent": (
-        decide, "_with_budget_restored", lambda job, status, now: (status, []),
+        decide,
+        "_with_budget_restored",
+        lambda view: (view.status, []),
         recovery.test_the_budget_is_whole_again_after_healthy_training,
     ),
-    "labels stay": (ensure, "_labels", lambda *_: [], recovery.test_a_spare_takes_over_and_the_replacement_is_the_new_spare),
-    "bad nodes are not avoided": (group, "avoided", lambda *_: (), recovery.test_a_node_that_fails_the_job_again_and_again_is_avoided),
-}  # fmt: skip
+    "labels stay": (
+        actions,
+        "_labels",
+        lambda *_: [],
+        recovery.test_a_spare_takes_over_and_the_replacement_is_the_new_spare,
+    ),
+    "bad nodes are not avoided": (
+        group,
+        "avoided",
+        lambda *_, **__: (),
+        recovery.test_a_node_that_fails_the_job_again_and_again_is_avoided,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -1,41 +1,56 @@
-"""What the API server refuses: told once and truthfully, tried again without a storm, gone when the reason is."""
+"""What the API server refuses: reported once and truthfully, tried again without a storm, gone when the reason is."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from ddpjob.api.types import DDPJob, Json
 from ddpjob.engine.ports import NameTaken, Refused
-from simulated import EPOCH, Simulation, conditions
+
+from .clock import EPOCH
+from .operator_port import MemoryCluster
+from .simulated import Simulation, conditions
 
 
-class Refusing(Simulation):
-    """Refuses pods over a quota, or a service whose name another has; every pass is made as often as its own writes wake it."""
+class RefusingCluster(MemoryCluster):
+    """Refuses pods over a quota or by a policy, or a service whose name another has."""
 
-    def __init__(self, spec: Json, pods_allowed: int = 99, *, taken: bool = False) -> None:
-        super().__init__(spec)
-        self.pods_allowed, self.taken, self.writes = pods_allowed, taken, 0
+    pods_allowed = 99
+    taken = False
+    denial: Refused | None = None
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         if manifest["kind"] == "Service" and self.taken:
             raise NameTaken("an object of this name is there and does not belong to this job")
-        if manifest["kind"] == "Pod" and len(self.pods) >= self.pods_allowed:
+        if manifest["kind"] == "Pod" and len(list(self.store.all("Pod"))) >= self.pods_allowed:
             raise Refused(403, "exceeded quota: one")
+        if manifest["kind"] == "Pod" and self.denial is not None:
+            raise self.denial
         await super().create(job, manifest)
 
-    async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
-        self.writes += 1
-        return await super().write_status(job, status)
+
+class Refusing(Simulation):
+    """Is reconciled as often as its own writes wake it."""
+
+    cluster_class = RefusingCluster
+    cluster: RefusingCluster
+
+    def __init__(self, spec: Json, pods_allowed: int = 99, *, taken: bool = False, steps: int = 20) -> None:
+        super().__init__(spec, steps=steps)
+        self.cluster.pods_allowed, self.cluster.taken = pods_allowed, taken
 
     async def settle(self) -> None:
         """Passes until one writes nothing, as the watch brings them about."""
         for _ in range(10):
-            before = self.writes
+            before = self.cluster.writes
             await self.one_pass()
-            if self.writes == before:
+            if self.cluster.writes == before:
                 return
         raise AssertionError("every pass writes, and so wakes the next: a hot loop")
 
 
-async def test_a_quota_is_told_once_and_the_job_starts_when_it_is_raised() -> None:
+async def test_a_quota_is_reported_once_and_the_job_starts_when_it_is_raised() -> None:
     s = Refusing({"nodes": 3}, pods_allowed=2)
     for _ in range(30):
         await s.settle()
@@ -45,13 +60,38 @@ async def test_a_quota_is_told_once_and_the_job_starts_when_it_is_raised() -> No
     assert "exceeded quota: one" in scheduled["message"]
     assert s.wake is not None
     assert s.wake >= 10
-    assert [e.reason for e in s.events].count("CreationRefused") == 1
-    s.pods_allowed = 99
+    assert [e.reason for e in s.cluster.events].count("CreationRefused") == 1
+    s.cluster.pods_allowed = 99
     await s.until_phase("Complete")
     assert conditions(s)["Scheduled"]["status"] == "True"
 
 
-async def test_a_name_that_another_has_is_told() -> None:
+async def test_pods_that_wait_for_refused_ones_are_told_with_what_they_hold_and_can_be_let_go() -> None:
+    """They stay: two jobs that each let go and try again could keep each other from starting for ever."""
+    s = Refusing({"nodes": 4, "gpusPerNode": 8}, pods_allowed=3)
+    messages = []
+    for _ in range(60):
+        await s.settle()
+        s.advance(10)
+        messages.append(conditions(s)["Scheduled"]["message"])
+    assert len(set(messages[2:])) == 1, "it does not flap"
+    assert "meanwhile 2 of 4 pods wait with 16 GPUs: to let go of them, set runPolicy.suspend to true" in messages[-1]
+    assert len(s.nodes()) == 2 and s.status["restarts"]["total"] == 0
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    s.change_spec({"runPolicy": {"suspend": False}, "nodes": 2})
+    await s.until_phase("Complete")
+
+
+async def test_pods_that_train_hold_nothing_idle() -> None:
+    s = Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=1000)
+    await s.until_phase("Running")
+    await s.settle()
+    scheduled = conditions(s)["Scheduled"]
+    assert scheduled["reason"] == "CreationRefused" and "meanwhile" not in scheduled["message"]
+
+
+async def test_a_name_that_another_has_is_reported() -> None:
     s = Refusing({}, taken=True)
     for _ in range(5):
         await s.settle()
@@ -59,17 +99,17 @@ async def test_a_name_that_another_has_is_told() -> None:
     scheduled = conditions(s)["Scheduled"]
     assert (scheduled["status"], scheduled["reason"]) == ("False", "NameTaken")
     assert scheduled["message"].startswith("Service job: an object of this name is there")
-    assert [e.reason for e in s.events].count("NameTaken") == 1
-    s.taken = False
+    assert [e.reason for e in s.cluster.events].count("NameTaken") == 1
+    s.cluster.taken = False
     await s.until_phase("Complete")
 
 
 async def test_a_budget_that_is_lowered_below_what_is_spent_fails_the_job() -> None:
     s = Simulation({}, steps=1000)
-    for _ in range(2):
+    for number in (1, 2):
         await s.until_phase("Running")
-        await s.until(lambda: any(p.running and s.worker_fails(p.name) for p in s._nodes()))
-        await s.until_phase("Restarting")
+        await s.until(lambda: any(p.running and s.worker_fails(p.name) for p in s.nodes()))
+        await s.until(lambda number=number: s.status["restarts"]["counted"] == number)  # type: ignore[misc]
     s.change_spec({"recovery": {"maxRestarts": 1}})
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
@@ -91,14 +131,14 @@ async def test_a_job_whose_time_is_over_before_it_began_says_what_was_missing() 
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "DeadlineExceeded"
-    assert "when it was over: CreationRefused" in failed["message"]
+    assert "at the deadline: CreationRefused" in failed["message"]
     assert "exceeded quota: one" in failed["message"]
 
 
 async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
     s = Simulation({}, steps=1000)
     await s.until_phase("Running")
-    s.force_delete(next(p.name for p in s._nodes() if p.running))
+    s.force_delete(next(p.name for p in s.nodes() if p.running))
     await s.until_phase("Restarting")
     await s.until_phase("Running")
     s.change_spec({"runPolicy": {"suspend": True}})
@@ -107,3 +147,146 @@ async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
     s.change_spec({"runPolicy": {"suspend": False}})
     await s.until_phase("Running")
     assert not [c for c in conditions(s).values() if "suspended" in c["message"] or c["reason"] == "Suspended"]
+
+
+async def test_a_policy_that_denies_a_replacement_does_not_end_a_job() -> None:
+    s = Refusing({}, steps=200)
+    await s.until_phase("Running")
+    s.cluster.denial = Refused(400, 'admission webhook "images" denied the request: the registry does not answer')
+    s.force_delete("job-1-0")
+    for _ in range(60):
+        await s.settle()
+        s.advance(1)
+    scheduled = conditions(s)["Scheduled"]
+    assert (scheduled["reason"], s.phase) == ("CreationRefused", "Restarting")
+    assert 'admission webhook "images" denied the request' in scheduled["message"]
+    s.cluster.denial = None
+    await s.until_phase("Complete")
+
+
+async def test_a_faulty_pod_template_does_not_end_a_job_that_has_run() -> None:
+    s = Simulation({}, steps=200)
+    await s.until_phase("Running")
+    pods = {p.name for p in s.nodes()}
+    s.change_spec({"podTemplate": {"spec": {"hostname": "mine"}}})
+    for _ in range(10):
+        await s.one_pass()
+        s.advance(1)
+    assert (s.phase, {p.name for p in s.nodes()}) == ("Running", pods)
+    assert conditions(s)["Scheduled"]["reason"] == "InvalidPodTemplate"
+    assert "spec.podTemplate.spec.hostname" in conditions(s)["Scheduled"]["message"]
+    s.force_delete("job-1-0")
+    await s.until_phase("Restarting")
+    s.advance(20)
+    await s.one_pass()
+    assert s.phase == "Restarting", "nothing can be built"
+    s.change_spec({"podTemplate": {}})
+    await s.until_phase("Complete")
+
+
+async def test_a_pod_template_that_became_faulty_while_suspended_is_refused_until_it_is_corrected() -> None:
+    s = Simulation({}, steps=200)
+    await s.until_phase("Running")
+    s.change_spec({"runPolicy": {"suspend": True}, "podTemplate": {"spec": {"hostname": "mine"}}})
+    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    s.change_spec({"runPolicy": {"suspend": False}})
+    for _ in range(10):
+        await s.one_pass()
+        s.advance(1)
+    assert (s.phase, s.pods) == ("Pending", {})
+    assert conditions(s)["Scheduled"]["reason"] == "InvalidPodTemplate"
+    s.change_spec({"podTemplate": {}})
+    await s.until_phase("Complete")
+
+
+async def test_a_faulty_pod_template_fails_a_new_job() -> None:
+    s = Simulation({"podTemplate": {"spec": {"hostname": "mine"}}})
+    await s.until_phase("Failed")
+    assert conditions(s)["Failed"]["reason"] == "InvalidPodTemplate"
+
+
+class WithoutPolicies(MemoryCluster):
+    """Refuses NetworkPolicies, as the API server does for an operator without the right to create them."""
+
+    status: int = 403
+    policies_asked = 0
+
+    async def create(self, job: DDPJob, manifest: Json) -> None:
+        if manifest["kind"] == "NetworkPolicy":
+            self.policies_asked += 1
+            if self.status:
+                raise Refused(self.status, "networkpolicies is forbidden")
+        await super().create(job, manifest)
+
+
+class Unisolated(Simulation):
+    cluster_class = WithoutPolicies
+    cluster: WithoutPolicies
+
+
+@pytest.mark.parametrize("status", [403, 422, 500])
+async def test_a_job_runs_without_a_policy_that_is_refused_and_says_so(status: int) -> None:
+    s = Unisolated({})
+    s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})
+    s.cluster.status = status
+    await s.until_phase("Running")
+    for _ in range(5):
+        await s.one_pass()
+        s.advance(1)
+    isolated = conditions(s)["Isolated"]
+    assert (isolated["status"], isolated["reason"]) == ("False", "PolicyRefused")
+    assert "networkpolicies is forbidden" in isolated["message"]
+    assert [e.reason for e in s.cluster.events].count("PolicyRefused") == 1
+    assert s.cluster.policies_asked <= 2, "asked again with new pods, not at every reconcile"
+    s.cluster.status = 0
+    s.store.delete("Pod", "job-0-0", grace=0)
+    s.cluster.changed()
+    await s.until_phase("Complete")
+    assert conditions(s)["Isolated"]["status"] == "True" and len(list(s.store.all("NetworkPolicy"))) == 1
+
+
+async def test_an_isolated_job_has_its_policy_before_its_pods_and_no_condition() -> None:
+    s = Unisolated({})
+    s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})
+    s.cluster.status = 0
+    made: list[str] = []
+    s.store.watchers.append(lambda kind, what, body: made.append(kind) if what == "ADDED" else None)
+    await s.until_phase("Complete")
+    assert made.index("NetworkPolicy") < made.index("Pod") and made.index("Secret") < made.index("Pod")
+    assert "Isolated" not in conditions(s) and s.cluster.policies_asked == 1
+
+
+class Restricted(MemoryCluster):
+    """Its namespace forbids root, and more where `forbids` says so."""
+
+    forbids = ""
+
+    async def create(self, job: DDPJob, manifest: Json) -> None:
+        if manifest["kind"] == "Pod":
+            root = not manifest["spec"].get("securityContext", {}).get("runAsNonRoot")
+            faults = [self.forbids] * bool(self.forbids) + ["runAsNonRoot != true"] * root
+            if faults:
+                raise Refused(403, f'violates PodSecurity "restricted:latest": {", ".join(faults)}')
+        await super().create(job, manifest)
+
+
+class InRestrictedNamespace(Simulation):
+    cluster_class = Restricted
+    cluster: Restricted
+
+
+async def test_where_root_is_forbidden_pods_are_created_without_it() -> None:
+    s = InRestrictedNamespace({})
+    await s.until_phase("Complete")
+    assert all(pod["spec"]["securityContext"]["runAsNonRoot"] for pod in s.store.all("Pod"))
+
+
+async def test_what_else_a_namespace_forbids_is_reported_with_the_field() -> None:
+    s = InRestrictedNamespace({})
+    s.cluster.forbids = "hostPort"
+    for _ in range(3):
+        await s.one_pass()
+        s.advance(1)
+    message = conditions(s)["Scheduled"]["message"]
+    assert "hostPort" in message and "spec.podTemplate.spec.securityContext" in message
+    assert not list(s.store.all("Pod"))

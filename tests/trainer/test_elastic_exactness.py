@@ -1,17 +1,25 @@
-"""What a micro-batch computes does not depend on which rank has it: batch statistics, dropout, and sums in order, to the bit."""
+"""What a micro-batch computes does not depend on which rank has it: batch statistics, dropout, and
+sums in order, to the bit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ddpjob_trainer import batch_statistics, config, sampler
-from ddpjob_trainer.group import Group
-from ddpjob_trainer.models import build_model
-from ddpjob_trainer.strategies import open_strategy
+from ddpjob_trainer import config
+from ddpjob_trainer.commands.check_ledger import read, verify
+from ddpjob_trainer.config.sections import DataConfig
+from ddpjob_trainer.data import mixup, sampler
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.model import batchnorm_stats, shared_parts
+from ddpjob_trainer.model.models import build_model
+from ddpjob_trainer.strategies.registry import open_strategy
 from ranks import TINY, final_losses, good, run, stop_at
 
 # Batch statistics, dropout and a number of micro-batches that neither 2 nor 3 ranks share evenly.
@@ -20,7 +28,8 @@ ORDERED = [*TIED, "ddp.ordered=true"]
 WALK = ((1, 3), (2, 7), (3, 11), (1, None))
 """Ranks, and the step after which they stop."""
 
-# float32 sums in another order: one step differs by 1e-6 relative, 16 steps of momentum SGD amplify that less than a hundred times.
+# float32 sums in another order: one step differs by 1e-6 relative, 16 steps of momentum SGD amplify that less
+# than a hundred times.
 TOLERANCE = 1e-4
 Prepare = Callable[[int], None]
 
@@ -45,12 +54,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def distance(one: Path, other: Path) -> float:
-    """The greatest difference between two runs' losses, weights and statistics; of losses, what a sum of float64 in another order explains
-    is none."""
+    """The greatest difference between two runs' losses, weights and statistics.
+
+    Of losses, what another order of a float64 sum explains does not count.
+    """
     losses = float(np.abs(np.array(final_losses(one / "run")) - np.array(final_losses(other / "run"))).max())
     a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
-    return max(losses if losses > 1e-12 else 0.0, *(float((a[name].double() - b[name].double()).abs().max()) for name in a))
+    return max(
+        losses if losses > 1e-12 else 0.0, *(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +76,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_running_statistics_are_those_of_one_update_with_the_mean(alone: Path, tmp_path: Path) -> None:
     """By hand: one step of one epoch, five micro-batches, momentum 0.1."""
-    from ddpjob_trainer.data import open_data
+    from ddpjob_trainer.data.catalog import open_data
 
     arguments = [*TIED, "data.batch=1438", "train.epochs=1", "model.dropout=0", f"checkpoint.dir={tmp_path}"]
     good(1, arguments)
     settings = config.load(None, arguments)
     data = open_data(settings.data)
     model = build_model(settings.model, data.shape, data.classes, settings.data.seed)
-    step = next(sampler.ElasticSampler(data.train_size, 1438, sampler.Dealing(0, 1, 5), sampler.SamplerState()).rest_of_epoch())
+    step = next(
+        sampler.ElasticSampler(data.train_size, 1438, sampler.Dealing(0, 1, 5), sampler.SamplerState()).rest_of_epoch()
+    )
     outputs = [next(data.train_batches([micro.samples], 0)).images for micro in step.micros]
     first = model.features[0]
     maps = [first(images).detach().double() for images in outputs]
@@ -115,7 +130,9 @@ def test_in_order_a_gpu_computes_alike_each_time(monkeypatch: pytest.MonkeyPatch
     settings = config.load(None, ["ddp.ordered=true", "model.width=4"])
     before = torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()
     try:
-        open_strategy(settings, Group(), torch.device("cuda")).prepare(build_model(settings.model, (1, 8, 8), 10, 0))
+        open_strategy(settings, Group(), torch.device("cuda")).prepare(
+            build_model(settings.model, (1, 8, 8), 10, 0), (1, 8, 8)
+        )
         assert torch.backends.cudnn.deterministic
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
@@ -125,26 +142,120 @@ def test_in_order_a_gpu_computes_alike_each_time(monkeypatch: pytest.MonkeyPatch
 
 
 def statistics_of_the_rank(rank: int) -> None:
-    batch_statistics.BatchStatistics.exchange = lambda self: None  # type: ignore[method-assign]
+    batchnorm_stats.BatchStatistics.exchange = lambda self: None  # type: ignore[method-assign]
 
 
 def dropout_by_rank(rank: int) -> None:
-    deal = sampler.Dealing._micro
-    sampler.Dealing._micro = staticmethod(  # type: ignore[method-assign]
-        lambda number, samples, state: sampler.replace(deal(number, samples, state), key=rank)
-    )
+    sampler.Dealing._key = staticmethod(lambda state, *numbers: rank)  # type: ignore[method-assign]
 
 
 def a_sample_left_out(rank: int) -> None:
-    deal = sampler.Dealing._micro
+    deal = sampler.Dealing.deal
 
-    def shorter(number: int, samples: list[int], state: sampler.SamplerState) -> sampler.Micro:
-        return deal(number, samples[:-1] if number == 3 else samples, state)
+    def shorter(self: sampler.Dealing, samples: list[int], state: sampler.SamplerState) -> list[sampler.Micro]:
+        return [
+            sampler.replace(micro, samples=micro.samples[:-1]) if micro.number == 3 else micro
+            for micro in deal(self, samples, state)
+        ]
 
-    sampler.Dealing._micro = staticmethod(shorter)  # type: ignore[method-assign]
+    sampler.Dealing.deal = shorter  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("defect", [statistics_of_the_rank, dropout_by_rank, a_sample_left_out])
+def statistics_of_the_part(rank: int) -> None:
+    """Not those of all ranks that hold a part of the micro-batch."""
+    Group.swap = lambda self, own: [  # type: ignore[method-assign]
+        [values * len(holders)] for values, holders in own
+    ]
+
+
+def dropout_of_the_part(rank: int) -> None:
+    """The first rows of the micro-batch's random numbers, whatever the part."""
+    of_micro = shared_parts.SharedParts.of_micro
+
+    def from_the_start(self: shared_parts.SharedParts, micro: sampler.Micro) -> AbstractContextManager[None]:
+        moved = tuple(sampler.replace(part, start=0) for part in micro.parts)
+        return of_micro(self, sampler.replace(micro, parts=moved))
+
+    shared_parts.SharedParts.of_micro = from_the_start  # type: ignore[method-assign, assignment]
+
+
+def gradients_of_the_part(rank: int) -> None:
+    """The backward pass of a batch normalization knows its own samples only."""
+    backward, swap = shared_parts._Normalize.backward, Group.swap
+
+    def alone(context: Any, *gradients: torch.Tensor) -> Any:
+        Group.swap = lambda self, own: [[values] for values, _ in own]  # type: ignore[method-assign]
+        try:
+            return backward(context, *gradients)
+        finally:
+            Group.swap = swap  # type: ignore[method-assign]
+
+    shared_parts._Normalize.backward = staticmethod(alone)  # type: ignore[method-assign]
+
+
+def test_the_walk_shares_micro_batches_on_2_and_3_ranks() -> None:
+    """What the tests here compare is not whole micro-batches alone; with ddp.ordered it is."""
+    dealings = [sampler.Dealing(0, world, 5, dividing=sampler.Dividing.EXACT) for world in (1, 2, 3)]
+    assert [dealing.passes(200) for dealing in dealings] == [0, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        statistics_of_the_rank,
+        dropout_by_rank,
+        a_sample_left_out,
+        statistics_of_the_part,
+        dropout_of_the_part,
+        gradients_of_the_part,
+    ],
+)
 def test_the_comparison_sees_a_defect(defect: Prepare, alone: Path, tmp_path: Path) -> None:
     walk(tmp_path, TIED, defect)
     assert distance(alone, tmp_path) > 10 * TOLERANCE
+
+
+MIXED = [*TINY, "data.micro_batches=5", "data.mixup=0.4", "data.cutmix=1", "train.epochs=1"]
+
+
+def partner_of_the_part(rank: int) -> None:
+    """The first sample of a part is mixed with another one than in the whole micro-batch."""
+    samples_for = mixup.samples_for
+
+    def other(settings: DataConfig, micro: sampler.Micro) -> list[int]:
+        parts = tuple(sampler.replace(part, before=0) for part in micro.parts)
+        return samples_for(settings, sampler.replace(micro, parts=parts))
+
+    mixup.samples_for = other
+
+
+def test_images_are_mixed_as_in_whole_micro_batches(tmp_path: Path) -> None:
+    good(1, [*MIXED, f"checkpoint.dir={tmp_path / '1'}"])
+    good(3, [*MIXED, f"checkpoint.dir={tmp_path / '3'}"])
+    good(3, [*MIXED, f"checkpoint.dir={tmp_path / 'defect'}"], prepare=partner_of_the_part)
+    assert distance(tmp_path / "1", tmp_path / "3") < TOLERANCE
+    assert distance(tmp_path / "1", tmp_path / "defect") > 10 * TOLERANCE
+
+
+def test_without_exactness_each_sample_is_still_taken_once_and_nothing_is_exchanged(
+    alone: Path, tmp_path: Path
+) -> None:
+    def no_exchange(rank: int) -> None:
+        del Group.swap
+
+    good(3, [*TIED, "data.exact=false", f"checkpoint.dir={tmp_path}"], prepare=no_exchange)
+    assert verify(read([tmp_path / "run"])).epochs == {1: 1438, 2: 1438}
+    assert distance(alone, tmp_path) > 10 * TOLERANCE
+    per_rank = [len(step.mine) for step in all_dealt(3, sampler.Dividing.LOCAL)]
+    assert max(per_rank) - min(per_rank) <= 2, "an even share, in two passes"
+
+
+def all_dealt(world: int, dividing: sampler.Dividing) -> list[sampler.Step]:
+    return [
+        next(
+            sampler.ElasticSampler(
+                1438, 200, sampler.Dealing(rank, world, 5, dividing=dividing), sampler.SamplerState()
+            ).rest_of_epoch()
+        )
+        for rank in range(world)
+    ]

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from ddpjob_trainer import config
-from ddpjob_trainer.data import open_data
-from ddpjob_trainer.ledger_check import read, verify
-from ddpjob_trainer.models import build_model
+from ddpjob_trainer.commands.check_ledger import read, verify
+from ddpjob_trainer.data.catalog import open_data
+from ddpjob_trainer.model.models import build_model
 from ranks import TINY, final_losses, good, metrics, run, stop_at
 
-# float32 sums in another order: one step differs by 1e-6 relative, and 16 steps of momentum SGD amplify that less than a hundred times.
+# float32 sums in another order: one step differs by 1e-6 relative, and 16 steps of momentum SGD amplify that
+# less than a hundred times.
 TOLERANCE = 1e-4
 
 
@@ -33,7 +34,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("world", [2, 3])
 def test_loss_curve_and_weights_of_several_ranks_are_those_of_one(world: int, alone: Path, tmp_path: Path) -> None:
     good(world, [*TINY, f"checkpoint.dir={tmp_path}"])
-    np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TOLERANCE, atol=TOLERANCE
+    )
     for name, value in weights(alone).items():
         torch.testing.assert_close(weights(tmp_path)[name], value, rtol=1e-3, atol=TOLERANCE)
 
@@ -52,7 +55,10 @@ def test_ranks_without_samples_take_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("world", "keys", "remedy"),
-    [(3, ["data.batch=2"], "set data.batch to 3 or more"), (2, ["data.micro_batches=1"], "set it to 2 or a multiple of it")],
+    [
+        (3, ["data.batch=2"], "set data.batch to 3 or more"),
+        (2, ["data.micro_batches=1", "ddp.ordered=true"], "set it to 2 or a multiple of it"),
+    ],
 )
 def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy: str, tmp_path: Path) -> None:
     ended = run(world, [*TINY, *keys, f"checkpoint.dir={tmp_path}"])
@@ -66,9 +72,11 @@ def test_a_run_of_1_2_3_1_ranks_lies_on_the_undisturbed_curve(alone: Path, tmp_p
         assert [end.code for end in ended] == [75] * world, ended
     good(1, arguments)
     assert [row["world"] for row in metrics(tmp_path / "run", "start")] == [1, 2, 3, 1]
-    np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TOLERANCE, atol=TOLERANCE
+    )
     verdict = verify(read([tmp_path / "run"]))
-    assert verdict.epochs == {1: verdict.size, 2: verdict.size} and len(verdict.lives) == 4
+    assert verdict.epochs == {1: verdict.size, 2: verdict.size} and len(verdict.incarnations) == 4
 
 
 def test_evaluation_equals_sklearn_on_three_ranks(tmp_path: Path) -> None:
@@ -91,7 +99,14 @@ def test_evaluation_equals_sklearn_on_three_ranks(tmp_path: Path) -> None:
 
 def test_digits_reach_97_percent_on_two_ranks(tmp_path: Path) -> None:
     """A short form of the shipped configuration."""
-    settings = ["data.batch=64", "model.width=16", "optim.lr=0.05", "optim.warmup_epochs=1", "train.epochs=8", "train.eval_every=8"]
+    settings = [
+        "data.batch=64",
+        "model.width=16",
+        "optim.lr=0.05",
+        "optim.warmup_epochs=1",
+        "train.epochs=8",
+        "train.eval_every=8",
+    ]
     good(2, [*settings, "checkpoint.every_seconds=0", f"checkpoint.dir={tmp_path}"])
     (line,) = metrics(tmp_path / "run", "eval")
     assert line["accuracy"] >= 0.97

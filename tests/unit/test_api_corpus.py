@@ -1,4 +1,4 @@
-"""The corpus through ddpjob's own reader. tests/cluster/test_corpus_on_server.py puts it through the API server."""
+"""The corpus, read by ddpjob. tests/cluster/test_corpus_on_server.py sends it to the API server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from corpus import Case, cases
 from ddpjob.api import cel
-from ddpjob.api.reader import ManifestError, read_manifest, validate
+from ddpjob.api.reader import ManifestError, read_manifest, validate, with_defaults
 from ddpjob.api.schema import object_schema
 
 
@@ -41,23 +41,34 @@ def test_updates(case: Case) -> None:
         assert text in message
 
 
+@pytest.mark.parametrize(
+    "name", ["name-of-a-coordinator", "hang-after-command", "rule-hang-command", "fast-join-timeout"]
+)
+def test_a_job_that_an_earlier_release_accepted_can_still_be_written(name: str) -> None:
+    """The API server evaluates every rule again when the operator writes the status."""
+    [case] = [c for c in cases("invalid") if c.path.stem == name]
+    [new] = case.documents()
+    assert validate(new)
+    assert not list(cel.check_rules(with_defaults(new) | {"status": {"phase": "Running"}}))
+
+
 # --- every rule is needed ---------------------------------------------------------------------------------------
 
 
-def _rules(schema: Mapping[str, Any], place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Where each rule of the CRD stands: the keys to its schema, its number there."""
-    yield from ((place, number) for number in range(len(schema.get("x-kubernetes-validations", ()))))
+def _rules(schema: Mapping[str, Any], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+    """The position of each rule of the CRD: the keys to its schema, its number there."""
+    yield from ((keys, number) for number in range(len(schema.get("x-kubernetes-validations", ()))))
     for key, child in schema.get("properties", {}).items():
-        yield from _rules(child, (*place, "properties", key))
+        yield from _rules(child, (*keys, "properties", key))
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), Mapping):
-            yield from _rules(schema[key], (*place, key))
+            yield from _rules(schema[key], (*keys, key))
 
 
-def _without(place: tuple[str, ...], number: int) -> Any:
+def _without(keys: tuple[str, ...], number: int) -> Any:
     schema = deepcopy(object_schema())
     part = schema
-    for key in place:
+    for key in keys:
         part = part[key]
     del part["x-kubernetes-validations"][number]
     return schema
@@ -65,7 +76,7 @@ def _without(place: tuple[str, ...], number: int) -> Any:
 
 @pytest.fixture(scope="module")
 def sole_refusals() -> list[tuple[str, Any, Any]]:
-    """Message, new object and old one of every case that is refused for one reason only."""
+    """Message, new object and old one of every case that is rejected for a single reason."""
     found = []
     for kind in ("invalid", "updates"):
         for case in cases(kind):
@@ -77,14 +88,16 @@ def sole_refusals() -> list[tuple[str, Any, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("place", "number"), [pytest.param(p, n, id=f"{'.'.join(p[1::2])}-{n}") for p, n in _rules(object_schema())])
+@pytest.mark.parametrize(
+    ("keys", "number"), [pytest.param(p, n, id=f"{'.'.join(p[1::2])}-{n}") for p, n in _rules(object_schema())]
+)
 def test_without_a_rule_the_corpus_fails(
-    place: tuple[str, ...], number: int, sole_refusals: list[tuple[str, Any, Any]], monkeypatch: pytest.MonkeyPatch
+    keys: tuple[str, ...], number: int, sole_refusals: list[tuple[str, Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = object_schema()
-    for key in place:
+    for key in keys:
         part = part[key]
     message = part["x-kubernetes-validations"][number]["message"]
-    monkeypatch.setattr(cel, "object_schema", lambda: _without(place, number))
-    accepted = [new for told, new, before in sole_refusals if told == message and not validate(new, *before)]
-    assert accepted, f"no file of the corpus is refused by this rule alone: {message}"
+    monkeypatch.setattr(cel, "object_schema", lambda: _without(keys, number))
+    accepted = [new for found, new, before in sole_refusals if found == message and not validate(new, *before)]
+    assert accepted, f"no file of the corpus is rejected by this rule alone: {message}"

@@ -1,15 +1,17 @@
-"""What the reader says of files: which document, which line, and never anything but a ManifestError."""
+"""The reader's errors: the right document and line, and never any exception but ManifestError."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from ddpjob.api.reader import MAX_BYTES, ManifestError, read_manifest, validate, with_defaults
 from ddpjob.api.schema import Problem
+from ddpjob.api.yamltext import YamlError, read_documents
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,7 +47,7 @@ def test_the_manifest_itself_is_not_changed() -> None:
     assert with_defaults(manifest)["spec"]["rendezvous"]["resources"]["requests"]["cpu"] == "50m"
 
 
-def test_all_problems_are_told_with_their_lines() -> None:
+def test_all_problems_are_reported_with_their_lines() -> None:
     with pytest.raises(ManifestError) as caught:
         read_manifest(JOB + "  nodes: 0\n  env:\n    - name: A\n    - value: b\n  recovery:\n    maxRestart: 3\n")
     assert str(caught.value).splitlines() == [
@@ -64,14 +66,14 @@ def test_a_generated_name_is_filled_in() -> None:
 def test_the_job_is_found_among_other_kinds() -> None:
     claim = "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: data}\n"
     assert read_manifest(f"---\n{claim}---\n{JOB}---\n")["metadata"]["name"] == "digits"
-    assert "holds no DDPJob; found PersistentVolumeClaim (line 1)" in _message(claim)
+    assert "contains no DDPJob, but PersistentVolumeClaim (line 1). A DDPJob has apiVersion" in _message(claim)
 
 
 def test_of_several_jobs_one_must_be_named() -> None:
     two = JOB + "---\n" + JOB.replace("digits", "other")
-    assert "holds 2 DDPJobs (digits, other); say by name which one" in _message(two)
+    assert "contains 2 DDPJobs (digits, other); name one of them" in _message(two)
     assert read_manifest(two, name="other")["metadata"]["name"] == "other"
-    assert "no DDPJob called third" in _message(two, "third")
+    assert "contains no DDPJob named third" in _message(two, "third")
 
 
 def test_lines_count_from_the_file_s_beginning() -> None:
@@ -81,21 +83,24 @@ def test_lines_count_from_the_file_s_beginning() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("", "is empty; it must hold a DDPJob"),
+        ("", "is empty; it must contain a DDPJob"),
         ("---\n---\n", "is empty"),
         ("- a\n", "line 1: a manifest is a mapping that begins with apiVersion and kind"),
         ("hello\n", "a manifest is a mapping"),
         ("a: [b\nc: d\n", "line 2: not YAML"),
         ("a: \x00", "line 1: not YAML: the character 0x00"),
-        ("a: &x [*x]", "an alias refers to what it is a part of"),
-        ("a: !secret b", "the tag !secret is not known"),
+        ("a: &x [*x]", "an alias refers to a value that contains it"),
+        ("a: !secret b", "the tag !secret is not supported"),
         ("? [a]\n: b", "a field name must be text"),
         ("a: .nan", "quote it if it is text"),
         (JOB + "  image: other\n", "line 7: spec.image: given twice (first in line 5); remove one"),
-        (JOB.replace("v1alpha1", "v2"), "apiVersion: 'ddpjob.io/v2' is not known; write ddpjob.io/v1alpha1"),
-        (JOB.replace("kind: DDPJob\n", ""), "kind: required, but missing; write DDPJob"),
+        (JOB.replace("v1alpha1", "v2"), "apiVersion: 'ddpjob.io/v2' is not supported; use ddpjob.io/v1alpha1"),
+        (JOB.replace("kind: DDPJob\n", ""), "kind: required, but missing; use DDPJob"),
         (JOB.replace("metadata: {name: digits}\n", ""), "metadata.name: required, but missing"),
-        (JOB + "  recovery: {rules: [{on: Hang, action: Fail}]}\n", "spec.recovery.rules[0].true: unknown field; without quotes"),
+        (
+            JOB + "  recovery: {rules: [{on: Hang, action: Fail}]}\n",
+            "spec.recovery.rules[0].true: unknown field; YAML reads on",
+        ),
         (JOB.replace("{name: digits}", "digits"), "metadata: must be a mapping, not a string"),
     ],
 )
@@ -105,11 +110,36 @@ def test_text_that_is_no_manifest(text: str, part: str) -> None:
 
 def test_a_bomb_of_aliases_is_refused() -> None:
     levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 10)]
-    assert "a manifest is smaller" in _message("\n".join(["l0: &l0 [a, b, c]", *levels]))
+    assert "too many for a manifest" in _message("\n".join(["l0: &l0 [a, b, c]", *levels]))
+
+
+def test_a_bomb_of_merges_is_refused_before_it_is_expanded() -> None:
+    bomb = "&a0 {k: v}"
+    for level in range(1, 9):
+        bomb = f"&a{level} {{<<: [{bomb}{f', *a{level - 1}' * 9}]}}"
+    began = time.process_time()
+    wide = "a: &a {" + ", ".join(f"k{n}: 1" for n in range(1000)) + "}\nb: {<<: [" + ", ".join(["*a"] * 10_000) + "]}"
+    for text in (f"x: {bomb}", wide):
+        with pytest.raises(ManifestError, match="<<: merges more than"):
+            read_manifest(text)
+    assert time.process_time() - began < 20
+    chain = "[&a0 {k: v}" + "".join(f", &a{n} {{<<: *a{n - 1}}}" for n in range(1, 2000)) + "]"
+    with pytest.raises(ManifestError, match="<<: merges through more than 100 levels"):
+        read_manifest(f"x: {chain}\n<<: *a1999\n")
+
+
+def test_what_is_merged_gives_way_to_what_is_written_or_came_first() -> None:
+    text = "a: &a {k: 1, m: 1}\nb: &b {k: 2, o: 2}\nc: {<<: [*a, *b], m: 3}\nd: &d {<<: *d, e: 1}\nf: {<<: *b}"
+    [document] = read_documents(text)
+    assert document.value["c"] == {"k": 1, "o": 2, "m": 3} and document.value["f"] == {"k": 2, "o": 2}
+    assert document.value["d"] == {"e": 1}
+    for wrong in ("a: {<<: 5}", "a: {<<: [5]}"):
+        with pytest.raises(YamlError, match="<<: merges a mapping"):
+            list(read_documents(wrong))
 
 
 def test_deep_nesting_is_refused() -> None:
-    assert "line 1: nested more than 100 deep" in _message("[" * 5000)
+    assert "line 1: nested more than 100 levels deep" in _message("[" * 5000)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -141,11 +171,13 @@ def test_a_pipe_can_be_read() -> None:
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 _VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
-_FIELDS = st.sampled_from(["image", "script", "nodes", "env", "storage", "resources", "runPolicy", "podTemplate", "torchrunArgs", "x"])
+_FIELDS = st.sampled_from(
+    ["image", "script", "nodes", "env", "storage", "resources", "runPolicy", "podTemplate", "torchrunArgs", "x"]
+)
 
 
 @given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
-def test_no_text_makes_the_reader_fail_otherwise(text: str) -> None:
+def test_no_text_makes_the_reader_raise_another_exception(text: str) -> None:
     try:
         read_manifest(text)
     except ManifestError as error:
@@ -153,12 +185,22 @@ def test_no_text_makes_the_reader_fail_otherwise(text: str) -> None:
 
 
 @given(st.dictionaries(_FIELDS, _VALUES))
-def test_no_spec_makes_the_checks_fail_otherwise(spec: dict[str, object]) -> None:
+def test_no_spec_makes_the_checks_raise(spec: dict[str, object]) -> None:
     problems = validate({"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "a"}, "spec": spec})
     assert all(p.message for p in problems)
 
 
 def test_importing_the_reader_is_cheap() -> None:
-    """The operator and the CLI read manifests without waiting for what only checks need."""
-    code = "import sys, ddpjob.api.reader; print([m for m in ('celpy', 'jsonschema', 'kubernetes') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    """Only validation needs the large libraries; reading must not wait for them."""
+    code = (
+        "import sys, ddpjob.api.reader; print([m for m in ('celpy', 'jsonschema', 'kubernetes') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+def test_a_number_beyond_64_bits_is_read_as_the_api_server_does() -> None:
+    spec = {"image": "a", "script": "b", "podTemplate": {"spec": {"terminationGracePeriodSeconds": 2**70}}}
+    manifest = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "job"}, "spec": spec}
+    assert validate(manifest) == []

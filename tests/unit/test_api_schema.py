@@ -1,22 +1,27 @@
-"""The CRD file as such: complete, bounded, and what the dataclasses read and write."""
+"""The CRD file: complete, bounded, and in agreement with the dataclasses."""
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import json
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ddpjob.api import types
 from ddpjob.api.cel import SUPPORTED
-from ddpjob.api.reader import with_defaults
-from ddpjob.api.schema import apply_defaults, load_crd, object_schema, to_json_schema
+from ddpjob.api.schema import Json, apply_defaults, load_crd, object_schema, schema_of, to_json_schema
 from ddpjob.api.types import (
     AvoidedNode,
     Condition,
@@ -33,6 +38,7 @@ from ddpjob.api.types import (
 from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
+TIME = "2026-01-02T03:04:05Z"
 SPEC, STATUS = (object_schema()["properties"][part] for part in ("spec", "status"))
 
 
@@ -47,21 +53,31 @@ def _schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mappin
 
 
 def test_every_field_is_described() -> None:
-    fields = [(path, schema) for part in (SPEC, STATUS) for path, schema in _schemas(part, "") if not path.endswith("[]")]
+    fields = [
+        (path, schema) for part in (SPEC, STATUS) for path, schema in _schemas(part, "") if not path.endswith("[]")
+    ]
     assert len(fields) > 150
     assert [path for path, schema in fields if len(schema.get("description", "")) < 10] == []
 
 
-def test_defaults_are_told_in_the_description() -> None:
+def test_defaults_are_given_in_the_description() -> None:
     """`kubectl explain` does not show a CRD's defaults."""
-    untold = [p for p, s in _schemas(SPEC, "spec") if "default" in s and s["default"] != {} and "Default " not in s["description"]]
-    assert untold == []
+    missing = [
+        p
+        for p, s in _schemas(SPEC, "spec")
+        if "default" in s and s["default"] != {} and "Default " not in s["description"]
+    ]
+    assert missing == []
 
 
 def test_every_value_is_bounded() -> None:
-    """What has no bounds makes the rules too expensive for the API server, or lets one object fill etcd."""
+    """Unbounded values make the rules too expensive for the API server, or let one object fill etcd."""
     bounds = {"string": ("maxLength", "enum"), "array": ("maxItems",), "integer": ("maximum",)}
-    unbounded = [path for path, schema in _schemas(SPEC, "spec") if not set(bounds.get(schema.get("type", ""), schema)) & set(schema)]
+    unbounded = [
+        path
+        for path, schema in _schemas(SPEC, "spec")
+        if not set(bounds.get(schema.get("type", ""), schema)) & set(schema)
+    ]
     assert unbounded == []
     assert [p for p, s in _schemas(SPEC, "spec") if "additionalProperties" in s and "maxProperties" not in s] == []
 
@@ -73,58 +89,162 @@ def test_defaults_fit_their_schema() -> None:
             assert Draft202012Validator(to_json_schema(schema)).is_valid(filled), path
 
 
-def test_rules_use_what_both_sides_know() -> None:
+def test_rules_use_what_both_evaluators_support() -> None:
     rules = [rule for _, schema in _schemas(object_schema(), "") for rule in schema.get("x-kubernetes-validations", ())]
     assert len(rules) > 40
     for rule in rules:
         assert set(rule) <= SUPPORTED
-        assert "\\" not in rule["rule"], "cel-python and the API server read escapes differently"
+        assert "\\" not in rule["rule"], "cel-python and the API server treat escapes differently"
 
 
 def test_no_field_changes_by_itself_while_running() -> None:
-    """Each field of spec is either free at any time or has a rule that refuses its change, and no other has one."""
+    """A field of spec either may change at any time or has a rule against it, never both."""
     free = {"nodes", "elastic", "spares", "recovery", "runPolicy"}
     guarded = {rule["fieldPath"].lstrip(".") for rule in SPEC["x-kubernetes-validations"] if "oldSelf" in rule["rule"]}
     assert guarded == (set(SPEC["properties"]) - free) | {"recovery.mode"}
 
 
-def test_the_dataclasses_have_the_same_defaults() -> None:
-    """The defaults are written in the CRD; the dataclasses repeat them for objects built in code."""
-    manifest = {"apiVersion": types.API_VERSION, "kind": types.KIND, "metadata": {"name": "a"}, "spec": {"image": "a"}}
-    stored, bare = JobSpec.read(with_defaults(manifest)["spec"]), JobSpec.read({"image": "a"})
-    told = {name for name in vars(stored) if getattr(stored, name) != getattr(bare, name)}
-    assert told <= {"rendezvous", "template_hash"}  # the coordinator's resources are the CRD's alone
-    assert stored.rendezvous.port == bare.rendezvous.port and stored.rendezvous.placement == bare.rendezvous.placement
+RENAMED = {"initialSeconds": "initial", "maxSeconds": "maximum", "on": "cause"}
+Path_ = tuple[str | int, ...]
 
 
-def test_the_dataclasses_have_the_same_words() -> None:
-    def words(path: str, part: Mapping[str, Any]) -> set[str]:
+def _two_values(schema: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Two different values of a field: at least one is not its default."""
+    if "enum" in schema:
+        return schema["enum"][0], schema["enum"][-1]
+    by_type = {"boolean": (False, True), "integer": (70, 71), "number": (7.5, 8.5), "string": ("/some", "/other")}
+    return by_type.get(schema.get("type", ""), ("7Gi", "8Gi"))
+
+
+def _one_field_set(schema: Mapping[str, Any]) -> Iterator[tuple[Path_, Any, Any]]:
+    """For each field below and two values of it: its path, the value, an object that holds it and what is required."""
+    if "properties" in schema:
+        required = {name: _two_values(schema["properties"][name])[0] for name in schema.get("required", ())}
+        if "on" in schema["properties"]:
+            required["cause"] = "Hang"  # a rule of the CRD's requires one of the two
+        for name, child in schema["properties"].items():
+            for path, value, inner in _one_field_set(child):
+                siblings = {key: item for key, item in required.items() if (name, key) != ("on", "cause")}
+                yield (name, *path), value, siblings | {name: inner}
+    elif "items" in schema:
+        yield from (((0, *path), value, [inner]) for path, value, inner in _one_field_set(schema["items"]))
+    elif isinstance(schema.get("additionalProperties"), Mapping):
+        inner_fields = _one_field_set(schema["additionalProperties"])
+        yield from ((("some.key", *path), value, {"some.key": inner}) for path, value, inner in inner_fields)
+    else:
+        yield from (((), value, value) for value in _two_values(schema))
+
+
+def _attribute(name: str) -> str:
+    return RENAMED.get(name) or re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", name)
+
+
+def _at(model: Any, path: Path_) -> Any:
+    """What a dataclass holds for a path of the CRD."""
+    for name in path:
+        if is_dataclass(model):
+            assert isinstance(name, str)
+            model = getattr(model, _attribute(name))
+        elif not isinstance(model, str):  # of a pull secret only the name is kept
+            model = model[name]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "spec"),
+    [pytest.param(*case, id=f"{'.'.join(map(str, case[0]))}={case[1]}") for case in _one_field_set(SPEC)],
+)
+def test_every_field_of_spec_is_read(path: Path_, value: Any, spec: Mapping[str, Any]) -> None:
+    assert _at(JobSpec.read(spec), path) == value
+
+
+def _declared(model: Any, schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Field[Any]]]:
+    """Each field of the CRD that a dataclass or one in it has, with its declaration."""
+    for name, child in schema["properties"].items():
+        yield from ((child, f) for f in fields(model) if f.name == _attribute(name))
+        inner = getattr(model, _attribute(name))
+        yield from _declared(inner, child) if is_dataclass(inner) else ()
+
+
+def test_no_default_is_written_twice() -> None:
+    """Where the CRD has a default, the dataclass has none; other defaults mean absent."""
+    volumes = {"data": {"claimName": "a"}, "checkpoints": {"claimName": "a"}}
+    job = JobSpec.read({"image": "a", "elastic": {"minNodes": 1}, "storage": volumes})
+    declared = list(_declared(job, SPEC))
+    assert len(declared) > 50
+    for schema, found in declared:
+        assert found.default_factory is MISSING, found
+        assert found.default is MISSING if "default" in schema else found.default in (MISSING, None, ()), found
+    # Nor may the code that reads contain one; 0, 1 and 10 have other uses.
+    defaults = {s["default"] for _, s in _schemas(SPEC, "") if isinstance(s.get("default"), str | int)} - {0, 1, 10}
+    tree = ast.parse(Path(types.__file__).read_text())
+    enums = {node for c in tree.body if ast.unparse(c).find("(StrEnum)") > 0 for node in ast.walk(c)}
+    literals = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and n not in enums}
+    assert literals & defaults == set()
+
+
+def test_without_checkpoints_their_path_is_the_default() -> None:
+    assert JobSpec.read({"image": "a"}).storage.checkpoint_path == "/checkpoints"
+    checkpoints = {"claimName": "a", "mountPath": "/b"}
+    assert JobSpec.read({"image": "a", "storage": {"checkpoints": checkpoints}}).storage.checkpoint_path == "/b"
+
+
+def test_the_template_hash_is_of_the_spec_as_it_is_stored() -> None:
+    """A default that a later release adds must not replace the pods of every job."""
+    spec = {"image": "a", "recovery": {"maxRestarts": 3}}
+    assert JobSpec.read(spec).template_hash == "7720613975"
+    assert JobSpec.read(spec | {"nodes": 7}).template_hash == "7720613975"
+    assert JobSpec.read({"image": "a", "recovery": {"mode": "Standard"}}).template_hash == "7720613975"
+    assert JobSpec.read({"image": "a", "recovery": {"mode": "Fast"}}).template_hash != "7720613975"
+
+
+def test_the_enums_have_the_same_values() -> None:
+    def values(path: str, part: Mapping[str, Any]) -> set[str]:
         return set(dict(_schemas(part, ""))[path]["enum"])
 
-    assert words(".rendezvous.placement", SPEC) == set(types.Placement)
-    assert words(".recovery.mode", SPEC) == set(types.RecoveryMode)
-    assert words(".recovery.rules[].cause", SPEC) == set(types.RuleCause)
-    assert words(".recovery.rules[].action", SPEC) == set(types.RuleAction)
-    assert words(".runPolicy.cleanPodPolicy", SPEC) == set(types.CleanPodPolicy)
-    assert words(".slots[].state", STATUS) == words(".rendezvous.state", STATUS) == set(SlotState)
+    assert values(".rendezvous.placement", SPEC) == set(types.Placement)
+    assert values(".recovery.mode", SPEC) == set(types.Mode)
+    assert values(".recovery.rules[].cause", SPEC) == set(types.RuleCause)
+    assert values(".recovery.rules[].action", SPEC) == set(types.RuleAction)
+    assert values(".runPolicy.cleanPodPolicy", SPEC) == set(types.CleanPodPolicy)
+    assert values(".slots[].state", STATUS) == values(".rendezvous.state", STATUS) == set(SlotState)
     columns = load_crd()["spec"]["versions"][0]["additionalPrinterColumns"]
     for text in (STATUS["properties"]["phase"]["description"], columns[0]["description"]):
         assert all(phase in text for phase in Phase), text
 
 
 def test_the_status_that_is_written_fits_the_schema() -> None:
-    """The API server drops what its schema does not know, without a word."""
+    """The API server silently drops fields that the schema lacks."""
     now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     restart = Restart(
-        time=now, pod="job-0-1", reason="WorkerFailed", message="m", counted=True, index=0, node="n1", rank=3, seconds=4.5, round=2
+        time=now,
+        pod="job-0-1",
+        reason="WorkerFailed",
+        message="m",
+        counted=True,
+        index=0,
+        node="n1",
+        rank=3,
+        seconds=4.5,
+        round=2,
     )
     restart = replace(restart, consequence=True)
     status = JobStatus(
         observed_generation=1,
         phase=Phase.RUNNING,
-        conditions=(Condition(type=ConditionType.RUNNING, status=True, reason="AllNodesReady", message="2 of 2", since=now, generation=1),),
+        conditions=(
+            Condition(
+                type=ConditionType.RUNNING,
+                status=True,
+                reason="AllNodesReady",
+                message="2 of 2",
+                since=now,
+                generation=1,
+            ),
+        ),
         selector="a=b",
-        pod_files="job-podfiles-12345678",
+        runtime="job-runtime-12345678",
+        pod_defaults=1,
         start_time=now,
         completion_time=now,
         template_hash="abc",
@@ -134,15 +254,24 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
         ),
         active=2,
         ready=2,
-        nodes_wanted=2,
         spare=1,
         slots=(
-            Slot(attempt=1, state=SlotState.RUNNING, node="n1", round=2, reason="ExitCode", failures=3, not_before=now, lost_since=now),
+            Slot(
+                attempt=1,
+                state=SlotState.RUNNING,
+                node="n1",
+                round=2,
+                reason="ExitCode",
+                failures=3,
+                not_before=now,
+                lost_since=now,
+            ),
             Slot(),
         ),
         highest_attempt=5,
         avoided_nodes=(AvoidedNode(node="n1", until=now, reason="NodeLost twice"),),
         restarts=Restarts(
+            allowed=3,
             counted=1,
             uncounted=2,
             total=4,
@@ -152,17 +281,129 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
             seen_round=2,
             recent=(restart,),
         ),
-        progress={"epoch": 1, "percent": 45, "loss": 0.3, "metrics": {"accuracy": 1}, "updatedAt": "2026-01-02T03:04:05Z"},
-        max_restarts=10,
+        progress=dict.fromkeys(("epoch", "epochs", "step", "steps", "percent", "loss", "samplesPerSecond"), 1)
+        | dict.fromkeys(("eta", "display", "lossDisplay", "speedDisplay"), "a")
+        | {"metrics": {"accuracy": 1}, "updatedAt": TIME},
+        trained=True,
+        schema=1,
     )
-    written = status.write()
+    status = replace(status, slots=(*status.slots, *(Slot(node=f"n{i}") for i in range(100))))
+    written = status.write(JobSpec.read({"image": "a"}))
     assert [error.message for error in Draft202012Validator(to_json_schema(STATUS)).iter_errors(written)] == []
     assert JobStatus.read(written) == status
+    assert {path for path, _ in _schemas(STATUS, "")} - {"", ".progress.metrics[]"} == _paths(written, "")
+    assert _at_default(status) == []
+
+
+def _paths(value: Any, path: str) -> set[str]:
+    """Paths of a JSON value as `_schemas` names them, metrics' names left out."""
+    if isinstance(value, Mapping):
+        if path.endswith(".metrics"):
+            return {path}
+        found = (_paths(item, f"{path}.{name}") for name, item in value.items())
+        return {path for path in (path,) if path}.union(*found)
+    if isinstance(value, list):
+        return {path}.union(*(_paths(item, f"{path}[]") for item in value))
+    return {path}
+
+
+def _at_default(model: Any) -> list[str]:
+    """Fields of a dataclass and of those in it, of lists in the first entry, that have their default."""
+    found = [f"{type(model).__name__}.{f.name}" for f in fields(model) if getattr(model, f.name) == f.default]
+    for inner in (getattr(model, f.name) for f in fields(model)):
+        first = inner[0] if isinstance(inner, tuple) and inner else inner
+        found += _at_default(first) if is_dataclass(first) else []
+    return found
+
+
+def test_what_is_not_set_is_not_written() -> None:
+    written = JobStatus(slots=(Slot(),)).write(JobSpec.read({"image": "a", "nodes": 2}))
+    assert written == {
+        "observedGeneration": 0,
+        "conditions": [],
+        "round": 0,
+        "rendezvous": {"generation": 0, "state": "Planned", "endpoint": "", "nodes": 0},
+        "nodes": {"wanted": 2, "active": 0, "ready": 0, "spare": 0, "display": "0/2"},
+        "slots": [{"attempt": 0, "state": "Planned"}],
+        "highestAttempt": 0,
+        "restarts": {
+            "counted": 0,
+            "uncounted": 0,
+            "total": 0,
+            "max": 10,
+            "display": "0/10",
+            "seen": {"generation": 0, "incident": 0, "round": 0},
+            "recent": [],
+        },
+    }
+    assert JobStatus.read(written) == JobStatus(slots=(Slot(),))
+    yaml.safe_dump(written)  # plain values alone
+
+
+def test_a_status_of_another_release_is_read() -> None:
+    old = {"slots": [{"attempt": 3, "state": "Running"}, {"attempt": 1, "state": "Lost"}], "restarts": {"counted": 2}}
+    read = JobStatus.read(old | {"later": {"a": 1}, "rendezvous": {"later": 1}, "nodes": {"later": 1, "ready": 2}})
+    assert (read.highest_attempt, read.restarts.total, read.ready, read.active) == (3, 2, 2, 0)
+    assert JobStatus.read({}) == JobStatus()
+    unknown = {"type": "Running", "status": "Unknown", "reason": "A", "message": "", "lastTransitionTime": TIME}
+    assert not JobStatus.read({"conditions": [unknown]}).holds(ConditionType.RUNNING)
+
+
+def test_what_nobody_writes_into_a_status_is_left_out() -> None:
+    """A status that cannot be read would be a job that the operator does not see: its pods would run on for ever."""
+    good = {"type": "Running", "status": "True", "reason": "A", "message": "", "lastTransitionTime": TIME}
+    forged = {
+        "phase": "Later",
+        "startTime": "9999-12-31T23:59:59-12:00",
+        "round": 2**63 - 1,
+        "conditions": [good | {"type": "Later"}, good, {}],
+        "slots": [{"state": "Later", "attempt": 2}, {"attempt": -1}, {"count": 4000, "attempt": 7}, {"count": 4000}],
+        "avoidedNodes": [{}, {"node": "n1"}, {"node": "n2", "until": TIME}],
+        "restarts": {"counted": 3, "recent": [{}, {"time": TIME}], "seen": {"round": -1, "incident": 4}},
+        "rendezvous": {"generation": 5, "notBefore": "2026-01-01T00:00:00"},
+    }
+    read = JobStatus.read(forged)
+    assert (read.phase, read.start_time, read.round) == (None, None, 0)
+    assert [c.type for c in read.conditions] == [ConditionType.RUNNING]
+    assert [(s.state, s.attempt) for s in read.slots[:3]] == [("Planned", 2), ("Planned", 0), ("Planned", 7)]
+    assert len(read.slots) <= 4096
+    assert [entry.node for entry in read.avoided_nodes] == ["n2"]
+    assert (read.restarts.counted, read.restarts.seen_incident, read.restarts.recent) == (3, 4, ())
+    assert (read.rendezvous.generation, read.rendezvous.not_before) == (5, None)
+    for nothing in ({"slots": 3}, {"slots": [None] * 5000}, {"conditions": {}}, {"restarts": None}, {"nodes": []}):
+        assert JobStatus.read(nothing) == JobStatus(), nothing
+
+
+SCHEMA_WORDS = {
+    *("type", "format", "description", "default", "enum", "pattern", "required"),
+    *("properties", "additionalProperties", "maxProperties", "items", "minItems", "maxItems"),
+    *("minimum", "maximum", "minLength", "maxLength", "anyOf"),
+}
+
+
+def test_the_schema_has_no_words_that_the_api_server_does_not_know() -> None:
+    """In YAML's flow style a comma ends a description, and what follows becomes keys of the schema."""
+
+    def unknown(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+        yield from (
+            f"{path}: {word}"
+            for word in schema
+            if word not in SCHEMA_WORDS and not re.fullmatch(r"x-kubernetes-[a-z-]+", word)
+        )
+        for name, field in schema.get("properties", {}).items():
+            yield from unknown(field, f"{path}.{name}")
+        for key in ("items", "additionalProperties"):
+            if isinstance(schema.get(key), Mapping):
+                yield from unknown(schema[key], f"{path}[{key}]")
+
+    assert list(unknown(object_schema(), "")) == []
 
 
 def test_columns_and_subresources_point_at_fields() -> None:
     version = load_crd()["spec"]["versions"][0]
-    paths = [c["jsonPath"] for c in version["additionalPrinterColumns"]] + list(version["subresources"]["scale"].values())
+    paths = [c["jsonPath"] for c in version["additionalPrinterColumns"]] + list(
+        version["subresources"]["scale"].values()
+    )
     for path in paths:
         schema: Mapping[str, Any] = object_schema()
         for part in path.lstrip(".").split("."):
@@ -173,9 +414,9 @@ def test_columns_and_subresources_point_at_fields() -> None:
 
 @pytest.mark.slow
 def test_a_wheel_carries_the_definition(tmp_path: Path) -> None:
-    """In the checkout it is a link to the chart's file; installed, it must be the file."""
+    """In the checkout it is a link to the chart's file; in a wheel it must be the file."""
     source = tmp_path / "source"  # setuptools leaves its build folder beside pyproject.toml
-    for part in ("operator", "trainer", "charts"):
+    for part in ("operator", "runtime", "trainer", "charts"):
         shutil.copytree(ROOT / part, source / part, symlinks=True)
     for part in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / part, source)
@@ -183,4 +424,101 @@ def test_a_wheel_carries_the_definition(tmp_path: Path) -> None:
     subprocess.run(command, check=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         carried = wheel.read("ddpjob/api/ddpjobs.ddpjob.io.yaml")
+        names = set(wheel.namelist())
     assert carried == (ROOT / "charts/ddpjob-operator/crds/ddpjobs.ddpjob.io.yaml").read_bytes()
+    assert {"ddpjob_runtime/launcher/__main__.py", "ddpjob_trainer/config/shipped/digits.yaml"} <= names
+
+
+# --- large jobs, and upgrades -----------------------------------------------------------------------------------
+
+
+def test_equal_slots_of_a_large_job_are_written_as_one() -> None:
+    spec = JobSpec.read({"image": "a"})
+    running = [Slot(state=SlotState.RUNNING, node=f"node-{i}") for i in range(1024)]
+    running[7] = replace(running[7], attempt=3)
+    status = JobStatus(slots=tuple(running), highest_attempt=3, schema=1)
+    written = status.write(spec)
+    assert [entry.get("count", 1) for entry in written["slots"]] == [7, 1, 1016]
+    assert len(json.dumps(written["slots"])) < 16_000
+    assert JobStatus.read(written) == status
+    planned = replace(status, slots=(Slot(),) * 1024)
+    assert planned.write(spec)["slots"] == [{"attempt": 0, "state": "Planned", "count": 1024}]
+    assert JobStatus.read(planned.write(spec)) == planned
+    for wrong in ({"count": 5000}, {"count": 0}, {"count": "all"}, {"nodes": ["n", "m"]}):
+        one = JobStatus(slots=(Slot(attempt=4),), highest_attempt=4)
+        assert JobStatus.read({"slots": [{"attempt": 4, **wrong}]}) == one
+
+
+def test_a_crd_of_the_first_release_is_sent_only_what_it_holds() -> None:
+    """It would prune the rest: a job of 1,024 slots would have one left."""
+    spec = JobSpec.read({"image": "a"})
+    status = JobStatus(slots=(Slot(),) * 1024, trained=True)
+    assert len(status.write(spec)["slots"]) == 1024
+    assert not {"trained", "schema"} & status.write(spec).keys()
+    assert apply_defaults({}, STATUS)["schema"] == 1, "a later CRD says that it is one"
+
+
+STORED = json.loads(
+    """{"image": "image", "script": "train.py", "nodes": 2, "gpusPerNode": 0, "env": [{"name": "LR", "value": "1"}],
+    "storage": {"data": {"claimName": "d", "mountPath": "/data", "readOnly": true}, "checkpoints": {"claimName": "c",
+    "mountPath": "/checkpoints", "readOnly": false, "shared": false}, "sharedMemory": "1Gi"}, "podTemplate": {"spec":
+    {"nodeSelector": {"a": "b"}}}, "spares": 0, "gpuResource": "nvidia.com/gpu", "resources": {}, "backend": "auto",
+    "rendezvous": {"placement": "Dedicated", "port": 29400, "joinTimeoutSeconds": 600, "resources": {"requests":
+    {"cpu": "50m", "memory": "400Mi"}}}, "recovery": {"mode": "Standard", "maxRestarts": 10, "resetAfterSeconds": 3600,
+    "backoff": {"initialSeconds": 1, "maxSeconds": 60}, "nodeLostAfterSeconds": 30}, "runPolicy": {"suspend": false,
+    "cleanPodPolicy": "Running", "failedPodsKept": 3}, "scheduling": {"onePodPerNode": true, "topologyKey":
+    "kubernetes.io/hostname"}}"""
+)
+FIRST_HASH = "d1aeac3640"
+"""Of STORED, as the first release wrote it into status.templateHash."""
+
+
+def first_release_hash(spec: Mapping[str, Any]) -> str:
+    changeable = ("nodes", "elastic", "spares", "recovery", "runPolicy")
+    fixed = {key: value for key, value in spec.items() if key not in changeable} | {"recovery.mode": "Standard"}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def test_a_new_default_of_the_crd_restarts_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a status of the first release to a later one, and back."""
+    assert JobSpec.read(STORED).template_hash == FIRST_HASH == first_release_hash(STORED)
+    later = deepcopy(schema_of("spec"))
+    queue = {"type": "object", "default": {}, "properties": {"depth": {"type": "integer", "default": 3}}}
+    later["properties"]["fabric"] = {
+        "type": "object",
+        "default": {},
+        "properties": {"policy": {"type": "string", "default": "Isolated"}, "queue": queue, "note": {"type": "string"}},
+    }
+    later["properties"]["storage"]["properties"]["data"]["properties"]["cache"] = {"type": "boolean", "default": False}
+    read = apply_defaults(STORED, later)
+    assert read["fabric"] == {"policy": "Isolated", "queue": {"depth": 3}} and read["storage"]["data"]["cache"] is False
+    assert JobSpec.read(read).template_hash == FIRST_HASH, "an operator that does not know the fields yet"
+    with monkeypatch.context() as patched:
+        patched.setattr(types, "schema_of", lambda path: later if path == "spec" else schema_of(path))
+        assert types._template_hash(read, "Standard") == FIRST_HASH
+        for change in ({"policy": "Open"}, {"note": "x"}, {"queue": {"depth": 4}}):
+            changed = {**read, "fabric": {**read["fabric"], **change}}
+            assert types._template_hash(changed, "Standard") != FIRST_HASH
+    assert first_release_hash(_pruned(read)) == FIRST_HASH, "the first release, with its own CRD again"
+
+
+def _pruned(spec: Json) -> Json:
+    spec = deepcopy(spec)
+    del spec["fabric"], spec["storage"]["data"]["cache"], spec["network"], spec["scheduling"]["disruptionBudget"]
+    return spec
+
+
+def test_the_defaults_of_the_first_release_stay_and_later_ones_are_not_added_to_them() -> None:
+    """Another value would change what running jobs do, and the list decides what their hashes hold."""
+    assert apply_defaults(STORED, schema_of("spec")).keys() >= STORED.keys()
+    bare = {key: STORED[key] for key in ("image", "script")}
+    for name in types._FIRST_DEFAULTS:
+        first = STORED
+        for part in name.split("."):
+            first = first[part]
+        if name not in ("gpusPerNode", "podTemplate") and not isinstance(first, dict):
+            filled = apply_defaults({**bare, "storage": {"data": {}, "checkpoints": {}}}, schema_of("spec"))
+            for part in name.split("."):
+                filled = filled[part]
+            assert filled == first, name
+    assert len(types._FIRST_DEFAULTS) == 21

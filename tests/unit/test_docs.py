@@ -1,8 +1,13 @@
-"""The documentation says what is so: the reference is the CRD, every reason that the operator writes is explained, links lead somewhere."""
+"""The documentation agrees with the code.
+
+The reference is the CRD, the chart's page its values, every reason that the operator writes is explained, links lead
+somewhere, and the paths, make targets and tests that a page names exist.
+"""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import runpy
 from collections.abc import Iterator
@@ -15,22 +20,30 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "operator" / "ddpjob" / "core"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "generate_reference.py"))
+CLI = runpy.run_path(str(ROOT / "docs" / "generate_cli.py"))
+API = runpy.run_path(str(ROOT / "docs" / "generate_api.py"))
+CHART = runpy.run_path(str(ROOT / "docs" / "generate_chart_readme.py"))
 
 CAMEL = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]+)*|OOMKilled")
-# CamelCase words of core/ that are not reasons of the operator's: Kubernetes' own, the coordinator's, values of the API.
+# CamelCase words of core/ that are not reasons of the operator: Kubernetes' own, the coordinator's, values of the API.
 OTHER_WORDS = {
     *("PreemptionByScheduler", "TerminationByKubelet", "DeletionByTaintManager"),
-    *("NodeShutdown", "Shutdown", "Terminated", "NodeAffinity", "Preempting"),
-    *("ContainerCreating", "PodInitializing", "Pending", "Running", "Succeeded", "Forming", "Ready", "True"),
+    *("NodeShutdown", "Shutdown", "Terminated", "Preempting"),
+    *("RunContainerError", "ContainerCannotRun", "ContainerStatusUnknown", "Unknown"),
+    *("ContainerCreating", "PodInitializing", "Pending", "Running", "Succeeded", "Ready", "True"),
     *("ReadWriteOnce", "ReadWriteOncePod"),
 }
 
 
 def words_of_core() -> set[str]:
     """Every CamelCase string of the decisions, in whatever call it stands."""
-    trees = [ast.parse(path.read_text()) for path in CORE.glob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in CORE.rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and CAMEL.fullmatch(node.value)}
+    return {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and CAMEL.fullmatch(node.value)
+    }
 
 
 def explained() -> set[str]:
@@ -42,6 +55,68 @@ def explained() -> set[str]:
 def test_the_reference_page_is_the_definition_s() -> None:
     made = REFERENCE["render"](yaml.safe_load(REFERENCE["CRD"].read_text()))
     assert REFERENCE["PAGE"].read_text() == made, "run: python docs/generate_reference.py"
+
+
+def test_the_page_of_the_command_line_is_its_help() -> None:
+    assert CLI["PAGE"].read_text() == CLI["render"](), "run: python docs/generate_cli.py"
+
+
+def test_the_page_of_the_python_client_is_its_docstrings() -> None:
+    assert API["file"]("python.md").read_text() == API["made"]("python.md"), "run: python docs/generate_api.py"
+
+
+def test_the_programs_on_the_page_of_the_python_client_use_what_there_is() -> None:
+    from ddpjob import Client
+
+    blocks = re.findall(r"^```python\n(.*?)^```", API["file"]("python.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    examples = [block for block in blocks if "client" in block]
+    assert len(examples) > 3
+    for block in examples:
+        for call in (node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") == "client":
+                given = {keyword.arg: None for keyword in call.keywords}
+                inspect.signature(getattr(Client, call.func.attr)).bind(None, *call.args, **given)
+
+
+def documented_commands(text: str) -> set[str]:
+    """`ddpjob COMMAND` in Markdown code, and at the beginning of a line of a code block."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line.removeprefix("$ ").strip() for block in blocks for line in block.splitlines()]
+    spans = re.findall(r"`((?:kubectl ddp|ddpjob) [^`]*)`", text)
+    found = (re.match(r"(?:ddpjob|kubectl ddp) ([a-z]+)", words) for words in [*lines, *spans])
+    return {match[1] for match in found if match}
+
+
+def test_documented_commands_are_found() -> None:
+    text = "`ddpjob get` and\n```\nddpjob logs x   # y\n$ kubectl ddp why x\nabout ddpjob nothing\n```\n"
+    assert documented_commands(text) == {"get", "logs", "why"}
+
+
+@pytest.mark.parametrize(
+    "page", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_documented_commands_exist(page: Path) -> None:
+    from ddpjob.cli.main import root
+
+    assert documented_commands(page.read_text()) <= set(root.commands)
+
+
+def test_the_chart_s_page_has_the_values() -> None:
+    made = CHART["render"](CHART["PAGE"].read_text(), CHART["VALUES"].read_text())
+    assert CHART["PAGE"].read_text() == made, "run: python docs/generate_chart_readme.py"
+
+
+def test_the_chart_s_page_has_a_row_for_every_value_and_its_comment() -> None:
+    values = "# What a is.\na: 1\n\n# Of b.\nb:\n  # Of c, in\n  # two lines.\n  c: [x]\n  d: {}\n"
+    page = "before\n<!-- values: begin -->\nold\n<!-- values: end -->\nafter\n"
+    rows = [
+        "| value | default | |",
+        "| --- | --- | --- |",
+        "| `a` | `1` | What a is. |",
+        '| `b.c` | `["x"]` | Of b. Of c, in two lines. |',
+        "| `b.d` | `{}` | |",
+    ]
+    assert CHART["render"](page, values) == page.replace("old", "\n".join(rows))
 
 
 def fields(schema: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
@@ -56,7 +131,9 @@ def test_the_reference_page_has_a_row_for_every_field_and_default() -> None:
     properties = version["schema"]["openAPIV3Schema"]["properties"]
     wanted = [*fields(properties["spec"]), *fields(properties["status"])]
     rows = re.findall(
-        r"^\| `(\w+)`(?: \*\*required\*\*)? \| ([^|]*) \| ([^|]*) \| (.*)$", REFERENCE["PAGE"].read_text(), flags=re.MULTILINE
+        r"^\| `(\w+)`(?: \*\*required\*\*)? \| ([^|]*) \| ([^|]*) \| (.*)$",
+        REFERENCE["PAGE"].read_text(),
+        flags=re.MULTILINE,
     )
     assert sorted(row[0] for row in rows) == sorted(name for name, _ in wanted)
     defaults = sum(field.get("default") not in (None, {}) for _, field in wanted)
@@ -65,7 +142,9 @@ def test_the_reference_page_has_a_row_for_every_field_and_default() -> None:
 
 @pytest.mark.parametrize("reason", sorted(words_of_core() - OTHER_WORDS))
 def test_every_reason_is_explained(reason: str) -> None:
-    assert reason in explained(), f"{TROUBLESHOOTING.name} does not say what {reason} means (or it is no reason: OTHER_WORDS)"
+    assert reason in explained(), (
+        f"{TROUBLESHOOTING.name} does not say what {reason} means (or it is no reason: OTHER_WORDS)"
+    )
 
 
 def test_the_reasons_explained_are_written() -> None:
@@ -74,7 +153,9 @@ def test_the_reasons_explained_are_written() -> None:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+    return sorted(
+        page for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "charts/*/*.md") for page in ROOT.glob(pattern)
+    )
 
 
 def anchors(page: Path) -> set[str]:
@@ -96,7 +177,7 @@ def test_links_and_pictures_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_manifests_and_make_targets_in_the_texts_are_right(page: Path, tmp_path: Path) -> None:
-    from ddpjob.cli.run import read_job
+    from ddpjob.client.manifest_sources import read_job
 
     text = page.read_text()
     for number, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)):
@@ -110,8 +191,8 @@ def test_manifests_and_make_targets_in_the_texts_are_right(page: Path, tmp_path:
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
 def test_examples_are_accepted_by_the_definition_and_the_trainer(example: Path) -> None:
-    from ddpjob.cli.run import read_job
-    from ddpjob_trainer.command_line import read_settings
+    from ddpjob.client.manifest_sources import read_job
+    from ddpjob_trainer.config.command_line import read_settings
 
     spec = read_job(example)["spec"]
     if spec.get("module") == "ddpjob_trainer":
@@ -119,8 +200,34 @@ def test_examples_are_accepted_by_the_definition_and_the_trainer(example: Path) 
 
 
 def test_the_tests_named_in_the_trainer_s_page_exist() -> None:
-    named = re.findall(r"`(?:tests/(\w+)/)?(test_\w+)\.py(?:::(\w+))?`", (ROOT / "docs" / "trainer.md").read_text())
+    named = re.findall(r"`(tests/)?((?:\w+/)*test_\w+\.py)(?:::(\w+))?`", (ROOT / "docs" / "trainer.md").read_text())
     assert len(named) > 30
-    for folder, module, function in named:
-        source = (ROOT / "tests" / (folder or "trainer") / f"{module}.py").read_text()
-        assert not function or f"def {function}(" in source, f"{module}.py::{function}"
+    for top, path, function in named:
+        source = (ROOT / (top or "tests/trainer/") / path).read_text()
+        assert not function or f"def {function}(" in source, f"{path}::{function}"
+
+
+# A path below one of the repository's folders, or a file beside these: in Markdown code, in the map, in prose.
+NAMED_PATH = re.compile(
+    r"(?:`|^|\s)((?:\.github|benchmarks|charts|docs|examples|operator|runtime|scripts|tests|trainer)/[\w./-]*"
+    r"|[A-Z]+\.md|pyproject\.toml|Makefile|Dockerfile)(?=[`\s:,;.)]|$)",
+    flags=re.MULTILINE,
+)
+NAMING_PATHS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
+
+
+def named_paths(text: str) -> set[str]:
+    return {path.rstrip("/.") for path in NAMED_PATH.findall(text)}
+
+
+@pytest.mark.parametrize("page", NAMING_PATHS, ids=lambda page: page.name)
+def test_every_path_that_the_pages_for_contributors_name_exists(page: Path) -> None:
+    assert [path for path in sorted(named_paths(page.read_text())) if not (ROOT / path).exists()] == []
+
+
+def test_named_paths_are_found_wherever_they_stand() -> None:
+    text = "`docs/none.md`: (`tests/no/`)\noperator/none/   a room   trainer/none/\nsee tests/none.py.\nREADME.md"
+    assert named_paths(text) == {
+        *("docs/none.md", "tests/no", "operator/none", "trainer/none", "tests/none.py", "README.md"),
+    }
+    assert len(named_paths((ROOT / "CONTRIBUTING.md").read_text())) > 50

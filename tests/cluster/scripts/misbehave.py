@@ -1,4 +1,6 @@
-"""A plain DDP script that trains until its folder has a file `go`, then does what --do says, once; restarted, it trains to its end.
+"""A plain DDP script that trains until its folder has a file `go`, then misbehaves once, as --do says.
+
+Restarted, it trains to its end.
 
 Each rank that misbehaves writes `fact-RANK` first: the time at which it did so.
 """

@@ -1,6 +1,7 @@
 """Builds the repository's Dockerfile with buildah.
 
-buildah's store is kept in the cache: an unchanged checkout builds nothing anew, a changed one only the layers that have changed.
+buildah's store is kept in the cache: of an unchanged checkout nothing is built again, of a changed one only the layers
+that have changed.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def digest_of(document: str) -> str:
 
 
 def _buildah(settings: Settings) -> list[str | Path]:
-    # The driver and its options are given, not the machine's: the nodes take the layers as the kernel's overlay writes them,
-    # whole files (no metacopy) and no other form of what is removed (fuse-overlayfs has one).
+    # The driver and its options are given, not the machine's: the nodes take the layers as the kernel's overlay writes
+    # them, whole files (no metacopy) and no other form of what is removed (fuse-overlayfs has one).
     return [
         "buildah",
         "--root",
@@ -110,11 +111,15 @@ def base_image(settings: Settings) -> str:
 
 
 def build_image(
-    settings: Settings, target: str, tag: str, arguments: Mapping[str, str] | None = None, dockerfile: Path = CHECKOUT / "Dockerfile"
+    settings: Settings,
+    target: str,
+    tag: str,
+    arguments: Mapping[str, str] | None = None,
+    dockerfile: Path = CHECKOUT / "Dockerfile",
 ) -> Image:
     """Build a target of a Dockerfile, with its folder as context.
 
-    `arguments` are build arguments beside BASE_IMAGE; TORCH_INDEX_URL is passed on from the environment when it is set there.
+    `arguments` are build arguments beside BASE_IMAGE; TORCH_INDEX_URL is passed on where the environment has it.
     Raises ClusterError with the end of the build's output.
     """
     start = time.monotonic()
@@ -149,21 +154,30 @@ def _build(settings: Settings, target: str, tag: str, dockerfile: Path, argument
     words += [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
     words += _registry_access(settings)
     with log.open("w") as output:
-        done = subprocess.run([*words, dockerfile.parent], env=_environment(), stdout=output, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            [*words, dockerfile.parent], env=_environment(), stdout=output, stderr=subprocess.STDOUT, check=False
+        )
     if done.returncode != 0:
-        raise ClusterError(f"building {tag} failed; the end of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:]))
+        raise ClusterError(
+            f"building {tag} failed; the end of {log}:\n"
+            + "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        )
 
 
 def _registry_access(settings: Settings) -> list[str]:
     """Volumes that give RUN steps this machine's way to its package registries; nothing of it stays in the image.
 
-    pip's settings (environment and files) become the /etc/pip.conf of the build; certificates and local wheels are mounted.
+    pip's settings (environment and files) become the build's /etc/pip.conf; certificates and local wheels are mounted.
     """
     folder = settings.cache / "images"
     values = _pip_settings()
-    lines = ["[global]"] + [f"{name} = {value}" for name, value in sorted(values.items()) if name not in _PIP_SETTINGS_ELSEWHERE]
+    lines = ["[global]"] + [
+        f"{name} = {value}" for name, value in sorted(values.items()) if name not in _PIP_SETTINGS_ELSEWHERE
+    ]
     volumes = []
-    downloads = subprocess.run([sys.executable, "-m", "pip", "cache", "dir"], text=True, capture_output=True, check=False).stdout.strip()
+    downloads = subprocess.run(
+        [sys.executable, "-m", "pip", "cache", "dir"], text=True, capture_output=True, check=False
+    ).stdout.strip()
     if downloads:  # None where the user has disabled it.
         Path(downloads).mkdir(parents=True, exist_ok=True)
         volumes.append(f"{downloads}:/root/.cache/pip:rw")
@@ -203,7 +217,7 @@ def _inspect(settings: Settings, tag: str) -> Image:
 
 
 def _layer_folders(settings: Settings, image_id: str) -> list[Path]:
-    """Where the files of an image's layers lie, the base's first: https://github.com/containers/storage, overlay driver."""
+    """The folders of an image's layers, the base's first: https://github.com/containers/storage, overlay driver."""
     store = _store(settings)
     images = {image["id"]: image for image in json.loads((store / "overlay-images" / "images.json").read_text())}
     layers = {layer["id"]: layer for layer in json.loads((store / "overlay-layers" / "layers.json").read_text())}

@@ -27,6 +27,8 @@ V1_CONTROLLERS = (
     "perf_event",
     "systemd",
 )
+# Without it the whole cluster would get no more of a busy machine than any one process: on v1 each has 1024, on v2 100.
+CPU_WEIGHT = {"cpu.shares": 4096, "cpu.weight": 400}
 V2_NEEDED = ("cpu", "memory", "pids")
 
 
@@ -63,6 +65,9 @@ def create(settings: Settings, leaf: str) -> None:
             _delegate(root / settings.prefix)
         elif (root / "cpuset.cpus").exists():
             _copy_cpuset(root, [folder.parent, folder])
+        for name, value in CPU_WEIGHT.items():
+            if (folder.parent / name).exists():
+                (folder.parent / name).write_text(str(value))
 
 
 def _delegate(folder: Path) -> None:
@@ -70,7 +75,8 @@ def _delegate(folder: Path) -> None:
     missing = [name for name in V2_NEEDED if name not in available]
     if missing:
         raise ClusterError(
-            f"{folder}/cgroup.controllers lacks {', '.join(missing)}: run on a machine (or in a container) that delegates them"
+            f"{folder}/cgroup.controllers lacks {', '.join(missing)}: "
+            "run on a machine (or in a container) that delegates them"
         )
     enabled = (folder / "cgroup.subtree_control").read_text().split()
     for name in available:
@@ -86,7 +92,7 @@ def _delegate(folder: Path) -> None:
 
 
 def _copy_cpuset(root: Path, folders: list[Path]) -> None:
-    """A new v1 cpuset is empty and refuses processes until it has cpus and mems."""
+    """A new v1 cpuset is empty, and refuses processes until it has cpus and mems."""
     for folder in folders:
         for name in ("cpuset.cpus", "cpuset.mems"):
             (folder / name).write_text((root / name).read_text())
@@ -98,7 +104,9 @@ def _folders(settings: Settings) -> list[Path]:
     for root in hierarchies():
         top = root / settings.prefix
         if top.is_dir():
-            found += sorted((path for path in [top, *top.rglob("*")] if path.is_dir()), key=lambda path: -len(path.parts))
+            found += sorted(
+                (path for path in [top, *top.rglob("*")] if path.is_dir()), key=lambda path: -len(path.parts)
+            )
     return found
 
 

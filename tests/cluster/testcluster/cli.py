@@ -14,7 +14,10 @@ from testcluster.settings import ClusterError
 def _up(cluster: Cluster, arguments: argparse.Namespace) -> int:
     prerequisites.require(cluster.settings)
     seconds = cluster.up(arguments.nodes)
-    print(f'{len(cluster.nodes)} nodes are Ready ({seconds:.1f} s). For kubectl and helm:\n  eval "$({sys.executable} -m testcluster env)"')
+    print(
+        f"{len(cluster.nodes)} nodes are Ready ({seconds:.1f} s). For kubectl and helm:\n"
+        f'  eval "$({sys.executable} -m testcluster env)"'
+    )
     return 0
 
 
@@ -52,11 +55,13 @@ def _build(cluster: Cluster, arguments: argparse.Namespace) -> int:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 not up or an error that is told."""
-    parser = argparse.ArgumentParser(prog="testcluster", description="A real Kubernetes in network namespaces of this machine.")
+    """Exit code: 0 done, 1 not up or an error that is reported."""
+    parser = argparse.ArgumentParser(
+        prog="testcluster", description="A real Kubernetes in network namespaces of this machine."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="start it, or find it running")
-    up.add_argument("--nodes", type=int, default=2)
+    up.add_argument("--nodes", type=int, default=2, help="0: the API server alone (default 2)")
     up.set_defaults(function=_up)
     for name, function, text in (
         ("down", _down, "end it and remove what is left of it, also after a crash"),

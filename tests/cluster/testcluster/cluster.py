@@ -34,7 +34,7 @@ class State:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of this machine. `settings.slot` tells it from others."""
+    """A cluster of this machine. `settings.slot` distinguishes it from others."""
 
     settings: Settings = field(default_factory=Settings)
 
@@ -43,16 +43,18 @@ class Cluster:
     def up(self, nodes: int = 2, keep: bool = True) -> float:
         """Start the cluster, or find it running; nodes that it lacks are added. Returns the seconds it took.
 
+        0 nodes: etcd and the API server alone, without controllers, scheduler and DNS.
         `keep` False: the last test run that used it takes it down; a cluster that is up keeps what it was started with.
         Raises ClusterError when another checkout's cluster runs in the slot, or when a part does not start.
         """
-        if not 1 <= nodes <= MAX_NODES:
-            raise ClusterError(f"nodes: {nodes}: must be from 1 to {MAX_NODES}")
+        if not 0 <= nodes <= MAX_NODES:
+            raise ClusterError(f"nodes: {nodes}: must be from 0 (the API server alone) to {MAX_NODES}")
         start = time.monotonic()
         with self._locked():
             state = self.state()
             names = tuple(f"n{number}" for number in range(1, nodes + 1))
-            if state is not None and self._reusable(state):
+            # An API server alone becomes a cluster with nodes from the beginning.
+            if state is not None and self._reusable(state) and (state.nodes or not names):
                 self._grow(state, names)
                 return time.monotonic() - start
             self._clean()
@@ -89,8 +91,8 @@ class Cluster:
 
     def _foreign(self, state: State) -> str:
         return (
-            f"slot {self.settings.slot} is taken by the cluster of {state.checkout} (files in {state.run}): end it there with "
-            f"`python -m testcluster down`, or set DDPJOB_CLUSTER_SLOT to another number"
+            f"slot {self.settings.slot} is taken by the cluster of {state.checkout} (files in {state.run}): "
+            f"end it there with `python -m testcluster down`, or set DDPJOB_CLUSTER_SLOT to another number"
         )
 
     def _reusable(self, state: State) -> bool:
@@ -110,7 +112,10 @@ class Cluster:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"waiting for another `testcluster` of slot {self.settings.slot} ({self.settings.lock}) ...", flush=True)
+                print(
+                    f"waiting for another `testcluster` of slot {self.settings.slot} ({self.settings.lock}) ...",
+                    flush=True,
+                )
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -130,9 +135,11 @@ class Cluster:
         images.write_python_host(settings.run / "images" / "python-host.tar")
         for name in names:
             network.create_node(settings, name)
-        with ThreadPoolExecutor(len(names)) as pool:
+        with ThreadPoolExecutor(len(names) + 1) as pool:
             list(pool.map(lambda name: self._start_runtime(name, authority), names))
         controlplane.wait_for_api(settings, programs)
+        if not names:
+            return
         controlplane.start_controllers(settings, programs)
         for name in names:
             node.start_kubelet(settings, name, programs)
@@ -145,7 +152,7 @@ class Cluster:
         added = tuple(name for name in wanted if name not in state.nodes)
         if not added:
             return
-        # Not ready until it is whole again: an `up` after a failure in the middle builds it anew.
+        # Not ready until it is whole again: an `up` after a failure in the middle builds it again.
         self._record(replace(state, ready=False))
         authority = pki.load_authority(self.settings)
         for name in added:
@@ -164,7 +171,7 @@ class Cluster:
 
     def _has_default_account(self) -> bool:
         """Pods are refused before it exists."""
-        return processes.succeeds(*self._kubectl_words(), "get", "serviceaccount", "default", "--namespace=default")
+        return self.succeeds("get", "serviceaccount", "default", "--namespace=default")
 
     def _keep_logs(self) -> None:
         kept = self.settings.cache / f"failed-start-{self.settings.slot}"
@@ -217,6 +224,10 @@ class Cluster:
         env = {**os.environ, **self.environment()}
         return processes.run(*self._kubectl_words(), *words, input_text=input_text, env=env, timeout=timeout)
 
+    def succeeds(self, *words: str) -> bool:
+        """True when `kubectl WORDS` ends with 0."""
+        return processes.succeeds(*self._kubectl_words(), *words)
+
     def kubectl_json(self, *words: str) -> Any:
         """The parsed answer of `kubectl WORDS --output=json`."""
         return json.loads(self.kubectl(*words, "--output=json"))
@@ -250,10 +261,12 @@ class Cluster:
     def register(self, node_name: str) -> None:
         """Bring back a node whose object was deleted: a kubelet registers its node when it starts, and never after."""
         node.restart_kubelet(self.settings, node_name, self.programs)
-        processes.wait_for(f"{node_name} to be Ready again", lambda: node_name in self.ready_nodes(), self.settings, timeout=60)
+        processes.wait_for(
+            f"{node_name} to be Ready again", lambda: node_name in self.ready_nodes(), self.settings, timeout=60
+        )
 
     def load_image(self, image: builder.Image, nodes: tuple[str, ...] | None = None) -> None:
-        """Load a built image into some nodes, or all; the nodes have no registry. Layers that a node has are not sent again."""
+        """Load a built image into some nodes, or all. Layers that a node has are not sent again."""
         for name in nodes or self.nodes:
             loading.load(self.settings, image, name, self.programs)
 

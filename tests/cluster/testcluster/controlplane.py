@@ -13,8 +13,16 @@ def create_credentials(settings: Settings) -> pki.Authority:
     """Certificates of every part but the nodes'."""
     authority = pki.create_authority(settings)
     addresses = settings.addresses
-    names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost"]
-    pki.issue_server(settings, authority, "kube-apiserver", names, ["127.0.0.1", addresses.api, addresses.kubernetes_service])
+    names = [
+        "kubernetes",
+        "kubernetes.default",
+        "kubernetes.default.svc",
+        "kubernetes.default.svc.cluster.local",
+        "localhost",
+    ]
+    pki.issue_server(
+        settings, authority, "kube-apiserver", names, ["127.0.0.1", addresses.api, addresses.kubernetes_service]
+    )
     pki.issue_client(settings, authority, "admin", "admin", "system:masters")
     pki.issue_client(settings, authority, "kubelet-client", "kubelet-client", "system:masters")
     pki.issue_client(settings, authority, "coredns", "coredns", "system:masters")
@@ -40,7 +48,17 @@ def start_api(settings: Settings, programs: Path) -> None:
         "--listen-peer-urls=http://127.0.0.1:2380",
     ]
     spawn(settings, "etcd", netns, etcd)
-    spawn(settings, "kube-apiserver", netns, [programs / "kube-apiserver", *_api_flags(settings)])
+    start_apiserver(settings, programs)
+
+
+def start_apiserver(settings: Settings, programs: Path) -> None:
+    """The API server alone; returns at once."""
+    spawn(
+        settings,
+        "kube-apiserver",
+        settings.control_plane_netns,
+        [programs / "kube-apiserver", *_api_flags(settings)],
+    )
 
 
 def _api_flags(settings: Settings) -> list[str]:
@@ -75,7 +93,10 @@ def wait_for_api(settings: Settings, programs: Path) -> float:
 def start_controllers(settings: Settings, programs: Path) -> None:
     """Controllers and scheduler. A silent node is NotReady after 8 s, so that a test can see it."""
     folder, netns = settings.run / "pki", settings.control_plane_netns
-    manager: list[str | Path] = [programs / "kube-controller-manager", f"--kubeconfig={settings.run}/kube-controller-manager.kubeconfig"]
+    manager: list[str | Path] = [
+        programs / "kube-controller-manager",
+        f"--kubeconfig={settings.run}/kube-controller-manager.kubeconfig",
+    ]
     manager += [
         f"--service-account-private-key-file={folder}/sa.key",
         f"--root-ca-file={folder}/ca.crt",

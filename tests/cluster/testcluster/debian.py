@@ -1,4 +1,4 @@
-"""The base of the real images: a small Debian with Python, from debootstrap, because there is no registry to pull one from."""
+"""The base of the real images: a small Debian with Python, from debootstrap, as there is no registry to pull from."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def _make(temporary: Path, path: Path) -> None:
     command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(root), *mirror()]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
-        raise ClusterError(f"{' '.join(command)} failed; DDPJOB_CLUSTER_DEBIAN_MIRROR names another mirror:\n{done.stdout[-2000:]}")
+        raise ClusterError(
+            f"{' '.join(command)} failed; DDPJOB_CLUSTER_DEBIAN_MIRROR names another mirror:\n{done.stdout[-2000:]}"
+        )
     with tarfile.open(unfinished, "w") as archive:
         archive.add(root, arcname=".", filter=_wanted)
     unfinished.rename(path)
@@ -61,5 +63,5 @@ def _make(temporary: Path, path: Path) -> None:
 def _wanted(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     name = entry.name.removeprefix("./")
     if entry.ischr() or entry.isblk():
-        return None  # The runtime makes /dev anew.
+        return None  # The runtime makes /dev again.
     return None if not entry.isdir() and any(name.startswith(f"{folder}/") for folder in DROPPED) else entry

@@ -1,8 +1,8 @@
 """Brings a built image into a node without a registry, an archive or a second copy of its files.
 
-An image as a tar in buildah's store, in an export, in each node's content store and unpacked in each node would take gigabytes many
-times over, and minutes. Here a node's snapshots are hard links to the files of buildah's layers: the kernel's overlay reads a
-lower layer and never writes it, so that nodes may share them.
+An image as a tar in buildah's store, in an export, in each node's content store and unpacked in each node would take
+gigabytes many times over, and minutes. Here a node's snapshots are hard links to the files of buildah's layers: the
+kernel's overlay reads a lower layer and never writes it, so that nodes may share them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from testcluster.builder import Image, digest_of
 from testcluster.processes import run, succeeds
 from testcluster.settings import ClusterError, Settings
 
-# buildah mounts its folder of layers on itself, and no link crosses a mount: it is copied from where that mount is not seen.
+# buildah mounts its folder of layers on itself, and no link crosses a mount: it is copied from where that mount is
+# not seen.
 _WITHOUT_MOUNT = 'while mountpoint --quiet "$1"; do umount --lazy "$1" || exit; done; shift; exec "$@"'
 
 

@@ -1,4 +1,4 @@
-"""The cluster's network: a bridge in the control plane's namespace, one namespace per node, a door for the host's programs.
+"""The cluster's network: a bridge in the control plane's namespace, a namespace per node, a door for the host.
 
 No namespace has a default route: nothing leaves the machine.
 """

@@ -12,7 +12,7 @@ from testcluster.processes import kill, recorded, run, spawn, succeeds, wait_for
 from testcluster.settings import Settings, node_number
 
 DEVICE_PLUGINS = "/var/lib/kubelet/device-plugins/kubelet.sock"
-"""Where a kubelet listens for device plugins, whatever its --root-dir: all kubelets of this machine use this one name."""
+"""Where a kubelet listens for device plugins, whatever its --root-dir: all kubelets of this machine share it."""
 PAUSE_IMAGE = "localhost/pause:1"
 CNI_PLUGINS = Path("/usr/lib/cni")
 
@@ -58,7 +58,7 @@ def _cni(settings: Settings, node: str) -> dict[str, object]:
 
 def _containerd(settings: Settings, node: str) -> str:
     home = folder(settings, node)
-    # oom_score 0 and restrict_oom_score_adj: a container may lack CAP_SYS_RESOURCE, without which scores cannot be lowered.
+    # oom_score 0 and restrict_oom_score_adj: a container may lack CAP_SYS_RESOURCE, without which no score is lowered.
     # netns_mounts_under_state_dir: pods' namespaces are found, and removed, below the run folder.
     return f"""version = 3
 root = "{home}/containerd"
@@ -145,7 +145,13 @@ def _proxy(settings: Settings, node: str) -> dict[str, object]:
 def start_containerd(settings: Settings, node: str, programs: Path) -> None:
     """containerd; returns at once."""
     config = folder(settings, node) / "containerd.toml"
-    spawn(settings, f"{node}-containerd", settings.node_netns(node), [programs / "containerd", "-c", config], _path(programs))
+    spawn(
+        settings,
+        f"{node}-containerd",
+        settings.node_netns(node),
+        [programs / "containerd", "-c", config],
+        _path(programs),
+    )
 
 
 def wait_for_containerd(settings: Settings, node: str, programs: Path) -> None:
@@ -193,8 +199,8 @@ def _start_kubelet(settings: Settings, node: str, programs: Path) -> None:
     ]
     kubelet += ["--hostname-override", node, "--node-ip", settings.addresses.node(node_number(node))]
     kubelet += ["--root-dir", home / "kubelet", "--cert-dir", home / "certificates"]
-    # A kubelet removes the socket and binds it anew. It ends with "address already in use" when another one does so in between, so that
-    # they do it one after the other.
+    # A kubelet removes the socket and binds it again. It ends with "address already in use" when another one does so in
+    # between, so they take turns.
     with Path("/run/ddpjob-cluster-kubelet.lock").open("a") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         started = spawn(settings, f"{node}-kubelet", settings.node_netns(node), kubelet, _path(programs))

@@ -32,7 +32,9 @@ def _name(common_name: str, organization: str | None = None) -> x509.Name:
     return x509.Name(attributes)
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, is_ca: bool) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, is_ca: bool
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -48,7 +50,9 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivate
 
 def _write_key(key: ec.EllipticCurvePrivateKey, path: Path) -> None:
     path.touch(mode=0o600)
-    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
 
 
 def create_authority(settings: Settings) -> Authority:
@@ -61,7 +65,9 @@ def create_authority(settings: Settings) -> Authority:
     (folder / "ca.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     accounts = ec.generate_private_key(ec.SECP256R1())
     _write_key(accounts, folder / "sa.key")
-    public = accounts.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    public = accounts.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
     (folder / "sa.pub").write_bytes(public)
     return Authority(key, certificate)
 
@@ -75,7 +81,9 @@ def load_authority(settings: Settings) -> Authority:
     return Authority(key, x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes()))
 
 
-def _issue(settings: Settings, authority: Authority, stem: str, subject: x509.Name, extensions: list[x509.ExtensionType]) -> None:
+def _issue(
+    settings: Settings, authority: Authority, stem: str, subject: x509.Name, extensions: list[x509.ExtensionType]
+) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _builder(subject, authority.certificate.subject, key, is_ca=False)
     for extension in extensions:
@@ -109,9 +117,20 @@ def _kubeconfig(settings: Settings, stem: str) -> Path:
         "kind": "Config",
         "current-context": name,
         "clusters": [
-            {"name": name, "cluster": {"server": f"https://{settings.addresses.api}:6443", "certificate-authority-data": data("ca.crt")}}
+            {
+                "name": name,
+                "cluster": {
+                    "server": f"https://{settings.addresses.api}:6443",
+                    "certificate-authority-data": data("ca.crt"),
+                },
+            }
         ],
-        "users": [{"name": stem, "user": {"client-certificate-data": data(f"{stem}.crt"), "client-key-data": data(f"{stem}.key")}}],
+        "users": [
+            {
+                "name": stem,
+                "user": {"client-certificate-data": data(f"{stem}.crt"), "client-key-data": data(f"{stem}.key")},
+            }
+        ],
         "contexts": [{"name": name, "context": {"cluster": name, "user": stem}}],
     }
     path = settings.run / f"{stem}.kubeconfig"

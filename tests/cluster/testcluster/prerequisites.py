@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -26,7 +27,9 @@ _SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 def _missing(tools: dict[str, str]) -> dict[str, str]:
     return {
-        tool: package for tool, package in tools.items() if not (Path(tool).exists() if "/" in tool else shutil.which(tool, path=_SEARCH))
+        tool: package
+        for tool, package in tools.items()
+        if not (Path(tool).exists() if "/" in tool else shutil.which(tool, path=_SEARCH))
     }
 
 
@@ -34,7 +37,9 @@ def _trial() -> str | None:
     """Why namespaces, veth pairs and mounts cannot be made here; None when they can. It makes them and lets them go."""
     links = "ip link add trial0 type veth peer name trial1 && ip link add trial2 type bridge"
     script = f"mount -t tmpfs trial /mnt && {links} && iptables -w -L -n >/dev/null"
-    done = subprocess.run(["unshare", "--net", "--mount", "sh", "-c", script], text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        ["unshare", "--net", "--mount", "sh", "-c", script], text=True, capture_output=True, check=False
+    )
     return None if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}")
 
 
@@ -47,9 +52,14 @@ def reasons(settings: Settings, images: bool = False) -> list[str]:
         found.append("not root: network namespaces and containers need it")
     missing = _missing(TOOLS | IMAGE_TOOLS if images else TOOLS)
     if missing and shutil.which("apt-get") is None:
-        found.append(f"missing {', '.join(missing)}, and no apt-get to install {', '.join(sorted(set(missing.values())))}")
+        found.append(
+            f"missing {', '.join(missing)}, and no apt-get to install {', '.join(sorted(set(missing.values())))}"
+        )
     if binaries.given_folder() is None and not binaries.are_built(settings) and shutil.which("go") is None:
-        found.append("no Go to build the binaries, and none in the cache: install Go, or name a folder of them in DDPJOB_CLUSTER_BIN")
+        found.append(
+            "no Go to build the binaries, and none in the cache: "
+            "install Go, or name a folder of them in DDPJOB_CLUSTER_BIN"
+        )
     if not cgroups.hierarchies():
         found.append(f"no cgroups below {cgroups.ROOT}")
     if found:
@@ -60,14 +70,23 @@ def reasons(settings: Settings, images: bool = False) -> list[str]:
 
 
 def install(images: bool = False) -> None:
-    """Install the missing Debian packages. Raises ClusterError with apt-get's words when it fails."""
-    packages = sorted(set(_missing(TOOLS | IMAGE_TOOLS if images else TOOLS).values()))
-    if not packages:
+    """Install the missing Debian packages. Raises ClusterError with apt-get's output when it fails."""
+    tools = TOOLS | IMAGE_TOOLS if images else TOOLS
+    if not _missing(tools):
         return
+    with Path("/run/ddpjob-cluster-install.lock").open("a") as lock:  # apt-get refuses to run twice at once.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if packages := sorted(set(_missing(tools).values())):
+            _apt_get(packages)
+
+
+def _apt_get(packages: list[str]) -> None:
     print(f"installing {', '.join(packages)} ...", file=sys.stderr, flush=True)
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "--no-install-recommends", *packages]):
-        done = subprocess.run(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        )
         if done.returncode != 0:
             raise ClusterError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}")
 

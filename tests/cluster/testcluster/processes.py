@@ -11,16 +11,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from machine import slowness
+
 from testcluster import cgroups
 from testcluster.settings import ClusterError, Settings
 
 
-def run(*command: str | Path, input_text: str | None = None, env: dict[str, str] | None = None, timeout: float = 600) -> str:
-    """Standard output of a command. Raises ClusterError with its standard error when it fails."""
+def run(
+    *command: str | Path, input_text: str | None = None, env: dict[str, str] | None = None, timeout: float = 600
+) -> str:
+    """Standard output of a command, which may take `timeout` s (more on a busy machine).
+
+    Raises ClusterError with its standard error when it fails.
+    """
     words = [str(word) for word in command]
-    done = subprocess.run(words, input=input_text, text=True, capture_output=True, env=env, timeout=timeout, check=False)
+    done = subprocess.run(
+        words, input=input_text, text=True, capture_output=True, env=env, timeout=timeout * slowness(), check=False
+    )
     if done.returncode != 0:
-        raise ClusterError(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr.strip() or done.stdout.strip()}")
+        raise ClusterError(
+            f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr.strip() or done.stdout.strip()}"
+        )
     return done.stdout
 
 
@@ -52,12 +63,15 @@ def _stat(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
-def spawn(settings: Settings, name: str, netns: str, command: Sequence[str | Path], env: dict[str, str] | None = None) -> Process:
+def spawn(
+    settings: Settings, name: str, netns: str, command: Sequence[str | Path], env: dict[str, str] | None = None
+) -> Process:
     """Start a program of the cluster in a network namespace; its log is `log/NAME.log`, its pid `pid/NAME`.
 
     `nsenter` and not `ip netns exec`: that one mounts a fresh /sys, which hides the cgroups.
     """
-    enter = 'for file in $DDPJOB_CGROUPS; do echo $$ > "$file/cgroup.procs" || exit 1; done; unset DDPJOB_CGROUPS; exec "$@"'
+    join = 'for file in $DDPJOB_CGROUPS; do echo $$ > "$file/cgroup.procs" || exit 1; done'
+    enter = f'{join}; unset DDPJOB_CGROUPS; exec "$@"'
     words = ["sh", "-c", enter, "sh", "nsenter", f"--net=/run/netns/{netns}", *(str(word) for word in command)]
     groups = " ".join(str(folder) for folder in cgroups.system(settings))
     with (settings.run / "log" / f"{name}.log").open("ab") as log:
@@ -112,11 +126,14 @@ def kill(pid: int) -> None:
 
 
 def end_all(settings: Settings, timeout: float = 20.0) -> None:
-    """End what was recorded and what is left in the cluster's cgroups (shims, pods). Raises ClusterError when something stays."""
+    """End what was recorded and what is left in the cluster's cgroups: shims, pods.
+
+    Raises ClusterError when something stays.
+    """
     for process in recorded(settings):
         if process.alive():
             kill(process.pid)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout * slowness()
     while pids := cgroups.members(settings):
         if time.monotonic() > deadline:
             raise ClusterError(f"processes that cannot be killed: {sorted(pids)}")
@@ -126,12 +143,15 @@ def end_all(settings: Settings, timeout: float = 20.0) -> None:
 
 
 def wait_for(what: str, ready: Callable[[], bool], settings: Settings | None = None, timeout: float = 120.0) -> float:
-    """Seconds until `ready` was true. Raises ClusterError after `timeout` s, or when a program of the cluster has ended."""
+    """Seconds until `ready` was true.
+
+    Raises ClusterError after `timeout` s (more on a busy machine), or when a program of the cluster has ended.
+    """
     start = time.monotonic()
     while not ready():
         if settings is not None:
             check_alive(settings)
-        if time.monotonic() - start > timeout:
-            raise ClusterError(f"{what}: not within {timeout:.0f} s")
+        if time.monotonic() - start > timeout * slowness():
+            raise ClusterError(f"{what}: not within {timeout * slowness():.0f} s")
         time.sleep(0.1)
     return time.monotonic() - start

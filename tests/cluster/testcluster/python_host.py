@@ -25,8 +25,11 @@ def links() -> dict[str, str]:
 
 def host_paths() -> list[str]:
     """What a pod mounts from this machine; a path below another one is left out."""
-    unmerged = [f"/{name}" for name in MERGED_FOLDERS if Path(f"/{name}").is_dir() and not Path(f"/{name}").is_symlink()]
-    # The interpreter behind the virtual environment's link may lie elsewhere than its library says (a package manager's store).
+    unmerged = [
+        f"/{name}" for name in MERGED_FOLDERS if Path(f"/{name}").is_dir() and not Path(f"/{name}").is_symlink()
+    ]
+    # The interpreter behind the virtual environment's link may lie elsewhere than its library says (a package manager's
+    # store), and so may packages that a .pth file brings in.
     interpreter = str(Path(sys.executable).resolve().parent)
     wanted = [
         "/usr",
@@ -38,9 +41,12 @@ def host_paths() -> list[str]:
         sys.prefix,
         interpreter,
         str(CHECKOUT),
+        *(path for path in sys.path if Path(path).is_dir()),
     ]
     present = sorted({path for path in wanted if Path(path).exists()})
-    return [path for path in present if not any(path != other and Path(path).is_relative_to(other) for other in present)]
+    return [
+        path for path in present if not any(path != other and Path(path).is_relative_to(other) for other in present)
+    ]
 
 
 def overlay(container: str = "trainer") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-MODULES = CHECKOUT / "tests" / "cluster" / "binaries"
+MODULE = CHECKOUT / "tests" / "cluster" / "binaries"
 SLOTS = 16
 MAX_NODES = 7
 
@@ -79,14 +79,14 @@ def _cache() -> Path:
 
 @dataclass(frozen=True)
 class Settings:
-    """One cluster: `slot` tells it from others on the same machine in names and addresses."""
+    """One cluster: `slot` distinguishes it from others on the same machine in names and addresses."""
 
     slot: int = field(default_factory=_slot)
     cache: Path = field(default_factory=_cache)
 
     @property
     def run(self) -> Path:
-        """State of the running cluster. On a disk: /run is often a small tmpfs, and the nodes keep their images here."""
+        """State of the running cluster. On a disk: the nodes keep their images here; /run is often a small tmpfs."""
         own = os.environ.get("DDPJOB_CLUSTER_RUN")
         return (Path(own).resolve() if own else self.cache) / f"run{self.slot}"
 

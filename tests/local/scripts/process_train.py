@@ -15,13 +15,13 @@ parser.add_argument("--steps", type=int, default=10)
 parser.add_argument("--sleep", type=float, default=0.05)
 parser.add_argument("--raise-at", type=int, default=-1, help="rank 1 fails at this step, in every life")
 FOLDER = Path(os.environ["DDPJOB_CHECKPOINT_DIR"])
-told_to_end = False
+asked_to_end = False
 
 
 def on_sigterm(number: int, frame: object) -> None:
     """Remember it; the step's end acts on it."""
-    global told_to_end
-    told_to_end = True
+    global asked_to_end
+    asked_to_end = True
 
 
 def save(step: int) -> None:
@@ -42,8 +42,8 @@ def main() -> None:
     with (FOLDER / f"ledger-{rank}").open("a") as ledger:
         for step in range(int(begin), args.steps):
             if rank == 1 and step == args.raise_at:
-                raise ValueError(f"told to fail at step {step}")
-            flag = torch.tensor([float(told_to_end)])
+                raise ValueError(f"made to fail at step {step}")
+            flag = torch.tensor([float(asked_to_end)])
             dist.all_reduce(flag)
             ledger.write(f"{step}\n")
             ledger.flush()

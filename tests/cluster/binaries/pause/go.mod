@@ -1,3 +1,0 @@
-module ddpjob.test/pause
-
-go 1.26.0

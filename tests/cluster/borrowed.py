@@ -1,0 +1,96 @@
+"""An existing cluster in place of the one that the tests build: the one that DDPJOB_TEST_KUBECONFIG names."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from testcluster import builder, python_host
+from testcluster.cluster import Cluster
+
+VARIABLE = "DDPJOB_TEST_KUBECONFIG"
+
+
+def named() -> Path | None:
+    """The kubeconfig of an existing cluster; None where the tests build their own."""
+    text = os.environ.get(VARIABLE)
+    return Path(text).resolve() if text else None
+
+
+def skip(need: str) -> NoReturn:
+    pytest.skip(f"{VARIABLE} names an existing cluster, and this test {need}")
+
+
+@dataclass(frozen=True)
+class BorrowedCluster(Cluster):
+    """What tests may do with a cluster that is somebody else's; the rest skips the test, with the reason."""
+
+    borrowed: Path = Path()
+    tools: Path = Path()
+    """A folder with the kubectl and helm that are on PATH."""
+
+    @classmethod
+    def open(cls, kubeconfig: Path, tools: Path) -> BorrowedCluster:
+        """Fails the session when it cannot be reached, or when an operator would act on the tests' jobs."""
+        tools.mkdir(exist_ok=True)
+        for name in ("kubectl", "helm"):
+            if found := shutil.which(name):
+                (tools / name).symlink_to(found)
+        if not (tools / "kubectl").exists():
+            pytest.fail(f"{VARIABLE} is set, and there is no kubectl on PATH", pytrace=False)
+        made = cls(borrowed=kubeconfig, tools=tools)
+        if made.kubectl("get", "clusterrole", "ddpjob-operator", "--ignore-not-found").strip():
+            pytest.fail(
+                f"{VARIABLE}: this cluster runs a DDPJob operator, and the tests start their own: uninstall it first",
+                pytrace=False,
+            )
+        return made
+
+    @property
+    def programs(self) -> Path:
+        return self.tools
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.borrowed
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Those that pods can be scheduled on."""
+        items = self.kubectl_json("get", "nodes")["items"]
+        return tuple(sorted(it["metadata"]["name"] for it in items if not it["spec"].get("unschedulable")))
+
+    def up(self, nodes: int = 2, keep: bool = True) -> float:
+        if nodes > len(self.nodes):
+            skip(f"needs {nodes} nodes, {len(self.nodes)} can be scheduled on")
+        skip("adds nodes and loses them")
+
+    def down(self) -> None:
+        skip("ends the cluster")
+
+    def cut(self, node_name: str) -> None:
+        skip("cuts a node's network")
+
+    def heal(self, node_name: str) -> None:
+        skip("cuts a node's network")
+
+    def register(self, node_name: str) -> None:
+        skip("restarts a kubelet")
+
+    def load_image(self, image: builder.Image, nodes: tuple[str, ...] | None = None) -> None:
+        skip("loads an image into the nodes")
+
+
+def require_python_host(cluster: Cluster) -> None:
+    """Skips a test of pods where the nodes cannot run this machine's Python."""
+    if not isinstance(cluster, BorrowedCluster):
+        return
+    items = json.loads(cluster.kubectl("get", "nodes", "--output=json"))["items"]
+    holders = [it for it in items if python_host.IMAGE in str(it["status"].get("images", ()))]
+    if len(holders) < 2:
+        skip(f"runs pods of the image {python_host.IMAGE}, with this machine's Python mounted: two nodes must have it")

@@ -1,0 +1,246 @@
+"""`ddpjob` and `Client` against a real API server, and one job from its submission to its end with real pods."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import create_namespace, remove_namespace
+from ddpjob import Client
+from ddpjob.cli.main import main
+from ddpjob.client.backend import NoSuchJob
+from ddpjob.client.job_client import JobFailed
+from jobs import SCRIPTS, Jobs
+from machine import slowness
+from operator_process import install_crd
+from testcluster import python_host
+from testcluster.cluster import Cluster
+
+Cli = Callable[..., tuple[int, str, str]]
+JOB = "apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: %s}\nspec: {image: a, script: b.py, nodes: 2}\n"
+
+
+@pytest.fixture(scope="module")
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """One for all tests: each deletes its jobs."""
+    name = f"cli-{secrets.token_hex(2)}"
+    create_namespace(cluster, name)
+    yield name
+    remove_namespace(cluster, name)
+
+
+@pytest.fixture
+def cli(
+    cluster: Cluster, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Cli]:
+    """`cli("get")`: the exit code, and what was printed; in the test's namespace."""
+    install_crd(cluster)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+
+    def call(*words: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = main(["-n", namespace, *words])
+        return code, *capfd.readouterr()
+
+    yield call
+    cluster.kubectl("delete", "ddpjobs", "--all", "-n", namespace, "--wait=false")
+
+
+def set_status(cluster: Cluster, namespace: str, name: str, **status: Any) -> None:
+    patch = json.dumps({"status": status})
+    cluster.kubectl("patch", "ddpjob", name, "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
+
+
+def condition(kind: str, status: str, reason: str, message: str) -> dict[str, str]:
+    return {"type": kind, "status": status, "reason": reason, "message": message,
+            "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
+
+
+def test_jobs_are_read_and_changed_without_an_operator(cluster: Cluster, namespace: str, cli: Cli) -> None:
+    Path("two.yaml").write_text(JOB % "one" + "---\n" + JOB % "two")
+    code, out, _ = cli("submit", "two.yaml")
+    assert code == 0 and [line.split(" (")[0] for line in out.splitlines()] == [
+        "ddpjob one created",
+        "ddpjob two created",
+    ]
+    assert cli("get", "-o", "name")[1].split() == ["ddpjob.ddpjob.io/one", "ddpjob.ddpjob.io/two"]
+    assert cli("submit", "two.yaml")[0] == 2
+    code, _, err = cli("-n", "typo", "submit", "two.yaml")
+    assert code == 2 and 'namespaces "typo" not found' in err
+    assert "no operator has looked at it" in cli("why", "one")[1]
+    # What is printed can be given back.
+    code, out, _ = cli("get", "-o", "yaml")
+    Path("list.yaml").write_text(out)
+    assert cli("validate", "list.yaml")[0] == 0
+
+    assert cli("scale", "one", "5")[1].startswith("ddpjob one scaled to 5 nodes (namespace ")
+    assert cli("suspend", "one")[0] == 0
+    spec = cluster.kubectl_json("get", "ddpjob", "one", "-n", namespace)["spec"]
+    assert spec["nodes"] == 5 and spec["runPolicy"]["suspend"] is True
+    code, _, err = cli("scale", "three", "5")
+    assert code == 2 and "no job three in namespace" in err and "jobs there: one, two" in err
+
+    waits = [condition("Scheduled", "False", "ClaimNotFound", "claim ckpt does not exist")]
+    set_status(cluster, namespace, "one", phase="Pending", conditions=waits)
+    code, out, _ = cli("why", "one")
+    assert code == 0 and "claim ckpt does not exist" in out and "What to do: Create the claim." in out
+    assert "ClaimNotFound" in cli("describe", "one")[1]
+    assert cli("wait", "one", "--timeout", "1")[0] == 124
+
+    assert cli("delete", "one")[0] == 0
+    assert cli("delete", "one")[0] == 2
+
+
+def test_waiting_ends_with_the_job(cluster: Cluster, namespace: str, cli: Cli) -> None:
+    for name in ("good", "bad", "gone"):
+        Path("job.yaml").write_text(JOB % name)
+        assert cli("submit", "job.yaml")[0] == 0
+
+    def later() -> None:
+        done = [condition("Complete", "True", "Finished", "all")]
+        set_status(cluster, namespace, "good", phase="Complete", conditions=done)
+        failed = [condition("Failed", "True", "RestartBudgetSpent", "ValueError: x")]
+        set_status(cluster, namespace, "bad", phase="Failed", conditions=failed)
+        cluster.kubectl("delete", "ddpjob", "gone", "-n", namespace)
+
+    timer = threading.Timer(1.0, later)
+    timer.start()
+    assert cli("wait", "good", "--timeout", "1m")[0] == 0
+    code, _, err = cli("wait", "bad")
+    assert code == 1 and "bad failed: RestartBudgetSpent" in err and "ValueError: x" in err
+    code, _, err = cli("wait", "gone")
+    timer.join()
+    assert code in (1, 2) and ("was deleted" in err or "no job gone" in err)
+    assert cli("why", "bad")[0] == 1
+
+
+def test_the_server_is_asked_about_the_job_and_its_pods(cluster: Cluster, namespace: str, cli: Cli) -> None:
+    Path("job.yaml").write_text(JOB % "asked")
+    assert cli("validate", "--server", "job.yaml")[0] == 0
+    pod = "{securityContext: {sysctls: [{name: 'a b', value: c}]}}"
+    Path("job.yaml").write_text((JOB % "asked").replace("nodes: 2", f"nodes: 2, podTemplate: {{spec: {pod}}}"))
+    assert cli("validate", "job.yaml")[0] == 0
+    code, _, err = cli("validate", "--server", "job.yaml")
+    assert code == 2 and "its pod asked-0-0: " in err and "sysctls[0].name" in err
+    # An existing job: what must not change while it runs.
+    Path("job.yaml").write_text(JOB % "asked")
+    assert cli("submit", "job.yaml")[0] == 0
+    set_status(cluster, namespace, "asked", phase="Running")
+    assert cli("validate", "--server", "job.yaml")[0] == 0
+    assert "items" in cluster.kubectl_json("get", "pods", "-n", namespace)  # nothing was created
+    assert cluster.kubectl_json("get", "pods", "-n", namespace)["items"] == []
+
+
+def test_code_travels_with_the_job(cluster: Cluster, namespace: str, cli: Cli) -> None:
+    Path("project/lib").mkdir(parents=True)
+    Path("project/train.py").write_text("import lib.a\n")
+    Path("project/lib/a.py").write_text("# a\n")
+    Path("project/weights.bin").write_bytes(b"\xff\x00")
+    words = ("submit", "--nodes", "2", "--gpus", "0", "--image", "a", "--name", "code", "-e", "A=b", "project")
+    code, out, _ = cli(*words, "--dry-run", "--", "--lr", "1")
+    shown = list(yaml.safe_load_all(out))
+    assert code == 0 and [body["kind"] for body in shown] == ["ConfigMap", "DDPJob"]
+    assert shown[1]["spec"]["args"] == ["--lr", "1"] and shown[1]["spec"]["env"] == [{"name": "A", "value": "b"}]
+    assert cluster.kubectl_json("get", "ddpjobs", "-n", namespace)["items"] == []
+
+    assert cli(*words)[0] == 0
+    maps = [
+        m
+        for m in cluster.kubectl_json("get", "configmaps", "-n", namespace)["items"]
+        if "code" in m["metadata"]["name"]
+    ]
+    [made] = maps
+    assert made["metadata"]["ownerReferences"][0]["name"] == "code" and made["immutable"] is True
+    template = cluster.kubectl_json("get", "ddpjob", "code", "-n", namespace)["spec"]["podTemplate"]["spec"]
+    paths = {item["path"] for item in template["volumes"][0]["configMap"]["items"]}
+    assert paths == {"train.py", "lib/a.py", "weights.bin"}
+    # A job that is refused leaves no ConfigMap behind: other code would be in another.
+    Path("project/train.py").write_text("import lib.a, os\n")
+    assert cli(*words)[0] == 2
+    names = [m["metadata"]["name"] for m in cluster.kubectl_json("get", "configmaps", "-n", namespace)["items"]]
+    assert [name for name in names if "code" in name] == [made["metadata"]["name"]]
+
+
+def test_the_doctor(cluster: Cluster, cli: Cli) -> None:
+    code, out, _ = cli("doctor")
+    assert code in (0, 1)
+    assert "ok    definition ddpjobs.ddpjob.io is that of this client" in out
+    assert "all that the commands need" in out and "operator" in out
+
+
+def test_no_cluster_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for file in ("none", "broken"):
+        (tmp_path / "broken").write_text("{not: [yaml")
+        assert main(["--kubeconfig", str(tmp_path / file), "get"]) == 3
+        err = capfd.readouterr().err
+        assert "no cluster" in err and "Traceback" not in err and len(err.strip().splitlines()) <= 3, err
+    names = {"cluster": "c", "user": "u"}
+    away = {
+        "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:9"}}],
+        "users": [{"name": "u", "user": {}}],
+        "contexts": [{"name": "c", "context": names}],
+        "current-context": "c",
+    }
+    (tmp_path / "away").write_text(yaml.safe_dump(away))
+    assert main(["--kubeconfig", str(tmp_path / "away"), "get"]) == 3
+    assert "the API server at https://127.0.0.1:9 (context c) does not answer" in capfd.readouterr().err
+
+
+def test_a_job_from_its_submission_to_its_end(jobs: Jobs, cli: Cli, cluster: Cluster, namespace: str) -> None:
+    """The one test with pods: code that travels, logs over a replacement, stacks, a kill, a restart, and `Client`."""
+    words = ("submit", "--name", "live", "--nodes", "2", "--gpus", "0", "--image", python_host.IMAGE)
+    code, out, _ = cli(*words, str(SCRIPTS / "ddp_steps.py"), "--dry-run", "--", "--steps=400")
+    code_map, body = yaml.safe_load_all(out)
+    cluster.apply(code_map, namespace=namespace)
+    host, template = python_host.overlay("trainer")["spec"], body["spec"]["podTemplate"]["spec"]
+    template["volumes"] += host["volumes"]
+    template["containers"][0]["volumeMounts"] += host["containers"][0]["volumeMounts"]
+    template["containers"][0]["env"] = host["containers"][0]["env"]
+    body["spec"]["imagePullPolicy"] = "IfNotPresent"
+    Path("job.json").write_text(json.dumps(body))
+    assert cli("submit", "job.json")[0] == 0
+    assert cli("wait", "live", "--for", "Running", "--timeout", f"{round(120 * slowness())}s")[0] == 0
+    code, out, _ = cli("stacks", "live")
+    assert code == 0 and "rank 0, process" in out and "rank 1, process" in out and "ddp_steps.py" in out
+
+    client = Client(namespace=namespace, kubeconfig=str(cluster.kubeconfig))
+    seen: set[str] = set()
+
+    def follow() -> None:
+        for pod, line in client.logs("live", follow=True):
+            if line.strip():
+                seen.add(pod)
+
+    reader = threading.Thread(target=follow, daemon=True)
+    reader.start()
+    assert cli("kill", "live-1-0")[0] == 0
+    jobs.wait("the log of the successor", lambda: "live-1-1" in seen)
+    jobs.wait_phase("live", "Running")
+    assert "Deleted" in cli("describe", "live")[1] and "Deleted" in cli("events", "live")[1]
+    code, out, _ = cli("logs", "live", "--index", "1", "--tail", "3")
+    assert code == 0 and "[1-1 rank 1] " in out and "[0-0" not in out
+    code, out, _ = cli("logs", "live", "--rank", "0", "--tail", "3")
+    assert code == 0 and "[0-0 rank 0] " in out and "[1-1" not in out
+
+    before = {name: pod["metadata"]["uid"] for name, pod in jobs.pods().items()}
+    code, out, _ = cli("restart", "live")
+    assert code == 0 and out.startswith("ddpjob live restarted")
+    jobs.wait_phase("live", "Running")
+    assert not set(before.values()) & {pod["metadata"]["uid"] for pod in jobs.pods().values()}
+    assert jobs.status("live")["restarts"]["counted"] == 0
+
+    client.suspend("live")
+    jobs.wait_phase("live", "Suspended")
+    assert client.get("live").phase == "Suspended" and "live" in [job.name for job in client.list()]
+    client.delete("live")
+    with pytest.raises((NoSuchJob, JobFailed)):
+        client.wait("live", timeout=30)
+    reader.join(30 * slowness())
+    assert not reader.is_alive()

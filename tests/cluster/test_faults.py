@@ -1,0 +1,49 @@
+"""Faults of the control plane while jobs train: `python -m benchmarks.faults`, shortened to its most telling ones.
+
+What takes longer is tested in virtual time (controller/test_leader.py): watches that fall silent, for instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from borrowed import named, require_python_host, skip
+from testcluster.cluster import Cluster
+
+from benchmarks.faults import faults
+from benchmarks.faults.__main__ import once
+from benchmarks.faults.faults import Fault
+from benchmarks.faults.scene import Scene, scene
+
+KILLS = 5
+
+
+@pytest.fixture(scope="module")
+def stage(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Scene]:
+    if named():
+        skip("kills the API server")
+    require_python_host(cluster)
+    folder: Path = tmp_path_factory.mktemp("faults")
+    with scene(cluster, folder) as made:
+        yield made
+    if request.session.testsfailed:
+        print((folder / "operator.log").read_text(errors="replace")[-20000:])
+
+
+def test_the_operator_outlives_an_api_server_that_forgets_refuses_and_errs(stage: Scene) -> None:
+    once(stage, Fault("compacted", 1, faults.compacted))
+    once(stage, Fault("refused", 5, faults.refused))
+    once(stage, Fault("errors", 0, faults.watch_errors))
+
+
+def test_pods_that_a_policy_denies_come_when_it_is_lifted(stage: Scene) -> None:
+    once(stage, Fault("denied", 3, faults.denied))
+
+
+def test_a_namespace_goes_with_its_jobs_and_an_operator_that_dies_makes_nothing_twice(stage: Scene) -> None:
+    once(stage, Fault("namespace", 0, faults.namespace_deleted))
+    once(stage, Fault("killed", 0, lambda s, seconds: faults.operator_killed(s, seconds, KILLS)))

@@ -1,0 +1,133 @@
+"""Made-up jobs on a real API server: its verdicts are those of `ddpjob validate`, and the operator survives them all.
+
+DDPJOB_GENERATED=20 tries 20 times as many. A failure names the number of its job: `Maker(NUMBER)` makes it again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from ddpjob.api.reader import validate
+from ddpjob.objects.pod_template import problems
+from generated import Maker
+from jobs import Jobs, steps_job
+from operator_process import OperatorProcess
+from testcluster.cluster import Cluster
+
+Json = dict[str, Any]
+Ask = Callable[..., tuple[int, Json]]
+TIMES = int(os.environ.get("DDPJOB_GENERATED", "1"))
+VERDICTS, RECONCILED = 150 * TIMES, 30 * TIMES
+PATH = "/apis/ddpjob.io/v1alpha1/namespaces/{}/ddpjobs"
+
+
+@pytest.fixture
+def ask(cluster: Cluster) -> Iterator[Ask]:
+    """`ask(method, path, body)`: status and answer. Through `kubectl proxy`: kubectl itself takes 0.1 s a request."""
+    command = [*map(str, cluster._kubectl_words()), "proxy", "--port=0"]
+    with subprocess.Popen(command, env=cluster.environment(), stdout=subprocess.PIPE, text=True) as proxy:
+        assert proxy.stdout is not None
+        address = proxy.stdout.readline().rsplit(" ", 1)[-1].strip()
+
+        def request(method: str, path: str, body: Json) -> tuple[int, Json]:
+            kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+            asked = urllib.request.Request(f"http://{address}{path}", json.dumps(body).encode(), method=method)
+            asked.add_header("Content-Type", kind)
+            try:
+                with urllib.request.urlopen(asked, timeout=30) as answer:
+                    return answer.status, json.load(answer)
+            except urllib.error.HTTPError as error:
+                return error.code, json.loads(error.read() or b"{}")
+
+        yield request
+        proxy.terminate()
+
+
+def as_kubectl_sends(value: Any) -> Any:
+    """2.0 as 2: kubectl's YAML knows one kind of number."""
+    if isinstance(value, dict):
+        return {key: as_kubectl_sends(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [as_kubectl_sends(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e21 else value
+
+
+def test_the_verdicts_of_the_api_server_are_those_of_validate(jobs: Jobs, ask: Ask) -> None:
+    path = PATH.format(jobs.namespace) + "?dryRun=All&fieldValidation=Strict"
+
+    def compare(number: int) -> str:
+        manifest = as_kubectl_sends(Maker(number).manifest())
+        status, answer = ask("POST", path, manifest)
+        found = [str(problem) for problem in validate(manifest)]
+        if status not in (201, 400, 422) or (status == 201) == bool(found):
+            return f"Maker({number}): {status} {answer.get('message', '')[:300]}, but validate says {found[:3]}"
+        return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        different = list(filter(None, pool.map(compare, range(VERDICTS))))
+    assert not different, "\n".join(different)
+
+
+def accepted(namespace: str, ask: Ask) -> dict[str, Json]:
+    """Created jobs by name, of few nodes whose pods no scheduler takes."""
+    made: dict[str, Json] = {}
+    number = 0
+    while len(made) < RECONCILED:
+        manifest = as_kubectl_sends(Maker(number).manifest(f"job-{number}"))
+        number += 1
+        spec = manifest["spec"]
+        for field in ("nodes", "spares"):
+            if field in spec:
+                spec[field] = 1
+        spec.pop("elastic", None)
+        scheduling = spec.get("scheduling")
+        spec["scheduling"] = {**(scheduling if isinstance(scheduling, dict) else {}), "schedulerName": "nobody"}
+        spec.setdefault("runPolicy", None)
+        if isinstance(spec["runPolicy"], dict):
+            spec["runPolicy"].pop("ttlSecondsAfterFinished", None)
+        status, _ = ask("POST", PATH.format(namespace) + "?fieldValidation=Strict", manifest)
+        if status == 201:
+            made[manifest["metadata"]["name"]] = manifest
+    return made
+
+
+def test_what_is_accepted_is_reconciled_and_so_is_a_forged_status(
+    jobs: Jobs, ask: Ask, operator: OperatorProcess
+) -> None:
+    """Each job has a condition, whatever its spec and its status hold, and a healthy job beside them completes."""
+    made = accepted(jobs.namespace, ask)
+    jobs.wait("a condition of every job", lambda: not _silent(jobs, made), timeout=30)
+    for name, status in _statuses(jobs).items():
+        failed = next((c for c in status["conditions"] if c["type"] == "Failed"), None)
+        if failed is not None and failed["reason"] == "InvalidPodTemplate":
+            template = made[name]["spec"]["podTemplate"]
+            assert problems(template if isinstance(template, dict) else {}), (name, failed)
+            assert "spec.podTemplate" in failed["message"], (name, failed)
+    for number, name in enumerate(made):
+        tries = (as_kubectl_sends(Maker(100 * number + i).status()) | {"observedGeneration": -7} for i in range(20))
+        path = f"{PATH.format(jobs.namespace)}/{name}/status"
+        assert any(ask("PATCH", path, {"status": status})[0] == 200 for status in tries), name
+    jobs.wait("every status to be the operator's again", lambda: not _silent(jobs, made, but=-7), timeout=40)
+    jobs.apply(steps_job("healthy", steps=5))
+    jobs.wait_phase("healthy", "Complete", timeout=60)
+    log = operator.log.read_text()
+    assert "Traceback" not in log and "cannot be read" not in log and operator.running()
+
+
+def _statuses(jobs: Jobs) -> dict[str, Json]:
+    items = jobs.cluster.kubectl_json("get", "ddpjobs", "--namespace", jobs.namespace)["items"]
+    return {item["metadata"]["name"]: item.get("status", {}) for item in items}
+
+
+def _silent(jobs: Jobs, made: dict[str, Json], but: int = -1) -> list[str]:
+    """Jobs whose status the operator has not written yet."""
+    known = _statuses(jobs)
+    return [n for n in made if not known[n].get("conditions") or known[n].get("observedGeneration", but) == but]

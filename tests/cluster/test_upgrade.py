@@ -1,0 +1,100 @@
+"""From the previous release to this one, back, and forth again, while jobs run: nothing that runs may notice.
+
+What the operator decides on its own of such jobs is in unit/core/test_upgraded_jobs.py, from a recorded status.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import previous_release
+import pytest
+from jobs import Jobs, Json, job, steps_job
+from operator_process import CRD, OperatorProcess, install_crd
+from testcluster import processes
+from testcluster.cluster import Cluster
+
+RUNNING = ("fast", "standard", "command")
+GRACE = 5
+SAID = "this operator does nothing for any job: the DDPJob definition (CRD) in the cluster lacks status."
+
+
+class Releases:
+    """The previous operator and this one take turns, each with its CRD."""
+
+    def __init__(self, cluster: Cluster, operator: OperatorProcess, folder: Path) -> None:
+        self.cluster, self.operator, self.folder = cluster, operator, folder
+
+    def previous(self) -> None:
+        self.operator.kill()
+        install_crd(self.cluster, self.folder / "charts" / "ddpjob-operator" / "crds")
+        self.operator.start(PYTHONPATH=str(self.folder / "operator"))
+
+    def this(self) -> None:
+        """The operator first: it must wait for its CRD."""
+        self.operator.kill()
+        known = self.operator.log.read_text().count(SAID)
+        self.operator.start()
+        processes.wait_for("the operator to miss its CRD", lambda: self.operator.log.read_text().count(SAID) > known)
+        install_crd(self.cluster, CRD)
+
+
+@pytest.fixture
+def releases(cluster: Cluster, operator: OperatorProcess, tmp_path: Path) -> Iterator[Releases]:
+    if os.environ.get("DDPJOB_TEST_UPGRADE") != "1":
+        pytest.skip("runs the operator of the previous release for three minutes: set DDPJOB_TEST_UPGRADE=1")
+    if not previous_release.is_known():
+        pytest.skip(f"the previous release ({previous_release.COMMIT[:7]}) is not in this clone's history")
+    previous_release.unpack(tmp_path)
+    made = Releases(cluster, operator, tmp_path)
+    yield made
+    install_crd(cluster, CRD)
+
+
+def with_grace(manifest: Json) -> Json:
+    manifest["spec"]["podTemplate"]["spec"]["terminationGracePeriodSeconds"] = GRACE
+    return manifest
+
+
+def test_jobs_outlive_an_upgrade_and_the_way_back(releases: Releases, jobs: Jobs) -> None:
+    releases.previous()
+    jobs.apply(with_grace(steps_job("fast", 100000, recovery={"mode": "Fast"})))
+    jobs.apply(with_grace(steps_job("standard", 100000)))
+    jobs.apply(with_grace(job("command", command=["sleep", "100000"])))
+    jobs.apply(with_grace(steps_job("waiting", 20, runPolicy={"suspend": True})))
+    for name in RUNNING:
+        jobs.wait_phase(name, "Running")
+    jobs.wait_phase("waiting", "Suspended")
+    before = uids(jobs)
+    assert len(before) == 9
+
+    for release in (releases.this, releases.previous, releases.this):
+        steps = {name: jobs.step(name) for name in ("fast", "standard")}
+        release()
+        jobs.wait(f"steps after {release}", lambda s=steps: all(jobs.step(n) > s[n] for n in s))  # type: ignore[misc]
+        assert uids(jobs) == before, "a pod was replaced"
+        for name in RUNNING:
+            status = jobs.status(name)
+            assert (status["phase"], status["restarts"]["display"]) == ("Running", "0/10"), (name, status)
+
+    assert jobs.status("waiting")["phase"] == "Suspended"
+    jobs.kubectl("patch", "ddpjob", "waiting", "--type=merge", "--patch", '{"spec": {"runPolicy": {"suspend": false}}}')
+    jobs.wait_phase("waiting", "Complete")
+    for name in RUNNING:
+        jobs.kill(f"{name}-1-0")
+    for name in RUNNING:
+        jobs.wait(f"another group of {name}", lambda n=name: f"{n}-1-1" in jobs.pods())  # type: ignore[misc]
+        jobs.wait_phase(name, "Running")
+        status = jobs.status(name)
+        assert [(r["pod"], r["reason"], r["counted"]) for r in status["restarts"]["recent"]] == [
+            (f"{name}-1-0", "Deleted", False)
+        ]
+    for name in ("fast", "standard"):
+        jobs.wait(f"steps of {name} with the new runtime", lambda n=name: jobs.step(n) >= 3)  # type: ignore[misc]
+
+
+def uids(jobs: Jobs) -> dict[str, str]:
+    """Of all pods, by name."""
+    return {name: pod["metadata"]["uid"] for role in ("node", "coordinator") for name, pod in jobs.pods(role).items()}

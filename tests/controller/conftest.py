@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from ddpjob.controller import election, host_watch, kubernetes_cluster, namespace_claims, operator_shards
+
+from .world import loop_moment
+
+
+@pytest.fixture(autouse=True)
+def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the controller measures by the machine's clock is measured by the loop's."""
+    clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+    for module in (kubernetes_cluster, election):
+        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "utc_now", loop_moment)
+    monkeypatch.setattr(host_watch, "utc_now", loop_moment)
+    monkeypatch.setattr(namespace_claims, "time", clock)
+    monkeypatch.setattr(operator_shards, "time", clock)

@@ -1,0 +1,226 @@
+"""Whole replicas of the operator, all but kopf's thread, in the simulated world.
+
+They reach its objects and coordinators over HTTP only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from ddpjob.controller import main as operator_main
+from ddpjob.controller import report_watch
+from ddpjob.controller.operator_settings import Settings
+from ddpjob.controller.rest import Rest
+from ddpjob.engine import reconcile as reconcile_module
+from ddpjob.engine.coordinator_client import CoordinatorClient
+from ddpjob_runtime.coordinator import http_api
+from kubernetes.aio import client
+from simulation.coordinator import CoordinatorProcess
+from simulation.kubelet import Pod
+from simulation.simulated import Simulation
+from simulation.story import Story
+
+from .api_server import ApiServer, RandomFaults
+from .world import LoopClock, loop_moment
+
+COORDINATOR_PORT = 29401
+
+
+class HttpSimulation(Simulation):
+    """Its clock is the event loop's; its coordinators listen on loopback addresses of their own."""
+
+    clock_class = LoopClock
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.servers: list[asyncio.AbstractServer] = []
+        self._starting: set[asyncio.Task[None]] = set()
+        self.machines.address = lambda number: f"127.{1 + number // 250}.{1 + number % 250}.1"
+        self.machines.on_pod = self._serve
+
+    def _serve(self, pod: Pod) -> None:
+        if pod.coordinator is not None:
+            task = asyncio.create_task(self._listen(pod.coordinator, pod.address))
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    async def _listen(self, process: CoordinatorProcess, address: str) -> None:
+        server = process.real.server
+        server._change = asyncio.Event()
+        process.on_change = server._on_change
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                first = await reader.read(1)
+                if not self.network.reaches_operator(process.pod):
+                    await asyncio.sleep(60)
+                if process.listening and first:
+                    process._hear()
+                    await http_api.serve(server, first, reader, writer)
+                    if process.real.exits:
+                        process.stop(0)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                pass
+            finally:
+                writer.close()
+
+        self.servers.append(await asyncio.start_server(answer, address, COORDINATOR_PORT, reuse_address=True))
+
+    def close(self) -> None:
+        """No coordinator listens any more."""
+        for server in self.servers:
+            server.close()
+
+
+class Replicas:
+    """Replicas of the operator, each `ddpjob.controller.main.run` itself."""
+
+    def __init__(self, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server = server
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.rests: dict[str, list[MortalRest]] = {}
+        self._connecting = ""
+        self.acting: dict[tuple[int, int], str] = {}
+        """The replica that acts for a shard, by its number and the number of shards."""
+        self.overlaps: list[str] = []
+        monkeypatch.setattr(Rest, "connect", self._connect)
+        monkeypatch.setattr(
+            operator_main, "reconcile", functools.partial(reconcile_module.reconcile, clock=loop_moment)
+        )
+        monkeypatch.setattr(report_watch, "CoordinatorClient", functools.partial(CoordinatorClient, clock=loop_moment))
+
+        async def no_kopf(settings: Settings, seen: object) -> None:
+            """Its thread has a loop of its own, whose time is real."""
+            await asyncio.sleep(1e9)
+
+        monkeypatch.setattr(operator_main, "follow_jobs", no_kopf)
+        act = operator_main.Operator.act
+        replicas = self
+
+        async def watched(operator: operator_main.Operator, shard: int) -> None:
+            name = operator.settings.identity
+            beside = replicas.acting.setdefault((shard, operator.settings.shards), name)
+            if beside != name or any(count != operator.settings.shards for _, count in replicas.acting):
+                replicas.overlaps.append(f"{name} acts for shard {shard} beside {replicas.acting}")
+            try:
+                await act(operator, shard)
+            finally:
+                replicas.acting.pop((shard, operator.settings.shards), None)
+
+        monkeypatch.setattr(operator_main.Operator, "act", watched)
+
+    async def _connect(self, connections: int = 64) -> Rest:
+        rest = MortalRest(client.ApiClient(configuration=client.Configuration(host=self.server.url)))
+        self.rests.setdefault(self._connecting, []).append(rest)
+        return rest
+
+    def start(self, name: str, namespaces: tuple[str, ...] = ("space",), shards: int = 1) -> None:
+        """A pod of the operator's deployment: no fault of the API server ends it."""
+        settings = Settings(
+            key=b"0123456789abcdef",
+            identity=name,
+            lease_namespace="space",
+            health_port=0,
+            metrics_port=0,
+            namespaces=namespaces,
+            shards=shards,
+        )
+
+        async def run() -> None:
+            self._connecting = name
+            await operator_main.run(settings)
+
+        self.tasks[name] = asyncio.create_task(run())
+
+    async def stop(self, name: str, *, crash: bool = False) -> None:
+        """By SIGTERM, or by SIGKILL: then nothing of it reaches the server any more."""
+        for rest in self.rests.pop(name, []):
+            rest.dead = crash
+        task = self.tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def check(self) -> None:
+        """No replica has ended, and no two have acted at once."""
+        assert not self.overlaps, self.overlaps
+        for name, task in self.tasks.items():
+            if task.done() and not task.cancelled():
+                raise AssertionError(f"replica {name} has ended: {task.exception()!r}") from task.exception()
+
+
+class MortalRest(Rest):
+    """A client whose process may be dead."""
+
+    dead = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.paths: set[str] = set()
+
+    async def _send(self, method: str, path: str, *args: Any) -> Any:
+        if self.dead:
+            await asyncio.sleep(1e6)
+        self.paths.add(path)
+        return await super()._send(method, path, *args)
+
+
+class HttpStory(Story):
+    """A seed's story with whole operators. What befalls the operator in memory befalls it here by HTTP."""
+
+    left_out = frozenset({"kill-operator", "conflicts", "watch-gap", "lossy", "key", "init-failure"})
+    replicas: Replicas
+    server: ApiServer
+
+    async def _run(self, until: float) -> None:
+        while self.s.now < until:
+            await asyncio.sleep(min(1.0, until - self.s.now))
+            self.replicas.check()
+            assert not self.s.invariants.violations, self.s.invariants.violations
+            if not self.calm:
+                await self._harass()
+
+    async def _harass(self) -> None:
+        """Now and then something becomes of the watches, or of a replica."""
+        what = self.random.random()
+        if what < 0.02:
+            self.server.break_watches()
+        elif what < 0.04:
+            self.server.compact()
+            self.server.gone_as_event = self.random.random() < 0.5
+        elif what < 0.07:
+            name = self.random.choice(list(self.replicas.tasks))
+            await self.replicas.stop(name, crash=self.random.random() < 0.7)
+            self.replicas.start(name)
+
+    async def _idempotent(self) -> None:
+        """Two seconds without a change are without a write of anything but status and Lease."""
+
+    async def _end(self) -> None:
+        self.server.faults = lambda method, path: None
+        await super()._end()
+
+
+@asynccontextmanager
+async def played(seed: int, monkeypatch: pytest.MonkeyPatch, replicas: int = 2) -> AsyncIterator[HttpStory]:
+    """A story with its server and its replicas."""
+    story = HttpStory(seed, simulation=HttpSimulation)
+    assert isinstance(story.s, HttpSimulation)
+    async with ApiServer(story.s.store).serve() as server:
+        story.server = server
+        story.replicas = Replicas(server, monkeypatch)
+        chance = random.Random(seed)
+        server.faults = RandomFaults(chance, chance.choice((0.0, 0.02, 0.1)))
+        for number in range(replicas):
+            story.replicas.start(f"operator-{number}")
+        try:
+            yield story
+        finally:
+            for name in list(story.replicas.tasks):
+                await story.replicas.stop(name)
+            story.s.close()

@@ -1,0 +1,807 @@
+"""The Kubernetes implementation of the port.
+
+What it caches and for how long, and what it makes of the server's answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ddpjob.api.types import DDPJob, Json
+from ddpjob.controller.caches import Caches
+from ddpjob.controller.kubernetes_cluster import CREATIONS, LOOK_AGAIN, KubernetesCluster
+from ddpjob.controller.report_watch import ReportWatch
+from ddpjob.core.decision import BLOCKED_POLL, Event
+from ddpjob.core.world import Role
+from ddpjob.engine.coordinator_client import CoordinatorClient
+from ddpjob.engine.ports import Conflict, JobKey, NamespaceEnding, NameTaken, Refused, ReportPending, Unavailable
+from ddpjob.engine.reconcile import CONFLICT_RETRY, reconcile
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.service import build_runtime, build_service, runtime_files, runtime_key, runtime_name
+from simulation.store import Refusal
+
+from .api_server import ApiServer, Fault
+from .virtual_loop import run
+from .world import api_server, connected, loop_moment
+
+KEY = JobKey("space", "job")
+
+
+class Case:
+    """One job on a server, and the cluster under test."""
+
+    def __init__(self, server: ApiServer, cluster: KubernetesCluster) -> None:
+        self.server, self.cluster = server, cluster
+        self.woken: list[tuple[JobKey, bool]] = []
+        self.add("job")
+
+    def add(self, name: str, nodes: int = 2) -> None:
+        """One more job."""
+        self.server.store.create(
+            "DDPJob",
+            {
+                "metadata": {"name": name, "uid": f"{name}-uid"},
+                "status": {},
+                "spec": {"image": "image", "script": "train.py", "nodes": nodes, "gpusPerNode": 0},
+            },
+        )
+
+    def finish(self, name: str) -> None:
+        """The job is Complete, and its nodes have ended."""
+        body = self.server.store.get("DDPJob", name)
+        moment = self.server.store.clock.stamp()
+        complete = {
+            "type": "Complete",
+            "status": "True",
+            "reason": "Finished",
+            "message": "",
+            "lastTransitionTime": moment,
+        }
+        rendezvous = {**body["status"]["rendezvous"], "endpoint": "127.0.0.1:9"}
+        body["status"] = {
+            **body["status"],
+            "rendezvous": rendezvous,
+            "completionTime": moment,
+            "conditions": [complete],
+        }
+        self.server.store.changed("DDPJob", body)
+        for pod in self.server.store.all("Pod"):
+            pod["status"] = {"phase": "Succeeded"}
+            self.server.store.changed("Pod", pod)
+
+    def uid(self, pod: str) -> str:
+        return str(self.server.store.get("Pod", pod)["metadata"]["uid"])
+
+    async def job(self, key: JobKey = KEY) -> DDPJob:
+        observed = await self.cluster.observe(key)
+        assert observed is not None
+        return observed.job
+
+    def cached(self) -> DDPJob:
+        job = self.cluster.caches.job(KEY)
+        assert job is not None
+        return job
+
+    async def reconcile(self) -> float | None:
+        return await reconcile(self.cluster, KEY, loop_moment)
+
+    def pods(self) -> list[str]:
+        return sorted(str(p["metadata"]["name"]) for p in self.server.store.all("Pod"))
+
+    def asked(self, part: str) -> int:
+        """How many GETs had this in their path."""
+        return sum(method == "GET" and part in path for method, path, _ in self.server.requests)
+
+    def fault_once(self, method: str, part: str, fault: Fault) -> None:
+        """The next request of this kind, and no other."""
+        left = [fault]
+        self.server.faults = lambda m, path: left.pop() if left and m == method and part in path else None
+
+
+@asynccontextmanager
+async def case() -> AsyncIterator[Case]:
+    async with api_server() as server, connected(server) as rest:
+        coordinators, woken = CoordinatorClient(), list[tuple[JobKey, bool]]()
+        caches = Caches(rest, lambda key, urgent: woken.append((key, urgent)), lambda hosts, changed: None)
+        cluster = KubernetesCluster(rest, caches, coordinators, Platform(operator_key=b"key"), "operator-0")
+        case, following = Case(server, cluster), asyncio.create_task(caches.run())
+        case.woken = woken
+        await caches.answered()
+        yield case
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await coordinators.close()
+
+
+async def seen() -> None:
+    """Time for the watches to show what has happened."""
+    await asyncio.sleep(0.1)
+
+
+def test_nothing_is_asked_while_nothing_changes() -> None:
+    async def main() -> None:
+        async with case() as c:
+            for _ in range(3):
+                await c.reconcile()
+                await seen()
+            c.server.requests.clear()
+            for _ in range(100):
+                await c.reconcile()
+            assert c.server.requests == []
+
+    run(main())
+
+
+def test_what_it_writes_itself_wakes_nobody_and_what_others_write_does() -> None:
+    async def main() -> None:
+        async with case() as c:
+            await seen()
+            c.woken.clear()
+            c.server.drop_events = lambda kind, body: True  # Which may come before the answer, and then wake.
+            await c.reconcile()
+            await seen()
+            assert len(c.pods()) == 3
+            assert c.woken == []
+            c.server.drop_events = lambda kind, body: False
+            pod = c.server.store.get("Pod", "job-0-0")
+            pod["status"] = {"phase": "Running"}
+            c.server.store.changed("Pod", pod)
+            await seen()
+            assert c.woken == [(KEY, False)]
+            pod["status"] = {"phase": "Failed"}
+            c.server.store.changed("Pod", pod)
+            await seen()
+            assert c.woken[-1] == (KEY, True), "the end of a pod is urgent"
+            c.server.store.remove("Pod", pod)
+            await seen()
+            assert c.woken[-1] == (KEY, True)
+            job = c.server.store.get("DDPJob", "job")
+            c.server.store.changed("DDPJob", job)
+            await seen()
+            assert c.woken[-1] == (KEY, False)
+            job["metadata"]["generation"] += 1
+            c.server.store.changed("DDPJob", job)
+            await seen()
+            assert c.woken[-1] == (KEY, True)
+
+    run(main())
+
+
+def test_a_watch_that_is_late_hides_nothing_that_the_operator_has_done() -> None:
+    async def main() -> None:
+        async with case() as c:
+            c.server.drop_events = lambda kind, body: True
+            for _ in range(3):
+                await c.reconcile()
+                await asyncio.sleep(1)
+            assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
+            creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
+            assert len(creations) == 7, "service, runtime, budget, token and pods, each once"
+            await c.cluster.delete_pod(await c.job(), "job-0-0", c.uid("job-0-0"), None)
+            observed = await c.cluster.observe(KEY)
+            assert observed is not None
+            assert sorted(p.name for p in observed.world.pods) == ["job-1-0", "job-coordinator-0"]
+
+    run(main())
+
+
+def test_a_status_that_others_have_written_is_read_again_at_once() -> None:
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            pod = c.server.store.get("Pod", "job-0-0")
+            pod["status"] = {"phase": "Running", "podIP": "127.0.0.9"}
+            c.server.store.changed("Pod", pod)  # A reason to write the status.
+            await seen()
+            c.server.drop_events = lambda kind, body: True
+            body = c.server.store.get("DDPJob", "job")
+            body["metadata"]["generation"] += 1
+            body["spec"] = {**body["spec"], "nodes": 3}
+            c.server.store.changed("DDPJob", body)
+            assert await c.reconcile() == CONFLICT_RETRY
+            assert (await c.job()).spec.nodes == 3
+            c.server.store.delete("DDPJob", "job")
+            with pytest.raises(Conflict):
+                await c.cluster.write_status(c.cached(), {"phase": "Pending"})
+            assert await c.cluster.observe(KEY) is None
+
+    run(main())
+
+
+def test_a_job_that_has_ended_costs_no_request() -> None:
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            c.finish("job")
+            await seen()
+            for _ in range(5):
+                await c.reconcile()
+                await seen()
+            assert [p for p in c.pods() if "coordinator" in p] == []
+            c.server.requests.clear()
+            asked: list[str] = []
+
+            async def report(endpoint: str) -> None:
+                asked.append(endpoint)
+
+            c.cluster.coordinators.report = report  # type: ignore[assignment]
+            assert await c.reconcile() is None
+            assert c.server.requests == asked == [], "nor is the address that the coordinator had asked"
+
+    run(main())
+
+
+@pytest.mark.parametrize("ready", [True, False, None])
+def test_a_node_that_seems_lost_is_read_before_anything_is_decided(ready: bool | None) -> None:
+    """True: the watch is late; False: it is not; None: the Kubernetes node does not exist."""
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            pod = c.server.store.get("Pod", "job-0-0")
+            pod["spec"]["nodeName"], pod["status"] = "new", {"phase": "Running"}
+            c.server.store.changed("Pod", pod)
+            await seen()
+            c.server.drop_events = lambda kind, body: kind == "Node"
+            if ready is not None:
+                conditions = [{"type": "Ready", "status": str(ready), "lastTransitionTime": "2026-01-01T00:00:00Z"}]
+                c.server.store.create("Node", {"metadata": {"name": "new"}, "status": {"conditions": conditions}}, "")
+            observed = await c.cluster.observe(KEY)
+            assert observed is not None and observed.world.hosts is not None
+            host = observed.world.hosts["new"]
+            assert (host.ready, host.deleted) == (bool(ready), ready is None)
+            before = c.asked("/nodes/new")
+            await c.cluster.observe(KEY)
+            assert c.asked("/nodes/new") == before, "not more than once in a while"
+            await asyncio.sleep(LOOK_AGAIN)
+            graces = []
+            c.server.faults = lambda method, path: graces.append(method) if method == "DELETE" else None
+            await c.cluster.delete_pod(observed.job, "job-0-0", pod["metadata"]["uid"], 0)
+            forced = c.server.store.find("Pod", "job-0-0") is None
+            assert forced is (ready is not True), "a node that is Ready confirms the end of its pods itself"
+
+    run(main())
+
+
+def test_an_unavailable_api_server_gives_no_node_up() -> None:
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            pod = c.server.store.get("Pod", "job-0-0")
+            pod["spec"]["nodeName"], pod["status"] = "new", {"phase": "Running"}
+            c.server.store.changed("Pod", pod)
+            await seen()
+            c.server.faults = lambda method, path: Fault(503)
+            with pytest.raises(Unavailable):
+                await c.cluster.observe(KEY)
+
+    run(main())
+
+
+def test_jobs_of_a_namespace_share_one_runtime_that_ends_with_the_last() -> None:
+    async def main() -> None:
+        async with case() as c:
+            for name in ("b", "c", "d"):
+                c.add(name)
+            await seen()
+            keys = [JobKey("space", name) for name in ("job", "b", "c", "d")]
+            await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
+            await seen()
+            await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
+            [runtime] = c.server.store.all("ConfigMap")
+            assert runtime["metadata"]["name"] == runtime_name() and runtime["immutable"]
+            assert {o["name"] for o in runtime["metadata"]["ownerReferences"]} == {"job", "b", "c", "d"}
+            assert not any(o.get("controller") for o in runtime["metadata"]["ownerReferences"])
+            for name in ("job", "b", "c"):
+                c.server.store.delete("DDPJob", name)
+            assert c.server.store.find("ConfigMap", runtime_name()) is not None
+            c.server.store.delete("DDPJob", "d")
+            assert c.server.store.find("ConfigMap", runtime_name()) is None
+
+    run(main())
+
+
+def test_many_jobs_become_owners_of_their_runtime_by_two_requests() -> None:
+    """Each costs the API server as much as several pods: the ConfigMap holds the whole runtime."""
+
+    async def main() -> None:
+        async with case() as c:
+            keys = [KEY, *(JobKey("space", f"job{number}") for number in range(30))]
+            for key in keys[1:]:
+                c.add(key.name)
+            await seen()
+            await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
+            asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
+            assert asked == ["POST", "PATCH"]
+            [runtime] = c.server.store.all("ConfigMap")
+            assert {o["name"] for o in runtime["metadata"]["ownerReferences"]} == {key.name for key in keys}
+            assert len(c.pods()) == 3 * len(keys)
+
+    run(main())
+
+
+@pytest.mark.parametrize("wrong", ["content", "mutable", "label"])
+def test_a_runtime_that_is_not_the_operator_s_is_not_mounted(wrong: str) -> None:
+    async def main() -> None:
+        async with case() as c:
+            manifest = build_runtime(await c.job())
+            if wrong == "content":
+                manifest["data"] = {**manifest["data"], "ddpjob_runtime.protocol.py": "evil"}
+            if wrong == "mutable":
+                manifest["immutable"] = False
+            if wrong == "label":
+                manifest["metadata"]["labels"] = {}
+            c.server.store.create("ConfigMap", manifest)
+            await seen()
+            await c.reconcile()
+            assert c.pods() == []
+            conditions = c.server.store.get("DDPJob", "job")["status"]["conditions"]
+            assert [x["message"] for x in conditions if x["reason"] == "NameTaken"]
+            c.server.requests.clear()
+            for _ in range(10):
+                await asyncio.sleep(1)
+                await c.reconcile()
+            assert len([r for r in c.server.requests if "configmaps" in r[1] and "watch" not in r[2]]) <= 8
+            c.server.store.delete("ConfigMap", runtime_name())
+            await asyncio.sleep(11)
+            await c.reconcile()
+            assert len(c.pods()) == 3
+
+    run(main())
+
+
+def test_creations_of_all_jobs_together_are_bounded() -> None:
+    async def main() -> None:
+        async with case() as c:
+            under_way, most = 0, 0
+            create = c.cluster._create
+
+            async def slow(job: DDPJob, manifest: Any) -> None:
+                nonlocal under_way, most
+                under_way += 1
+                most = max(most, under_way)
+                await asyncio.sleep(1)
+                under_way -= 1
+                await create(job, manifest)
+
+            c.cluster._create = slow  # type: ignore[method-assign]
+            names = [f"j{number}" for number in range(8)]
+            for name in names:
+                c.add(name, nodes=40)
+            await seen()
+            keys = [JobKey("space", name) for name in names]
+            burst = asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
+            await asyncio.sleep(7)
+            other = replace(await c.job(keys[0]), namespace="other")
+            began = asyncio.get_running_loop().time()
+            with contextlib.suppress(Conflict):  # There is no such namespace.
+                await c.cluster.create(other, build_service(other))
+            assert asyncio.get_running_loop().time() - began < 2.5, "the next turn is another namespace's"
+            await burst
+            assert most == CREATIONS
+            assert len(c.pods()) == 8 * 41
+
+    run(main())
+
+
+async def a_job_with_room_for_four_pods(c: Case) -> JobKey:
+    """It wants 64."""
+    c.add("big", nodes=64)
+    await seen()
+    quota = Fault(403, reason="Forbidden", message="exceeded quota")
+    c.server.faults = lambda m, path: quota if m == "POST" and path.endswith("/pods") and len(c.pods()) >= 4 else None
+    return JobKey("space", "big")
+
+
+async def the_room_of_a_pod_is_used(c: Case, key: JobKey) -> None:
+    """At once, after one of four has been deleted."""
+    await c.cluster.delete_pod(await c.job(key), "big-0-0", c.uid("big-0-0"), None)
+    await seen()
+    await reconcile(c.cluster, key, loop_moment)
+    await reconcile(c.cluster, key, loop_moment)
+    assert len(c.pods()) == 4, "the room of a pod that is gone is used"
+
+
+def test_what_a_quota_refuses_is_tried_less_and_less_and_room_is_used_at_once() -> None:
+    async def main() -> None:
+        async with case() as c:
+            key = await a_job_with_room_for_four_pods(c)
+            tries = []
+            for second in range(300):
+                c.server.requests.clear()
+                await reconcile(c.cluster, key, loop_moment)
+                tries += [second] * sum(r[0] == "POST" and r[1].endswith("/pods") for r in c.server.requests)
+                await asyncio.sleep(1)
+            assert len(c.pods()) == 4
+            assert len([t for t in tries if t >= 1]) <= 8, tries
+            await the_room_of_a_pod_is_used(c, key)
+
+    run(main())
+
+
+def test_room_is_used_at_once_after_the_first_refusal_too() -> None:
+    async def main() -> None:
+        async with case() as c:
+            key = await a_job_with_room_for_four_pods(c)
+            await reconcile(c.cluster, key, loop_moment)
+            assert len(c.pods()) == 4
+            await the_room_of_a_pod_is_used(c, key)
+
+    run(main())
+
+
+def test_many_pods_that_are_refused_at_the_same_time_wait_as_long_as_one() -> None:
+    async def main() -> None:
+        async with case() as c:
+            c.add("big", nodes=64)
+            await seen()
+            down = True
+            webhook = Fault(500, message="failed calling webhook")
+            c.server.faults = lambda m, path: (
+                webhook if down and m == "POST" and path.endswith("/pods") and len(c.pods()) >= 15 else None
+            )
+            key = JobKey("space", "big")
+            await reconcile(c.cluster, key, loop_moment)
+            assert len(c.pods()) == 15
+            down = False
+            await asyncio.sleep(BLOCKED_POLL + 1)
+            await reconcile(c.cluster, key, loop_moment)
+            assert len(c.pods()) == 65
+
+    run(main())
+
+
+@pytest.mark.parametrize("files", ["the same", "one more", "one less"])
+def test_an_older_runtime_is_kept_while_its_files_are_those_that_pods_mount(files: str) -> None:
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            store = c.server.store
+            made = next(store.all("ConfigMap"))
+            data = {**made["data"], "ddpjob_runtime.protocol.py": "the older one"}
+            if files == "one more":
+                data["ddpjob_runtime.more.py"] = ""
+            old = {**made["metadata"], "name": f"job-runtime-{digest(data)}", "uid": "old"}
+            if files == "one less":
+                data.popitem()
+            store.remove("ConfigMap", made)
+            store.create("ConfigMap", {**made, "metadata": old, "data": data})
+            job = next(store.all("DDPJob"))
+            job["status"] = {**job["status"], "runtime": old["name"]}
+            store.changed("DDPJob", job)
+            for pod in list(store.all("Pod")):
+                store.remove("Pod", pod)
+            await seen()
+            await c.reconcile()
+            pinned = (await c.job()).status.runtime
+            [mounted] = {
+                volume["configMap"]["name"]
+                for pod in store.all("Pod")
+                for volume in pod["spec"]["volumes"]
+                if "configMap" in volume
+            }
+            assert mounted == pinned == (old if files == "the same" else made["metadata"])["name"]
+            assert store.find("ConfigMap", pinned) is not None
+
+    run(main())
+
+
+def test_what_it_writes_itself_is_seen_by_the_next_reconcile() -> None:
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
+            for _ in range(3):
+                await c.reconcile()
+            creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
+            assert len(creations) == 7, "service, files, budget, token and pods, each once"
+            for body in list(c.server.store.all("Pod")):
+                await c.cluster.delete_pod(await c.job(), body["metadata"]["name"], body["metadata"]["uid"], 0)
+            observed = await c.cluster.observe(KEY)
+            assert observed is not None and observed.world.pods == ()
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["hang-after", "reset-after"])
+@pytest.mark.parametrize(
+    ("method", "part"), [("POST", "/pods"), ("POST", "/services"), ("PUT", "/status"), ("POST", "/configmaps")]
+)
+def test_a_write_that_succeeded_without_an_answer_repeats_nothing(how: str, method: str, part: str) -> None:
+    async def main() -> None:
+        async with case() as c:
+            c.fault_once(method, part, Fault(how))
+            for _ in range(5):
+                await c.reconcile()
+                await asyncio.sleep(2)
+            assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
+            status = c.server.store.get("DDPJob", "job")["status"]
+            assert [slot["attempt"] for slot in status["slots"]] == [0, 0]
+            assert status["restarts"]["total"] == 0
+
+    run(main())
+
+
+def test_a_status_of_another_version_is_a_conflict() -> None:
+    async def main() -> None:
+        async with case() as c:
+            job = await c.job()
+            c.server.store.changed("DDPJob", c.server.store.get("DDPJob", "job"))
+            with pytest.raises(Conflict):
+                await c.cluster.write_status(job, {"phase": "Pending"})
+            c.server.store.delete("DDPJob", "job")
+            with pytest.raises(Conflict):
+                await c.cluster.write_status(job, {"phase": "Pending"})
+
+    run(main())
+
+
+def digest(data: dict[str, str]) -> str:
+    """As the name of a ConfigMap of the runtime ends."""
+    contents = (f"{path}\0{data[runtime_key(path)]}\0" for path in runtime_files())
+    return hashlib.sha256("".join(contents).encode()).hexdigest()[:8]
+
+
+MANIFEST = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "job-0-0"}, "spec": {}}
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [
+        (Fault(403, reason="Forbidden", message="exceeded quota"), Refused),
+        (Fault(422, reason="Invalid"), Refused),
+        (Fault(500, message="failed calling webhook"), Refused),
+        (
+            Fault(403, reason="Forbidden", message="unable to create: namespace space is being terminated"),
+            NamespaceEnding,
+        ),
+        (Fault(409, reason="Conflict", message="Operation cannot be fulfilled on resourcequotas"), Unavailable),
+        (Fault(404, reason="NotFound"), Conflict),
+        (Fault(429, {"Retry-After": "3"}), Unavailable),
+        (Fault(503), Unavailable),
+    ],
+    ids=lambda v: str(getattr(v, "how", getattr(v, "__name__", v))),
+)
+def test_what_a_creation_that_fails_is_called(fault: Fault, raised: type[Exception]) -> None:
+    async def main() -> None:
+        async with case() as c:
+            job = await c.job()
+            c.fault_once("POST", "/pods", fault)
+            with pytest.raises(raised):
+                await c.cluster.create(job, MANIFEST)
+
+    run(main())
+
+
+def _owned(job: DDPJob, uid: str | None = None, **more: Any) -> dict[str, Any]:
+    owner = {**job.owner_reference, "uid": uid or job.uid}
+    return {**MANIFEST, "metadata": {"name": "job-0-0", "ownerReferences": [owner], **more}}
+
+
+def test_a_name_that_exists_is_its_own_or_taken() -> None:
+    async def main() -> None:
+        async with case() as c:
+            job = await c.job()
+            body = c.server.store.create("Pod", _owned(job))
+            await c.cluster.create(job, _owned(job))  # its own
+            body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+            await asyncio.sleep(1)
+            with pytest.raises(NameTaken, match="still being removed"):
+                await c.cluster.create(job, _owned(job))
+            c.server.store.remove("Pod", body)
+            await asyncio.sleep(BLOCKED_POLL)
+            body = c.server.store.create("Pod", _owned(job, uid="of an earlier job"))
+            with pytest.raises(NameTaken, match="earlier job"):
+                await c.cluster.create(job, _owned(job))
+            c.server.store.remove("Pod", body)
+            await asyncio.sleep(BLOCKED_POLL)
+            c.server.store.create("Pod", MANIFEST)
+            with pytest.raises(NameTaken, match="another name"):
+                await c.cluster.create(job, _owned(job))
+
+    run(main())
+
+
+def test_deletions_and_labels_never_hit_a_namesake() -> None:
+    async def main() -> None:
+        async with case() as c:
+            job = await c.job()
+            body = c.server.store.create("Pod", {**_owned(job), "metadata": {**_owned(job)["metadata"], "labels": {}}})
+            await c.cluster.delete_pod(job, "job-0-0", "another uid", 0)
+            await c.cluster.label_pod(job, "job-0-0", "another uid", Role.SPARE)
+            assert c.pods() == ["job-0-0"]
+            assert body["metadata"]["labels"] == {}
+            await c.cluster.label_pod(job, "job-0-0", body["metadata"]["uid"], Role.SPARE)
+            assert body["metadata"]["labels"] == {"ddpjob.io/role": "spare"}
+            await c.cluster.delete_pod(job, "job-0-0", body["metadata"]["uid"], 0)
+            await c.cluster.delete_pod(job, "job-0-0", body["metadata"]["uid"], 0)  # gone: success
+            await c.cluster.label_pod(job, "job-0-0", body["metadata"]["uid"], Role.NODE)
+            assert c.pods() == []
+
+    run(main())
+
+
+def test_an_event_that_is_refused_is_logged_only() -> None:
+    async def main() -> None:
+        async with case() as c:
+            job = await c.job()
+            await c.cluster.record(job, Event(True, "Reason", "words " * 1000))
+            assert len(c.server.events[0]["note"].encode()) <= 1000
+            c.fault_once("POST", "/events", Fault(403, reason="Forbidden"))
+            await c.cluster.record(job, Event(False, "Reason", "more"))
+            assert len(c.server.events) == 1
+
+    run(main())
+
+
+def test_throttling_is_waited_for_as_long_as_the_server_says() -> None:
+    async def main() -> None:
+        async with case() as c:
+            c.fault_once("PUT", "/ddpjobs/job", Fault(429, {"Retry-After": "7"}))
+            assert await c.reconcile() == 7
+            c.fault_once("GET", "/ddpjobs/job", Fault(503))
+            assert await c.reconcile() == 2, "what became of the status is read first"
+
+    run(main())
+
+
+def test_a_reconcile_waits_for_no_coordinator() -> None:
+    """Only the first report is waited for: outside of the reconcile, and until the first request has failed."""
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(1e6)
+
+    async def main() -> None:
+        listener = await asyncio.start_server(hang, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        async with case() as c:
+            await c.reconcile()
+            woken: list[JobKey] = []
+            c.cluster.report_watch = ReportWatch(woken.append)
+            job = c.server.store.get("DDPJob", "job")
+            place = {**job["status"]["rendezvous"], "endpoint": f"127.0.0.1:{port}", "state": "Running"}
+            job["status"] = {**job["status"], "rendezvous": place}
+            c.server.store.changed("DDPJob", job)
+            await seen()
+            loop = asyncio.get_running_loop()
+            for seconds in (0, 3, 30, 300):
+                await asyncio.sleep(seconds)
+                began = loop.time()
+                if not seconds:
+                    with pytest.raises(ReportPending):
+                        await c.cluster.observe(KEY)
+                else:
+                    observed = await c.cluster.observe(KEY)
+                    assert observed is not None and observed.world.report is None
+                assert loop.time() - began < 0.1
+            assert woken == [KEY], "once, when the first request has failed"
+            await c.cluster.report_watch.close()
+        listener.close()
+
+    run(main())
+
+
+def test_a_coordinator_is_asked_as_soon_as_the_status_says_that_it_runs() -> None:
+    """All pods run at the same moment: nothing else wakes the job before its next reconcile, up to a minute later."""
+
+    async def main() -> None:
+        asked = asyncio.Event()
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.set()
+            writer.close()
+
+        async with case() as c:
+            c.cluster.report_watch = ReportWatch(lambda key: None)
+            await c.reconcile()
+            rendezvous, moment = (await c.job()).spec.rendezvous, c.server.store.clock.stamp()
+            listener = await asyncio.start_server(listen, "127.0.0.1", rendezvous.endpoint_port)
+            for pod in c.server.store.all("Pod"):
+                names = [container["name"] for container in pod["spec"]["containers"]]
+                states = [{"name": name, "state": {"running": {"startedAt": moment}}} for name in names]
+                pod["status"] = {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": states}
+                c.server.store.changed("Pod", pod)
+            await seen()
+            assert not asked.is_set()
+            await c.reconcile()
+            async with asyncio.timeout(1):
+                await asked.wait()
+            await c.cluster.report_watch.close()
+            listener.close()
+
+    run(main())
+
+
+def test_a_deleted_job_is_forgotten() -> None:
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            c.server.store.delete("DDPJob", "job")
+            await seen()
+            assert await c.reconcile() is None
+            assert c.pods() == []
+            assert c.cluster.caches.jobs_on(frozenset({"", "n0"})) == set()
+
+    run(main())
+
+
+def test_what_a_pod_was_at_last_is_known_for_a_while() -> None:
+    """An operator that is late sees nothing of an eviction but the pod's end."""
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            pod = c.server.store.get("Pod", "job-0-0")
+            evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+            c.server.store.remove("Pod", {**pod, "status": {**pod.get("status", {}), "conditions": [evicted]}})
+            await seen()
+            observed = await c.cluster.observe(KEY)
+            assert observed is not None and "job-0-0" not in [p.name for p in observed.world.pods]
+            last = observed.world.last_of("job-0-0")
+            assert last is not None and last.disruption == "EvictionByEvictionAPI"
+
+    run(main())
+
+
+def test_the_token_s_secret_is_created_and_never_read() -> None:
+    """The operator has no right to read Secrets: one that exists is this job's, by its name."""
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            [secret] = c.server.store.all("Secret")
+            assert secret["stringData"] == {"token": c.cluster.platform.token(await c.job())}
+            pod = c.server.store.get("Pod", "job-0-0")
+            c.server.store.remove("Pod", pod)
+            await seen()
+            await c.reconcile()
+            await c.reconcile()
+            assert "job-0-1" in c.pods()
+            assert len(list(c.server.store.all("Secret"))) == 1
+            asked = [(method, path) for method, path, _ in c.server.requests if "/secrets" in path]
+            assert asked == [("POST", "/api/v1/namespaces/space/secrets")] * 2
+
+    run(main())
+
+
+def test_a_namespace_that_forbids_root_gets_its_pods_at_once() -> None:
+    """The pause after the refusal of a pod is not for the one with runAsNonRoot that follows."""
+
+    async def main() -> None:
+        async with case() as c:
+            act = c.server._act
+
+            def restricted(
+                method: str, kind: str, namespace: str, name: str | None, part: str | None, body: Json
+            ) -> Json:
+                if method == "POST" and kind == "Pod" and not body["spec"]["securityContext"].get("runAsNonRoot"):
+                    raise Refusal(403, "Forbidden", 'violates PodSecurity "restricted:latest": runAsNonRoot != true')
+                return act(method, kind, namespace, name, part, body)
+
+            c.server._act = restricted  # type: ignore[method-assign]
+            await c.reconcile()
+            assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
+
+    run(main())
+
+
+def test_without_the_right_to_read_policies_everything_else_is_read() -> None:
+    async def main() -> None:
+        async with api_server() as server, connected(server) as rest:
+            server.faults = lambda method, path: Fault(403, reason="Forbidden") if "networkpol" in path else None
+            caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
+            following = asyncio.create_task(caches.run())
+            async with asyncio.timeout(30):
+                await caches.answered()
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    run(main())

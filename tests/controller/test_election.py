@@ -1,0 +1,191 @@
+"""One replica acts at any time, whatever becomes of the requests for the Lease; and some replica acts again soon."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from contextlib import AsyncExitStack
+
+import pytest
+from ddpjob.controller import election
+from ddpjob.controller.election import (
+    LEASE_SECONDS,
+    RENEW_SECONDS,
+    RETRY_SECONDS,
+    Lease,
+    act_while_elected,
+)
+
+from .api_server import ApiServer, Fault, RandomFaults
+from .virtual_loop import run
+from .world import api_server, connected
+
+
+class Replicas:
+    """Replicas of the operator that only take part in the election. `acting` are those that act now."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self.server = server
+        self.acting: set[str] = set()
+        self.terms = 0
+        self.idle_since = 0.0
+        self.longest_idle = 0.0
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def replica(self, name: str) -> None:
+        """For ever: no fault of the API server ends it."""
+        async with connected(self.server) as rest:
+            await act_while_elected(Lease(rest, "space", "operator", name), lambda: self._act(name))
+
+    async def _act(self, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.terms += 1
+        self.longest_idle = (
+            max(self.longest_idle, loop.time() - self.idle_since) if not self.acting else self.longest_idle
+        )
+        self.acting.add(name)
+        assert self.acting == {name}, f"at {loop.time():.3f} s {self.acting} act at the same time"
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            self.acting.discard(name)
+            self.idle_since = loop.time()
+
+    def start(self, name: str) -> None:
+        """Its process begins."""
+        self.tasks[name] = asyncio.create_task(self.replica(name))
+
+    async def stop(self, name: str) -> None:
+        """Its process ends in order, and gives the Lease back."""
+        task = self.tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def check(self) -> None:
+        """No replica has ended by itself."""
+        for name, task in self.tasks.items():
+            if task.done():
+                raise AssertionError(f"replica {name} has ended: {task.exception()!r}") from task.exception()
+
+
+async def elect(seed: int, minutes: float = 4.0) -> Replicas:
+    """Two or three replicas under random faults, and then a calm minute."""
+    chance = random.Random(seed)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(api_server())
+        replicas = Replicas(server)
+        server.faults = RandomFaults(chance, chance.choice((0.05, 0.3, 0.7)))
+        names = ["a", "b", "c"][: chance.choice((2, 3))]
+        for name in names:
+            replicas.start(name)
+        while asyncio.get_running_loop().time() < minutes * 60:
+            await asyncio.sleep(chance.uniform(1, 20))
+            replicas.check()
+            if chance.random() < 0.1:
+                name = chance.choice(names)
+                await replicas.stop(name)
+                replicas.start(name)
+        server.faults = lambda method, path: None
+        await asyncio.sleep(60)
+        replicas.check()
+        assert len(replicas.acting) == 1
+        for name in list(replicas.tasks):
+            await replicas.stop(name)
+    return replicas
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_replica_acts_at_any_time(seed: int) -> None:
+    run(elect(seed))
+
+
+def test_a_replica_that_is_stopped_hands_over_within_seconds() -> None:
+    async def main() -> float:
+        async with api_server() as server:
+            replicas = Replicas(server)
+            replicas.start("a")
+            await asyncio.sleep(1)
+            replicas.start("b")
+            await asyncio.sleep(20)
+            assert replicas.acting == {"a"}
+            await replicas.stop("a")
+            await asyncio.sleep(RETRY_SECONDS + 1)
+            assert replicas.acting == {"b"}
+            await replicas.stop("b")
+            return replicas.longest_idle
+
+    assert run(main()) <= RETRY_SECONDS + 0.1
+
+
+def test_a_replica_that_dies_is_replaced_after_its_lease() -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            replicas = Replicas(server)
+            server.faults = lambda method, path: None
+            replicas.start("b")
+            await asyncio.sleep(0.5)
+            spec = server.store.get("Lease", "operator")["spec"]
+            assert (spec["holderIdentity"], spec["leaseDurationSeconds"]) == ("b", LEASE_SECONDS)
+            server.faults = lambda method, path: Fault("reset")
+            await asyncio.sleep(RENEW_SECONDS + RETRY_SECONDS + 0.5)
+            assert not replicas.acting, "who cannot renew ends before its lease does"
+            server.faults = lambda method, path: None
+            await asyncio.sleep(LEASE_SECONDS)
+            assert replicas.acting == {"b"}
+            await replicas.stop("b")
+
+    run(main())
+
+
+@pytest.mark.parametrize("fault", [Fault("hang"), Fault("reset"), Fault(503), Fault(401, reason="Unauthorized")])
+def test_an_api_server_that_is_away_for_a_minute_ends_nothing(fault: Fault) -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            replicas = Replicas(server)
+            replicas.start("a")
+            await asyncio.sleep(5)
+            server.faults = lambda method, path: fault
+            await asyncio.sleep(LEASE_SECONDS)
+            assert not replicas.acting
+            await asyncio.sleep(60 - LEASE_SECONDS)
+            replicas.check()
+            server.faults = lambda method, path: None
+            await asyncio.sleep(RENEW_SECONDS + RETRY_SECONDS)
+            assert replicas.acting == {"a"}
+            assert replicas.terms == 2
+            await replicas.stop("a")
+
+    run(main())
+
+
+def test_a_renewal_that_succeeded_without_an_answer_loses_nothing() -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            replicas = Replicas(server)
+            replicas.start("a")
+            await asyncio.sleep(0.5)
+            # The HTTP client itself repeats a PUT over a new connection, which then meets its own write as a conflict.
+            lost = itertools.cycle([True, False, False])
+            server.faults = lambda method, path: Fault("reset-after") if method == "PUT" and next(lost) else None
+            await asyncio.sleep(120)
+            assert replicas.acting == {"a"}
+            assert replicas.terms == 1
+            await replicas.stop("a")
+
+    run(main())
+
+
+DEFECTS = {
+    "a Lease that another holds is taken": (Lease, "is_held_by_another", lambda self, found: False),
+    "a holder that cannot renew continues to act": (election, "RENEW_SECONDS", 1000),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_deliberate_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, wrong = DEFECTS[name]
+    monkeypatch.setattr(owner, attribute, wrong)
+    with pytest.raises(AssertionError, match="act at the same time"):
+        for seed in range(8):
+            run(elect(seed))

@@ -1,0 +1,20 @@
+"""How kopf is set to watch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sized
+
+from ddpjob.controller.handlers import kopf_settings
+from ddpjob.controller.operator_settings import Settings
+
+
+def test_an_api_server_that_is_away_for_long_does_not_end_the_operator() -> None:
+    backoffs = kopf_settings(Settings(key=b"0123456789abcdef")).networking.error_backoffs
+    assert isinstance(backoffs, Iterable)
+    assert not isinstance(backoffs, Sized), "kopf counts the tries of a sized one"
+    for _ in range(2):
+        tries = list(itertools.islice(backoffs, 100))
+        assert len(tries) == 100, "it never ends, for no request"
+        assert tries[0] == 1
+        assert max(tries) <= 5

@@ -1,0 +1,191 @@
+"""The watch of Kubernetes nodes: what it knows is what there is, also after gaps, expired versions and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from ddpjob.controller.host_watch import Hosts, HostWatch
+
+from .api_server import ApiServer, Fault, RandomFaults
+from .virtual_loop import run
+from .world import api_server, connected
+
+
+class Reported:
+    """What the watch has reported."""
+
+    def __init__(self) -> None:
+        self.hosts: Hosts | None = None
+        self.changed: list[frozenset[str]] = []
+
+    def __call__(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
+        self.hosts = hosts
+        self.changed.append(changed)
+
+    def ready(self) -> dict[str, bool]:
+        """By name."""
+        return {name: host.ready for name, host in (self.hosts or {}).items() if not host.deleted}
+
+
+def add(server: ApiServer, name: str, ready: bool = True) -> None:
+    """A node joins."""
+    server.store.create("Node", {"metadata": {"name": name}, "spec": {}, "status": status(server, ready)}, "")
+
+
+def status(server: ApiServer, ready: bool) -> dict[str, object]:
+    condition = {"type": "Ready", "status": str(ready), "lastTransitionTime": server.store.clock.stamp()}
+    return {"conditions": [condition]}
+
+
+def turn(server: ApiServer, name: str, ready: bool) -> None:
+    """A node's readiness changes."""
+    body = server.store.get("Node", name, "")
+    body["status"] = status(server, ready)
+    server.store.changed("Node", body)
+
+
+def truth(server: ApiServer) -> dict[str, bool]:
+    """What there is."""
+    return {b["metadata"]["name"]: b["status"]["conditions"][0]["status"] == "True" for b in server.store.all("Node")}
+
+
+async def watching(server: ApiServer, reported: Reported, seconds: float = 0.0) -> asyncio.Task[None]:
+    """A watch that runs."""
+
+    async def watch() -> None:
+        async with connected(server) as rest:
+            await HostWatch(rest, reported).run()
+
+    task = asyncio.create_task(watch())
+    await asyncio.sleep(seconds)
+    return task
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_nodes_are_listed_in_pages_and_then_watched() -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            for number in range(1203):
+                add(server, f"n{number}")
+            reported = Reported()
+            task = await watching(server, reported, 1)
+            assert len(reported.hosts or {}) == 1203
+            assert sum("continue" in query for _, path, query in server.requests if path == "/api/v1/nodes") == 2
+            turn(server, "n7", False)
+            await asyncio.sleep(0.1)
+            assert reported.changed[-1] == {"n7"}
+            assert reported.ready()["n7"] is False
+            server.store.delete("Node", "n8", namespace="")
+            await asyncio.sleep(0.1)
+            assert (reported.hosts or {})["n8"].deleted
+            count = len(reported.changed)
+            turn(server, "n9", True)  # a heartbeat
+            body = server.store.get("Node", "n9", "")
+            body["metadata"]["annotations"] = {"heartbeat": "1"}
+            server.store.changed("Node", body)
+            await asyncio.sleep(400)
+            assert len(reported.changed) <= count + 1
+            await ended(task)
+
+    run(main())
+
+
+@pytest.mark.parametrize("as_event", [False, True])
+def test_what_happened_in_a_gap_is_known_after_it(as_event: bool) -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            add(server, "a")
+            add(server, "b")
+            server.gone_as_event = as_event
+            reported = Reported()
+            task = await watching(server, reported, 1)
+            server.faults = lambda method, path: Fault(503)
+            server.break_watches()
+            server.store.delete("Node", "a", namespace="")
+            turn(server, "b", False)
+            server.compact()
+            await asyncio.sleep(30)
+            assert reported.ready() == {"a": True, "b": True}, "what is known stays while the server is away"
+            server.faults = lambda method, path: None
+            await asyncio.sleep(5)
+            assert reported.ready() == {"b": False}
+            assert reported.changed[-1] == {"a", "b"}
+            await ended(task)
+
+    run(main())
+
+
+def test_a_list_whose_pages_expire_is_begun_again() -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            for number in range(700):
+                add(server, f"n{number}")
+            reported, pages = Reported(), iter([None, Fault(410, reason="Expired"), None, None, None, None, None])
+            server.faults = lambda method, path: next(pages, None)
+            task = await watching(server, reported, 5)
+            assert len(reported.hosts or {}) == 700
+            await ended(task)
+
+    run(main())
+
+
+def test_nodes_that_may_not_be_read_are_not_known_and_are_asked_for_again() -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            add(server, "a")
+            server.faults = lambda method, path: Fault(403, reason="Forbidden")
+            reported = Reported()
+            task = await watching(server, reported, 60)
+            assert reported.hosts is None
+            assert len(server.requests) == 1, "no storm"
+            server.faults = lambda method, path: None
+            await asyncio.sleep(600)
+            assert reported.ready() == {"a": True}
+            server.faults = lambda method, path: Fault(403, reason="Forbidden")
+            server.break_watches()
+            await asyncio.sleep(5)
+            assert reported.hosts is None
+            await ended(task)
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_under_random_faults_the_watch_knows_the_truth_in_the_end(seed: int) -> None:
+    async def main() -> None:
+        chance = random.Random(seed)
+        async with api_server() as server:
+            for number in range(6):
+                add(server, f"n{number}")
+            server.faults = RandomFaults(chance, 0.4)
+            reported = Reported()
+            task = await watching(server, reported)
+            for number in range(60):
+                await asyncio.sleep(chance.expovariate(1 / 5))
+                names = list(truth(server))
+                name = chance.choice(names)
+                what = chance.random()
+                if what < 0.6:
+                    turn(server, name, chance.random() < 0.5)
+                elif what < 0.7 and len(names) > 3:
+                    server.store.delete("Node", name, namespace="")
+                elif what < 0.8:
+                    add(server, f"new{number}")
+                elif what < 0.9:
+                    server.break_watches()
+                else:
+                    server.compact()
+                    server.gone_as_event = chance.random() < 0.5
+                assert not task.done(), task
+            server.faults = lambda method, path: None
+            await asyncio.sleep(120)
+            assert reported.ready() == truth(server)
+            await ended(task)
+
+    run(main())

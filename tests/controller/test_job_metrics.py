@@ -1,0 +1,287 @@
+"""The metrics of jobs: each event counts once, time is summed up, series are bounded and go with their job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ddpjob.api.types import DDPJob
+from ddpjob.controller import job_metrics
+from ddpjob.controller.job_metrics import JobAccounts, JobSeries
+from ddpjob.engine.ports import JobKey
+from prometheus_client import REGISTRY
+from prometheus_client.metrics_core import Metric
+
+SPEC = {"image": "image", "nodes": 2, "script": "train.py"}
+KEY = JobKey("space", "job")
+
+
+def job(status: dict[str, Any] | None = None, name: str = "job", uid: str = "uid", space: str = "space") -> DDPJob:
+    return DDPJob.read({"metadata": {"name": name, "namespace": space, "uid": uid}, "spec": SPEC, "status": status})
+
+
+def condition(kind: str, reason: str = "Reason", second: int = 0, holds: bool = True) -> dict[str, Any]:
+    return {
+        "type": kind,
+        "status": str(holds),
+        "reason": reason,
+        "message": "",
+        "lastTransitionTime": f"2026-01-01T00:00:{second:02}Z",
+    }
+
+
+def restart(reason: str = "OOMKilled", counted: bool = True, **more: Any) -> dict[str, Any]:
+    at = {"time": "2026-01-01T00:00:30Z", "pod": "job-0-0", "message": "", "round": 1}
+    return {**at, "reason": reason, "counted": counted, **more}
+
+
+def running(step: int | None = None, restarts: tuple[dict[str, Any], ...] = (), **more: Any) -> dict[str, Any]:
+    progress = {} if step is None else {"step": step, "updatedAt": "2026-01-01T00:00:09Z"}
+    return {
+        "phase": "Running",
+        "schema": 1,
+        "startTime": "2026-01-01T00:00:00Z",
+        "conditions": [condition("Scheduled", second=2), condition("Running", "GroupRuns", second=5)],
+        "nodes": {"active": 2, "ready": 2, "spare": 0},
+        "slots": [{"attempt": 0, "state": "Running", "node": f"n{n}"} for n in range(2)],
+        "trained": step is not None,
+        "progress": progress,
+        "restarts": {"total": len(restarts), "counted": len(restarts), "recent": list(restarts)},
+        **more,
+    }
+
+
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+class Counted:
+    """What has been counted since it was made."""
+
+    def __init__(self) -> None:
+        self.before = self._all()
+
+    @staticmethod
+    def _all() -> dict[Any, float]:
+        return {
+            (s.name, *sorted(s.labels.items())): s.value
+            for family in REGISTRY.collect()
+            if family.type in ("counter", "histogram")
+            for s in family.samples
+            if s.name.endswith(("_total", "_count", "_sum")) and s.name.startswith("ddpjob_")
+        }
+
+    def __call__(self) -> dict[str, float]:
+        changes = {key: now - self.before.get(key, 0.0) for key, now in self._all().items()}
+        return {" ".join([key[0], *(v for _, v in key[1:])]): change for key, change in changes.items() if change}
+
+
+class Job:
+    """One job in a leader's cache."""
+
+    def __init__(self, first: dict[str, Any] | None = None, acts: bool = True) -> None:
+        self.seconds = 0.0
+        self.accounts = JobAccounts(lambda: self.seconds)
+        self.known: DDPJob | None = None
+        self.becomes(first)
+        self.accounts.acts_on(KEY, acts=acts)
+
+    def becomes(self, status: dict[str, Any] | None, uid: str = "uid") -> None:
+        after = job(status, uid=uid)
+        self.accounts.changed(self.known, after)
+        self.known = after
+
+
+@pytest.fixture
+def counted() -> Iterator[Counted]:
+    yield Counted()
+
+
+def test_a_start_is_counted_and_measured_from_the_times_in_the_status(counted: Counted) -> None:
+    one = Job()
+    assert counted() == {}, "the operator has not begun to work on it"
+    one.becomes({"phase": "Pending", "startTime": "2026-01-01T00:00:00Z"})
+    one.becomes(running())
+    one.becomes(running(step=1))
+    one.becomes(running(step=2))
+    assert counted() == {
+        "ddpjob_jobs_created_total": 1,
+        "ddpjob_time_to_pods_seconds_count": 1,
+        "ddpjob_time_to_pods_seconds_sum": 2,
+        "ddpjob_time_to_running_seconds_count": 1,
+        "ddpjob_time_to_running_seconds_sum": 5,
+        "ddpjob_time_to_first_step_seconds_count": 1,
+        "ddpjob_time_to_first_step_seconds_sum": 9,
+    }
+
+
+def test_an_operator_that_starts_again_counts_nothing_twice(counted: Counted) -> None:
+    """What it finds has been counted before; only what changes from then on is new."""
+    complete = running(7, (restart(seconds=1.0),), conditions=[condition("Complete")], phase="Complete")
+    for found in (running(5), complete):
+        Job(found)
+    assert counted() == {}
+
+
+def test_what_another_operator_acts_on_is_its_to_count(counted: Counted) -> None:
+    other = Job(acts=False)
+    other.becomes({"phase": "Pending"})
+    other.becomes({"phase": "Failed", "conditions": [condition("Failed", "InvalidPod")]})
+    assert counted() == {} and other.accounts.jobs() == []
+
+
+def test_a_restart_counts_once_and_its_recovery_when_it_is_over(counted: Counted) -> None:
+    one = Job(running(130))
+    broken = running(134, (restart(),), conditions=[condition("Restarting", "OOMKilled")], phase="Restarting")
+    one.becomes(broken)
+    one.becomes({**broken, "observedGeneration": 2})
+    assert counted() == {"ddpjob_restarts_total true OOMKilled": 1}
+    one.becomes(running(134, (restart(seconds=3.5),)))
+    assert value("ddpjob_lost_steps_count") == counted.before.get(("ddpjob_lost_steps_count",), 0.0), "not known yet"
+    one.becomes(running(101, (restart(seconds=3.5),)))
+    one.becomes(running(99, (restart(seconds=3.5),)))
+    assert counted() == {
+        "ddpjob_restarts_total true OOMKilled": 1,
+        "ddpjob_recovery_seconds_count OOMKilled": 1,
+        "ddpjob_recovery_seconds_sum OOMKilled": 3.5,
+        "ddpjob_lost_steps_count": 1,
+        "ddpjob_lost_steps_sum": 33,
+    }
+
+
+def test_restarts_beyond_those_that_a_status_holds_are_counted_too(counted: Counted) -> None:
+    many = tuple(restart("Evicted", counted=False, seconds=1.0) for _ in range(10))
+    one = Job(running(1, many))
+    twelve = running(1, many)
+    twelve["restarts"]["total"] = 22 + 2
+    one.becomes(twelve)
+    assert counted() == {
+        "ddpjob_restarts_total false Evicted": 10,
+        "ddpjob_restarts_total false Other": 4,
+        "ddpjob_recovery_seconds_count Evicted": 10,
+        "ddpjob_recovery_seconds_sum Evicted": 10,
+    }
+
+
+def test_a_planned_restart_and_a_coordinators_loss_are_no_recoveries(counted: Counted) -> None:
+    one = Job(running(10))
+    scaled = restart("Scaled", counted=False, seconds=2.0)
+    lost = restart("CoordinatorLost", counted=False, seconds=0.0, round=0)
+    one.becomes(running(10, (scaled, lost)))
+    one.becomes(running(4, (scaled, lost)))
+    assert counted() == {
+        "ddpjob_restarts_total false Scaled": 1,
+        "ddpjob_restarts_total false CoordinatorLost": 1,
+    }
+
+
+@pytest.mark.parametrize(("reason", "label"), [("RestartBudgetSpent", "RestartBudgetSpent"), ("Made-up", "Other")])
+def test_ends_are_counted_by_reasons_that_are_known(counted: Counted, reason: str, label: str) -> None:
+    one = Job(running(1))
+    one.becomes({"phase": "Failed", "conditions": [condition("Failed", reason)]})
+    two = Job(running(1))
+    two.becomes({"phase": "Complete", "conditions": [condition("Complete", "Finished")]})
+    assert counted() == {f"ddpjob_jobs_failed_total {label}": 1, "ddpjob_jobs_completed_total": 1}
+
+
+def test_a_cause_that_is_not_the_operators_makes_no_series(counted: Counted) -> None:
+    one = Job(running(1))
+    one.becomes(running(1, (restart("x" * 200, seconds=1.0),)))
+    assert set(counted()) == {
+        "ddpjob_restarts_total true Other",
+        "ddpjob_recovery_seconds_count Other",
+        "ddpjob_recovery_seconds_sum Other",
+    }
+
+
+# --- series of single jobs
+
+
+def scraped(*accounts: JobAccounts) -> dict[str, dict[tuple[str, ...], float]]:
+    series = JobSeries()
+    for term in accounts:
+        series.begin(term)
+    families: list[Metric] = list(series.collect())
+    for term in accounts:
+        series.end(term)
+    assert not any(f.samples for f in series.collect() if f.name.startswith("ddpjob_job_")), "a term has ended"
+    return {f.name: {tuple(s.labels.values()): s.value for s in f.samples} for f in families if f.samples}
+
+
+def test_pods_and_training_are_summed_up_over_time() -> None:
+    one = Job({"phase": "Pending"})
+    one.seconds = 100
+    one.becomes(running(1))
+    one.seconds = 160  # 60 s of two nodes that train
+    one.becomes(running(1, (restart(),), conditions=[condition("Running"), condition("Restarting")]))
+    one.seconds = 170  # 10 s of two pods that wait
+    one.becomes(running(2, (restart(seconds=10.0),)))
+    one.seconds = 200  # 30 s, not written by any change
+    found, own = scraped(one.accounts), ("space", "job")
+    assert found["ddpjob_job_pod_seconds"] == {own: 2 * (60 + 10 + 30)}
+    assert found["ddpjob_job_training_seconds"] == {own: 2 * (60 + 30)}
+    one.becomes({**running(2), "phase": "Complete", "conditions": [condition("Complete")]})
+    one.seconds = 900
+    assert scraped(one.accounts)["ddpjob_job_pod_seconds"] == {own: 200}, "it has ended"
+
+
+def test_a_stalled_job_trains_nothing() -> None:
+    one = Job(running(1))
+    one.becomes(running(1, conditions=[condition("Running", "StepOverdue")]))
+    one.seconds = 50
+    found, own = scraped(one.accounts), ("space", "job")
+    assert found["ddpjob_job_stalled"] == {own: 1}
+    assert found["ddpjob_job_pod_seconds"] == {own: 100} and found["ddpjob_job_training_seconds"] == {own: 0}
+
+
+def test_progress_of_a_hostile_script_makes_no_labels_and_no_other_series() -> None:
+    hostile = {"step": "many", "loss": float("inf"), "epoch": True, "metrics": {f"m{n}": n for n in range(100)}}
+    progress = {**hostile, "samplesPerSecond": 10.5, "checkpointTime": 1}
+    progress["metrics"]["checkpointTime"] = 1.7e9
+    found = scraped(Job(running(1, progress=progress)).accounts)
+    trained = {name: series for name, series in found.items() if name.startswith("ddpjob_train_")}
+    own = ("space", "job")
+    assert trained == {
+        "ddpjob_train_samples_per_second": {own: 10.5},
+        "ddpjob_train_checkpoint_timestamp_seconds": {own: 1.7e9},
+    }
+
+
+def test_a_job_takes_its_series_with_it_and_a_successor_begins_at_0() -> None:
+    one = Job(running(1))
+    one.seconds = 10
+    one.becomes(running(1), uid="another")
+    assert scraped(one.accounts)["ddpjob_job_pod_seconds"] == {("space", "job"): 0}
+    one.accounts.changed(one.known, None)
+    assert not any(name.startswith("ddpjob_job_") for name in scraped(one.accounts))
+
+
+def test_jobs_beyond_a_limit_have_no_series_and_the_living_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_metrics, "MOST_JOBS", 3)
+    accounts = JobAccounts()
+    for number in range(5):
+        ended = {"phase": "Complete", "conditions": [condition("Complete")]} if number < 3 else running(1)
+        accounts.changed(None, job(ended, name=f"job-{number}"))
+        accounts.acts_on(JobKey("space", f"job-{number}"), acts=True)
+    found = scraped(accounts)
+    assert found["ddpjob_job_phase"].keys() == {
+        ("space", "job-3", "Running"),
+        ("space", "job-4", "Running"),
+        ("space", "job-0", "Complete"),
+    }
+    assert found["ddpjob_jobs"][("Complete",)] == 3 and found["ddpjob_jobs"][("Failed",)] == 0
+    assert found["ddpjob_operator_jobs_without_series"] == {(): 2}
+
+
+def test_a_namespace_of_many_jobs_takes_no_series_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_metrics, "MOST_JOBS", 6)
+    accounts = JobAccounts()
+    ended = {"phase": "Complete", "conditions": [condition("Complete")]}
+    for space, count, status in (("a", 9, running(1)), ("b", 2, running(1)), ("c", 1, running(1)), ("d", 1, ended)):
+        for number in range(count):
+            accounts.changed(None, job(status, name=f"job-{number}", space=space))
+            accounts.acts_on(JobKey(space, f"job-{number}"), acts=True)
+    shown = [key[:2] for key in scraped(accounts)["ddpjob_job_phase"]]
+    first = [("a", "job-0"), ("b", "job-0"), ("c", "job-0"), ("a", "job-1"), ("b", "job-1")]
+    assert shown == [*first, ("a", "job-2")], "those that have ended wait for the living of any namespace"

@@ -1,0 +1,105 @@
+"""kopf's watch of the DDPJobs: in a thread and an event loop of its own, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddpjob.controller import handlers
+from ddpjob.controller.operator_settings import Settings
+from simulation.clock import Clock
+from simulation.store import Store
+
+from .api_server import ApiServer
+
+
+class RealClock(Clock):
+    @property
+    def now(self) -> float:  # type: ignore[override]
+        return time.monotonic()
+
+    @now.setter
+    def now(self, value: float) -> None:
+        pass
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """With a bound for a busy machine."""
+    for _ in range(1200):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("not within a minute")
+
+
+@pytest.mark.parametrize("namespaces", [(), ("space",)])
+async def test_kopf_s_watch_begins_again_after_an_error_that_ends_kopf(
+    namespaces: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(handlers, "_RETRY", 0.2)
+    async with ApiServer(Store(RealClock())).serve() as server:
+        kubeconfig = tmp_path / "kubeconfig"
+        kubeconfig.write_text(
+            f"""{{apiVersion: v1, kind: Config, current-context: c, users: [{{name: u, user: {{token: t}}}}],
+            clusters: [{{name: k, cluster: {{server: "{server.url}"}}}}], contexts: [{{name: c,
+            context: {{cluster: k, user: u}}}}]}}"""
+        )
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+        seen: list[tuple[str | None, str]] = []
+
+        def add(name: str) -> None:
+            server.store.create("DDPJob", {"metadata": {"name": name}, "spec": {}, "status": {}})
+
+        add("before")
+        younger: list[asyncio.Task[None]] = []
+        following = asyncio.create_task(
+            handlers.follow_jobs(
+                Settings(key=b"0123456789abcdef", namespaces=namespaces),
+                lambda event, body: seen.append((event, body["metadata"]["name"])),
+            )
+        )
+        await until(lambda: (None, "before") in seen)
+        younger.append(asyncio.create_task(asyncio.sleep(1000)))
+        add("watched")
+        await until(lambda: ("ADDED", "watched") in seen)
+        server.send_error(500, "InternalError")
+        add("after")
+        await until(lambda: any(name == "after" for _, name in seen))
+        assert any("has ended" in record.getMessage() for record in caplog.records), "the error did end kopf"
+        server.store.delete("DDPJob", "before")
+        await until(lambda: ("DELETED", "before") in seen)
+        assert not following.done() and not younger[0].done(), "nothing else of the process has ended with it"
+        for task in (following, *younger):
+            task.cancel()
+        await asyncio.gather(following, *younger, return_exceptions=True)
+
+
+async def test_a_term_that_ends_while_kopf_starts_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would follow the jobs for ever, for a leader that is none."""
+    begun, ended_term, run = threading.Event(), threading.Event(), asyncio.run
+
+    def slow_start(main: Any) -> None:
+        begun.set()
+        ended_term.wait(60)
+        run(main)
+
+    async def operator(*, stop_flag: asyncio.Event, **_: Any) -> None:
+        await stop_flag.wait()
+
+    monkeypatch.setattr(handlers.asyncio, "run", slow_start)
+    monkeypatch.setattr(handlers.kopf, "operator", operator)
+    monkeypatch.setattr(handlers, "_RETRY", 0.1)
+    before = set(threading.enumerate())
+    following = asyncio.create_task(handlers.follow_jobs(Settings(key=b"0123456789abcdef"), lambda event, body: None))
+    await until(begun.is_set)
+    [thread] = [t for t in threading.enumerate() if t not in before and t.name == "kopf"]
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    ended_term.set()
+    await asyncio.to_thread(thread.join, 5)
+    assert not thread.is_alive()

@@ -1,0 +1,279 @@
+"""Coordinators that are followed: what wakes a job, how often one is asked, and that none delays another job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from itertools import count, pairwise
+from typing import Any
+
+from ddpjob.controller.report_watch import STALE_SECONDS, ReportWatch
+from ddpjob.engine.coordinator_client import CoordinatorClient, Target
+from ddpjob.engine.ports import JobKey
+from ddpjob.engine.reconcile import utc_now
+from ddpjob_runtime.coordinator.server import Server
+from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.protocol import IncidentKind, Overdue
+
+from .virtual_loop import run
+
+KEY = JobKey("space", "job")
+TOKEN = "the job's token"
+
+
+def other(number: int) -> JobKey:
+    return JobKey("space", f"other-{number}")
+
+
+class Coordinator:
+    """A coordinator on loopback that counts its requests. It can be made to hang, and to lie."""
+
+    def __init__(self) -> None:
+        self.server = Server(Settings(2, 2), TOKEN, store_ready=True)
+        self.asked: list[float] = []
+        self.hangs = False
+        self.lie = b""
+        self.target = Target("", TOKEN)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.asked.append(asyncio.get_running_loop().time())
+        if not self.hangs and not self.lie:
+            await self.server.serve(reader, writer)
+            return
+        await reader.readuntil(b"\r\n\r\n")
+        if self.hangs:
+            await asyncio.sleep(1e6)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(self.lie) + self.lie)
+        writer.close()
+
+    def news(self, nodes: int) -> None:
+        self.server.coordinator.resize(nodes, 1)
+
+    def requests(self, since: float) -> int:
+        return sum(moment >= since for moment in self.asked)
+
+
+class World:
+    """A watch, and when it has woken which job."""
+
+    def __init__(self) -> None:
+        self.wakes: list[tuple[float, JobKey]] = []
+        self.watch = ReportWatch(lambda key: self.wakes.append((self.now, key)), CoordinatorClient())
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def woken(self, key: JobKey = KEY, since: float = 0.0) -> list[float]:
+        return [moment for moment, woken in self.wakes if woken == key and moment >= since]
+
+
+@asynccontextmanager
+async def coordinator(world: World) -> AsyncIterator[Coordinator]:
+    made = Coordinator()
+    listener = await asyncio.start_server(made.serve, "127.0.0.1", 0)
+    made.target = Target(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN)
+    try:
+        yield made
+    finally:
+        listener.close()
+        await world.watch.close()
+
+
+def in_virtual_time(test: Callable[[World, Coordinator], Awaitable[None]]) -> Callable[[], None]:
+    def played() -> None:
+        async def main() -> None:
+            world = World()
+            async with coordinator(world) as made:
+                await test(world, made)
+
+        run(main())
+
+    played.__name__, played.__doc__ = test.__name__, test.__doc__
+    return played
+
+
+@in_virtual_time
+async def test_the_first_report_and_news_wake_the_job_at_once(world: World, c: Coordinator) -> None:
+    assert world.watch.report(KEY) is None and not world.watch.is_asking(KEY)
+    world.watch.follow(KEY, c.target)
+    assert world.watch.is_asking(KEY)
+    await asyncio.sleep(1)
+    assert world.woken() and not world.watch.is_asking(KEY)
+    await asyncio.sleep(30)
+    began = world.now
+    c.news(5)
+    await asyncio.sleep(0.2)
+    assert len(world.woken(since=began)) == 1
+    report = world.watch.report(KEY)
+    assert report is not None and report.nodes == 5
+
+
+@in_virtual_time
+async def test_however_it_flaps_a_job_wakes_once_a_second(world: World, c: Coordinator) -> None:
+    world.watch.follow(KEY, c.target)
+    await asyncio.sleep(30)
+    began = world.now
+    for number in range(1200):
+        c.news(3 + number)
+        await asyncio.sleep(0.05)
+    wakes = world.woken(since=began)
+    assert wakes[0] - began < 0.2 and 20 <= len(wakes) <= 62
+    assert all(after - before > 0.99 for before, after in pairwise(wakes))
+    assert c.requests(began) <= 80
+
+
+@in_virtual_time
+async def test_news_of_a_large_job_among_many_is_read_soon(world: World, c: Coordinator) -> None:
+    """A lost member that is back must not look lost until its pod is given up."""
+    for number in range(300):
+        world.watch.follow(other(number), c.target)
+    await asyncio.sleep(30)
+    async with coordinator(world) as large:
+        for _ in range(20):
+            large.server.coordinator.rounds.incidents.add(
+                IncidentKind.HANG, world.now + 1.7e9, {"traceback": "y" * 30_000}, 0
+            )
+        world.watch.follow(KEY, large.target)
+        for number in range(60):
+            large.news(3 + number)
+            await asyncio.sleep(0.1)
+        began = world.now
+        large.news(2)
+        await asyncio.sleep(1.2)
+        report = world.watch.report(KEY)
+        assert report is not None and report.nodes == 2, f"{world.now - began} s old"
+
+
+@in_virtual_time
+async def test_progress_alone_wakes_nobody_and_is_read_every_ten_seconds(world: World, c: Coordinator) -> None:
+    world.watch.follow(KEY, c.target)
+    c.server.coordinator.report_progress({"step": 1})
+    await asyncio.sleep(30)
+    began = world.now
+    for step in range(2, 202):
+        c.server.coordinator.report_progress({"step": step})
+        await asyncio.sleep(0.5)
+    assert world.woken(since=began) == [] and 9 <= c.requests(began) <= 12
+    report = world.watch.report(KEY)
+    assert report is not None and report.progress["step"] > 175
+
+
+@in_virtual_time
+async def test_an_overdue_step_is_news_once_however_the_clocks_are_compared(world: World, c: Coordinator) -> None:
+    answers = count()
+    world.watch._client.clock = lambda: utc_now() + timedelta(seconds=60 + 0.7 * (next(answers) % 2))
+    world.watch.follow(KEY, c.target)
+    await asyncio.sleep(30)
+    began = world.now
+    inside = c.server.coordinator
+    inside.rounds.overdue = Overdue(utc_now() - timedelta(seconds=600), "rank 0 in all_reduce (train.py:7)")
+    inside._bump()
+    await asyncio.sleep(300)
+    assert len(world.woken(since=began)) == 1 and next(answers) > 20
+    inside.rounds.overdue = None
+    inside._bump()
+    await asyncio.sleep(1)
+    assert len(world.woken(since=began)) == 2
+
+
+@in_virtual_time
+async def test_the_first_step_is_news(world: World, c: Coordinator) -> None:
+    """Whether a job has ever made one decides what a failure means."""
+    world.watch.follow(KEY, c.target)
+    await asyncio.sleep(15)
+    began = world.now
+    c.server.coordinator.report_progress({"step": 1})
+    await asyncio.sleep(0.2)
+    assert len(world.woken(since=began)) == 1
+
+
+@in_virtual_time
+async def test_150_coordinators_that_hang_delay_no_other_job(world: World, c: Coordinator) -> None:
+    async with coordinator(world) as bad:
+        bad.hangs = True
+        for number in range(150):
+            world.watch.follow(other(number), bad.target)
+        world.watch.follow(KEY, c.target)
+        await asyncio.sleep(0.2)
+        assert world.watch.report(KEY) is not None
+        for number in range(2, 8):
+            await asyncio.sleep(60)
+            began = world.now
+            c.news(number)
+            await asyncio.sleep(0.2)
+            assert len(world.woken(since=began)) == 1, "news of a healthy coordinator"
+        assert all(len(world.woken(other(number))) == 1 for number in range(150)), "one wake: it does not answer"
+        assert bad.requests(300) <= 150 * 4, "they are asked rarely"
+
+
+@in_virtual_time
+async def test_a_report_ends_with_its_coordinators_silence_and_comes_back(world: World, c: Coordinator) -> None:
+    world.watch.follow(KEY, c.target)
+    await asyncio.sleep(5)
+    c.hangs, began = True, world.now
+    c.news(7)
+    await asyncio.sleep(1)
+    assert world.watch.report(KEY) is not None, "slow is not dead"
+    await asyncio.sleep(20 + STALE_SECONDS)
+    assert world.watch.report(KEY) is None
+    assert len(world.woken(since=began + 2)) == 1
+    c.hangs = False
+    await asyncio.sleep(60)
+    report = world.watch.report(KEY)
+    assert report is not None and report.nodes == 7
+    assert len(world.woken(since=began + 2)) == 2
+
+
+@in_virtual_time
+async def test_no_answer_ends_the_following(world: World, c: Coordinator) -> None:
+    report = c.server.coordinator.report().write()
+    world.watch.follow(KEY, c.target)
+    for lie in (b"[]", b"\xff", json.dumps(report).encode(), json.dumps(report | {"recovery": [1]}).encode()):
+        c.lie = lie
+        await asyncio.sleep(40)
+        assert world.watch.report(KEY) is None
+    c.lie = b""
+    await asyncio.sleep(40)
+    assert world.watch.report(KEY) is not None
+
+
+@in_virtual_time
+async def test_another_address_is_asked_at_once_and_none_ends_it(world: World, c: Coordinator) -> None:
+    async with coordinator(world) as bad:
+        bad.hangs = True
+        world.watch.follow(KEY, bad.target)
+        await asyncio.sleep(100)
+        world.watch.follow(KEY, c.target)
+        await asyncio.sleep(0.2)
+        assert world.watch.report(KEY) is not None
+        world.watch.follow(KEY, None)
+        began = world.now
+        await asyncio.sleep(100)
+        assert world.watch.report(KEY) is None and c.requests(began) == 0
+
+
+@in_virtual_time
+async def test_an_older_coordinator_is_followed_without_proofs(world: World, c: Coordinator) -> None:
+    """It does not know `news`: its versions are asked for, and progress is one."""
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).split()[1])
+        if b"after" in asked[-1]:
+            await asyncio.sleep(10)
+        body: dict[str, Any] = c.server.coordinator.report().write()
+        data = json.dumps({key: value for key, value in body.items() if key not in ("now", "news")}).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    target = Target(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN, version=2)
+    world.watch.follow(KEY, target)
+    await asyncio.sleep(25)
+    assert world.watch.report(KEY) is not None
+    assert asked[0] == b"/status" and asked[1].startswith(b"/status?after=0&wait=10") and len(asked) <= 4
+    listener.close()

@@ -1,0 +1,237 @@
+"""What becomes of a request.
+
+The answer, ApiError for what the server refuses, Unavailable for what may be tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from ddpjob.controller import rest as rest_module
+from ddpjob.controller.informer import Informer
+from ddpjob.controller.rest import REQUEST_SECONDS, ApiError, Rest
+from ddpjob.engine.ports import Unavailable
+from kubernetes.aio import client
+
+from .api_server import ApiServer, Fault
+from .virtual_loop import run
+from .world import api_server, connected
+
+NODES = "/api/v1/nodes"
+
+
+async def asked(fault: Fault) -> Exception | dict[str, object]:
+    """What a GET gives under a fault."""
+    async with api_server() as server, connected(server) as rest:
+        server.faults = lambda method, path: fault
+        try:
+            return await rest.request("GET", NODES)
+        except (ApiError, Unavailable) as error:
+            return error
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 410, 422])
+def test_what_the_server_refuses_has_its_status_reason_and_message(status: int) -> None:
+    error = run(asked(Fault(status, reason="Because", message="of this")))
+    assert isinstance(error, ApiError)
+    assert (error.status, error.reason, error.message) == (status, "Because", "of this")
+
+
+@pytest.mark.parametrize(("status", "header", "seconds"), [(429, "7", 7.0), (503, "", None), (500, "soon", None)])
+def test_throttling_and_errors_of_the_server_can_be_tried_again(
+    status: int, header: str, seconds: float | None
+) -> None:
+    error = run(asked(Fault(status, {"Retry-After": header} if header else {})))
+    assert isinstance(error, Unavailable)
+    assert (error.status, error.retry_after) == (status, seconds)
+
+
+@pytest.mark.parametrize("how", ["reset", "reset-after"])
+def test_a_connection_that_breaks_can_be_tried_again(how: str) -> None:
+    error = run(asked(Fault(how)))
+    assert isinstance(error, Unavailable)
+    assert error.status is None
+
+
+def test_an_answer_that_does_not_come_ends_after_the_limit() -> None:
+    async def main() -> float:
+        before = asyncio.get_running_loop().time()
+        assert isinstance(await asked(Fault("hang")), Unavailable)
+        return asyncio.get_running_loop().time() - before
+
+    assert run(main()) == pytest.approx(REQUEST_SECONDS, abs=1)
+
+
+async def events(rest: Rest, version: int, silence: float = 75.0, seconds: int = 300) -> list[str]:
+    """Of a watch, until it ends."""
+    query = {"resourceVersion": str(version), "timeoutSeconds": str(seconds), "allowWatchBookmarks": "true"}
+    return [event["type"] async for event in rest.watch(NODES, query, silence)]
+
+
+def add(server: ApiServer, name: str) -> None:
+    server.store.create("Node", {"metadata": {"name": name}}, "")
+
+
+def test_a_watch_gives_what_has_happened_since_and_ends_when_the_server_ends_it() -> None:
+    async def main() -> list[str]:
+        async with api_server() as server, connected(server) as rest:
+            before = server.store.version
+            add(server, "a")
+            asyncio.get_running_loop().call_later(10, add, server, "b")
+            return await events(rest, before)
+
+    assert run(main()) == ["ADDED", "ADDED", "BOOKMARK", "BOOKMARK", "BOOKMARK", "BOOKMARK"]
+
+
+def test_a_watch_that_is_silent_for_too_long_is_given_up() -> None:
+    async def main() -> None:
+        async with api_server() as server, connected(server) as rest:
+            with pytest.raises(Unavailable):
+                await events(rest, server.store.version, silence=50.0)
+            assert asyncio.get_running_loop().time() < 60
+
+    run(main())
+
+
+@pytest.mark.parametrize("as_event", [False, True])
+def test_an_expired_version_is_reported_by_status_or_by_event(as_event: bool) -> None:
+    async def main() -> list[str]:
+        async with api_server() as server, connected(server) as rest:
+            old = server.store.version
+            add(server, "a")
+            server.compact()
+            server.gone_as_event = as_event
+            return await events(rest, old)
+
+    if as_event:
+        assert run(main()) == ["ERROR"]
+    else:
+        with pytest.raises(ApiError) as caught:
+            run(main())
+        assert caught.value.status == 410
+
+
+def test_a_watch_whose_connection_breaks_is_unavailable() -> None:
+    async def main() -> None:
+        async with api_server() as server, connected(server) as rest:
+            asyncio.get_running_loop().call_later(5, server.break_watches)
+            with pytest.raises(Unavailable):
+                await events(rest, server.store.version)
+
+    run(main())
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("depth", [100, 990, 2000, 10_000])
+def test_an_object_as_deep_as_the_api_server_takes_hides_no_other(
+    depth: int, limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A podTemplate's spec may be nested at will. `limited`: in C as from Python 3.12 on."""
+    loads, before = json.loads, sys.getrecursionlimit()
+
+    def limited_loads(text: bytes) -> Any:
+        if text.count(b"{") > 1000:
+            raise RecursionError
+        return loads(text)
+
+    if limited:
+        monkeypatch.setattr(json, "loads", limited_loads)
+    deep = b'{"a":' * depth + b"1" + b"}" * depth
+    page = rest_module._parse(b'{"items": [{"metadata": {"name": "other"}}, {"spec": ' + deep + b"}]}")
+    assert page["items"][0] == {"metadata": {"name": "other"}}
+    assert sys.getrecursionlimit() == before
+
+
+def test_no_error_ends_an_informer() -> None:
+    async def main() -> None:
+        errors: list[Exception] = [RecursionError(), AttributeError(), RuntimeError(), KeyError()]
+
+        class Broken:
+            async def request(self, *_: Any, **__: Any) -> dict[str, Any]:
+                if errors:
+                    raise errors.pop()
+                return {"metadata": {"resourceVersion": "1"}, "items": []}
+
+            async def watch(self, *_: Any, **__: Any) -> AsyncIterator[dict[str, Any]]:
+                await asyncio.sleep(1e9)
+                yield {}
+
+        informer = Informer[Any](Broken(), NODES, lambda body: body, lambda before, after: None)  # type: ignore[arg-type]
+        following = asyncio.create_task(informer.run())
+        async with asyncio.timeout(60):
+            await informer.listed.wait()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    run(main())
+
+
+def test_the_environment_is_read_once_and_not_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp reads it in a thread for each request, with the user's ~/.netrc, whose passwords are for others."""
+    reads: list[str] = []
+    monkeypatch.setattr("aiohttp.client.get_env_proxy_for_url", lambda url: reads.append("proxy"))
+    monkeypatch.setattr("aiohttp.ClientSession._get_netrc_auth", lambda session, host: reads.append("netrc"))
+
+    async def main() -> None:
+        async with api_server() as server, connected(server) as rest:
+            await rest.request("GET", NODES)
+
+    run(main())
+    assert reads == []
+
+
+@pytest.mark.parametrize(("bypass", "proxy"), [("", "http://proxy:3128"), ("other,api.example", None)])
+def test_the_api_server_is_reached_by_the_proxy_of_the_environment(
+    bypass: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", bypass)
+    monkeypatch.setenv("no_proxy", bypass)
+
+    async def main() -> None:
+        rest = Rest.open(client.Configuration(host="https://api.example:6443"), connections=1)
+        assert rest.api.configuration.proxy == proxy
+        await rest.close()
+
+    asyncio.run(main())
+
+
+def test_events_that_arrive_at_once_hold_up_nothing_else() -> None:
+    """As when a thousand pods die: the Lease must be renewed meanwhile."""
+    many, read = 400, list[str]()
+
+    class Backlog(Rest):
+        def __init__(self) -> None:
+            """It needs no client."""
+
+        async def request(self, *_: Any, **__: Any) -> Any:
+            return {"metadata": {"resourceVersion": "1"}, "items": []}
+
+        async def watch(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+            for number in range(many):
+                meta = {"name": f"node-{number}", "resourceVersion": str(number + 2)}
+                yield {"type": "ADDED", "object": {"metadata": meta}}
+            await asyncio.sleep(1e9)
+
+    def read_slowly(body: Any) -> str:
+        time.sleep(0.001)
+        read.append(body["metadata"]["name"])
+        return read[-1]
+
+    async def main() -> int:
+        turns = 0
+        following = asyncio.create_task(Informer(Backlog(), NODES, read_slowly, lambda before, after: None).run())
+        while len(read) < many:
+            await asyncio.sleep(0)
+            turns += 1
+        following.cancel()
+        return turns
+
+    assert asyncio.run(main()) >= 10

@@ -1,0 +1,237 @@
+"""The keyed queue: once, in time, never twice at once, with back-off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+
+from ddpjob.controller import workqueue as queue_module
+from ddpjob.controller.workqueue import DelayQueue, Turns
+
+from .virtual_loop import virtual
+
+
+async def drive(queue: DelayQueue[str], handle: Callable[[str], Awaitable[float | None]], seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await queue.work(handle, workers=2)
+
+
+@virtual
+async def test_a_key_waits_once_and_the_earlier_wish_wins() -> None:
+    queue: DelayQueue[str] = DelayQueue()
+    seen: list[str] = []
+
+    async def handle(key: str) -> None:
+        seen.append(key)
+
+    queue.add("a", 5.0)
+    queue.add("a", 0.0)
+    queue.add("a", 0.01)
+    queue.add("b", 0.02)
+    await drive(queue, handle, 0.2)
+    assert seen == ["a", "b"]
+
+
+@virtual
+async def test_a_key_woken_while_it_is_worked_on_comes_again_but_never_twice_at_once() -> None:
+    queue: DelayQueue[str] = DelayQueue()
+    running, times, most = 0, 0, 0
+
+    async def handle(key: str) -> None:
+        nonlocal running, times, most
+        running += 1
+        times, most = times + 1, max(most, running)
+        if times == 1:
+            queue.add(key)
+        await asyncio.sleep(0.05)
+        running -= 1
+
+    queue.add("a")
+    await drive(queue, handle, 0.4)
+    assert (times, most) == (2, 1)
+
+
+@virtual
+async def test_an_error_backs_off_and_does_not_stop_the_others() -> None:
+    queue: DelayQueue[str] = DelayQueue()
+    seen: list[str] = []
+
+    async def handle(key: str) -> None:
+        seen.append(key)
+        if key == "bad":
+            raise ValueError("no")
+
+    queue.add("bad")
+    queue.add("good", 0.05)
+    await drive(queue, handle, queue_module.FIRST_BACKOFF + 0.2)
+    assert seen.count("good") == 1
+    assert seen.count("bad") == 2
+
+
+@virtual
+async def test_a_key_added_for_several_times_runs_once_for_the_first_of_them() -> None:
+    queue: DelayQueue[str] = DelayQueue()
+    starts: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def handle(key: str) -> None:
+        starts.append(loop.time())
+        if len(starts) == 1:
+            queue.add("a", 0.2)
+            queue.add("a", 0.1)
+            queue.add("a", 0.2)
+            await asyncio.sleep(0.3)  # They are due while it is busy.
+
+    queue.add("a", 0.05)
+    queue.add("a", 0.01)
+    await drive(queue, handle, 0.8)
+    assert len(starts) == 2
+
+
+@virtual
+async def test_what_is_not_urgent_waits_a_second_after_the_last_start_and_what_is_urgent_does_not() -> None:
+    queue: DelayQueue[str] = DelayQueue()
+    starts: list[float] = []
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+
+    async def handle(key: str) -> float:
+        starts.append(loop.time() - began)
+        return 60.0
+
+    async def events() -> None:
+        for _ in range(20):
+            queue.add("a", urgent=False)
+            await asyncio.sleep(0.02)
+        queue.add("a")
+        await asyncio.sleep(0.1)
+        queue.add("a", urgent=False)
+
+    await asyncio.gather(drive(queue, handle, 2.5), events())
+    assert len(starts) == 3
+    assert starts[0] < 0.3 < starts[1] < 0.9, "the first at once, and the urgent one at once"
+    assert starts[2] - starts[1] >= queue_module.INTERVAL
+
+
+@virtual
+async def test_one_group_s_slow_keys_leave_workers_to_the_others() -> None:
+    queue: DelayQueue[str] = DelayQueue(group=lambda key: key.split("/")[0])
+    slow, started, loop = 0, dict[str, float](), asyncio.get_running_loop()
+    began = loop.time()
+
+    async def handle(key: str) -> None:
+        nonlocal slow
+        started[key] = loop.time() - began
+        if key.startswith("hostile"):
+            slow += 1
+            await asyncio.sleep(60)
+
+    for group in range(3):
+        for number in range(50):
+            queue.add(f"hostile-{group}/{number}")
+    queue.add("other/job", 0.1)
+    working = asyncio.create_task(queue.work(handle, workers=16))
+    while "other/job" not in started:
+        assert loop.time() - began < 30, "it waits for the slow ones"
+        await asyncio.sleep(0.01)
+    working.cancel()
+    assert 8 <= slow < 16
+
+
+@virtual
+async def test_what_waits_is_counted_while_every_worker_hangs() -> None:
+    queue: DelayQueue[str] = DelayQueue()
+    hang = asyncio.Event()
+
+    async def handle(key: str) -> None:
+        await hang.wait()
+
+    for key in ("hangs", "too"):
+        queue.add(key)
+    working = asyncio.create_task(queue.work(handle, workers=2))
+    await asyncio.sleep(1)
+    assert (queue.depth(), queue.age()) == (0, 0.0), "both are worked on"
+    for key, delay in (("hangs", 0), ("first", 0), ("second", 50), ("later", 500)):
+        queue.add(key, delay)
+    await asyncio.sleep(100)
+    assert queue.depth() == 2 and 100 <= queue.age() < 101, "'hangs' waits for itself, 'later' is not due"
+    hang.set()
+    await asyncio.sleep(1)
+    assert (queue.depth(), queue.age()) == (0, 0.0)
+    working.cancel()
+
+
+@virtual
+async def test_keys_of_a_higher_rank_wait_for_the_others() -> None:
+    queue: DelayQueue[int] = DelayQueue(rank=lambda key: key % 2)
+    seen: list[int] = []
+
+    async def handle(key: int) -> None:
+        seen.append(key)
+        await asyncio.sleep(0)
+
+    for key in (*range(1, 200, 2), 200):
+        queue.add(key)
+    await drive(queue, handle, 0.5)
+    assert seen[0] == 200 and len(seen) == 101
+
+
+@virtual
+async def test_nothing_is_kept_of_a_key_that_is_not_due_again() -> None:
+    queue: DelayQueue[str] = DelayQueue()
+
+    async def handle(key: str) -> None:
+        queue.add(key, 0.05) if not key.endswith("!") else None
+
+    for number in range(100):
+        queue.add(f"{number}!")
+    await drive(queue, handle, 0.3)
+    kept = [vars(queue)[name] for name in ("_due", "_heap", "_ready", "_busy", "_workers", "_began", "_failures")]
+    assert not any(kept), kept
+
+
+@virtual
+async def test_a_turn_comes_soon_for_a_group_that_has_none_however_many_others_wait() -> None:
+    turns, order = Turns(2), list[str]()
+
+    async def take(group: str) -> None:
+        async with turns.turn(group):
+            order.append(group)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        for group in ["crowd"] * 20 + ["late", "crowd", "late", "other"]:
+            tasks.create_task(take(group))
+    assert len(order) == 24
+    assert set(order[2:5]) >= {"late", "other"} and order.index("late") <= 4
+    assert order.count("late") == 2 and "late" in order[4:8], "then they take turns"
+
+
+@virtual
+async def test_turns_are_never_more_than_allowed_and_none_is_lost_by_a_cancellation() -> None:
+    chance, turns, running, most = random.Random(1), Turns(3), 0, 0
+
+    async def take(group: int) -> None:
+        nonlocal running, most
+        async with turns.turn(group):
+            running += 1
+            most = max(most, running)
+            try:
+                await asyncio.sleep(chance.choice((0, 0, 0.001)))
+            finally:
+                running -= 1
+
+    tasks = []
+    for _ in range(500):
+        tasks.append(asyncio.create_task(take(chance.randrange(4))))
+        if chance.random() < 0.3:
+            chance.choice(tasks).cancel()
+        if chance.random() < 0.3:
+            await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert most == 3 and running == 0
+    async with asyncio.timeout(5), turns.turn("a"), turns.turn("b"), turns.turn("c"):
+        assert not turns._waiting, "all three are free again"

@@ -1,0 +1,204 @@
+"""An event loop whose clock jumps to the next timer when no socket has anything to say.
+
+Client and server run in the same loop and speak over loopback, so a request takes no time unless a fault makes it; a
+time-out of 30 s, a Lease of 10 s or a watch of 5 minutes passes in a millisecond. The loop counts what its sockets have
+sent and not yet read: while something is on its way, however slowly a loaded machine delivers it, the clock stands
+still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import io
+import selectors
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+Result = TypeVar("Result")
+Given = ParamSpec("Given")
+LOST_SECONDS = 2.0
+"""Real seconds after which bytes that nobody reads are forgotten: their reader has stopped reading."""
+END_SECONDS = 0.004
+"""The same for the end of a connection."""
+STUCK_SECONDS = 20.0
+LONGEST = 3600.0
+"""Virtual seconds after which a test has gone wrong: timers alone could keep it going for ever."""
+
+
+class _Traffic:
+    """Bytes on their way, by (sender's address, receiver's address); and connections whose end is on its way."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[Any, Any], int] = {}
+        self.ends: set[tuple[Any, Any]] = set()
+        self._unread: set[tuple[Any, Any]] = set()
+        """Where what was sent has been forgotten: nobody reads there, and nothing is counted until somebody does."""
+
+    def sent(self, way: tuple[Any, Any], count: int) -> None:
+        if way not in self._unread:
+            self.bytes[way] = self.bytes.get(way, 0) + count
+
+    def forget(self) -> None:
+        self._unread |= self.bytes.keys()
+        self.bytes.clear()
+
+    def read(self, way: tuple[Any, Any], count: int) -> None:
+        self._unread.discard(way)
+        if not count:
+            self.ends.discard(way)
+            return
+        left = self.bytes.get(way, 0) - count
+        if left > 0:
+            self.bytes[way] = left
+        else:
+            self.bytes.pop(way, None)
+
+    def closed(self, out: tuple[Any, Any], into: tuple[Any, Any]) -> None:
+        self.bytes.pop(into, None)
+        self.ends.discard(into)
+        self.ends.add(out)
+
+
+class _CountedSocket(socket.socket):
+    traffic: _Traffic
+    way: tuple[Any, Any] = (None, None)
+    back: tuple[Any, Any] = (None, None)
+
+    def begin(self, traffic: _Traffic) -> None:
+        self.traffic = traffic
+        self.way = self.getsockname(), self.getpeername()
+        self.back = self.way[1], self.way[0]
+        self.traffic.ends.discard(self.back)
+
+    def send(self, *args: Any) -> int:
+        count = super().send(*args)
+        self.traffic.sent(self.way, count)
+        return count
+
+    def recv(self, *args: Any) -> bytes:
+        try:
+            data = super().recv(*args)
+        except ConnectionError:
+            self.traffic.read(self.back, 0)
+            raise
+        self.traffic.read(self.back, len(data))
+        return data
+
+    def recv_into(self, *args: Any) -> int:
+        count = super().recv_into(*args)
+        self.traffic.read(self.back, count)
+        return count
+
+    def close(self) -> None:
+        if self.fileno() >= 0:
+            self.traffic.closed(self.way, self.back)
+        super().close()
+
+
+class _Selector(selectors.DefaultSelector):
+    loop: VirtualLoop
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._never: set[int] = set()
+        """Descriptors that were waited for in vain: they will never be writable, so they stop the clock no more."""
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        key = super().unregister(fileobj)
+        self._never.discard(key.fd)
+        return key
+
+    def _blocked(self) -> set[int]:
+        """Connections that are being made, and those whose peer has not read what was sent."""
+        return {key.fd for key in self.get_map().values() if key.events & selectors.EVENT_WRITE} - self._never
+
+    def select(self, timeout: float | None = None) -> Any:
+        found = super().select(0)
+        if found or timeout == 0:
+            return found
+        traffic, began = self.loop.traffic, time.monotonic()
+        while not found:
+            waited = time.monotonic() - began
+            blocked = self._blocked()
+            if waited > LOST_SECONDS:
+                traffic.forget()
+            if waited > END_SECONDS:
+                traffic.ends.clear()
+            if waited > 2 * LOST_SECONDS:
+                self._never |= blocked
+                break
+            if not (traffic.bytes or traffic.ends or blocked):
+                break
+            found = super().select(0.001)
+        if found:
+            return found
+        if timeout is None:
+            found = super().select(STUCK_SECONDS)
+            if not found:
+                raise RuntimeError("nothing is due and nothing arrives: the test waits for ever")
+            return found
+        self.loop.advance(timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """See the module. `now` begins at 0."""
+
+    def __init__(self) -> None:
+        self.now, self.limit = 0.0, LONGEST
+        self.traffic = _Traffic()
+        selector = _Selector()
+        selector.loop = self
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Nothing happens for so long. Raises TimeoutError, with where every task waits, if the test takes too long."""
+        self.now += seconds
+        if self.now > self.limit:
+            self.limit += 600.0  # the tasks are cancelled in this loop
+            stacks = io.StringIO()
+            for task in asyncio.all_tasks(self):
+                task.print_stack(file=stacks)
+            raise TimeoutError(f"no end after {LONGEST:.0f} virtual seconds:\n{stacks.getvalue()}")
+
+    def run_in_executor(self, executor: Any, function: Any, *args: Any) -> Any:
+        """At once: the clock would not wait for a thread (aiohttp reads .netrc in one)."""
+        done = self.create_future()
+        try:
+            done.set_result(function(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def _make_socket_transport(self, sock: socket.socket, *args: Any, **kwargs: Any) -> Any:
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            family, kind, protocol = sock.family, sock.type, sock.proto
+            counted = _CountedSocket(family, kind, protocol, fileno=sock.detach())
+            counted.setblocking(False)
+            with contextlib.suppress(OSError):  # the peer may have gone already
+                counted.begin(self.traffic)
+            sock = counted
+        return super()._make_socket_transport(sock, *args, **kwargs)  # type: ignore[misc]
+
+
+def run(main: Coroutine[Any, Any, Result]) -> Result:
+    """Like asyncio.run, in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+def virtual(test: Callable[Given, Coroutine[Any, Any, None]]) -> Callable[Given, None]:
+    """An async test in virtual time."""
+
+    @functools.wraps(test)
+    def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> None:
+        run(test(*args, **kwargs))
+
+    return wrapped

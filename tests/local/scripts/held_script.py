@@ -1,0 +1,30 @@
+"""Runs a script whose steps in HELD ("30,60") wait for the file DDPJOB_CHECKPOINT_DIR/go-STEP:
+held_script.py SCRIPT [ARGUMENT ...].
+"""
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+from ddpjob_trainer.data.sampler import Step
+from ddpjob_trainer.reporting.ledger import Ledger
+
+write = Ledger.step
+HELD = [int(step) for step in os.environ.get("HELD", "").split(",") if step]
+
+
+def held_step(self: Ledger, number: int, step: Step) -> None:
+    """Write it down, then wait."""
+    write(self, number, step)
+    if number in HELD:
+        until = time.monotonic() + 300
+        while not (Path(os.environ["DDPJOB_CHECKPOINT_DIR"]) / f"go-{number}").exists():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+Ledger.step = held_step  # type: ignore[method-assign]
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")

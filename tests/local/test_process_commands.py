@@ -1,0 +1,98 @@
+"""The commands on jobs of this machine, from another terminal, and `Client`: the job's program is a shell's loop."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from ddpjob import Client
+from ddpjob.client.backend import Mistake
+from ddpjob.client.job_client import JobFailed
+from ddpjob.local import processes
+from process_harness import Machine, manifest
+
+LOOP = ["bash", "-c", "while true; do echo at work; sleep 0.2; done"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path)
+    yield made
+    made.close()
+
+
+def test_the_commands_from_another_terminal(machine: Machine) -> None:
+    run = machine.start(manifest(command=LOOP))
+    run.until(lambda r: r.status.get("phase") == "Running")
+
+    # The job's name instead of a pod's: all its pods.
+    logs = machine.command("logs", "job", "--tail", "2")
+    assert logs.returncode == 0 and "[0-0] at work" in logs.stdout and "[1-0] at work" in logs.stdout, logs.stderr
+    assert machine.command("logs", "job-0-0", "--tail", "1").stdout == "at work\n"
+    wrong = machine.command("logs", "job-7-0")
+    assert (
+        wrong.returncode == 2 and "no pod job-7-0 of job job; its pods: " in wrong.stderr and "job-0-0" in wrong.stderr
+    )
+
+    assert "job trains on 2 nodes" in machine.command("why", "job").stdout
+    assert machine.command("wait", "job", "--timeout", "1s").returncode == 124
+    described = machine.command("describe", "job").stdout
+    assert "GroupRuns" in described or "NodesRun" in described
+    # What is printed can be checked again, and given to a cluster.
+    printed = yaml.safe_load(machine.command("get", "job", "-o", "yaml").stdout)
+    assert "local" not in printed and machine.write(printed, "printed.yaml")
+    assert machine.command("validate", "printed.yaml").returncode == 0
+    assert json.loads(machine.command("get", "-o", "json").stdout)["kind"] == "List"
+
+    killed = machine.command("kill", "job-1-0")
+    assert killed.stdout == f"pod job-1-0 killed ({machine.runs})\n"
+    run.until(lambda r: any(pod.startswith("job-1-1") for pod in r.pods()))
+    assert "Deleted" in machine.command("events", "job").stdout
+
+    uid = run.record["metadata"]["uid"]
+    assert machine.command("delete", "job").returncode == 0
+    assert run.wait(20) != 0
+    assert processes.find({"DDPJOB_UID": uid}) == []
+    assert not (machine.runs / "job").exists()
+    assert machine.command("get", "job").returncode == 2
+
+
+def test_a_signal_is_named_as_what_suspended_the_job(machine: Machine) -> None:
+    run = machine.start(manifest(command=LOOP))
+    run.until(lambda r: r.status.get("phase") == "Running")
+    assert machine.command("stop", "job").stdout == "job: stopped\n"
+    assert run.wait(30) == 143
+    assert "Suspended: stopped by SIGTERM" in run.output and "runPolicy.suspend is true" not in run.output
+    why = machine.command("why", "job")
+    assert why.returncode == 0 and "run it again" in why.stdout
+    assert machine.command("wait", "job").returncode == 1
+
+
+def test_the_client(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPJOB_RUNS", str(machine.runs))
+    monkeypatch.chdir(machine.folder)
+    client = Client("local")
+    assert client.list() == ()
+    ending = threading.Timer(0.0, lambda: None)
+    try:
+        job = client.submit(manifest("one", command=["bash", "-c", "echo done; sleep 1"]))
+        assert job.name == "one" and job.spec.nodes == 2
+        assert client.wait("one", timeout=120).phase == "Complete"
+        assert {line for _, line in client.logs("one")} == {"done"}
+        client.submit(manifest("two", command=LOOP))
+        with pytest.raises(TimeoutError):
+            client.wait("two", timeout=1)
+        with pytest.raises(Mistake, match=r"spec\.nodes"):
+            client.scale("two", 0)
+        ending = threading.Timer(1.0, client.delete, ["two"])
+        ending.start()
+        with pytest.raises(JobFailed, match=r"two was deleted|two is Interrupted"):
+            client.wait("two", timeout=60)
+    finally:
+        ending.join()
+        for left in client.list():
+            client.delete(left.name)

@@ -1,0 +1,116 @@
+"""The examples with a loop of their own, by `ddpjob run`: each loses a pod and ends with the weights of one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpjob.client.process_backend import ProcessBackend
+from ddpjob_trainer.commands.check_ledger import read, verify
+from machine import free_port
+from process_harness import SCRIPTS, Machine, Run, manifest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HELD = str(SCRIPTS / "held_script.py")
+TOLERANCE = 1e-4
+"""Of every weight: sums of float32 in another order. 1e-5 is seen."""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    monkeypatch.setenv("DDPJOB_RUNS", str(machine.runs))
+    yield machine
+    machine.close()
+
+
+def alone(folder: Path, example: str, *arguments: str) -> Path:
+    """The checkpoints of one undisturbed process, without `ddpjob`."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {**os.environ, **ranks, "DDPJOB_CHECKPOINT_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / example), *arguments]
+    subprocess.run(command, env=env, check=True, timeout=600)
+    return folder
+
+
+def begin(machine: Machine, name: str, held: str, *args: str, **spec: Any) -> Run:
+    """The example as a job in mode Fast, whose steps of `held` wait (held_script.py)."""
+    env = [{"name": "HELD", "value": held}, {"name": "OMP_NUM_THREADS", "value": "1"}]
+    words = [str(EXAMPLES / args[0]), *args[1:]]
+    return machine.start(manifest(name, script=HELD, args=words, env=env, recovery={"mode": "Fast"}, **spec))
+
+
+def lose_a_pod(run: Run, step: int) -> None:
+    """While `step` waits; then it may continue."""
+    run.until(lambda r: has_begun(r, step), seconds=300)
+    ProcessBackend().kill(f"{run.job}-1-0")
+    go(run, step)
+
+
+def has_begun(run: Run, step: int) -> bool:
+    """By the ledgers of all ranks."""
+    return any(
+        f'"step": {step},' in path.read_text() for path in run.folder.glob("checkpoints/run/ledger/rank-*.jsonl")
+    )
+
+
+def go(run: Run, step: int) -> None:
+    (run.folder / "checkpoints" / f"go-{step}").touch()
+
+
+def weights(checkpoints: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(max(checkpoints.glob("step-*.pt")), weights_only=True)["model"]
+    return found
+
+
+def distance(one: Path, other: Path) -> float:
+    """The greatest difference between the final weights of two runs."""
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    worst = max(float((a[name] - b[name]).abs().max()) for name in a)
+    print(f"largest difference of a weight {worst:.1e}")
+    return worst
+
+
+def test_an_own_loop_is_exact_through_a_loss_and_on_another_number_of_nodes(machine: Machine, tmp_path: Path) -> None:
+    expected = alone(tmp_path / "alone", "own_loop.py", "4")
+    run = begin(machine, "own", "30,60", "own_loop.py", "4", elastic={"minNodes": 1})
+    lose_a_pod(run, 30)
+    run.until(lambda r: has_begun(r, 60), seconds=300)
+    asked = run.everything().count("SIGTERM: rank")
+    assert machine.command("scale", "own", "1").returncode == 0
+
+    def scaled(run: Run) -> bool:
+        """The group has heard of it, or the one node trains alone since the loss."""
+        heard = run.everything().count("SIGTERM: rank") > asked or read([run.folder / "checkpoints"])[-1].world == 1
+        return heard and bool(run.record["spec"]["nodes"] == 1)
+
+    run.until(scaled, seconds=300)
+    go(run, 60)
+    assert run.wait(600) == 0, run.everything()
+    incarnations = read([run.folder / "checkpoints"])
+    assert verify(incarnations).epochs == dict.fromkeys(range(1, 5), 1200)
+    assert incarnations[0].world == 2 and incarnations[-1].world == 1
+    assert distance(expected, run.folder / "checkpoints") < TOLERANCE
+    assert "100 steps, test accuracy" in run.everything()
+    run.assert_nothing_left()
+
+
+def test_a_language_model_is_fine_tuned_exactly_through_the_loss_of_a_pod(machine: Machine, tmp_path: Path) -> None:
+    base = max(alone(tmp_path / "base", "language_model.py", "--epochs=2").glob("step-*.pt"))
+    arguments = ["language_model.py", f"--base={base}", "--epochs=2"]
+    expected = alone(tmp_path / "alone", *arguments)
+    run = begin(machine, "language", "8", *arguments)
+    lose_a_pod(run, 8)
+    assert run.wait(600) == 0, run.everything()
+    incarnations = read([run.folder / "checkpoints"])
+    assert verify(incarnations).epochs == {1: 197, 2: 197} and len(incarnations) == 2
+    assert distance(expected, run.folder / "checkpoints") < TOLERANCE
+    assert distance(base.parent, expected) > 0.01, "fine-tuning has changed the weights"
+    run.assert_nothing_left()

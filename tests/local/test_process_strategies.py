@@ -1,0 +1,55 @@
+"""`ddpjob run` with strategies of the trainer: each loses a pod by force, and its losses are those of one process.
+
+fsdp and deepspeed do so on real pods: tests/cluster/test_strategies.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ddpjob.client.process_backend import ProcessBackend
+from libraries import horovod_site
+from process_harness import Machine, manifest
+from strategy_jobs import PROBLEM, assert_exact, losses_of_one_process, steps_begun
+
+pytestmark = pytest.mark.slow
+
+STRATEGIES = {
+    "pipeline": ("Fast", ["data.micro_batches=4"]),
+    "parameter-server": ("Fast", []),
+    "horovod": ("Fast", []),
+}
+"""Mode of recovery and keys of each."""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    yield machine
+    machine.close()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    return losses_of_one_process(tmp_path_factory.mktemp("single"))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_strategy_trains_on_through_the_loss_of_a_pod(
+    name: str, alone: dict[int, float], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode, keys = STRATEGIES[name]
+    args = [*PROBLEM, f"strategy={name.replace('-', '_')}", *keys]
+    env = [{"name": "PYTHONPATH", "value": str(horovod_site())}] if name == "horovod" else []
+    run = machine.start(manifest(name, module="ddpjob_trainer", args=args, env=env, recovery={"mode": mode}))
+    # By the ledger, and in this process: all of the training takes but a few seconds on a quiet machine.
+    run.until(lambda r: steps_begun(r.folder / "checkpoints") >= 8, seconds=600)
+    monkeypatch.setenv("DDPJOB_RUNS", str(machine.runs))
+    ProcessBackend().kill(f"{name}-{len(name) % 2}-0")
+    assert run.wait(900) == 0, run.everything()
+    restarts = run.status["restarts"]
+    assert (restarts["counted"], restarts["uncounted"]) == (0, 1), restarts
+    assert_exact(run.folder / "checkpoints", alone)
+    run.assert_nothing_left()

@@ -1,0 +1,211 @@
+"""Real ranks for tests: forked processes over gloo (no import of torch to wait for), and real
+torchrun where its agent matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ddpjob_trainer import config, train
+from machine import free_port, slowness
+
+TINY = [
+    "data.name=digits",
+    "data.batch=200",
+    "model.width=4",
+    "train.epochs=2",
+    "train.log_every=1",
+    "optim.lr=0.05",
+    "train.ledger=true",
+    "checkpoint.every_seconds=0",
+    "train.timeout_seconds=60",
+    "eval.pictures=false",
+]
+
+
+@dataclass
+class Ended:
+    """How a rank ended: exit code (negative: signal) and the message of an exception."""
+
+    code: int
+    error: str
+
+
+Prepare = Callable[[int], None]
+Environment = Callable[[int], dict[str, str]]
+
+
+def start(
+    world: int, arguments: list[str], prepare: Prepare | None = None, env: Environment | None = None
+) -> list[Any]:
+    """`world` forked ranks that run the trainer; `prepare(rank)` may break something on purpose in
+    the rank's process.
+    """
+    port = free_port()
+    context = multiprocessing.get_context("fork")
+    started = []
+    for rank in range(world):
+        receive, send = context.Pipe(duplex=False)
+        own = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **(env(rank) if env else {}),
+        }
+        process = context.Process(target=_rank, args=(own, arguments, prepare, send))
+        process.start()
+        send.close()
+        started.append((process, receive))
+    return started
+
+
+def _rank(env: dict[str, str], arguments: list[str], prepare: Callable[[int], None] | None, send: Any) -> None:
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    try:
+        if prepare is not None:
+            prepare(int(env["RANK"]))
+        code = train.run(config.load(None, [*arguments, "train.threads=1"]))
+        send.send("")
+    except Exception as error:
+        traceback.print_exc()
+        send.send(f"{type(error).__name__}: {error}")
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def finish(started: list[Any], timeout: float = 60) -> list[Ended]:
+    """Wait for all ranks."""
+    ended = []
+    for process, receive in started:
+        process.join(timeout * slowness())
+        if process.exitcode is None:
+            process.kill()
+            raise AssertionError(f"rank process {process.pid} did not end in {timeout} s")
+        error = ""
+        with contextlib.suppress(EOFError):
+            error = receive.recv() if receive.poll() else ""
+        ended.append(Ended(process.exitcode, error))
+    return ended
+
+
+def run(
+    world: int, arguments: list[str], prepare: Prepare | None = None, env: Environment | None = None
+) -> list[Ended]:
+    """Start and wait."""
+    return finish(start(world, arguments, prepare, env))
+
+
+def good(world: int, arguments: list[str], **more: Any) -> None:
+    """Run, and every rank ends with 0."""
+    ended = run(world, arguments, **more)
+    assert [end.code for end in ended] == [0] * world, ended
+
+
+def stop_at(step: int) -> Callable[[int], None]:
+    """SIGTERM comes to the last rank while step number `step` runs."""
+
+    def prepare(rank: int) -> None:
+        import signal
+
+        from ddpjob_trainer.reporting.ledger import Ledger
+
+        write = Ledger.step
+
+        def step_and_signal(self: Ledger, number: int, taken: Any) -> None:
+            write(self, number, taken)
+            if number == step - 1 and rank == int(os.environ["WORLD_SIZE"]) - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)
+
+        Ledger.step = step_and_signal  # type: ignore[method-assign]
+
+    return prepare
+
+
+def metrics(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of one kind."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == event]
+
+
+def final_losses(run_dir: Path) -> list[float]:
+    """The loss of every step, in the execution that counts."""
+    losses: dict[int, float] = {}
+    for row in (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()):
+        if row["event"] == "start":
+            losses = {step: loss for step, loss in losses.items() if step <= row["step"]}
+        elif row["event"] == "step":
+            losses[row["step"]] = row["loss"]
+    assert sorted(losses) == list(range(1, len(losses) + 1))
+    return [losses[step] for step in sorted(losses)]
+
+
+def torchrun(nproc: int, arguments: list[str], cwd: Path, *, max_restarts: int = 0) -> subprocess.Popen[str]:
+    """Real torchrun with the trainer; output goes to cwd/out.txt."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={nproc}",
+        f"--max-restarts={max_restarts}",
+        "--monitor-interval=0.1",
+        "-m",
+        "ddpjob_trainer",
+        *arguments,
+    ]
+    with (cwd / "out.txt").open("w") as out:
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+def steps(folder: Path) -> int:
+    """Steps so far of the training whose checkpoint folder it is."""
+    return len(metrics(folder / "run", "step")) if (folder / "run" / "metrics.jsonl").exists() else 0
+
+
+def stop_torchrun(nproc: int, arguments: list[str], folder: Path) -> int:
+    """Train under torchrun, which gets SIGTERM after some steps; the step of the checkpoint that it leaves."""
+    agent = torchrun(nproc, [*arguments, f"checkpoint.dir={folder}"], folder)
+    try:
+        until(lambda: steps(folder) > 3, 120)
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(60)
+    finally:
+        agent.kill()
+    (stop,) = metrics(folder / "run", "stop")
+    assert (folder / f"step-{stop['step']:09d}.pt").exists()
+    return int(stop["step"])
+
+
+def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """Wait until `condition()` is true; its value."""
+    began = time.monotonic()
+    while time.monotonic() - began < seconds * slowness():
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not true within {seconds} s")

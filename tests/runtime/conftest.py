@@ -1,0 +1,12 @@
+"""Tests of the runtime alone: they need pytest, those with real workers torch, and run on Python 3.9 or later.
+
+make matrix MATRIX="--python 3.9 --torch none"
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "runtime"), str(ROOT / "tests")]

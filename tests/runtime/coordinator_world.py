@@ -1,0 +1,125 @@
+"""A group of the coordinator with a clock that is turned by hand; members' lines are collected in lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpjob_runtime.coordinator.coordinator import Coordinator
+from ddpjob_runtime.coordinator.first_cause import Failure
+from ddpjob_runtime.coordinator.members import Member
+from ddpjob_runtime.coordinator.settings import Settings
+
+FAST, STANDARD = "Fast", "Standard"
+RESET = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
+
+
+class World:
+    """Time and sending of one group. Members beat unless they are in `silent`."""
+
+    def __init__(self, nodes: int = 2, min_nodes: int | None = None, mode: str = FAST, **more: Any) -> None:
+        self.now, self.pending = 1000.0, []  # type: float, list[tuple[float, Any]]
+        self.heard: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        self.silent: set[str] = set()
+        self.restart_coordinator(Settings(nodes, nodes if min_nodes is None else min_nodes, mode=mode, **more))
+
+    def restart_coordinator(self, settings: Settings) -> None:
+        """Another group that knows nothing; what the old one had planned is forgotten."""
+        pending: list[tuple[float, Any]] = []
+        self.pending = pending
+        self.coordinator = Coordinator(
+            settings, lambda: self.now, lambda s, f: pending.append((self.now + s, f)), lambda: None
+        )
+
+    def pass_time(self, seconds: float) -> None:
+        """Everything that is due happens in its order."""
+        until, pending = self.now + seconds, self.pending
+        while due := sorted((p for p in pending if p[0] <= until), key=lambda p: p[0]):
+            pending.remove(due[0])
+            self._turn_to(due[0][0])
+            due[0][1]()
+        self._turn_to(until)
+
+    def _turn_to(self, when: float) -> None:
+        self.now = max(self.now, when)
+        for member in self.coordinator.members:
+            if member.pod not in self.silent:
+                member.heard = self.now
+
+    def hello(self, index: int, attempt: int = 0, pid: int = 1, resume: Any = None, grace: float = 30.0) -> Member:
+        """A member that is let in."""
+        member = self.try_hello(index, attempt, pid, resume, grace)
+        assert member is not None
+        return member
+
+    def try_hello(
+        self, index: int, attempt: int = 0, pid: int = 1, resume: Any = None, grace: float = 30.0
+    ) -> Member | None:
+        """A new connection of a pod."""
+        pod = f"job-{index}-{attempt}"
+        lines = self.heard.setdefault(pod, [])
+        return self.coordinator.hello(
+            pod, index, attempt, pid, lambda verb, fields: lines.append((verb, fields)), grace, resume
+        )
+
+    def resume(
+        self, index: int, number: int, rank: int, world: int, state: str = "Running", attempt: int = 0
+    ) -> Member:
+        """A member that comes back with its round."""
+        return self.hello(index, attempt, resume={"round": number, "rank": rank, "world": world, "state": state})
+
+    def ready(self, *members: Member) -> None:
+        """They have no workers, and know of every round they have been in."""
+        for member in members:
+            self.coordinator.ready(member, member.round or 0, "10.0.0.1", 4000 + member.index)
+
+    def join(self, *members: Member) -> None:
+        """They have started their workers."""
+        for member in members:
+            assert member.round is not None
+            self.coordinator.joined(member, member.round)
+
+    def form(self, nodes: int = 2, spares: int = 0) -> list[Member]:
+        """A running round of new members; the spares are ready, too."""
+        members = [self.hello(i) for i in range(nodes + spares)]
+        self.ready(*members)
+        self.join(*members[:nodes])
+        assert self.coordinator.rounds.state == "Running" and self.round.world == nodes
+        return members
+
+    def lose(self, member: Member, why: str = "its connection ended") -> None:
+        """Its connection ends."""
+        self.coordinator.lost(member, why)
+
+    @property
+    def round(self) -> Any:
+        """The newest round."""
+        assert self.coordinator.rounds.current is not None
+        return self.coordinator.rounds.current
+
+    def ranks(self) -> list[int]:
+        """Places of the newest round's members in the order of their ranks."""
+        return [member.index for _, member in sorted(self.round.members.items())]
+
+    def verbs(self, member: Member) -> list[str]:
+        """What was sent to the member."""
+        return [verb for verb, _ in self.heard[member.pod]]
+
+    def last(self, member: Member) -> tuple[str, dict[str, Any]]:
+        """The last word."""
+        return self.heard[member.pod][-1]
+
+    def fail(
+        self, member: Member, message: str = "ValueError: bug", code: int = 1, ago: float = 0.0, **more: Any
+    ) -> None:
+        """A worker of the member ends by itself in the member's present round."""
+        signal = None if code > 0 else "SIGKILL"
+        failure = Failure(member.source, member.rank, 0, code, signal, message, "Traceback ...", self.now - ago, **more)
+        self.coordinator.failure(member, member.round, failure)
+
+    def incidents(self) -> list[tuple[str, str, int]]:
+        """(kind, pod, consequences) of each."""
+        return [(i.kind, i.pod, i.consequences) for i in self.coordinator.rounds.incidents.recent]
+
+    def report(self) -> dict[str, Any]:
+        """What the operator reads."""
+        return self.coordinator.report().write()

@@ -1,0 +1,170 @@
+"""The agent's own part: what it does between one round's workers and the next one's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from ddpjob_runtime.launcher import agent as agent_module
+from ddpjob_runtime.launcher.shutdown import Shutdown
+from ddpjob_runtime.protocol import Mode
+
+
+class SlowlyDying:
+    """A worker that takes its time to end after SIGKILL, as one with much memory or a device does."""
+
+    returncode = -9
+
+    def __init__(self, pid: int, seconds: float) -> None:
+        self.pid, self.until = pid, time.monotonic() + seconds
+
+    def poll(self) -> int | None:
+        return None if time.monotonic() < self.until else self.returncode
+
+
+class Exits:
+    """The launcher's way out, as far as the agent uses it."""
+
+    begun, grace_seconds = False, 1.0
+
+    def exit(self, code: int, kind: str, message: str) -> None:
+        raise SystemExit(message)
+
+
+def closed(*workers: SlowlyDying) -> Any:
+    """Closes a context with these workers, as torch does: it gives up after the grace."""
+    kind = agent_module.agent_class(SimpleNamespace(), Exits(), Mode.FAST, lambda: None)  # type: ignore[arg-type]
+    agent = object.__new__(kind)
+    agent._grace, agent._ended = 0.0, {}
+    handlers = {rank: SimpleNamespace(proc=worker, close=lambda death_sig: None) for rank, worker in enumerate(workers)}
+    pids = {rank: 2**22 + worker.pid for rank, worker in enumerate(workers)}  # Beyond any pid.
+
+    def close(death_sig: object, timeout: float) -> None:
+        """Some versions wait here without end."""
+        assert all(worker.poll() is not None for worker in workers), "torch is asked when nothing is left to wait for"
+
+    context = SimpleNamespace(close=close, subprocess_handlers=handlers, pids=lambda: pids)
+    agent._wrap_close(context)
+    context.close(None)
+    return agent
+
+
+def test_restarts_are_counted_through_a_new_coordinator_and_are_never_none_after_one() -> None:
+    rounds = [1, 2, 5, 1_000_001, 1_000_002, 2_000_001]
+    assert [agent_module.restarts_before(number) for number in rounds] == [0, 1, 4, 1000, 1001, 2000]
+
+
+def test_it_returns_when_all_workers_are_gone() -> None:
+    began = time.monotonic()
+    workers = SlowlyDying(1, 0.1), SlowlyDying(2, 0.4)
+    closed(*workers)
+    assert time.monotonic() - began >= 0.4
+    assert [worker.poll() for worker in workers] == [-9, -9]
+
+
+def test_a_node_that_ends_does_not_wait_for_a_worker_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "LAST_SECONDS", 0.2)
+    monkeypatch.setattr(Exits, "begun", True)
+    began = time.monotonic()
+    closed(SlowlyDying(1, 60))
+    assert time.monotonic() - began < 30
+
+
+def test_a_worker_that_stays_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "GONE_SECONDS", 0.2)
+    with pytest.raises(SystemExit, match="workers \\[1\\] still run"):
+        closed(SlowlyDying(1, 60), SlowlyDying(2, 0.0))
+
+
+PARENT = """
+import signal, subprocess, sys, time
+if sys.argv[1] == "handles":
+    signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+child = subprocess.Popen([sys.executable, "-c", "import time; print('child', flush=True); time.sleep(60)"])
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["handles", "ignorant"])
+def test_a_worker_that_handles_sigterm_gets_it_without_its_children(kind: str, tmp_path: Path) -> None:
+    """The loaders' processes serve the step after which it saves; torchrun's SIGTERM to all of them would break it."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "parent.py"), kind], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "child\n"
+        [child] = [int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
+        handler = SimpleNamespace(proc=parent, close=lambda death_sig: os.killpg(parent.pid, death_sig))
+        agent_module._ask_to_end(handler, signal.SIGTERM)
+        try:
+            if kind == "handles":
+                assert parent.stdout.readline() == "asked\n"
+                time.sleep(0.5)  # for a child that was asked as well to end
+                assert Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+                assert parent.poll() is None
+            else:
+                assert parent.wait(30) == -signal.SIGTERM
+                assert parent.stdout.read() == "", "the child, which had the pipe as well, has ended"
+        finally:
+            if parent.poll() is None:
+                os.killpg(parent.pid, signal.SIGKILL)
+
+
+CHILD = """
+import signal, sys, time
+def save(*_):
+    print("saved", flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("child", flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_shell_that_handles_sigterm_gets_it_with_its_children(tmp_path: Path) -> None:
+    """With --no-python: it runs its trap when the training has ended, which must be asked to save."""
+    (tmp_path / "child.py").write_text(CHILD)
+    wrapper = ["bash", "-c", 'trap "echo asked" TERM; "$@"; echo ends', "wrapper"]
+    with subprocess.Popen(
+        [*wrapper, sys.executable, str(tmp_path / "child.py")], stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as shell:  # fmt: skip
+        try:
+            assert shell.stdout is not None and shell.stdout.readline() == "child\n"
+            handler = SimpleNamespace(proc=shell, close=lambda death_sig: os.killpg(shell.pid, death_sig))
+            agent_module._ask_to_end(handler, signal.SIGTERM)
+            assert shell.stdout.read() == "saved\nasked\nends\n"
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
+
+
+def test_a_shutdown_is_not_kept_waiting_by_a_round_that_is_about_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both wanted the lock; the agent kept it while it waited for the end of the process, which never came."""
+    shutdown, reached = Shutdown(1.0), threading.Event()
+    kind = agent_module.agent_class(SimpleNamespace(), shutdown, Mode.FAST, lambda: None)  # type: ignore[arg-type]
+    agent = object.__new__(kind)
+    agent._round = 1
+
+    def asked_to_end() -> int:
+        shutdown.begun = True
+        reached.set()
+        return 0
+
+    monkeypatch.setattr(agent_module.oom, "oom_kills", asked_to_end)
+    monkeypatch.setenv("DDPJOB_FENCE", "")
+    group = SimpleNamespace(spec=SimpleNamespace(max_restarts=10))
+    threading.Thread(target=agent._start_workers, args=(group,), daemon=True).start()
+    assert reached.wait(20)
+    time.sleep(0.1)
+    assert shutdown.starting.acquire(timeout=20)

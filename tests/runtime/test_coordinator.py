@@ -1,0 +1,1022 @@
+"""The coordinator's decisions, rule by rule, without sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator_world import FAST, RESET, STANDARD, World
+from ddpjob_runtime.coordinator.drain import DRAIN_SECONDS
+from ddpjob_runtime.protocol import iso, time_of
+
+# ---- forming
+
+
+def test_the_first_round_begins_when_all_nodes_are_ready() -> None:
+    world = World(3)
+    members = [world.hello(i) for i in range(3)]
+    world.ready(members[2], members[0])
+    world.pass_time(500)
+    assert world.coordinator.rounds.current is None and world.report()["state"] == "Forming"
+    world.ready(members[1])
+    sent = [world.last(m) for m in members]
+    assert [verb for verb, _ in sent] == ["go"] * 3
+    assert [fields["rank"] for _, fields in sent] == [0, 1, 2], "by index, whoever was ready first"
+    assert all(fields["world"] == 3 and fields["round"] == 1 for _, fields in sent)
+    first = {"rank": 0, "pod": "job-0-0", "host": "10.0.0.1", "port": 4000}
+    assert all(fields["members"] == [first] for _, fields in sent), "nobody needs another address"
+    assert world.report()["state"] == "Forming"  # no workers yet
+    world.join(*members)
+    report = world.report()
+    assert (report["state"], report["world"], report["round"]) == ("Running", 3, 1)
+
+
+@pytest.mark.parametrize("mode", [STANDARD, FAST])
+def test_the_first_round_begins_with_fewer_after_half_a_minute(mode: str) -> None:
+    world = World(3, 2, mode)
+    members = [world.hello(i) for i in range(3)]
+    world.ready(members[0])
+    world.pass_time(100)
+    world.ready(members[1])
+    world.pass_time(29)
+    assert world.coordinator.rounds.current is None
+    world.pass_time(1.1)
+    assert world.round.world == 2 and world.verbs(members[2]) == ["welcome"]
+
+
+def test_one_less_starts_the_first_wait_anew() -> None:
+    world = World(3, 2)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(20)
+    world.lose(members[0])
+    world.pass_time(5)
+    world.ready(world.hello(0, attempt=1))
+    world.pass_time(29)
+    assert world.coordinator.rounds.current is None
+    world.pass_time(2)
+    assert world.round.world == 2
+
+
+def test_who_has_been_ready_for_longest_fills_the_gap_and_ranks_follow_the_indices() -> None:
+    world = World(3)
+    members = world.form(3, spares=1)
+    world.pass_time(5)
+    world.ready(world.hello(4))  # ready after job-3
+    world.lose(members[1])
+    assert world.last(members[0])[0] == "restart"
+    world.ready(members[2])
+    assert world.round.number == 1  # job-0 has not ended its workers yet
+    world.ready(members[0])
+    assert world.round.number == 2 and world.ranks() == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("mode", "wait"), [(FAST, 0.0), (STANDARD, 10.0)])
+def test_a_group_continues_with_fewer_after_the_shrink_grace(mode: str, wait: float) -> None:
+    world = World(3, 2, mode)
+    members = world.form(3)
+    world.lose(members[0])
+    world.ready(members[1], members[2])
+    if wait:
+        world.pass_time(wait - 0.5)
+        assert world.round.number == 1
+        world.pass_time(0.6)
+    assert world.round.number == 2 and world.ranks() == [1, 2]
+
+
+def test_node_0_is_rank_0_whenever_it_trains() -> None:
+    world = World(3, 2, FAST)
+    members = world.form(3)
+    world.lose(members[0])
+    world.ready(members[1], members[2])
+    assert world.ranks() == [1, 2]
+    world.join(members[1], members[2])
+    world.ready(world.hello(0, attempt=1))
+    world.pass_time(11)
+    world.ready(members[1], members[2])
+    assert world.ranks() == [0, 1, 2]
+
+
+def test_a_group_of_fewer_that_breaks_waits_for_nobody_who_was_not_there() -> None:
+    world = World(3, 2, STANDARD)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    world.fail(members[0])
+    world.ready(*members)
+    assert world.round.number == 2
+
+
+def test_below_the_minimum_the_group_waits() -> None:
+    world = World(3, 2)
+    members = world.form(3)
+    world.lose(members[0])
+    world.lose(members[1])
+    world.ready(members[2])
+    world.pass_time(1000)
+    assert world.round.number == 1 and world.report()["world"] is None
+    world.ready(world.hello(1, attempt=1))
+    assert world.round.number == 2 and world.ranks() == [1, 2]
+
+
+def test_a_round_whose_workers_do_not_start_is_given_up() -> None:
+    world = World(2)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.join(members[0])
+    world.pass_time(121)
+    verb, fields = world.last(members[1])
+    assert verb == "stop" and fields["fenced"] is True
+    assert world.last(members[0])[0] == "restart"
+    world.pass_time(1)
+    assert world.incidents() == [("PeerLost", "job-1-0", 0)]
+
+
+# ---- draining and fencing
+
+
+def test_who_does_not_drain_is_fenced_before_the_next_round() -> None:
+    world = World(3, 2)
+    members = world.form(3)
+    world.lose(members[0])
+    world.ready(members[1])
+    world.pass_time(DRAIN_SECONDS - 0.1)
+    assert world.verbs(members[2])[-1] == "restart" and world.round.number == 1
+    world.ready(world.hello(0, attempt=1))
+    world.pass_time(0.2)
+    verb, fields = world.last(members[2])
+    assert (verb, fields["fenced"], fields["ok"]) == ("stop", True, False) and "in time" in fields["why"]
+    assert world.round.number == 2 and world.ranks() == [0, 1]
+    again = world.try_hello(2)
+    assert again is None and world.last(members[2])[1]["fenced"] is True
+    assert [entry["pod"] for entry in world.report()["lost"]] == ["job-2-0"]
+
+
+def test_two_that_do_not_drain_are_both_notified_before_a_round_forms() -> None:
+    world = World(3, 1)
+    members = world.form(3)
+    world.lose(members[0])
+    world.ready(world.hello(0, attempt=1))
+    order: list[str] = []
+    for member in members[1:]:
+        lines = world.heard[member.pod]
+        member.send = lambda verb, fields, pod=member.pod, lines=lines: (
+            order.append(f"{pod} {verb}"),
+            lines.append((verb, fields)),
+        )
+    new = world.coordinator.members.by_index[0]
+    new.send = lambda verb, fields: order.append(f"new {verb}")
+    world.pass_time(DRAIN_SECONDS + 1)
+    assert order == ["job-1-0 stop", "job-2-0 stop", "new go"]
+
+
+def test_a_planned_restart_leaves_the_members_grace() -> None:
+    world = World(3, 2)
+    members = [world.hello(i, grace=40.0) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    world.ready(world.hello(2))
+    world.pass_time(11)
+    assert world.last(members[0]) == (
+        "restart",
+        {"round": 1, "why": "the group continues with 3 instead of 2 nodes", "planned": True},
+    )
+    world.ready(members[1])
+    world.pass_time(44)
+    assert "stop" not in world.verbs(members[0])
+    world.pass_time(1.1)
+    assert world.last(members[0])[0] == "stop"
+
+
+def test_a_loss_during_a_planned_restart_is_reported_at_once() -> None:
+    world = World(3, 1)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    world.ready(world.hello(2))
+    world.pass_time(10.1)
+    world.lose(members[1])
+    assert [fields["planned"] for verb, fields in world.heard[members[0].pod] if verb == "restart"] == [True, False]
+    world.ready(members[0])
+    assert world.round.number == 2
+    assert world.incidents() == [("Joined", "job-2-0", 0)]
+
+
+def test_a_ready_that_has_crossed_go_changes_nothing() -> None:
+    world = World(2)
+    first, _ = world.form()
+    world.coordinator.ready(first, 0, "h", 1)
+    assert world.report()["state"] == "Running" and first.state == "Running"
+
+
+def test_a_member_that_says_ready_while_its_round_runs_breaks_it() -> None:
+    world = World(2)
+    first, second = world.form()
+    world.coordinator.ready(first, 1, "h", 1)
+    assert world.verbs(second)[-1] == "restart" and world.report()["state"] == "Restarting"
+    world.ready(second)
+    assert world.round.number == 2
+    assert world.incidents() == [("PeerLost", "job-0-0", 0)]
+
+
+def test_a_round_that_comes_apart_again_and_again_waits() -> None:
+    world = World(2)
+    members = world.form()
+    for _ in range(3):
+        number = world.round.number
+        world.coordinator.ready(members[0], number, "h", 1)
+        world.ready(members[1])
+        world.pass_time(5)
+        world.join(*members)
+    assert [i["backoffSeconds"] for i in world.report()["incidents"]] == [0.0, 1.0, 2.0]
+
+
+# ---- causes
+
+
+def test_the_first_exception_is_the_cause_even_when_its_consequence_is_heard_first() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, RESET)
+    assert "restart" not in world.verbs(second)  # it may be writing its own traceback: not disturbed yet
+    world.pass_time(0.2)
+    world.fail(second, "ValueError: bug", ago=0.6)
+    world.pass_time(2)
+    assert world.incidents() == [("WorkerFailed", "job-1-0", 1)]
+
+
+def test_a_worker_that_hangs_is_reported_although_only_connection_errors_are_known() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, RESET)
+    world.ready(first)
+    world.pass_time(0.51)
+    assert world.verbs(second)[-1] == "restart" and world.incidents() == []  # it may yet turn out to be the cause
+    world.ready(second)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]  # nothing better is known
+
+
+def test_a_connection_error_long_before_the_silent_peer_is_given_up_is_its_consequence() -> None:
+    world = World()
+    first, second = world.form()
+    world.silent.add(second.pod)
+    world.pass_time(1)
+    world.fail(first, RESET)
+    world.ready(first)
+    world.pass_time(5)
+    world.lose(second, "silent for 6 s")
+    world.pass_time(1)
+    assert world.incidents() == [("PeerLost", "job-1-0", 1)]
+
+
+def test_an_error_of_its_own_that_a_silent_peer_brought_is_its_consequence() -> None:
+    world = World()
+    first, second = world.form()
+    world.silent.add(second.pod)
+    world.pass_time(3)
+    world.fail(first, "RuntimeError: training step failed")  # the script wrapped the connection error
+    world.ready(first)
+    world.pass_time(3)
+    assert world.incidents() == []
+    world.lose(second, "silent for 6 s")
+    world.pass_time(1)
+    assert world.incidents() == [("PeerLost", "job-1-0", 1)]
+
+
+def test_a_failing_worker_restarts_the_others_at_once() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first)
+    assert world.last(second) == (
+        "restart",
+        {"round": 1, "why": "a worker of job-0-0 failed: ValueError: bug", "planned": False},
+    )
+    assert world.report()["state"] == "Restarting"
+    world.pass_time(0.6)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
+
+
+def test_what_fails_after_it_was_asked_to_end_is_no_cause() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, RESET)
+    world.pass_time(0.51)
+    world.pass_time(0.3)
+    world.fail(second, "killed by signal SIGKILL", code=-9)
+    world.ready(first, second)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 1)]
+
+
+def test_a_lost_peers_consequences_are_not_causes() -> None:
+    world = World(3)
+    _, second, third = world.form(3)
+    world.lose(second)
+    world.fail(third, "RuntimeError: training step failed", ago=-0.02)  # the script wrapped the connection error
+    world.pass_time(1.01)
+    assert world.incidents() == [("PeerLost", "job-1-0", 1)]
+
+
+def test_a_worker_killed_together_with_its_pod_is_the_pods_loss() -> None:
+    world = World()
+    first, _ = world.form()
+    world.fail(first, "killed by signal SIGKILL", code=-9)
+    world.lose(first)
+    world.pass_time(1.01)
+    assert world.incidents() == [("PeerLost", "job-0-0", 1)]
+
+
+def test_a_worker_killed_alone_is_a_failure() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, "killed by signal SIGKILL", code=-9)
+    world.fail(second, RESET)
+    world.pass_time(1.01)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 1)]
+    assert world.report()["incidents"][0]["signal"] == "SIGKILL"
+
+
+def test_a_worker_that_the_memory_limit_killed_is_the_cause_even_when_its_pod_goes_with_it() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(second, RESET)
+    world.fail(first, "killed by the kernel", code=-9, oom=True, ago=0.1)
+    world.lose(first)
+    world.pass_time(1.01)
+    assert world.incidents() == [("OOMKilled", "job-0-0", 2)]
+
+
+def test_an_import_error_is_an_init_failure_with_its_traceback() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(second, "ModuleNotFoundError: No module named 'nccl'", init=True)
+    world.fail(first, RESET, ago=0.1)
+    world.pass_time(1.01)
+    assert world.incidents() == [("InitFailure", "job-1-0", 1)]
+    assert world.report()["incidents"][0]["traceback"] == "Traceback ..."
+
+
+def test_a_member_that_finished_before_the_others_is_the_cause_of_their_connection_errors() -> None:
+    world = World()
+    first, second = world.form()
+    world.coordinator.finished(second, 1)
+    world.pass_time(1)
+    world.fail(first, RESET)
+    world.ready(first)
+    world.pass_time(0.6)
+    assert world.last(second)[0] == "restart"
+    world.ready(second)
+    incident = world.report()["incidents"][0]
+    assert (incident["kind"], incident["pod"], incident["exitCode"]) == ("WorkerFailed", "job-1-0", 0)
+    assert incident["message"] == "rank(s) of job-1-0 ended with exit code 0 before the others"
+
+
+def test_an_own_error_counts_although_another_member_has_finished() -> None:
+    world = World()
+    first, second = world.form()
+    world.coordinator.finished(second, 1)
+    world.fail(first, "ValueError: bug")
+    world.pass_time(1)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
+
+
+def test_an_exception_before_the_pods_loss_is_the_cause() -> None:
+    world = World()
+    first, _ = world.form()
+    world.fail(first, "ValueError: bug")
+    world.pass_time(0.3)
+    world.lose(first)
+    world.pass_time(1)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 1)]
+
+
+def test_a_round_breaks_once_however_much_follows() -> None:
+    world = World(3)
+    first, second, third = world.form(3)
+    world.pass_time(59)
+    world.fail(first)
+    world.pass_time(0.3)
+    world.fail(second, RESET)
+    world.lose(third)
+    assert world.round.broken_at == 1059.0 and world.report()["recovery"]["downSince"] == "1970-01-01T00:17:39.000Z"
+    world.ready(first, second, world.hello(2, attempt=1))
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 2)]
+
+
+def test_each_round_has_its_own_incident_and_old_ones_are_dropped() -> None:
+    world = World()
+    members = world.form()
+    for number in range(60):
+        world.coordinator.report_progress({"step": number})
+        world.fail(members[0], f"ValueError: {number}")
+        world.ready(*members)
+        world.join(*members)
+    incidents = world.report()["incidents"]
+    assert len(incidents) == 50 and incidents[-1]["id"] == 60
+    assert world.coordinator.rounds.incidents.counts == {"WorkerFailed": 60}
+
+
+def test_a_late_report_of_an_old_round_changes_nothing() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first)
+    world.ready(first, second)
+    world.join(first, second)
+    second.round = 1
+    world.fail(second, RESET)
+    second.round = 2
+    world.pass_time(5)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)] and world.report()["state"] == "Running"
+
+
+def test_the_same_init_failure_of_every_node_is_reported_once() -> None:
+    world = World()
+    for index in range(2):
+        world.coordinator.init_failure(world.hello(index), "no such file: train.py")
+    assert world.incidents() == [("InitFailure", "job-0-0", 1)]
+
+
+# ---- leaving
+
+
+def test_leaving_is_no_failure_and_nobody_is_killed_while_it_saves() -> None:
+    world = World()
+    first, second = world.form()
+    world.coordinator.leaving(second, "ended by SIGTERM")
+    world.fail(first, "SystemExit: 75", code=75)
+    world.pass_time(0.6)
+    assert world.last(first)[1]["planned"] is True  # others of its node may still be saving
+    assert world.incidents() == [("Left", "job-1-0", 1)]
+    world.lose(second)
+    world.pass_time(5)
+    assert world.incidents() == [("Left", "job-1-0", 1)] and world.report()["lost"] == []
+
+
+def test_nobody_waits_for_one_that_leaves_once_its_peers_are_broken() -> None:
+    world = World()
+    first, second, _ = world.form(2, spares=1)
+    world.coordinator.leaving(second, "ended by SIGTERM")
+    world.pass_time(1)
+    assert "restart" not in world.verbs(first) and world.report()["state"] == "Running"
+    world.fail(first, RESET)
+    world.ready(first)
+    assert world.round.number == 2 and world.ranks() == [0, 2] and second.state == "Leaving"
+    assert world.incidents() == [("Left", "job-1-0", 1)]
+
+
+def test_a_left_member_frees_peers_that_hang() -> None:
+    world = World()
+    first, second = world.form()
+    world.coordinator.leaving(second, "ended by SIGTERM")
+    world.pass_time(3)
+    world.lose(second)
+    assert world.last(first)[0] == "restart" and world.last(first)[1]["planned"] is False
+    world.ready(first)
+    assert world.incidents() == [("Left", "job-1-0", 0)]
+
+
+def test_peers_that_have_agreed_to_save_may_finish_that_when_the_leaving_node_is_gone() -> None:
+    world = World(3)
+    first, second, third = world.form(3)
+    world.coordinator.leaving(second, "ended by SIGTERM")
+    world.fail(first, "SystemExit: 75", code=75)
+    world.lose(second)
+    assert [f["planned"] for verb, f in world.heard[third.pod] if verb == "restart"] == [True]
+
+
+def test_a_ready_member_that_leaves_is_not_chosen() -> None:
+    world = World(2)
+    members = [world.hello(i) for i in range(3)]
+    world.ready(members[0])
+    world.coordinator.leaving(members[0], "ended by SIGTERM")
+    world.ready(members[1], members[0])
+    assert world.coordinator.rounds.current is None
+    world.ready(members[2])
+    assert world.ranks() == [1, 2]
+
+
+# ---- growth and size
+
+
+@pytest.mark.parametrize(("joiners", "wait"), [(2, 10.0), (1, 60.0)])
+def test_joiners_are_paced(joiners: int, wait: float) -> None:
+    world = World(4, 2)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    new = [world.hello(2 + i) for i in range(joiners)]
+    world.ready(*new)
+    world.pass_time(wait - 0.5)
+    assert "restart" not in world.verbs(members[0])
+    world.pass_time(0.6)
+    assert world.last(members[0])[1]["planned"] is True
+    world.ready(*members)
+    assert world.round.world == 2 + joiners and world.ranks()[:2] == [0, 1]
+    world.pass_time(1)
+    assert world.incidents() == [("Joined", "job-2-0", 0)]
+
+
+def test_a_joiner_does_not_interrupt_members_that_finish() -> None:
+    world = World(3, 2)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    world.coordinator.finished(members[0], 1)
+    world.ready(world.hello(2))
+    world.pass_time(300)
+    world.coordinator.finished(members[1], 1)
+    assert world.report()["state"] == "Succeeded" and world.verbs(world.coordinator.members.by_index[2])[-1] == "done"
+
+
+def test_a_joiner_that_dies_before_the_others_have_drained_costs_no_wait() -> None:
+    world = World(3, 2, STANDARD)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    joiner = world.hello(2)
+    world.ready(joiner)
+    world.pass_time(10.1)
+    world.lose(joiner)
+    world.ready(*members)
+    assert world.round.number == 2 and world.round.world == 2
+
+
+def test_more_than_wanted_are_spares() -> None:
+    world = World(2)
+    members = world.form(2, spares=2)
+    world.pass_time(1000)
+    assert [m.state for m in members] == ["Running", "Running", "Ready", "Ready"]
+
+
+def test_a_smaller_size_applies_at_once_and_the_highest_places_step_back() -> None:
+    world = World(4)
+    members = world.form(4)
+    world.coordinator.resize(2, 2)
+    assert all(
+        world.last(m)[1] == {"round": 1, "why": "the group continues with 2 instead of 4 nodes", "planned": True}
+        for m in members
+    )
+    world.ready(*members[::-1])
+    assert world.ranks() == [0, 1] and world.report()["nodes"] == 2
+    assert world.incidents() == [("Joined", None, 0)]
+    world.coordinator.resize(2, 2)  # said again each pass
+    world.join(*members[:2])
+    world.pass_time(100)
+    assert world.round.number == 2
+
+
+def test_a_larger_size_waits_for_its_nodes() -> None:
+    world = World(2)
+    members = world.form(2)
+    world.coordinator.resize(3, 3)
+    world.pass_time(100)
+    assert world.report()["state"] == "Running" and world.report()["world"] == 2  # better than none
+    world.ready(world.hello(2))
+    assert world.last(members[0])[0] == "restart"
+
+
+def test_a_size_that_cannot_be_is_refused() -> None:
+    world = World(2)
+    with pytest.raises(ValueError, match="minNodes: must be from 1 to nodes"):
+        world.coordinator.resize(2, 3)
+
+
+# ---- back-off
+
+
+def crash(world: World, members: list[Any]) -> float:
+    """Seconds from the break to the next round."""
+    began, number = world.now, world.round.number
+    world.fail(members[0])
+    world.ready(*members)
+    while world.round.number == number:
+        world.pass_time(0.1)
+        assert world.now - began < 100
+    world.join(*members)
+    return world.now - began
+
+
+def test_a_crash_loop_waits_longer_each_time_up_to_the_limit() -> None:
+    world = World(2, backoff_initial=2.0, backoff_maximum=10.0)
+    members = world.form()
+    waits = [crash(world, members) for _ in range(5)]
+    assert waits == pytest.approx([0, 2, 4, 8, 10], abs=0.2)
+    assert [i["backoffSeconds"] for i in world.report()["incidents"]] == [0, 2, 4, 8, 10]
+
+
+def test_the_wait_is_reported() -> None:
+    world = World(2)
+    members = world.form()
+    crash(world, members)
+    world.fail(members[0])
+    world.ready(*members)
+    assert world.report()["backoffUntil"] == "1970-01-01T00:16:41.000Z"
+    world.pass_time(2)
+    assert world.report()["backoffUntil"] is None and world.round.number == 3
+
+
+def test_a_new_furthest_step_ends_a_crash_loop_but_the_same_steps_again_do_not() -> None:
+    world = World(2)
+    members = world.form()
+    world.coordinator.report_progress({"step": 10})
+    assert crash(world, members) == 0
+    world.coordinator.report_progress({"step": 10})
+    assert crash(world, members) == pytest.approx(1, abs=0.2)
+    world.coordinator.report_progress({"step": 9})
+    assert crash(world, members) == pytest.approx(2, abs=0.2)
+    world.coordinator.report_progress({"step": 11})
+    assert crash(world, members) == 0
+    assert crash(world, members) == pytest.approx(1, abs=0.2)
+
+
+def test_a_minute_of_running_ends_a_crash_loop() -> None:
+    world = World(2)
+    members = world.form()
+    crash(world, members)
+    crash(world, members)
+    world.pass_time(61)
+    assert crash(world, members) == 0
+
+
+def test_lost_nodes_do_not_wait() -> None:
+    world = World(2)
+    first, second = world.form()
+    for attempt in range(1, 8):
+        world.lose(second)
+        second = world.hello(1, attempt=attempt)
+        world.ready(first, second)
+        world.join(first, second)
+    assert world.round.number == 8 and world.now == 1000.0
+
+
+# ---- hangs
+
+DUMP = """Thread 0x00007f4a12345640 (most recent call first):
+  File "/usr/lib/python3.12/threading.py", line 355 in wait
+
+Current thread 0x00007f4a99999740 (most recent call first):
+  File "/venv/torch/distributed/distributed_c10d.py", line 2810 in all_reduce
+  File "train.py", line 30 in <module>
+"""
+
+
+def test_patience_changes_while_the_group_runs() -> None:
+    world = World(2)
+    members = world.form()
+    world.coordinator.report_progress({"step": 1})
+    world.pass_time(100)
+    world.coordinator.set_patience(120, 3, 9)
+    assert (world.report()["hangAfter"], world.report()["backoff"]) == (120, [3, 9])
+    world.pass_time(19)
+    assert "dump" not in world.verbs(members[0])
+    world.pass_time(1.1)
+    assert world.last(members[0]) == ("dump", {"round": 1})
+
+
+def test_a_hang_is_dumped_reported_and_restarted() -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    for step in range(3):
+        world.pass_time(50)
+        world.coordinator.report_progress({"step": step})
+    world.pass_time(59)
+    assert world.report()["state"] == "Running"
+    world.pass_time(1.1)
+    assert [world.last(m) for m in members] == [("dump", {"round": 1})] * 2
+    world.coordinator.stacks(members[0], 1, 0, DUMP)
+    world.coordinator.stacks(members[0], 1, 1, DUMP.replace("2810 in all_reduce", "99 in barrier"))
+    world.pass_time(1)
+    assert "restart" not in world.verbs(members[0])
+    world.coordinator.stacks(members[1], 1, 2, DUMP)
+    world.pass_time(0.4)
+    assert world.last(members[1]) == ("restart", {"round": 1, "why": "the group hangs", "planned": False})
+    incident = world.report()["incidents"][0]
+    assert incident["kind"] == "Hang" and incident["pod"] is None
+    where = "all_reduce (/venv/torch/distributed/distributed_c10d.py:2810)"
+    assert incident["message"].startswith(f"no step for 60 s: rank 0 in {where}; rank 1 in barrier (")
+    assert "rank 2:\n" in incident["traceback"] and "train.py" in incident["traceback"]
+    world.fail(members[0], "killed by signal SIGKILL", code=-9)
+    world.ready(*members)
+    assert world.round.number == 2 and len(world.incidents()) == 1
+
+
+def test_a_hang_whose_ranks_give_no_stack_is_reported_all_the_same() -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    world.pass_time(60.1)
+    world.pass_time(3.1)
+    assert world.last(members[0])[0] == "restart"
+    assert world.report()["incidents"][0]["message"] == "no step for 60 s: no rank gave its stack"
+
+
+def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
+    """A group without a limit whose next step is far beyond its pace of one in `seconds`; its ranks gave stacks."""
+    world = World(2)
+    members = world.form()
+    for step in range(20):
+        assert "dump" not in world.verbs(members[0])
+        world.pass_time(seconds)
+        world.coordinator.report_progress({"step": step})
+    world.pass_time(max(300, 20 * seconds) - 1)
+    assert "dump" not in world.verbs(members[0])
+    world.pass_time(2)
+    assert world.verbs(members[0])[-1] == "dump"
+    for rank, member in enumerate(members):
+        world.coordinator.stacks(member, 1, rank, DUMP)
+    world.pass_time(3)
+    return world, members
+
+
+@pytest.mark.parametrize("seconds", [0.5, 30])
+def test_without_a_limit_a_step_far_beyond_the_jobs_own_pace_is_reported_and_nothing_ends(seconds: float) -> None:
+    world, members = overdue(seconds)
+    said = world.report()["overdue"]
+    assert said["where"].startswith("rank 0 in all_reduce (") and "rank 1 in all_reduce (" in said["where"]
+    assert "rank 1:\n" in said["traceback"] and said["activity"] == ""
+    assert said["since"] == iso(time_of(1000 + 20 * seconds))
+    world.pass_time(100_000)
+    assert world.report()["state"] == "Running" and world.incidents() == []
+    assert [world.verbs(m).count("dump") for m in members] == [1, 1], "once"
+    news = world.report()["news"]
+    world.coordinator.report_progress({"step": 20})
+    assert world.report()["overdue"] is None and world.report()["news"] > news
+    world.pass_time(100_000)
+    assert world.report()["overdue"] is None, "so long a gap is its pace by now"
+
+
+def test_a_limit_that_is_set_while_a_step_is_overdue_ends_the_round() -> None:
+    world, members = overdue()
+    world.coordinator.set_patience(60, 1, 60)
+    world.pass_time(4)
+    assert world.last(members[0])[0] == "restart" and world.report()["overdue"] is None
+    assert world.report()["incidents"][0]["message"].startswith("no step for 604 s: no rank gave its stack")
+
+
+def test_a_limit_that_is_not_reached_yet_takes_the_overdue_step_from_the_report() -> None:
+    """It would be shown as that of a group without a limit. Once there is none, it is again."""
+    world, _ = overdue()
+    world.coordinator.set_patience(3600, 1, 60)
+    assert (world.report()["overdue"], world.report()["hangAfter"]) == (None, 3600)
+    world.coordinator.set_patience(None, 1, 60)
+    assert world.report()["overdue"] is not None
+
+
+def test_what_the_script_says_that_it_does_is_reported_with_the_overdue_step() -> None:
+    world = World(2)
+    world.form()
+    for step in range(20):
+        world.coordinator.report_progress({"step": step})
+        world.pass_time(1)
+    world.coordinator.report_progress({"activity": "evaluating"})
+    assert world.report()["progress"]["activity"] == "evaluating" and world.report()["progress"]["step"] == 19
+    world.pass_time(299)
+    assert world.report()["overdue"] is None
+    world.pass_time(5)
+    assert world.report()["overdue"]["activity"] == "evaluating"
+    world.coordinator.report_progress({"activity": "evaluating"})
+    assert world.report()["overdue"] is None, "it has made progress"
+    world.coordinator.report_progress({"step": 20})
+    assert "activity" not in world.report()["progress"]
+
+
+def test_an_activity_is_no_step_that_ends_a_downtime_and_no_report_that_replaces_the_step_counters() -> None:
+    world = World(2)
+    members = world.form()
+    world.coordinator.report_progress({"automatic": True, "step": 1})
+    world.fail(members[0])
+    world.ready(*members)
+    world.join(*members)
+    down = world.report()["recovery"]["downSince"]
+    world.coordinator.report_progress({"activity": "evaluating"})
+    assert down is not None and world.report()["recovery"]["downSince"] == down
+    world.coordinator.report_progress({"automatic": True, "step": 2})
+    assert world.report()["progress"]["step"] == 2 and world.report()["recovery"]["downSince"] is None
+
+
+def test_a_limit_that_the_user_has_set_holds_during_an_activity_which_the_incident_names() -> None:
+    world = World(2, hang_after=60.0)
+    world.form()
+    world.coordinator.report_progress({"activity": "saving a checkpoint"})
+    world.pass_time(64)
+    assert "no step for 60 s (the script reports: saving a checkpoint): " in world.report()["incidents"][0]["message"]
+
+
+def test_without_a_limit_and_with_few_reports_nothing_hangs() -> None:
+    world = World(2)
+    members = world.form()
+    for step in range(19):
+        world.coordinator.report_progress({"step": step})
+    world.pass_time(100_000)
+    assert "dump" not in world.verbs(members[0])
+
+
+def test_a_group_that_finishes_does_not_hang() -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    world.coordinator.finished(members[0], 1)
+    world.pass_time(1000)
+    assert "dump" not in world.verbs(members[1])
+
+
+# ---- members come back
+
+
+def test_the_same_process_over_a_new_connection_continues() -> None:
+    world = World(2)
+    members = world.form()
+    again = world.resume(0, 1, 0, 2)
+    assert again is members[0] and world.report()["state"] == "Running"
+    assert world.verbs(members[0])[-1] == "welcome"
+
+
+def test_a_go_that_was_lost_with_the_old_connection_is_made_good() -> None:
+    world = World(2)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    again = world.hello(0)  # it has never heard of round 1
+    assert again is not members[0] and world.verbs(members[1])[-1] == "restart"
+    world.coordinator.ready(again, 0, "h", 1)
+    world.ready(members[1])
+    assert world.round.number == 2 and sorted(world.ranks()) == [0, 1]
+
+
+def test_words_that_were_lost_with_the_old_connection_are_made_good() -> None:
+    world = World(2)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.join(members[1])
+    world.coordinator.finished(members[1], 1)
+    world.resume(0, 1, 0, 2, "Finished")
+    assert world.report()["state"] == "Succeeded"
+
+
+def test_who_comes_back_while_its_round_drains_is_a_survivor() -> None:
+    world = World(3)
+    first, second, third = world.form(3)
+    world.lose(second)
+    assert [entry["pod"] for entry in world.report()["lost"]] == ["job-1-0"]
+    world.ready(first)
+    again = world.resume(1, 1, 1, 3)
+    assert world.last(again)[0] == "restart" and world.report()["lost"] == []
+    world.ready(third)
+    assert world.round.number == 1  # its workers may be alive
+    world.ready(again)
+    assert world.ranks() == [0, 1, 2]
+
+
+def test_who_comes_back_when_the_group_went_on_ends_its_workers_and_waits() -> None:
+    world = World(2)
+    first, second, _ = world.form(2, spares=1)
+    world.lose(second)
+    world.ready(first)
+    world.join(first, world.coordinator.members.by_index[2])
+    again = world.resume(1, 1, 1, 2)
+    assert world.last(again)[0] == "restart" and world.last(again)[1]["round"] == 1
+    assert world.report()["state"] == "Running"
+    world.coordinator.ready(again, 1, "h", 1)
+    assert again.state == "Ready" and world.round.number == 2
+
+
+def test_a_place_belongs_to_its_highest_attempt() -> None:
+    world = World(2)
+    members = world.form()
+    new = world.hello(1, attempt=1)
+    assert world.last(members[1])[0] == "stop" and world.last(members[1])[1]["fenced"] is True
+    assert world.try_hello(1) is None and world.last(members[1])[1]["fenced"] is True
+    world.ready(members[0], new)
+    assert world.ranks() == [0, 1] and world.round.number == 2
+    assert world.incidents() == [("PeerLost", "job-1-0", 0)]
+
+
+def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
+    world = World(2)
+    members = world.form()
+    world.coordinator.note(members[1], "ColdWorkers", "torch is too old")
+    assert world.report()["notes"] == [{"pod": "job-1-0", "kind": "ColdWorkers", "why": "torch is too old"}]
+    world.coordinator.gone("job-1-0", "node n2 is lost")
+    assert world.last(members[1]) == ("stop", {"ok": False, "why": "node n2 is lost", "fenced": True})
+    assert world.last(members[0])[0] == "restart" and world.report()["lost"] == [] and world.report()["notes"] == []
+    assert world.try_hello(1) is None
+
+
+def test_a_lost_member_is_reported_with_when_it_was_last_heard() -> None:
+    world = World(2)
+    _, second = world.form()
+    world.silent.add(second.pod)
+    world.pass_time(6)
+    world.lose(second, "silent for 6 s")
+    assert world.report()["lost"] == [
+        {"pod": "job-1-0", "index": 1, "since": "1970-01-01T00:16:40.000Z", "why": "silent for 6 s"}
+    ]
+    world.hello(1, attempt=1)
+    assert world.report()["lost"] == []
+
+
+# ---- the end
+
+
+def test_all_finished_is_success_for_spares_too() -> None:
+    world = World(2)
+    members = world.form(2, spares=1)
+    for member in members[:2]:
+        world.coordinator.finished(member, 1)
+    assert [world.last(m) for m in members] == [("done", {})] * 3
+    assert world.try_hello(3) is None and world.heard["job-3-0"] == [("done", {})]
+
+
+def test_a_finished_node_may_go_before_its_peers() -> None:
+    world = World(2)
+    first, second = world.form()
+    world.coordinator.finished(second, 1)
+    world.lose(second)
+    assert world.report()["state"] == "Running"
+    world.coordinator.finished(first, 1)
+    assert world.report()["state"] == "Succeeded"
+    world.pass_time(5)
+    assert world.incidents() == []
+
+
+def test_a_finished_node_that_comes_back_is_still_finished() -> None:
+    world = World(2)
+    first, second = world.form()
+    world.coordinator.finished(second, 1)
+    world.lose(second)
+    world.resume(1, 1, 1, 2, "Finished")
+    world.fail(first)
+    assert world.last(world.coordinator.members.by_index[1])[0] == "restart"  # its part must be run again after all
+
+
+def test_finished_in_a_broken_round_is_run_again() -> None:
+    world = World(2)
+    first, second = world.form()
+    world.lose(second)
+    world.coordinator.finished(first, 1)
+    assert world.report()["state"] == "Restarting" and world.verbs(first)[-1] == "restart"
+    world.ready(first, world.hello(1, attempt=1))
+    assert world.round.number == 2
+
+
+def test_after_stop_nothing_forms() -> None:
+    world = World(2)
+    members = world.form(2, spares=1)
+    world.coordinator.stop(False, "suspended")
+    assert [world.last(m) for m in members] == [("stop", {"ok": False, "why": "suspended"})] * 3
+    world.lose(members[0])
+    world.ready(members[1])
+    world.pass_time(100)
+    assert world.round.number == 1 and world.report()["state"] == "Stopped" and world.report()["lost"] == []
+
+
+def test_recovery_is_measured_to_the_next_step() -> None:
+    world = World(2)
+    first, second = world.form()
+    world.coordinator.report_progress({"step": 1, "automatic": True})
+    world.lose(second)
+    world.pass_time(3)
+    second = world.hello(1, attempt=1)
+    world.ready(first, second)
+    world.join(first, second)
+    assert world.report()["recovery"]["downSince"] is not None  # formed, but no step yet
+    world.pass_time(2)
+    world.coordinator.report_progress({"step": 1, "automatic": True})
+    assert world.report()["recovery"] == {"lastSeconds": pytest.approx(5), "downSince": None}
+
+
+def test_a_stopped_group_stays_stopped_when_the_last_node_joins() -> None:
+    world = World()
+    first, second = (world.hello(i) for i in range(2))
+    world.ready(first, second)
+    world.join(first)
+    world.coordinator.stop(False, "suspended")
+    world.join(second)
+    assert world.report()["state"] == "Stopped"
+
+
+def test_the_stacks_of_a_round_do_not_reach_the_next_one() -> None:
+    """A coordinator that is taken over from while it collects stacks judges the later round as if nothing had hung."""
+    world = World(attempt=1, hang_after=10.0)
+    for index in range(2):
+        world.resume(index, 7, index, 2)
+    world.pass_time(11)
+    assert world.report()["state"] == "Restarting"
+    again = [world.resume(index, 8, index, 2, attempt=1) for index in range(2)]
+    assert world.report()["state"] == "Running" and world.round.number == 8
+    world.fail(again[0])
+    world.pass_time(5)
+    assert [kind for kind, _, _ in world.incidents()] == ["WorkerFailed"]
+
+
+def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first)
+    world.pass_time(DRAIN_SECONDS - 1)
+    assert world.resume(1, 1, second.rank or 0, 2) is second
+    assert [verb for verb in world.verbs(second) if verb == "restart"] == ["restart"] * 2
+    world.pass_time(2)
+    assert world.last(second)[0] == "stop"

@@ -1,0 +1,714 @@
+"""The coordinator's port: both protocols, by real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator.members import Member
+from ddpjob_runtime.coordinator.server import (
+    BLIND_SECONDS,
+    MAX_STRANGERS,
+    PROBE_SECONDS,
+    RETURN_SECONDS,
+    Server,
+    Silent,
+)
+from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.protocol import Mode
+from machine import slowness
+from runtime_harness import RUNTIME, TOKEN, Job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = started_job(tmp_path, 2)
+    yield job
+    job.close()
+
+
+@pytest.fixture
+def big_job(tmp_path: Path) -> Iterator[Job]:
+    job = started_job(tmp_path, 256)
+    yield job
+    job.close()
+
+
+def started_job(folder: Path, nodes: int, *arguments: str) -> Job:
+    job = Job(folder, nodes=nodes, store=False, mode="Fast")
+    started = time.monotonic()
+    job.start_coordinator(*arguments)
+    job.wait_until(lambda r: r["state"] == "Forming", 10)
+    print(f"listens after {time.monotonic() - started:.2f} s")
+    return job
+
+
+class Wire:
+    """A member's end of a connection."""
+
+    def __init__(self, job: Job) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", job.port), timeout=60)
+        self.lines = self.socket.makefile("rb")
+
+    def say(self, verb: str, **fields: Any) -> None:
+        self.raw(json.dumps({"t": verb, **fields}).encode() + b"\n")
+
+    def raw(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def prove(self, token: str = TOKEN) -> str:
+        """Challenge the coordinator; the proof that a hello needs, made with the token."""
+        self.say("challenge", nonce="ours")
+        answer = self.hear()
+        assert protocol.is_sealed(answer["proof"], TOKEN, "coordinator", "ours", answer["nonce"])
+        return protocol.seal(token, "member", "ours", answer["nonce"])
+
+    def hear(self) -> dict[str, Any]:
+        line = self.lines.readline()
+        assert line, "the coordinator closed the connection"
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def closed(self) -> bool:
+        return self.lines.readline() == b""
+
+    def close(self) -> None:
+        self.lines.close()
+        self.socket.close()
+
+
+def member(job: Job, index: int, attempt: int = 0, pid: int = 1, **more: Any) -> Wire:
+    wire = Wire(job)
+    hello = {"pod": f"job-{index}-{attempt}", "index": index, "attempt": attempt, "pid": pid, **more}
+    wire.say("hello", proof=wire.prove(), **hello)
+    return wire
+
+
+def ready(*wires: Wire, after: int = 0) -> None:
+    for i, w in enumerate(wires):
+        w.say("ready", after=after, host="10.0.0.1", port=5000 + i)
+
+
+def running(job: Job, count: int = 2, **more: Any) -> list[Wire]:
+    """Members of a running round 1; those beyond the job's nodes are spares."""
+    wires = [member(job, i, **more) for i in range(count)]
+    assert all(w.hear() == {"t": "welcome", "generation": 0} for w in wires)
+    ready(*wires)
+    for i, w in enumerate(wires[: job.nodes]):
+        go = w.hear()
+        assert (go["t"], go["round"], go["rank"], go["world"]) == ("go", 1, i, job.nodes)
+        w.say("joined", round=1)
+    job.wait_until(lambda r: r["state"] == "Running", 10)
+    return wires
+
+
+def raw_http(job: Job, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", job.port), timeout=10) as connection:
+        connection.sendall(request)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"{not json\n", "not a line of JSON"),
+        (b"{}\n", "verb"),
+        (b'{"t":"hb"}\n', 'first line must be "challenge"'),
+        (b'{"t":"challenge"}\n', "nonce"),
+        (b'{"t":"challenge","nonce":7}\n', "nonce"),
+    ],
+)
+def test_a_bad_first_line_is_refused_with_its_reason(job: Job, line: bytes, why: str) -> None:
+    wire = Wire(job)
+    wire.raw(line)
+    answer = wire.hear()
+    assert answer["t"] == "refused" and why in answer["why"]
+    assert wire.closed()
+
+
+HELLO = {"t": "hello", "pod": "p", "index": 1, "attempt": 0, "pid": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"t": "hb"}, 'second line must be "hello"'),
+        ({"proof": "guessed"}, "proof"),
+        ({"proof": None}, "proof"),
+        ({"index": "0"}, "index"),
+        ({"grace": "long"}, "grace"),
+        ({"resume": {"round": "one"}}, "resume.round"),
+        ({"pod": None}, "pod"),
+    ],
+)
+def test_a_bad_hello_is_refused_with_its_reason(job: Job, change: dict[str, Any], why: str) -> None:
+    wire = Wire(job)
+    wire.raw(json.dumps({**HELLO, "proof": wire.prove(), **change}).encode() + b"\n")
+    answer = wire.hear()
+    assert answer["t"] == "refused" and why in answer["why"]
+    assert wire.closed()
+    assert job.status()["members"] == []
+
+
+def test_a_proof_holds_for_one_connection(job: Job) -> None:
+    """Whoever listens on the network cannot become a member with what it has heard."""
+    old, new = Wire(job), Wire(job)
+    proof = old.prove()
+    new.prove()
+    new.raw(json.dumps({**HELLO, "proof": proof}).encode() + b"\n")
+    assert "proof" in new.hear()["why"]
+
+
+def test_a_members_bad_lines_are_answered_and_change_nothing(job: Job) -> None:
+    wire = member(job, 0)
+    assert wire.hear() == {"t": "welcome", "generation": 0}
+    for line, why in (
+        (b"nonsense\n", "JSON"),
+        (b'{"t":"dance"}\n', "dance"),
+        (b'{"t":"joined","round":-1}\n', "round"),
+        (b'{"t":"ready","after":0,"host":3,"port":0}\n', "host"),
+    ):
+        wire.raw(line)
+        answer = wire.hear()
+        assert answer["t"] == "error" and why in answer["why"]
+    wire.say("hb")
+    assert wire.hear()["t"] == "hb"
+    wire.raw(b'{"t":"' + b"x" * 400_000)  # longer than any line may be: this connection is given up
+    job.wait_until(lambda r: r["members"] == [], 5)
+
+
+def test_bad_requests_say_what_is_wrong(job: Job) -> None:
+    assert job.post("/v1/progress", {"step": 1}, token="wrong")[0] == 401
+    assert job.post("/v1/progress", b"{")[0] == 400
+    for path, body, why in (
+        ("/v1/progress", {"lossy": 1}, "lossy: unknown field"),
+        ("/v1/progress", {"loss": "low"}, "loss: must be a number"),
+        ("/v1/progress", [1], "JSON object"),
+        ("/v1/progress", {"metrics": {"a": "b"}}, "metrics.a"),
+        ("/v1/gone", {"pod": 3, "why": ""}, "pod: must be a string"),
+        ("/v1/gone", {"pods": "job-1-0", "why": ""}, "pods: must be a list"),
+        ("/v1/gone", {"pods": ["job-1-0", 3], "why": ""}, "pods: must be a list of strings"),
+        ("/v1/stop", {"ok": "yes", "why": ""}, "ok: must be a boolean"),
+        ("/v1/stop", {"ok": True, "why": "", "extra": 1}, "extra: unknown field"),
+        ("/v1/size", {"nodes": True, "minNodes": 1}, "nodes: must be a whole number"),
+        ("/v1/size", {"nodes": 2}, "minNodes: must be a whole number"),
+        ("/v1/patience", {"hangAfter": "long", "backoff": [1, 60]}, "hangAfter: a number of seconds or null"),
+        ("/v1/patience", {"hangAfter": None, "backoff": [9, 3]}, "INITIAL <= MAXIMUM"),
+        ("/v1/size", {"nodes": 2, "minNodes": 3}, "minNodes: must be from 1 to nodes (2), not 3"),
+    ):
+        status, answer = job.post(path, body)
+        assert status == 400 and why in answer["error"], (path, answer)
+    assert b"404" in raw_http(job, b"GET /nothing HTTP/1.1\r\n\r\n").splitlines()[0]
+    assert b"405" in raw_http(job, b"POST /status HTTP/1.1\r\n\r\n").splitlines()[0]
+    known = b"Authorization: Bearer " + TOKEN.encode()
+    for query in (b"after=x", b"news=-1"):
+        answer = raw_http(job, b"GET /status?" + query + b"&wait=1 HTTP/1.1\r\n" + known + b"\r\n\r\n")
+        assert b"400" in answer.splitlines()[0]
+    assert b"400" in raw_http(job, b"what is this\r\n\r\n").splitlines()[0]
+    assert b"413" in raw_http(job, b"POST /v1/progress HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n").splitlines()[0]
+    assert raw_http(job, b"GET /healthz HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert job.status()["progress"] == {"updatedAt": None}
+
+
+def test_the_long_poll_answers_at_a_change(job: Job) -> None:
+    version = job.status()["version"]
+    timer = threading.Timer(
+        0.3, lambda: job.post("/v1/progress", {"epoch": 1, "loss": 0.5, "metrics": {"accuracy": 0.9}})
+    )
+    timer.start()
+    started = time.monotonic()
+    report = job.status(after=version, wait=20)
+    assert 0.2 < time.monotonic() - started < 5 * slowness() and report["version"] > version
+    assert report["progress"]["loss"] == 0.5 and report["progress"]["metrics"] == {"accuracy": 0.9}
+    timer.join()
+    started = time.monotonic()
+    assert job.status(after=report["version"], wait=0.5)["version"] == report["version"]
+    assert 0.4 < time.monotonic() - started < 5 * slowness()
+
+
+def test_progress_of_the_script_beats_the_step_counter(job: Job) -> None:
+    job.post("/v1/progress", {"step": 3, "automatic": True, "metrics": {"stepsPerSecond": 2.0}})
+    assert job.status()["progress"]["step"] == 3
+    job.post("/v1/progress", {"step": 30, "steps": 100, "loss": 1.0})
+    job.post("/v1/progress", {"step": 4, "automatic": True})
+    job.post("/v1/progress", {"loss": 0.9})
+    progress = job.status()["progress"]
+    assert (progress["step"], progress["steps"], progress["loss"]) == (30, 100, 0.9) and "metrics" not in progress
+
+
+def test_steps_are_counted_until_the_script_counts_them(job: Job) -> None:
+    job.post("/v1/progress", {"step": 3, "automatic": True, "metrics": {"stepsPerSecond": 2.0}})
+    job.post("/v1/progress", {"epoch": 2, "loss": 0.5, "metrics": {"accuracy": 0.9}})
+    job.post("/v1/progress", {"step": 4, "automatic": True, "metrics": {"stepsPerSecond": 3.0}})
+    progress = job.status()["progress"]
+    assert (progress["epoch"], progress["step"], progress["loss"]) == (2, 4, 0.5)
+    assert progress["metrics"] == {"accuracy": 0.9, "stepsPerSecond": 3.0}
+    job.post("/v1/progress", {"step": 1000})
+    job.post("/v1/progress", {"step": 5, "automatic": True, "metrics": {"stepsPerSecond": 3.0}})
+    progress = job.status()["progress"]
+    assert (progress["epoch"], progress["step"], progress["metrics"]) == (2, 1000, {"accuracy": 0.9})
+
+
+def test_256_members_succeed_or_break_together(big_job: Job) -> None:
+    job, nodes = big_job, 256
+    wires = [member(job, i) for i in range(nodes)]
+    assert all(w.hear()["t"] == "welcome" for w in wires)
+    started = time.monotonic()
+    ready(*wires)
+    goes = [w.hear() for w in wires]
+    assert [go["rank"] for go in goes] == list(range(nodes)) and all(len(go["members"]) == 1 for go in goes)
+    print(f"go reaches {nodes} members in {time.monotonic() - started:.2f} s")
+    for w in wires:
+        w.say("joined", round=1)
+    job.wait_until(lambda r: r["state"] == "Running" and r["world"] == nodes, 10)
+    wires[7].close()
+    started = time.monotonic()
+    wanted = {"t": "restart", "round": 1, "why": "node job-7-0 was lost: its connection ended", "planned": False}
+    assert all(w.hear() == wanted for w in wires if w is not wires[7])
+    assert time.monotonic() - started < 2 * slowness()
+    wires[7] = member(job, 7, attempt=1)
+    assert wires[7].hear()["t"] == "welcome"
+    ready(*wires, after=1)
+    goes = [w.hear() for w in wires]
+    assert [go["rank"] for go in goes] == list(range(nodes)) and {go["round"] for go in goes} == {2}
+    for w in wires:
+        w.say("joined", round=2)
+        w.say("finished", round=2)
+    assert all(w.hear() == {"t": "done"} for w in wires)
+    report = job.status()
+    assert report["state"] == "Succeeded" and [i["kind"] for i in report["incidents"]] == ["PeerLost"]
+    text = urllib.request.urlopen(f"http://127.0.0.1:{job.port}/metrics", timeout=5).read().decode()
+    assert 'ddpjob_incidents_total{job_name="job",namespace="default",kind="PeerLost"} 1' in text
+    assert 'ddpjob_rendezvous_round{job_name="job",namespace="default"} 2' in text
+    memory = Path(f"/proc/{job.processes['coordinator'].pid}/status").read_text()
+    resident = int(memory.split("VmRSS:")[1].split()[0])
+    print(f"resident: {resident} KiB")
+    assert resident < 80 * 1024
+
+
+def test_a_spare_takes_over_at_once(job: Job) -> None:
+    first, second, spare = running(job, 3)
+    started = time.monotonic()
+    second.close()
+    assert first.hear()["t"] == "restart"
+    first.say("ready", after=1, host="10.0.0.9", port=77)
+    go, same = first.hear(), spare.hear()
+    print(f"the next round begins {1000 * (time.monotonic() - started):.1f} ms after the loss")
+    assert time.monotonic() - started < 0.5 * slowness()
+    assert (go["t"], go["round"], go["rank"], same["rank"]) == ("go", 2, 0, 1) and go["members"] == same["members"]
+    assert go["members"] == [{"rank": 0, "host": "10.0.0.9", "port": 77, "pod": "job-0-0"}]
+
+
+def test_a_failure_is_reported_with_all_that_is_known_of_it(job: Job) -> None:
+    first, second = running(job)
+    now = 123.0  # of the member's own clock: only the age counts
+    first.say(
+        "failure", round=1, rank=0, localRank=0, pid=7, exitCode=-9, signal="SIGKILL", message="out of memory",
+        traceback="T", time=now - 2, sent=now, oom=True,
+    )  # fmt: skip
+    assert second.hear()["t"] == "restart"
+    ready(first, second, after=1)
+    incident = job.wait_until(lambda r: r["incidents"])["incidents"][0]
+    assert (incident["kind"], incident["exitCode"], incident["signal"], incident["traceback"]) == (
+        "OOMKilled",
+        -9,
+        "SIGKILL",
+        "T",
+    )
+    assert (incident["rank"], incident["localRank"], incident["pod"], incident["backoffSeconds"]) == (
+        0,
+        0,
+        "job-0-0",
+        0.0,
+    )
+
+
+def test_a_hang_is_seen_and_its_stacks_are_kept(tmp_path: Path) -> None:
+    job = started_job(tmp_path, 2, "--hang-after", "1")
+    try:
+        first, second = running(job)
+        assert first.hear() == {"t": "dump", "round": 1} and second.hear()["t"] == "dump"
+        stack = 'Current thread 0x1 (most recent call first):\n  File "train.py", line 3 in all_reduce\n'
+        for rank, w in enumerate((first, second)):
+            w.say("stacks", round=1, rank=rank, localRank=0, text=stack)
+        assert first.hear()["t"] == "restart" and second.hear()["t"] == "restart"
+        incident = job.wait_until(lambda r: r["incidents"])["incidents"][0]
+        assert incident["kind"] == "Hang" and "rank 1 in all_reduce (train.py:3)" in incident["message"]
+        assert incident["traceback"].count("most recent call first") == 2
+    finally:
+        job.close()
+
+
+def test_another_coordinator_adopts_the_round_of_one_that_was_killed(job: Job) -> None:
+    wires = running(job, 3)
+    job.kill("coordinator")
+    job.wait_exit("coordinator", 5)
+    assert all(w.closed() for w in wires)
+    job.start_coordinator(attempt=1)
+    job.wait_until(lambda r: r["attempt"] == 1, 10)
+    spare = member(job, 2)
+    assert spare.hear()["t"] == "welcome"
+    ready(spare)
+    first, second = (member(job, i, resume={"round": 1, "rank": i, "world": 2, "state": "Running"}) for i in range(2))
+    assert first.hear() == second.hear() == {"t": "welcome", "generation": 0}
+    report = job.wait_until(lambda r: r["state"] == "Running", 5)
+    assert (report["round"], report["world"], report["incidents"]) == (1, 2, [])
+    second.close()
+    assert first.hear()["t"] == "restart"
+    first.say("ready", after=1, host="10.0.0.1", port=1)
+    assert (first.hear()["round"], spare.hear()["rank"]) == (1_000_001, 1)
+    assert job.wait_until(lambda r: r["incidents"])["incidents"][0]["id"] == 1_000_001
+
+
+def test_another_size_restarts_the_group_and_leaves_time_to_save(job: Job) -> None:
+    first, second = running(job, grace=7)
+    assert job.post("/v1/size", {"nodes": 1, "minNodes": 1}) == (200, {})
+    heard = first.hear()
+    assert (heard["t"], heard["planned"]) == ("restart", True) and second.hear() == heard
+    ready(first, second, after=1)
+    assert first.hear()["world"] == 1
+    report = job.status()
+    assert (report["nodes"], report["minNodes"], report["world"]) == (1, 1, 1)
+    assert [m["state"] for m in report["members"]] == ["Running", "Ready"]
+
+
+@pytest.mark.parametrize("body", [{"pod": "job-1-0"}, {"pods": ["job-7-0", "job-1-0"]}])
+def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends(job: Job, body: dict[str, object]) -> None:
+    first, second = running(job)
+    assert job.post("/v1/gone", {**body, "why": "node n2 is lost"}) == (200, {})
+    assert first.hear() == {
+        "t": "restart",
+        "round": 1,
+        "why": "node job-1-0 was lost: node n2 is lost",
+        "planned": False,
+    }
+    heard = second.hear()
+    assert heard["t"] == "stop" and heard["fenced"] is True
+    zombie = member(job, 1)  # it comes back: its place is not its own any more
+    assert zombie.hear()["fenced"] is True
+    ready(first, after=1)
+    report = job.wait_until(lambda r: r["incidents"])
+    assert (report["incidents"][0]["kind"], report["incidents"][0]["message"]) == ("PeerLost", "node n2 is lost")
+    assert report["lost"] == []
+
+
+def test_the_same_process_may_come_back_over_a_new_connection(job: Job) -> None:
+    half_open, other = running(job)
+    again = member(job, 0, resume={"round": 1, "rank": 0, "world": 2, "state": "Running"})
+    assert again.hear()["t"] == "welcome"
+    half_open.close()
+    for w in (again, other):
+        w.say("finished", round=1)
+    assert again.hear()["t"] == "done" and job.status()["incidents"] == []
+
+
+def test_a_pod_of_another_generation_is_not_let_in(job: Job) -> None:
+    wire = member(job, 0, generation=3)
+    assert wire.hear() == {"t": "welcome", "generation": 0} and wire.closed()
+    assert job.status()["members"] == []
+
+
+def test_strangers_keep_nobody_out(job: Job) -> None:
+    """They hold connections open, and send what is no line and no request; members and the operator still come in."""
+    kept = [socket.create_connection(("127.0.0.1", job.port), timeout=10) for _ in range(MAX_STRANGERS + 50)]
+    for number, connection in enumerate(kept):
+        with contextlib.suppress(OSError):
+            connection.sendall((b"", b"{", b"GET /status?wait=60 HTTP/1.1\r\n", b"{" + b"x" * 300_000)[number % 4])
+    wire = member(job, 0)
+    assert wire.hear() == {"t": "welcome", "generation": 0}
+    assert [m["pod"] for m in job.status()["members"]] == ["job-0-0"]
+    for connection in kept:
+        connection.close()
+    for _ in range(50):
+        raw_http(job, b"POST /v1/stop HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n")
+        raw_http(job, b"GET http://[ HTTP/1.1\r\n\r\n")
+    log = job.log("coordinator").read_text()
+    assert "Traceback" not in log and len(log) < 20_000
+    wire.say("hb")
+    assert wire.hear()["t"] == "hb"
+
+
+def test_the_report_is_for_those_who_know_the_token(job: Job) -> None:
+    assert b" 401 " in raw_http(job, b"GET /status HTTP/1.1\r\n\r\n").splitlines()[0]
+    assert b" 401 " in raw_http(job, b"GET /status?after=0&wait=60 HTTP/1.1\r\n\r\n").splitlines()[0]
+    assert b" 200 " in raw_http(job, b"GET /metrics HTTP/1.1\r\n\r\n").splitlines()[0]
+
+
+def test_a_note_reaches_the_operator(job: Job) -> None:
+    wire = member(job, 0)
+    assert wire.hear()["t"] == "welcome"
+    wire.say("note", kind="ColdWorkers", why="--no-python")
+    note = {"pod": "job-0-0", "kind": "ColdWorkers", "why": "--no-python"}
+    job.wait_until(lambda r: r["notes"] == [note], 5)
+
+
+def test_a_member_that_reads_nothing_does_not_stop_the_others(job: Job) -> None:
+    deaf, other = member(job, 0), member(job, 1)
+    assert other.hear()["t"] == "welcome"
+    with pytest.raises(ConnectionError):  # answers pile up until it is given up
+        # Refusals repeat the verb: a hundredth of the messages that heartbeats would take.
+        for _ in range(20_000):
+            deaf.raw(json.dumps({"t": "x" * 2000}).encode() + b"\n")
+    other.say("hb")
+    assert other.hear()["t"] == "hb"
+    job.wait_until(lambda r: [m["index"] for m in r["members"]] == [1], 5)
+
+
+def test_the_last_line_of_a_connection_that_is_closing_counts() -> None:
+    """A launcher that is killed resets its connection right after its last line."""
+
+    class Closing:
+        def is_closing(self) -> bool:
+            return True
+
+    async def last_words() -> tuple[str, Any]:
+        server = Server(Settings(2, 2), TOKEN, True)
+        member = server.coordinator.hello("job-0-0", 0, 0, 1, lambda verb, fields: None)
+        assert member is not None
+        reader = asyncio.StreamReader()
+        reader.feed_data(protocol.encode("note", kind="ColdWorkers", why="last"))
+        reader.feed_eof()
+        closing: Any = Closing()
+        why = await server._listen(member, reader, closing, member.send)
+        return why, server.coordinator.report().notes
+
+    assert asyncio.run(last_words()) == (
+        "it did not read what was sent to it",
+        (protocol.Note("job-0-0", "ColdWorkers", "last"),),
+    )
+
+
+def test_the_silence_of_a_host_is_death(job: Job) -> None:
+    wire = member(job, 0)
+    assert wire.hear()["t"] == "welcome"
+    ready(wire)
+    drop_all_packets(wire.socket)
+    started = time.monotonic()
+    report = job.wait_until(lambda r: r["members"] == [], 30)
+    assert time.monotonic() - started > 5
+    [lost] = report["lost"]
+    assert lost["pod"] == "job-0-0" and lost["why"].startswith("silent for ")
+
+
+def test_sigterm_ends_it_at_once_and_a_dead_store_takes_it_along(tmp_path: Path) -> None:
+    job = Job(tmp_path, store=False)
+    job.start_coordinator()
+    job.wait_until(lambda r: True)
+    job.kill("coordinator", signal.SIGTERM)
+    assert job.wait_exit("coordinator", 2 * slowness()) == 143
+
+    pytest.importorskip("torch", reason="the store needs torch")
+    job = Job(tmp_path)
+    try:
+        process = job.start_coordinator()
+        job.wait_until(lambda r: True)
+        assert b"503" in raw_http(job, b"GET /healthz HTTP/1.1\r\n\r\n").splitlines()[0]
+        deadline = time.monotonic() + 20
+        while not raw_http(job, b"GET /healthz HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 200"):
+            assert time.monotonic() < deadline, job.all_logs()
+            time.sleep(0.1)
+        store = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        os.kill(store, signal.SIGKILL)
+        assert job.wait_exit("coordinator", 5) == 1
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "arguments", "why"),
+    [
+        (0, (), "--nodes: must be at least 1"),
+        (2, ("--min-nodes", "3"), "--min-nodes: must be from 1 to --nodes (2), not 3"),
+        (2, ("--attempt", "-1"), "--attempt: must not be negative"),
+        (2, ("--backoff", "9:1"), "INITIAL must be above 0 and not above MAXIMUM"),
+        (2, ("--backoff", "soon"), "must be INITIAL:MAXIMUM in seconds"),
+        (2, ("--hang-after", "0"), "must be above 0"),
+        (2, ("--store-port", "1"), "mode Fast has no store of its own"),
+    ],
+)
+def test_what_is_wrong_at_the_start_is_named(tmp_path: Path, nodes: int, arguments: tuple[str, ...], why: str) -> None:
+    job = Job(tmp_path, nodes=nodes, store=False, mode="Fast")
+    job.start_coordinator(*arguments)
+    assert job.wait_exit("coordinator", 10) == 2
+    assert why in job.log("coordinator").read_text()
+
+
+# ---- slow is not dead
+
+
+def clients(job: Job, count: int) -> list[CoordinatorClient]:
+    """Launchers' connections, in a round that runs."""
+    found = []
+    for index in range(count):
+        identity = {"pod": f"job-{index}-0", "index": index, "attempt": 0, "pid": 100 + index, "generation": 0}
+        client = CoordinatorClient(f"127.0.0.1:{job.port}", TOKEN, identity, Mode.FAST, 60, lambda *end: None)
+        client.start()
+        found.append(client)
+
+    def take_part(client: CoordinatorClient) -> None:
+        client.wait_welcome()
+        go = client.wait_go("127.0.0.1", 1)
+        assert go is not None
+        client.joined(go["round"])
+
+    threads = [threading.Thread(target=take_part, args=(client,)) for client in found]
+    for thread in threads:
+        thread.start()
+    job.wait_until(lambda r: r["state"] == "Running", 20)
+    return found
+
+
+def test_a_coordinator_that_stood_still_restarts_nobody(tmp_path: Path) -> None:
+    job = started_job(tmp_path, 4)
+    try:
+        members = clients(job, 4)
+        job.kill("coordinator", signal.SIGSTOP)
+        time.sleep(8)
+        job.kill("coordinator", signal.SIGCONT)
+        time.sleep(RETURN_SECONDS + 2)
+        report = job.status()
+        assert (report["state"], report["round"], report["incidents"]) == ("Running", 1, [])
+        assert not any(client.must_restart(1) for client in members)
+        assert "stood still for" in job.log("coordinator").read_text()
+    finally:
+        job.close()
+
+
+LAUNCHER = """
+import sys, time
+from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.protocol import Mode
+address, token = sys.argv[1:]
+identity = {"pod": "job-1-0", "index": 1, "attempt": 0, "pid": 1, "generation": 0}
+client = CoordinatorClient(address, token, identity, Mode.FAST, 60, lambda *end: print(end, flush=True))
+client.start()
+client.wait_welcome()
+client.joined(client.wait_go("127.0.0.1", 1)["round"])
+time.sleep(1000)
+"""
+
+
+def test_a_launcher_that_stood_still_restarts_nobody(job: Job) -> None:
+    command = [sys.executable, "-c", LAUNCHER, f"127.0.0.1:{job.port}", TOKEN]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(RUNTIME.parent)}) as launcher:
+        try:
+            [client] = clients(job, 1)  # The launcher is the job's other node.
+            launcher.send_signal(signal.SIGSTOP)
+            time.sleep(10)
+            assert job.status()["state"] == "Running"
+            launcher.send_signal(signal.SIGCONT)
+            time.sleep(RETURN_SECONDS + 2)
+            report = job.status()
+            assert (report["state"], report["round"], report["incidents"]) == ("Running", 1, [])
+            assert not client.must_restart(1)
+        finally:
+            launcher.kill()
+    job.wait_until(lambda r: r["state"] == "Restarting", 30)
+
+
+def drop_all_packets(receiver: socket.socket) -> None:
+    """As if its host were gone: the kernel confirms nothing that is sent to it."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes
+    fprog = struct.pack("HL", 1, ctypes.addressof(program))
+    receiver.setsockopt(socket.SOL_SOCKET, 26, fprog)  # SO_ATTACH_FILTER
+
+
+def test_a_member_whose_host_is_gone_is_lost_within_seconds(tmp_path: Path) -> None:
+    job = started_job(tmp_path, 3)
+    try:
+        wires = running(job, 3)
+
+        def beat() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    for wire in wires[:2]:
+                        wire.say("heartbeat")
+                    time.sleep(protocol.HEARTBEAT_SECONDS)
+
+        threading.Thread(target=beat, daemon=True).start()
+        drop_all_packets(wires[2].socket)
+        began = time.monotonic()
+        job.wait_until(lambda r: r["state"] == "Restarting", 30)
+        limit = protocol.SILENCE_SECONDS + PROBE_SECONDS + RETURN_SECONDS - 1
+        assert protocol.SILENCE_SECONDS - 1 < time.monotonic() - began < limit * slowness(), "nobody waits for a return"
+    finally:
+        job.close()
+
+
+def test_members_that_are_silent_all_at_once_are_waited_for(tmp_path: Path) -> None:
+    """Nobody hears this coordinator, so it judges nobody: its own host may be what is cut off. At last it loses all of
+    them at one moment: the operator replaces whom it hears of, and must not take the first one for the only one.
+    """
+    job = started_job(tmp_path, 3)
+    try:
+        wires = running(job, 3)
+        for number, wire in enumerate(wires):
+            time.sleep(2.0 * min(number, 1))
+            wire.say("hb")
+            drop_all_packets(wire.socket)
+        time.sleep(2 * protocol.SILENCE_SECONDS)
+        assert job.status()["state"] == "Running"
+        report = job.wait_until(lambda r: r["lost"], BLIND_SECONDS + 10)
+        assert (report["state"], len(report["lost"])) == ("Restarting", 3)
+    finally:
+        job.close()
+
+
+def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection was still open: it was answered, and never learned that it had to say hello again."""
+    monkeypatch.setattr(protocol, "SILENCE_SECONDS", 30.0)
+    hear, cut_off = Server._hear, threading.Event()
+
+    async def silenced(self: Server, member: Member, *rest: Any) -> bytes:
+        if cut_off.is_set() and member.index == 0:
+            for each in self.coordinator.members:
+                each.heard -= 2 * BLIND_SECONDS
+            raise Silent("silent for 60 s")
+        return await hear(self, member, *rest)
+
+    monkeypatch.setattr(Server, "_hear", silenced)
+
+    def members(port: int) -> tuple[list[str], str]:
+        job: Any = SimpleNamespace(port=port, nodes=2, wait_until=lambda *_: None)
+        first, second = running(job)
+        for wire in (first, second):
+            wire.say("hb")
+            assert wire.hear()["t"] == "hb", "all that it has said before is taken in"
+        cut_off.set()
+        first.say("hb")
+        first.lines.read()  # until its connection ends: both are lost
+        second.say("hb")
+        answers = [json.loads(line)["t"] for line in second.lines]
+        return answers, member(job, 1).hear()["t"]
+
+    async def serve() -> tuple[list[str], str]:
+        server = Server(Settings(2, 2), TOKEN, True)
+        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        async with listening:
+            return await asyncio.to_thread(members, listening.sockets[0].getsockname()[1])
+
+    answers, again = asyncio.run(serve())
+    assert answers.count("hb") == 1 and again == "welcome", answers

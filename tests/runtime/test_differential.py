@@ -1,0 +1,122 @@
+"""What a script can notice: the same under torchrun, in Standard and in Fast, but for the rows of one table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import differential
+import pytest
+from differential_corpus import PROGRAMS
+from runtime_harness import SCRIPTS, Job
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBE = str(SCRIPTS / "probe.py")
+OF_A_RUN = {
+    "MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS", "OUT",
+}  # fmt: skip
+"""Variables whose values are those of one run."""
+OF_THE_LAUNCHER = {
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_WORKER_IDENTICAL", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+}  # fmt: skip
+"""Variables for torchrun's agent, which workers inherit."""
+DEFECTS = {
+    "bytecode": ("worker.py", 'if not path.endswith(".pyc") and not source.startswith(MAGIC_NUMBER):', "if True:"),
+    "keyboard_interrupt": ("launcher/forkserver.py", "return -signal.SIGINT", "return 130"),
+    "environment": ("launcher/forkserver.py", "        os.environ.update(environment)\n", ""),
+    "process": ("launcher/forkserver.py", "os.setsid()", "os.setpgid(0, 0)"),
+    "stdout": ("launcher/forkserver.py", "setattr(sys, name, stream)", "pass"),
+    "files_left_open": ("launcher/forkserver.py", "        _finalize(shared)\n", ""),
+    "torch_variables": ("launcher/late_environment.py", "read_again(changed)\n\n", "pass\n\n"),
+    "traceback": ("worker.py", "co_filename == __file__", "co_filename == ''"),
+}
+"""{the program that finds it: (file, what is there, what replaces it)}."""
+
+
+def test_nothing_but_the_tables_rows_differs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = differential.run_corpus(tmp_path)
+    print(differential.table(found))
+    assert differential.unexpected(found) == ""
+
+
+def test_deliberate_defects_are_found(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    runtime = tmp_path / "runtime"
+    shutil.copytree(ROOT / "runtime", runtime, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, before, after in DEFECTS.values():
+        file = runtime / "ddpjob_runtime" / name
+        text = file.read_text()
+        assert text.count(before) == 1, before
+        file.write_text(text.replace(before, after))
+    found = differential.run_corpus(tmp_path, [*DEFECTS, "exit_codes"], runtime)
+    differ = {name for name, _ in differential.differences(found)}
+    print(differential.table(found))
+    assert differ == set(DEFECTS), "each is found, and by nothing that has not to do with it"
+
+
+def test_every_difference_is_a_row_of_the_table_and_every_row_has_a_program() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    table = text.partition("<!-- differences: begin -->")[2].partition("<!-- differences: end -->")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    documented = {(row, mode, name) for row, modes, _, names in rows[2:] for mode in modes.split(", ")
+                  for name in re.findall(r"`(\w+)`", names)}  # fmt: skip
+    known = {(row, mode, name) for name, program in PROGRAMS.items() for mode, row in program.differs.items()}
+    assert {entry for entry in documented if entry[2] in PROGRAMS} == known
+    others = {name for _, _, name in documented if name not in PROGRAMS}
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert all(f"def {name}(" in tests for name in others), "a row is proved by a program or by a test"
+
+
+# ---- what the corpus calls plain is what torchrun starts
+
+
+def seen(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    names = content["environment"]
+    content["environment"] = {
+        n: v for n, v in names.items() if n not in OF_A_RUN | OF_THE_LAUNCHER and not n.startswith("DDPJOB_")
+    }
+    return content
+
+
+def test_plain_is_what_torchrun_starts_and_both_modes_are_like_it(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = {}
+    for mode in ("Standard", "Fast"):
+        job = Job(tmp_path, nodes=1, mode=mode)
+        try:
+            job.start_coordinator()
+            job.start_node(0, PROBE, str(tmp_path / mode), "a", "--b")
+            assert job.wait_exit("job-0-0") == 0, job.all_logs()
+        finally:
+            job.close()
+        found[mode] = seen(tmp_path / mode)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "torchrun.log").open("wb") as log:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", PROBE]
+        subprocess.run(
+            [*command, str(tmp_path / "torchrun"), "a", "--b"], cwd=tmp_path, env=environment, stdout=log, stderr=log,
+            check=True,
+        )  # fmt: skip
+        command = [sys.executable, "-u", PROBE, str(tmp_path / "plain"), "a", "--b"]
+        subprocess.run(
+            command, cwd=tmp_path, env={**environment, **differential.TORCHRUN}, stdout=log, stderr=log, check=True,
+            start_new_session=True,
+        )  # fmt: skip
+    by_torchrun = seen(tmp_path / "torchrun")
+    plain = seen(tmp_path / "plain")
+    assert plain.pop("environment").items() ^ by_torchrun["environment"].items() == set()
+    assert {**plain, "environment": by_torchrun["environment"]} == by_torchrun
+    stacks = {"descriptors": [*by_torchrun["descriptors"], 3]}  # row "descriptor"
+    assert found["Standard"] == {**by_torchrun, **stacks}
+    assert found["Fast"] == {**by_torchrun, **stacks}

@@ -1,0 +1,231 @@
+"""Workers forked from a process that has imported torch: a program must not notice, except that it starts sooner."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ddpjob_runtime.launcher import __main__ as launcher
+from ddpjob_runtime.launcher import forkserver, late_environment
+from machine import slowness
+from runtime_harness import RUNTIME, SCRIPTS
+
+pytest.importorskip("torch")
+
+PROBE = """
+import json, sys, os, random, threading, time
+began = time.monotonic()
+import torch, numpy
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "path0": sys.path[0], "torch_seconds": time.monotonic() - began,
+    "siblings": sorted({"client", "forkserver", "protocol", "shutdown", "worker"} & set(sys.modules)),
+    "random": [random.random(), float(numpy.random.rand()), float(torch.rand(()))], "threads": threading.active_count(),
+    "main": sys.modules["__main__"].__dict__ is globals(), "group": os.getpgid(0) == os.getpid(),
+    "sigterm": __import__("signal").getsignal(15).name, "torch_threads": torch.get_num_threads(),
+}))
+"""
+OWN_MODULES = "import client\nprint(client.NAME)\n"
+LOADERS = """
+import torch
+from torch.utils.data import DataLoader
+if __name__ == "__main__":
+    for kind in ("fork", "spawn"):
+        loader = DataLoader(list(range(20)), batch_size=5, num_workers=2, multiprocessing_context=kind)
+        print(kind, sum(int(batch.sum()) for batch in loader))
+"""
+FAILS = "def f():\n    raise ValueError('made to fail')\nf()\n"
+EXITS = "import atexit, sys\natexit.register(lambda: print('at exit'))\nsys.exit(7)\n"
+SAYS = "import sys\nsys.exit('a word')\n"
+KILLED = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+NO_MODULE = "import no_such_module\n"
+
+
+def outcomes(folder: Path, *texts: str, **env: str) -> list[dict[str, Any]]:
+    names = []
+    for number, text in enumerate(texts):
+        (folder / f"script{number}.py").write_text(text)
+        names.append(f"script{number}.py")
+    command = [sys.executable, str(SCRIPTS / "forked_workers.py"), str(folder), *names]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120 * slowness(), cwd=folder, env={**os.environ, **env}
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_worker_sees_what_a_fresh_process_would_see(tmp_path: Path) -> None:
+    first, second = (json.loads(o["out"]) for o in outcomes(tmp_path, PROBE, PROBE, OMP_NUM_THREADS="1"))
+    assert first["argv"] == ["script0.py", "--flag"] and first["name"] == "__main__" and first["main"]
+    assert first["path0"] == str(tmp_path)
+    assert first["siblings"] == [] and first["threads"] == 1 and first["group"] and first["sigterm"] == "SIG_DFL"
+    assert first["torch_threads"] == 1
+    assert first["torch_seconds"] < 0.5, "torch was there already"
+    shared = [one for one, other in zip(first["random"], second["random"]) if one == other]
+    assert not shared, "no stream of random numbers is the same in two workers"
+
+
+def test_its_end_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text("NAME = 'the script has a module called client'\n")
+    own, loaders, fails = outcomes(tmp_path, OWN_MODULES, LOADERS, FAILS)
+    assert (own["code"], own["out"]) == (0, "the script has a module called client\n")
+    assert (loaders["code"], loaders["out"]) == (0, "fork 190\nspawn 190\n")
+    error = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (fails["code"], error["message"]) == (1, "ValueError: made to fail")
+    assert "in f" in error["extraInfo"]["py_callstack"] and "forkserver.py" not in error["extraInfo"]["py_callstack"]
+    assert "ValueError: made to fail" in (tmp_path / "err").read_text()
+    exits, says, killed, init = outcomes(tmp_path, EXITS, SAYS, KILLED, NO_MODULE)
+    assert (exits["code"], exits["out"]) == (7, "at exit\n")
+    assert [says["code"], killed["code"], init["code"]] == [1, -9, 1]
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["ddpjob_init"] is True
+
+
+STARTS_THREAD = (
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), name='poller', daemon=True).start()\n"
+)
+INITIALIZES_CUDA = (
+    "import torch\ntorch._C._cuda_getDeviceCount()\n"  # as torch.cuda.is_available() where NVML is not asked
+)
+OPENS_A_DEVICE = "import os\nfile = os.open('/dev/zero', os.O_RDONLY)\n"
+
+
+def why_not(folder: Path, preloaded: str, **modules: str) -> tuple[str, str]:
+    """(why a fork server with these modules refuses, its log)."""
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    code = (
+        f"import sys; sys.path.insert(0, {str(RUNTIME.parent)!r})\n"
+        "from ddpjob_runtime.launcher import forkserver\n"
+        "forkserver.DEVICES = (*forkserver.DEVICES, '/dev/zero')\n"
+        "forkserver.preload()\n"
+        f"print(forkserver.ForkServer({preloaded!r}).why_not(30.0), flush=True)\n"
+        "import os; os._exit(0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowness(), cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )  # fmt: skip
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (STARTS_THREAD, "threads are started (poller) when own_b is imported, and no fork survives that; remove it "
+         "from DDPJOB_PRELOAD"),
+        (INITIALIZES_CUDA, "CUDA is initialized when own_b is imported, and no fork survives that; remove it from "
+         "DDPJOB_PRELOAD"),
+        (OPENS_A_DEVICE, "CUDA is initialized when own_b is imported, and no fork survives that; remove it from "
+         "DDPJOB_PRELOAD"),
+        ("1 / 0", "importing own_b (DDPJOB_PRELOAD) fails: ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "importing own_b (DDPJOB_PRELOAD) fails: SystemExit: 3"),
+        ("import os; os.abort()", "importing own_b (DDPJOB_PRELOAD) has ended the process"),
+    ],
+)  # fmt: skip
+def test_a_preloaded_module_that_a_fork_does_not_survive_is_named(tmp_path: Path, text: str, why: str) -> None:
+    assert why_not(tmp_path, "own_a, own_b", own_a="", own_b=text)[0] == why
+
+
+def test_harmless_modules_are_preloaded_and_missing_ones_logged(tmp_path: Path) -> None:
+    # numpy's OpenBLAS has threads, which it ends for a fork.
+    asks = "import torch, numpy\nnumpy.ones((300, 300)) @ numpy.ones((300, 300))\nimport os\n"
+    asks += "assert os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] == '1'\n"
+    why, log = why_not(tmp_path, "own_a, no_such_module_anywhere", own_a=asks)
+    assert why == "" and "no_such_module_anywhere cannot be imported" in log
+
+
+def test_an_image_whose_python_starts_threads_runs_workers_cold(tmp_path: Path) -> None:
+    why, _ = why_not(tmp_path, "", sitecustomize=STARTS_THREAD)
+    assert why == "Python runs threads when it starts in this image (poller), and no fork survives that"
+
+
+def test_a_module_that_does_not_come_to_an_end_is_not_waited_for(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    server = object.__new__(forkserver.ForkServer)
+    server._socket, server._buffer, server._lock = ours, b"", threading.RLock()
+    server._importing, server._ready, server._refusal = "", False, ""
+    server.pid = os.fork()
+    if server.pid == 0:
+        os.execvp("sleep", ["sleep", "60"])
+    theirs.sendall(b'{"importing": "slow"}\n')
+    assert server.why_not(0.3) == "importing slow (DDPJOB_PRELOAD) takes more than 0 s"
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
+
+
+def test_settings_of_torch_without_their_source_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ModuleType("torch.own.config")
+    settings.__dict__.update(_config={"a": None}, __file__="/no/such/folder/config.py")
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+    late_environment.read_configurations(["TORCHINDUCTOR_OWN"])
+    assert settings._config == {"a": None}
+
+
+def test_exit_handlers_of_c_do_not_run(tmp_path: Path) -> None:
+    libc = "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+    registers = "@ctypes.CFUNCTYPE(None)\ndef last(): os.write(1, b'by C')\nlibc.__cxa_atexit(last, None, None)\n"
+    [outcome] = outcomes(tmp_path, libc + registers + "print('end')\n")
+    assert (outcome["code"], outcome["out"]) == (0, "end\n")
+
+
+def test_a_worker_that_torchrun_starts_by_another_program_is_reported(tmp_path: Path) -> None:
+    class Base:
+        def _popen(self, args: list[str], env: dict[str, str]) -> str:
+            return "cold"
+
+    reasons: list[str] = []
+    handler = forkserver.handler_class(Base, None, "worker.py", reasons.append)()
+    assert handler._popen(["numactl", "--physcpubind=0", sys.executable, "-u", "worker.py"], {}) == "cold"
+    assert reasons == ["torchrun starts them by numactl; remove --numa-binding or PYTHON_EXEC"]
+
+
+@pytest.mark.parametrize("seam", ["get_subprocess_handler", "SubprocessHandler._popen"])
+def test_a_torch_that_starts_workers_in_another_way_runs_them_cold(monkeypatch: pytest.MonkeyPatch, seam: str) -> None:
+    import torch
+    import torch.distributed.elastic.multiprocessing.api as processes
+    from torch.distributed.elastic.multiprocessing import subprocess_handler
+
+    if seam == "get_subprocess_handler":
+        monkeypatch.delattr(processes, seam)
+    else:
+        monkeypatch.delattr(subprocess_handler.SubprocessHandler, "_popen")
+    assert torch.__version__ in launcher.warm_workers(None, print)
+
+
+def test_the_end_of_an_earlier_worker_with_the_same_pid_is_forgotten() -> None:
+    ours, theirs = socket.socketpair()
+    server = object.__new__(forkserver.ForkServer)
+    server._socket, server._buffer, server._lock, server._number = ours, b"", threading.RLock(), 0
+    server._started, server._ended = {}, {}
+    theirs.sendall(b'{"pid": 77, "code": -9}\n{"number": 1, "pid": 77}\n')
+    worker = server.spawn(["script"], {}, None, None)
+    assert worker.poll() is None
+    theirs.sendall(b'{"pid": 77, "code": 3}\n')
+    assert worker.wait(5 * slowness()) == 3
+
+
+@pytest.mark.parametrize("unread", [b"", b'{"pid": 7, "code": 0}\n'])
+def test_it_ends_without_a_word_when_the_launcher_dies(unread: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    """The kernel resets a connection whose other end has not read everything."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(unread)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            forkserver._serve(theirs, [])
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+        finally:
+            os._exit(3)
+    theirs.close()
+    ours.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,393 @@
+"""What the launcher checks before anything starts, and what it leaves behind at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator import hang
+from ddpjob_runtime.launcher import import_torchrun, stacks
+from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
+from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.protocol import Mode
+from ddpjob_runtime.termination_log import write_termination_log
+from machine import slowness
+from runtime_harness import RUNTIME
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, text in {
+        "train.py": "", "pkg/__init__.py": "raise RuntimeError('must not be imported')", "pkg/train.py": "",
+        "pkg/sub/deep.py": "",
+        "runnable/__init__.py": "", "runnable/__main__.py": "", "spaces/one/two.py": "",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+
+def test_a_signal_that_pid_1_has_no_handler_for_does_not_end_the_node() -> None:
+    """The kernel ignores it for PID 1 alone: the launcher, its child, would be ended."""
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this user cannot create a PID namespace")
+    code = (
+        f"import sys; sys.path.insert(0, {str(RUNTIME.parent)!r})\n"
+        "import os, signal, time\n"
+        "from ddpjob_runtime.launcher import pid1\n"
+        "assert os.getpid() == 1\n"
+        "pid1.become_init()\n"
+        "for number in (signal.SIGUSR1, signal.SIGUSR2):\n    os.kill(1, number)\n"
+        "time.sleep(0.3)\n"
+        "os._exit(5)"
+    )
+    assert subprocess.run([*unshare, sys.executable, "-c", code]).returncode == 5
+
+
+def test_folders_of_stacks_are_removed_at_the_end_and_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.delenv(stacks.ENVIRONMENT, raising=False)
+    left = tmp_path / "tmp" / (stacks.PREFIX + "of-a-killed-one")
+    left.mkdir()
+    (left / "0.txt").touch()
+    used = tmp_path / "tmp" / (stacks.PREFIX + "of-one-that-runs")
+    used.mkdir()
+    descriptor = stacks._locked(used)
+    stacks.prepare()
+    own = Path(os.environ[stacks.ENVIRONMENT])
+    assert sorted((tmp_path / "tmp").iterdir()) == sorted([used, own])
+    stacks.remove()
+    assert list((tmp_path / "tmp").iterdir()) == [used] and stacks.ENVIRONMENT not in os.environ
+    os.close(descriptor)
+
+
+def test_another_launcher_that_starts_at_the_same_time_leaves_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.delenv(stacks.ENVIRONMENT, raising=False)
+    make = tempfile.mkdtemp
+
+    def interrupted(prefix: str) -> str:
+        own = make(prefix=prefix)
+        monkeypatch.setattr(tempfile, "mkdtemp", make)
+        stacks.prepare()  # the other launcher's
+        return own
+
+    monkeypatch.setattr(tempfile, "mkdtemp", interrupted)
+    stacks.prepare()
+    assert len(list(folder.glob(stacks.PREFIX + "*"))) == 2 == len(list(folder.iterdir()))
+    assert Path(os.environ[stacks.ENVIRONMENT]).is_dir()
+
+
+def test_what_exists_passes() -> None:
+    check_script("train.py")
+    check_script(str(Path.cwd() / "pkg/train.py"))
+    check_script("runnable")
+    for name in (
+        "train",
+        "pkg.train",
+        "pkg.sub.deep",
+        "runnable",
+        "spaces.one.two",
+        "json.tool",
+    ):
+        check_module(name)
+    check_command("sh")
+    check_command(sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "why"),
+    [
+        (check_script, "missing.py", "does not exist"),
+        (check_script, "pkg", "folder without __main__.py"),
+        (check_module, "missing", "no module named 'missing'"),
+        (check_module, "pkg.missing", "no module named 'pkg.missing'"),
+        (check_module, "train.inner", "'train' is not a package"),
+        (check_module, "pkg", "without __main__.py"),
+        (check_command, "no-such-command", "not on PATH"),
+    ],
+)
+def test_what_is_missing_is_named_with_where_it_was_looked_for(check: object, name: str, why: str) -> None:
+    with pytest.raises(InitFailure) as caught:
+        check(name)  # type: ignore[operator]
+    assert why in str(caught.value)
+    if check is not check_command:
+        assert str(Path.cwd()) in str(caught.value)
+
+
+def test_the_termination_log_keeps_the_end_of_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "end"
+    monkeypatch.setenv("DDPJOB_TERMINATION_LOG", str(log))
+    write_termination_log("Error", "message", "first line\n" + '\u00e4 "quoted"\n' * 3000 + "ValueError: the end")
+    assert len(log.read_bytes()) <= 4096
+    content = json.loads(log.read_text())
+    assert (
+        content["kind"] == "Error"
+        and content["message"] == "message"
+        and content["traceback"].endswith("ValueError: the end")
+    )
+
+
+def test_a_client_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[int, str, str]] = []
+
+    def break_down() -> None:
+        raise LookupError("unknown encoding: idna")
+
+    client = CoordinatorClient("host:1", "token", {}, Mode.STANDARD, 1.0, lambda *end: ends.append(end))
+    monkeypatch.setattr(client, "_connect", break_down)
+    client.start()
+    client._thread.join(5)
+    assert ends == [(1, "Error", "the connection to the coordinator has failed: LookupError: unknown encoding: idna")]
+
+
+def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc reads the environment for it, and getenv in a thread crashes while another thread sets a variable."""
+    lookers: list[threading.Thread] = []
+    client = CoordinatorClient("host:1", "token", {}, Mode.STANDARD, 1.0, lambda *end: None)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: lookers.append(threading.current_thread()))
+    monkeypatch.setattr(client, "_connect", lambda: client.close())
+    client.start()
+    client._thread.join(5)
+    assert lookers[:1] == [threading.main_thread()]
+
+
+TOKEN = "the job's token"
+STRANGER: dict[str, object] = {}
+"""The answer of a coordinator with another token: its proof."""
+OLDER = {"t": "welcome", "generation": 1}
+OURS = {"t": "welcome", "generation": 2}
+
+
+@contextlib.contextmanager
+def coordinator(*answers: dict[str, object], heard: list[dict[str, object]] | None = None) -> Iterator[str]:
+    """Listens as a coordinator that gives one answer per connection, the last one again and again; yields host:port."""
+
+    def talk(connection: socket.socket, answer: dict[str, object]) -> None:
+        with connection.makefile("rb") as lines:
+            challenge = json.loads(lines.readline())
+            token = TOKEN if answer else "another"
+            proof = protocol.seal(token, "coordinator", challenge["nonce"], "N")
+            connection.sendall(protocol.encode("proof", nonce="N", proof=proof))
+            line = lines.readline()
+            if heard is not None:
+                heard.extend([challenge, *([json.loads(line)] if line else [])])
+            if line:
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    def serve() -> None:
+        pending = list(answers)
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                talk(connection, pending.pop(0) if len(pending) > 1 else pending[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+
+
+def client_of(address: str, seconds: float, ends: list[tuple[int, str, str]]) -> CoordinatorClient:
+    identity = {"generation": 2, "pod": "job-0-0"}
+    return CoordinatorClient(address, TOKEN, identity, Mode.STANDARD, seconds, lambda *end: ends.append(end))
+
+
+@pytest.mark.parametrize("first", [STRANGER, OLDER], ids=["of another job", "of an earlier generation"])
+def test_a_coordinator_that_is_not_this_pods_is_tried_again(first: dict[str, object]) -> None:
+    """A name server's cache, or an address that another pod has now, leads to it for a while."""
+    ends: list[tuple[int, str, str]] = []
+    with coordinator(first, first, OURS) as address:
+        client = client_of(address, 10.0, ends)
+        client.start()
+        assert client.wait_welcome(10)
+        client.close()
+    assert ends == []
+
+
+@pytest.mark.parametrize(("only", "why"), [(STRANGER, "does not know this job's token"), (OLDER, "generation 2")])
+def test_a_pod_without_a_coordinator_of_its_own_gives_up(only: dict[str, object], why: str) -> None:
+    ends: list[tuple[int, str, str]] = []
+    with coordinator(only) as address:
+        client = client_of(address, 0.5, ends)
+        client.start()
+        client._thread.join(10)
+    [(code, kind, message)] = ends
+    assert (code, kind) == (protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost") and why in message
+
+
+def test_reconnecting_to_a_stranger_ends_too() -> None:
+    """Only a welcome begins the time to reconnect again."""
+    ends: list[tuple[int, str, str]] = []
+    with coordinator(OURS, STRANGER) as address:
+        client = client_of(address, 10.0, ends)
+        client._reconnect_seconds = 0.5
+        client.start()
+        client._thread.join(10)
+    assert [code for code, _, _ in ends] == [protocol.EXIT_RENDEZVOUS_LOST]
+
+
+def test_a_stranger_learns_nothing_but_a_random_number() -> None:
+    heard: list[dict[str, object]] = []
+    with coordinator(STRANGER, OURS, heard=heard) as address:
+        client = client_of(address, 10.0, [])
+        client.start()
+        assert client.wait_welcome(10)
+        client.close()
+    assert [message["t"] for message in heard[:3]] == ["challenge", "challenge", "hello"]
+    assert set(heard[0]) == {"t", "nonce"} and heard[0] != heard[1] and TOKEN not in json.dumps(heard)
+
+
+def test_a_stranger_that_never_ends_its_line_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its silence nor its flood holds the launcher up, or fills its memory."""
+    monkeypatch.setattr(protocol, "SILENCE_SECONDS", 0.3)
+    for flood in (b"", b"x" * 1_000_000):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            client = client_of(f"127.0.0.1:{listener.getsockname()[1]}", 10.0, [])
+            began = time.monotonic()
+
+            def accept(listener: socket.socket = listener, flood: bytes = flood) -> None:
+                connection, _ = listener.accept()
+                with contextlib.suppress(OSError):
+                    connection.sendall(flood)
+
+            thread = threading.Thread(target=accept, daemon=True)
+            thread.start()
+            with pytest.raises(OSError):
+                client._connect()
+            assert time.monotonic() - began < 5 * slowness()
+            thread.join(5)
+
+
+@pytest.mark.parametrize("line", [b"[" * 4000 + b"\n", b"\xff\n", b"{}\n", b'{"t":"refused","why":"go"}\n'])
+def test_no_line_of_a_stranger_ends_a_launcher(line: bytes) -> None:
+    """It may have the coordinator's address for a while."""
+    ends: list[tuple[int, str, str]] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = client_of(f"127.0.0.1:{listener.getsockname()[1]}", 10.0, ends)
+        listener.settimeout(30)  # A connection that gets lost is given up after SILENCE_SECONDS.
+        client.start()
+        for _ in range(2):
+            connection, _ = listener.accept()
+            connection.settimeout(30)
+            with connection:
+                connection.recv(1000)
+                connection.sendall(line)
+        listener.accept()[0].close()  # it tries again
+        client._closing = True
+    assert ends == []
+
+
+def test_addresses_and_lines() -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        CoordinatorClient("nowhere", "token", {}, Mode.STANDARD, 1.0, lambda *_: None)
+    assert protocol.decode(protocol.encode("hello", pod="p")) == {"t": "hello", "pod": "p"}
+    assert protocol.iso(protocol.time_of(0.25)) == "1970-01-01T00:00:00.250Z"
+    assert protocol.clip("abcdefgh", 6) == "a...gh", (
+        "a message's kind stands at its beginning, a traceback's error at its end"
+    )
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 10), reason="torch uses importlib.metadata from Python 3.10 on")
+def test_torch_finds_the_package_that_it_does_not_require(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_torchrun.importlib.util, "find_spec", lambda name: None)
+    with import_torchrun._backport():
+        from importlib_metadata import entry_points
+
+        found = entry_points(group="console_scripts")
+    assert [point.name for point in found if point is found["pytest"]] == ["pytest"]
+    assert not list(entry_points(group="torchrun.handlers"))
+    assert import_torchrun.BACKPORT not in sys.modules
+
+
+def test_a_rank_that_has_ended_takes_no_other_ranks_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "WRITING_SECONDS", 0.0)
+    monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for rank in range(2):
+        (tmp_path / f"{rank}.txt").touch()
+    monkeypatch.setattr(stacks.os, "kill", _writes_its_stack(tmp_path / "1.txt"))
+    monkeypatch.setattr(stacks, "catches", lambda pid, number: True)
+    found = stacks.collect({0: ended.pid, 1: os.getpid()})
+    assert found == {0: "(this rank has ended)", 1: "a stack"}
+
+
+def _writes_its_stack(file: Path) -> Callable[[int, int], None]:
+    def kill(pid: int, number: int) -> None:
+        if pid != os.getpid():
+            raise ProcessLookupError
+        file.write_text("a stack")
+
+    return kill
+
+
+@contextlib.contextmanager
+def _worker(folder: Path, name: str, text: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker that runs this script, which creates the file `up` when it is there."""
+    (folder / name).write_text(text)
+    environment = {**os.environ, "RANK": "0", "DDPJOB_LAUNCHER_PID": str(os.getpid())}
+    words = [sys.executable, "-u", str(RUNTIME / "worker.py"), "--script", str(folder / name)]
+    with subprocess.Popen(words, env=environment) as worker:
+        try:
+            deadline = time.monotonic() + 30
+            while not (folder / "up").exists():
+                assert worker.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            yield worker
+        finally:
+            worker.kill()
+
+
+WAITS = "def wait_for_ever():\n    open('up', 'w')\n    time.sleep(60)\n\nwait_for_ever()\n"
+
+
+def test_a_look_at_a_worker_reads_the_frames_of_its_main_thread_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others continue to run meanwhile: faulthandler crashes a healthy process that way."""
+    monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
+    thread = "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    with _worker(tmp_path, "busy.py", f"import threading, time\n{thread}{WAITS}") as worker:
+        text = stacks.collect({0: worker.pid})[0]
+        assert worker.poll() is None
+    assert text.startswith("Stack (most recent call first):\n") and "threading.py" not in text
+    assert hang.innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:5)"
+
+
+def test_a_look_leaves_a_worker_alone_that_has_become_another_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is still there, its handler is not: the signal would end it."""
+    monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
+    (tmp_path / "again.py").write_text(f"import time\n{WAITS}")
+    becomes = "import os, sys\nos.execv(sys.executable, [sys.executable, 'again.py'])\n"
+    with _worker(tmp_path, "wrapper.py", becomes) as worker:
+        assert (tmp_path / "0.txt").exists()
+        assert stacks.collect({0: worker.pid}) == {0: "(this rank has written no stack)"}
+        assert worker.poll() is None

@@ -1,0 +1,204 @@
+"""Progress reports of a job's pods: they prove that they know the token, and never send it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ddpjob_runtime import protocol, worker
+from ddpjob_runtime.coordinator import server as coordinator_server
+from runtime_harness import TOKEN, Job
+
+ROOT = Path(__file__).parents[2]
+Post = Callable[[str, int], bool]
+
+
+class Relay:
+    """Stands between a client and the coordinator, and keeps every request that it passes on."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.requests = port, list[bytes]()
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listening.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self.listening.accept()
+            except OSError:
+                return
+            request = read_request(client)
+            self.requests.append(request)
+            client.sendall(self.send(request))
+            client.close()
+
+    def send(self, request: bytes) -> bytes:
+        """A request once more, and the coordinator's answer."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as other:
+            other.sendall(request)
+            return b"".join(iter(lambda: other.recv(65536), b""))
+
+
+def read_request(client: socket.socket) -> bytes:
+    request = b""
+    while b"\r\n\r\n" not in request or len(request.partition(b"\r\n\r\n")[2]) < _length(request):
+        request += client.recv(65536)
+    return request
+
+
+def _length(request: bytes) -> int:
+    head = request.partition(b"\r\n\r\n")[0].lower()
+    return int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path, nodes=1, store=False, mode="Fast")
+    job.start_coordinator()
+    job.wait_until(lambda r: r["state"] == "Forming", 10)
+    yield job
+    job.close()
+
+
+def by_worker(monkeypatch: pytest.MonkeyPatch) -> Post:
+    counters: dict[str, worker.StepCounter] = {}
+
+    def post(address: str, step: int) -> bool:
+        monkeypatch.setenv("DDPJOB_COORDINATOR", address)
+        monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
+        module = SimpleNamespace(register_optimizer_step_post_hook=lambda hook: None)
+        counter = counters.setdefault(address, worker.StepCounter(module))
+        counter.counts[0] = step
+        counter.post(2.0)
+        return counter.posted == step
+
+    return post
+
+
+def by_trainer(monkeypatch: pytest.MonkeyPatch) -> Post:
+    monkeypatch.syspath_prepend(str(ROOT / "trainer"))
+    if sys.version_info < (3, 11):
+        pytest.skip("the trainer needs Python 3.11")
+    client = pytest.importorskip("ddpjob_trainer.reporting.progress_client")
+    clients: dict[str, Any] = {}
+
+    def post(address: str, step: int) -> bool:
+        made = clients.setdefault(address, client.ProgressClient(address, TOKEN))
+        return bool(made._send({"step": step}))
+
+    return post
+
+
+def by_script(monkeypatch: pytest.MonkeyPatch) -> Post:
+    from ddpjob_report import link
+
+    clients: dict[str, link.Link] = {}
+
+    def post(address: str, step: int) -> bool:
+        return clients.setdefault(address, link.Link(address, TOKEN))._send({"step": step})
+
+    return post
+
+
+CLIENTS = pytest.mark.parametrize("client", [by_worker, by_trainer, by_script])
+
+
+@CLIENTS
+def test_the_token_is_proved_and_never_sent(
+    job: Job, client: Callable[[pytest.MonkeyPatch], Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, post = Relay(job.port), client(monkeypatch)
+    assert post(relay.address, 3) and post(relay.address, 4)
+    assert job.status()["progress"]["step"] == 4
+    assert len(relay.requests) == 3, "the first one learns the coordinator's number"
+    assert not any(TOKEN.encode() in request for request in relay.requests)
+    assert all(b"DDPJob-Proof: " in request for request in relay.requests)
+
+
+@CLIENTS
+def test_a_stranger_at_the_coordinator_s_address_does_not_get_the_token(
+    client: Callable[[pytest.MonkeyPatch], Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[bytes] = []
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        for text in (b"401 Unauthorized", b"401 Unauthorized", b"200 OK"):
+            try:
+                other, _ = listening.accept()
+            except OSError:  # The test has ended.
+                return
+            received.append(read_request(other))
+            other.sendall(b"HTTP/1.1 " + text + b"\r\nContent-Length: 0\r\n\r\n")
+            other.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    post, address = client(monkeypatch), f"127.0.0.1:{listening.getsockname()[1]}"
+    assert [post(address, step) for step in (1, 2)] == [False, False]
+    assert received and not any(TOKEN.encode() in request for request in received)
+    listening.close()
+
+
+def test_both_seal_as_the_protocol_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ("request", "", "nonce", "POST", "/v1/progress", b'{"a": "\xc3\xa9"}')
+    assert worker.seal(TOKEN, *parts) == protocol.seal(TOKEN, *parts)
+    by_trainer(monkeypatch)
+    from ddpjob_trainer.reporting import progress_client
+
+    assert progress_client.seal(TOKEN, *parts) == protocol.seal(TOKEN, *parts)
+
+
+def test_a_request_that_changes_something_is_taken_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay at the coordinator's former address cannot send a message again."""
+    relay, post = Relay(job.port), by_worker(monkeypatch)
+    assert post(relay.address, 3)
+    first = relay.requests[-1]
+    assert post(relay.address, 7)
+    assert relay.send(first).startswith(b"HTTP/1.1 401 ")
+    assert job.status()["progress"]["step"] == 7
+    assert post(relay.address, 8), "others are taken as before"
+
+
+def test_used_nonces_are_few_and_expire_with_the_coordinator_s_number() -> None:
+    server = object.__new__(coordinator_server.Server)
+    server.renew()
+    first, most = server.instance, coordinator_server.MAX_NONCES
+    assert all(server.use(str(number)) for number in range(most - 1)) and not server.use("5")
+    assert server.instance == first and len(server._used) == most - 1
+    assert server.use("last")
+    assert server.instance != first and not server._used, "what was used holds for the new number neither"
+
+
+def test_a_script_s_figures_arrive_with_the_speed_and_the_time_left(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import ddpjob_report
+    from ddpjob_report import link
+
+    monkeypatch.setenv("DDPJOB_COORDINATOR", f"127.0.0.1:{job.port}")
+    monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
+    monkeypatch.setattr(link, "_link", None)
+    monkeypatch.setenv("RANK", "1")
+    ddpjob_report.report(step=90)
+    assert link._link is None, "rank 0 alone reports"
+    monkeypatch.setenv("RANK", "0")
+    ddpjob_report.report(epoch=1, step=10, steps=100, loss=0.5, accuracy=0.25)
+    job.wait_until(lambda r: r["progress"].get("step") == 10, 10)
+    ddpjob_report.report(step=20, steps=100, loss=float("nan"))
+    job.wait_until(lambda r: r["progress"].get("step") == 20, 10)
+    ddpjob_report.report(step=30)
+    ddpjob_report.report(step=31)
+    link.close()
+    progress = job.status()["progress"]
+    assert (progress["epoch"], progress["step"], progress["loss"]) == (1, 31, None), "also what came last"
+    assert progress["metrics"].keys() == {"accuracy", "stepsPerSecond"} and progress["eta"] > 0
+    link._link._send({"what": 1})  # type: ignore[attr-defined]
+    link._link._send({"what": 1})  # type: ignore[attr-defined]
+    assert capsys.readouterr().err.count("the coordinator refuses a report: ") == 1

@@ -1,0 +1,95 @@
+"""Groups that meet at the store beside the coordinator (Standard), in threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+dist = pytest.importorskip("torch.distributed")
+
+from ddpjob_runtime.launcher.import_torchrun import import_torchrun  # noqa: E402
+
+import_torchrun()
+from ddpjob_runtime.launcher import rendezvous  # noqa: E402
+from ddpjob_runtime.launcher.rendezvous import C10D_NODES, StandardRendezvous  # noqa: E402
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters  # noqa: E402
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The coordinator's."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+
+class Client:
+    """What a handler asks of the coordinator: one word to begin, then whether the round is over."""
+
+    why = "a node was lost"
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.words: list[dict[str, Any]] = [{"round": 7, "rank": rank, "world": world, "members": []}]
+        self.over, self.asked = threading.Event(), threading.Event()
+
+    def wait_go(self, host: str, port: int) -> dict[str, Any] | None:
+        self.asked.set()
+        return self.words.pop(0) if self.words else None
+
+    def must_restart(self, number: int) -> bool:
+        return self.over.is_set()
+
+
+class Shutdown:
+    def block_if_begun(self) -> None:
+        pass
+
+    def exit(self, *why: Any) -> None:
+        raise EOFError(why)
+
+
+def handler(rank: int, world: int, store: Any) -> StandardRendezvous:
+    settings = {"is_host": "false", "keep_alive_interval": "1", "last_call_timeout": "1", "join_timeout": "60"}
+    endpoint = f"127.0.0.1:{store.port}"
+    parameters = RendezvousParameters("c10d", endpoint, "job", 1, 1, local_addr=f"10.0.0.{rank}", **settings)
+    client: Any = Client(rank, world)
+    shutdown: Any = Shutdown()
+    return StandardRendezvous(client, shutdown, "", parameters)
+
+
+@pytest.mark.parametrize("world", [3, C10D_NODES + 8])
+def test_a_group_has_the_ranks_of_the_coordinator_and_the_address_of_its_rank_0(world: int, store: Any) -> None:
+    handlers = [handler(rank, world, store) for rank in range(world)]
+    with ThreadPoolExecutor(world) as threads:
+        infos = list(threads.map(lambda h: h.next_rendezvous(), handlers))
+    assert [info.rank for info in infos] == list(range(world))
+    assert {info.world_size for info in infos} == {world}
+    first = infos[0].bootstrap_store_info
+    assert first.master_addr == "10.0.0.0" and first.master_port > 0
+    assert {(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos} == {
+        (first.master_addr, first.master_port)
+    }
+    infos[0].store.set("word", "of all")
+    assert infos[-1].store.get("word") == b"of all", "they share the store"
+
+
+def test_a_large_group_is_not_formed_by_c10d(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def formed(parameters: Any) -> Any:
+        raise AssertionError("each node would rewrite the state of all")
+
+    monkeypatch.setattr(rendezvous.registry, "get_rendezvous_handler", formed)
+    assert handler(0, C10D_NODES + 1, store).next_rendezvous().world_size == C10D_NODES + 1
+    with pytest.raises(AssertionError):
+        handler(0, C10D_NODES, store).next_rendezvous()
+
+
+def test_a_round_that_is_over_is_left_although_its_rank_0_never_came(store: Any) -> None:
+    late = handler(1, C10D_NODES + 1, store)
+    client: Any = late._client
+    threading.Timer(0.2, client.over.set).start()
+    with pytest.raises(EOFError):  # It asks for the next round, and there is none.
+        late.next_rendezvous()
+    assert client.words == []

@@ -1,0 +1,62 @@
+"""The coordinator's state machines: objects own their state, code and documentation keep to the tables."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from ddpjob_runtime.coordinator import states
+from ddpjob_runtime.coordinator.states import IllegalTransition, RoundState, State
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
+
+ROOT = Path(__file__).resolve().parents[2]
+COORDINATOR = ROOT / "runtime" / "ddpjob_runtime" / "coordinator"
+TABLES = {
+    "coordinator": states.COORDINATOR_TRANSITIONS,
+    "round": states.ROUND_TRANSITIONS,
+    "member": states.MEMBER_TRANSITIONS,
+}
+
+
+def foreign_assignments(tree: ast.AST) -> list[int]:
+    """Lines on which a class assigns, or deletes, an attribute of an object other than `self`."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    attributes = [node for scope in classes for node in ast.walk(scope) if isinstance(node, ast.Attribute)]
+    changed = [node for node in attributes if isinstance(node.ctx, (ast.Store, ast.Del))]
+    return [n.lineno for n in changed if not (isinstance(n.value, ast.Name) and n.value.id == "self")]
+
+
+@pytest.mark.parametrize("path", sorted(COORDINATOR.glob("*.py")), ids=lambda path: path.name)
+def test_every_class_assigns_its_own_attributes_only(path: Path) -> None:
+    assert foreign_assignments(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize("line", ["other.x = 1", "self.x.y = 1", "a, other.x = 1, 2", "other.x += 1", "del other.x"])
+def test_the_check_sees_an_assignment(line: str) -> None:
+    assert foreign_assignments(ast.parse(f"class A:\n def f(self, other):\n  self.x = 1\n  {line}\n")) == [4]
+
+
+@pytest.mark.parametrize("kind", [CoordinatorState, MemberState, RoundState])
+def test_every_state_has_its_row(kind: type) -> None:
+    [table] = [table for table in TABLES.values() if type(next(iter(table))) is kind]
+    assert set(table) == set(kind)  # type: ignore[call-overload]
+
+
+def test_a_transition_that_the_table_does_not_have_is_a_defect() -> None:
+    state = State(CoordinatorState.FORMING, states.COORDINATOR_TRANSITIONS)
+    state.become(CoordinatorState.FORMING)
+    state.become(CoordinatorState.STOPPED)
+    with pytest.raises(IllegalTransition, match="CoordinatorState: Stopped -> Running"):
+        state.become(CoordinatorState.RUNNING)
+    assert state.now is CoordinatorState.STOPPED
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_drawing_is_the_table(name: str) -> None:
+    """docs/protocol.md draws each table; `State.become` enforces it."""
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    [drawing] = re.findall(rf"<!-- states: {name} -->\n```mermaid\nstateDiagram-v2\n(.*?)```", page, re.S)
+    drawn = set(re.findall(r"^ *(\w+) --> (\w+)", drawing, re.M))
+    assert drawn == {(a.value, b.value) for a, row in TABLES[name].items() for b in row}

@@ -1,0 +1,163 @@
+"""A coordinator that was started after another: it takes the members' round over, or finds out that it is no more."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_world import FAST, Settings, World
+from ddpjob_runtime.coordinator.takeover import ADOPT_SECONDS
+
+
+def second(nodes: int = 2, min_nodes: int | None = None) -> World:
+    """A coordinator of attempt 1."""
+    return World(nodes, min_nodes, attempt=1)
+
+
+def test_it_adopts_the_round_when_all_are_back() -> None:
+    world = second()
+    members = [world.resume(i, 7, 1 - i, 2) for i in range(2)]
+    report = world.report()
+    assert (report["state"], report["round"], report["world"], report["attempt"]) == ("Running", 7, 2, 1)
+    assert [m["rank"] for m in report["members"]] == [1, 0]
+    world.pass_time(100)
+    assert all(world.verbs(m) == ["welcome"] for m in members) and world.incidents() == []
+    world.lose(members[1])
+    assert world.verbs(members[0])[-1] == "restart"
+    world.ready(members[0], world.hello(1, attempt=1))
+    assert world.ranks() == [0, 1], "the next round is numbered by index again"
+
+
+def test_numbers_continue_beyond_any_that_an_earlier_coordinator_gave() -> None:
+    world = second()
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(6)
+    assert world.round.number == 1_000_001
+    world.fail(members[0])
+    world.pass_time(1)
+    assert world.report()["incidents"][0]["id"] == 1_000_001
+
+
+def test_spares_that_are_back_first_do_not_make_a_second_group() -> None:
+    world = second(2, 1)
+    spares = [world.hello(2 + i) for i in range(2)]
+    world.ready(*spares)
+    world.pass_time(3)
+    members = [world.resume(i, 7, i, 2) for i in range(2)]
+    world.pass_time(60)
+    assert world.report()["state"] == "Running" and world.round.number == 7
+    assert all(world.verbs(m) == ["welcome"] for m in members + spares)
+
+
+def test_members_that_come_back_late_are_waited_for_while_nothing_says_that_the_round_is_over() -> None:
+    world = second(3)
+    first = world.resume(0, 7, 0, 3)
+    world.resume(1, 7, 1, 3)
+    world.pass_time(ADOPT_SECONDS - 1)
+    assert world.verbs(first) == ["welcome"]
+    world.resume(2, 7, 2, 3)
+    assert world.report()["state"] == "Running"
+
+
+def test_one_that_does_not_come_back_breaks_the_round() -> None:
+    world = second(2)
+    first = world.resume(0, 7, 0, 2)
+    world.pass_time(ADOPT_SECONDS + 0.1)
+    assert world.verbs(first) == ["welcome", "restart"]
+    world.ready(first, world.hello(1, attempt=1))
+    assert world.round.number == 1_000_001 and world.ranks() == [0, 1]
+    assert world.incidents() == [("PeerLost", None, 0)]
+    assert "node rank(s) 1 of round 7 did not come back" in world.report()["incidents"][0]["message"]
+
+
+def test_a_failure_shortens_the_wait_and_is_the_cause() -> None:
+    world = second(3, 2)
+    first = world.resume(0, 7, 0, 3)
+    world.fail(first)
+    world.ready(first)
+    world.pass_time(2)
+    other = world.resume(1, 7, 1, 3)
+    assert world.verbs(other) == ["welcome", "restart"]
+    world.ready(other)
+    assert world.coordinator.rounds.current is not None and world.round.number == 7
+    world.pass_time(3.1)
+    assert world.round.number == 1_000_001 and world.ranks() == [0, 1]
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
+
+
+def test_an_error_of_communication_is_the_consequence_of_who_does_not_come_back() -> None:
+    world = second(2)
+    first = world.resume(0, 7, 0, 2)
+    world.fail(first, "RuntimeError: gloo: Connection closed by peer")
+    world.ready(first, world.hello(1, attempt=1))
+    world.pass_time(5.1)
+    assert world.round.number == 1_000_001
+    assert world.incidents() == [("PeerLost", None, 1)]
+    assert "node rank(s) 1 of round 7 did not come back" in world.report()["incidents"][0]["message"]
+
+
+def test_a_broken_round_whose_members_are_all_back_continues_at_once() -> None:
+    world = second(2)
+    first = world.resume(0, 7, 0, 2, "Ready")
+    other = world.resume(1, 7, 1, 2, "Ready")
+    world.ready(first, other)
+    assert world.round.number == 1_000_001 and world.ranks() == [0, 1] and world.now == 1000.0
+    assert len(world.incidents()) == 1
+
+
+def test_the_newest_round_is_the_one() -> None:
+    world = second(2)
+    stale = world.resume(0, 6, 0, 2)
+    world.resume(1, 7, 0, 2)
+    assert world.last(stale)[0] == "restart" and world.last(stale)[1]["round"] == 6
+    world.ready(stale)
+    world.resume(2, 7, 1, 2)
+    assert world.report()["state"] == "Running" and world.round.number == 7 and stale.state == "Ready"
+
+
+def test_finished_members_are_counted() -> None:
+    world = second(2)
+    world.resume(0, 7, 0, 2, "Finished")
+    assert world.report()["state"] == "Forming"
+    world.resume(1, 7, 1, 2, "Finished")
+    assert world.report()["state"] == "Succeeded"
+
+
+def test_an_adopted_round_is_watched_for_hangs() -> None:
+    world = World(2, attempt=3, hang_after=60.0)
+    members = [world.resume(i, 7, i, 2) for i in range(2)]
+    world.pass_time(61)
+    assert world.verbs(members[0])[-1] == "dump"
+
+
+@pytest.mark.parametrize(
+    ("resume", "why"),
+    [
+        ([], "resume: must be an object"),
+        ({"round": -1, "rank": 0, "world": 1, "state": "Running"}, "resume.round"),
+        ({"round": 1, "rank": True, "world": 1, "state": "Running"}, "resume.rank"),
+        ({"round": 1, "rank": 1, "world": 1, "state": "Running"}, "resume.rank: must be below"),
+        ({"round": 1, "rank": 0, "world": 1, "state": "Dancing"}, "resume.state"),
+        ({"round": 1, "rank": 0, "world": 10**15, "state": "Running"}, "resume.world: must be at most 1124"),
+    ],
+)
+def test_a_malformed_resume_names_the_field(resume: object, why: str) -> None:
+    world = World(2)
+    with pytest.raises(ValueError, match=why):
+        world.try_hello(0, resume=resume)
+    assert world.report()["members"] == []
+
+
+def test_a_first_coordinator_waits_for_nobody_to_come_back() -> None:
+    world = World(2, mode=FAST)
+    world.restart_coordinator(Settings(2, 2, mode=FAST))
+    world.ready(world.hello(0), world.hello(1))
+    assert world.round.number == 1
+
+
+def test_a_newer_round_is_found_after_an_older_one_was_taken_for_it() -> None:
+    world = second(2)
+    older = [world.resume(i, 6, i, 2) for i in range(2)]
+    assert world.report()["state"] == "Running"
+    newer = [world.resume(2 + i, 7, i, 2) for i in range(2)]
+    assert [world.last(m)[0] for m in older] == ["restart"] * 2 and [world.last(m)[0] for m in newer] == ["welcome"] * 2
+    assert (world.report()["state"], world.round.number) == ("Running", 7) and world.incidents() == []

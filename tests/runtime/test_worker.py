@@ -1,0 +1,276 @@
+"""A program run through worker.py must not be able to tell: everything is compared with Python's own way to run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from machine import slowness
+from runtime_harness import RUNTIME
+
+WORKER = str(RUNTIME / "worker.py")
+PROBE = """
+import json, sys
+def f(): pass
+seen = {
+    "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path, "package": __package__, "doc": __doc__,
+    "spec": __spec__ and __spec__.name, "main": sys.modules["__main__"].__dict__ is globals(), "function": f.__module__,
+    "names": sorted(n for n in globals() if n != "seen"), "runtime": [n for n in sys.modules if n.startswith("ddpjob")],
+    "torch": "torch" in sys.modules, "loader": type(__loader__).__name__, "finders": len(sys.meta_path),
+}
+print(json.dumps(seen))
+"""
+
+
+def both(
+    folder: Path, mode: str, *what: str, **env: str
+) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """(as Python runs it, as worker.py runs it)."""
+    python = {"--script": [], "--module": ["-m"]}[mode]
+    run = [[sys.executable, "-u", *python, *what], [sys.executable, "-u", WORKER, mode, *what]]
+    first, second = (
+        subprocess.run(
+            c, capture_output=True, text=True, cwd=folder, timeout=60 * slowness(), env={**os.environ, **env}
+        )
+        for c in run
+    )
+    return first, second
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return name
+
+
+def same(pair: tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]) -> None:
+    direct, through = pair
+    assert (through.returncode, through.stdout, through.stderr) == (direct.returncode, direct.stdout, direct.stderr)
+
+
+def test_a_script_sees_what_it_would_see(tmp_path: Path) -> None:
+    script = write(tmp_path, "sub/probe.py", PROBE)
+    pair = both(tmp_path, "--script", script, "--lr", "0.1")
+    same(pair)
+    assert json.loads(pair[1].stdout)["argv"] == ["sub/probe.py", "--lr", "0.1"]
+    same(both(tmp_path, "--script", str(tmp_path / script)))
+
+
+def test_modules_packages_folders_and_archives(tmp_path: Path) -> None:
+    write(tmp_path, "pkg/__init__.py", "")
+    write(tmp_path, "pkg/probe.py", "from . import other\n" + PROBE)
+    write(tmp_path, "pkg/other.py", "")
+    write(tmp_path, "pkg/__main__.py", PROBE)
+    write(tmp_path, "folder/__main__.py", PROBE)
+    with zipfile.ZipFile(tmp_path / "archive", "w") as archive:
+        archive.writestr("__main__.py", PROBE)
+    same(both(tmp_path, "--module", "pkg.probe", "a"))
+    same(both(tmp_path, "--module", "pkg"))
+    same(both(tmp_path, "--script", "folder", "b"))
+    same(both(tmp_path, "--script", "archive", "b"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f():\n    raise ValueError('no')\nf()\n",
+        "try:\n    1 / 0\nexcept ArithmeticError as e:\n    raise RuntimeError('because') from e\n",
+        "def broken(:\n",
+        "import sys\nsys.exit(3)\n",
+        "import sys\nsys.exit('a message')\n",
+        "import os\nos._exit(9)\n",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
+        "import atexit, threading, time\natexit.register(print, 'bye')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n",
+        "import sys\nsys.excepthook = lambda *a: print('own hook', a[0].__name__)\nraise KeyError(1)\n",
+        "import atexit\natexit.register(print, 'bye')\nraise SystemError('x')\n",
+        "import os\nif os.fork() == 0:\n    raise ValueError('in a child')\nos.wait()\n",
+    ],
+)
+def test_every_way_to_end_is_the_same(tmp_path: Path, text: str) -> None:
+    same(both(tmp_path, "--script", write(tmp_path, "ending.py", text)))
+
+
+def test_ctrl_c_ends_by_the_signal(tmp_path: Path) -> None:
+    # A shell's background job ignores SIGINT, and so would the script: it takes the handler of a foreground one.
+    lines = (
+        "import os, signal, time",
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",
+        "os.kill(os.getpid(), signal.SIGINT)",
+    )
+    script = write(tmp_path, "ctrlc.py", "\n".join([*lines, "time.sleep(5)"]))
+    direct, through = both(tmp_path, "--script", script)
+    assert through.returncode == direct.returncode == -2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise ValueError('no')", "ValueError: no"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("import sys; sys.exit(75)", None),
+        ("import sys; sys.exit(0)", None),
+        ("import os\nif os.fork() == 0:\n    raise ValueError('in a child')\nos.wait()", None),
+    ],
+)
+def test_an_error_is_recorded_without_the_decorator(tmp_path: Path, text: str, message: str | None) -> None:
+    script, record = write(tmp_path, "failing.py", text), tmp_path / "error.json"
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(record)}
+    subprocess.run([sys.executable, WORKER, "--script", script], cwd=tmp_path, env=env, timeout=30 * slowness())
+    if message is None:
+        assert not record.exists()
+        return
+    content = json.loads(record.read_text())["message"]
+    assert content["message"] == message and int(content["extraInfo"]["timestamp"]) > 0
+    assert (
+        "failing.py" in content["extraInfo"]["py_callstack"] and "worker.py" not in content["extraInfo"]["py_callstack"]
+    )
+
+
+LOADER = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+class Squares(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return i * i
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver", "fork"):
+        loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context=method)
+        print(method, [b.tolist() for b in loader])
+"""
+
+
+@pytest.mark.slow
+def test_data_loader_workers_of_every_start_method(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = write(tmp_path, "loading.py", LOADER)
+    through = subprocess.run(
+        [sys.executable, WORKER, "--script", script], capture_output=True, text=True, cwd=tmp_path,
+        timeout=100 * slowness(),
+        env={**os.environ, "RANK": "0", "DDPJOB_COORDINATOR": "127.0.0.1:1", "DDPJOB_TOKEN": "t"},
+    )  # fmt: skip
+    assert through.returncode == 0, through.stderr
+    assert through.stdout.splitlines() == [
+        f"{m} [[0, 1, 4, 9], [16, 25, 36, 49]]" for m in ("spawn", "forkserver", "fork")
+    ]
+    assert through.stderr == ""
+
+
+COUNTED = """
+import time, torch
+net = torch.nn.Linear(4, 4)
+first, second = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.Adam(net.parameters())
+for _ in range(5000):
+    first.step()
+best = 1.0
+for _ in range(10):  # the best of many: other processes disturb the rest
+    started = time.perf_counter()
+    for _ in range(500):
+        first.step()
+    best = min(best, (time.perf_counter() - started) / 500)
+print(best)
+second.step()
+"""
+
+
+@pytest.mark.slow
+def test_counting_steps_asks_nobody_even_without_coordinator(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script, cost = write(tmp_path, "counted.py", COUNTED), {}
+    for rank in ("0", "1"):  # only rank 0 counts
+        env = {
+            **os.environ,
+            "RANK": rank,
+            "DDPJOB_COORDINATOR": "127.0.0.1:1",
+            "DDPJOB_TOKEN": "t",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, WORKER, "--script", script]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100 * slowness(), env=env)
+        assert ended.returncode == 0 and ended.stderr == "", ended.stderr
+        cost[rank] = float(ended.stdout)
+    print(f"per step: {cost['1'] * 1e6:.2f} us without, {cost['0'] * 1e6:.2f} us with the counter")
+    assert cost["0"] - cost["1"] < 50e-6, "a connection that is refused at each step would cost more than this"
+
+
+def test_a_command_keeps_its_signals_and_dies_with_its_launcher(tmp_path: Path) -> None:
+    command = [sys.executable, WORKER, "--exec", "sh", "-c", "grep SigIgn /proc/self/status; echo $0 $1", "a", "b"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    ignored = int(ended.stdout.split()[1], 16)
+    assert ended.returncode == 0 and ended.stdout.splitlines()[1] == "a b" and not ignored & (1 << 12)
+    start = f"subprocess.Popen([sys.executable, {WORKER!r}, '--exec', 'sleep', '60'], start_new_session=True)"
+    launcher = f"import subprocess, sys, time; print({start}.pid, flush=True); time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    while b"sleep" not in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0]:
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError("the command outlived its launcher")
+
+
+# ---- what it may import of DDPJob
+
+IMPORTS = """
+import sys
+import multiprocessing
+
+def child():
+    import ddpjob_report
+    print(ddpjob_report.__name__)
+
+if __name__ == "__main__":
+    print([path for path in sys.path if path.endswith("mounted")])
+    import ddpjob_report
+    print(ddpjob_report.__file__)
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start()
+    process.join()
+"""
+
+
+def mounted(folder: Path) -> Path:
+    return Path(shutil.copytree(RUNTIME.parent, folder / "mounted", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def test_job_pods_find_it_beside_the_runtime(tmp_path: Path) -> None:
+    """In an image that has nothing of DDPJob; also in processes that multiprocessing spawns."""
+    folder = mounted(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(IMPORTS)
+    worker = [sys.executable, "-S", "-u", str(folder / "ddpjob_runtime" / "worker.py"), "--script", str(script)]
+    done = subprocess.run(
+        worker, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "DDPJOB_COORDINATOR": "127.0.0.1:1"},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["[]", str(folder / "ddpjob_report" / "__init__.py"), "ddpjob_report"], (
+        done.stderr
+    )
+
+
+def test_an_image_s_own_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "ddpjob_report.py").write_text("OWN = True\n")
+    script = tmp_path / "train.py"
+    script.write_text("import ddpjob_report, sys\nprint(ddpjob_report.OWN, sys.path[-1].endswith('mounted'))\n")
+    worker = [sys.executable, "-S", str(mounted(tmp_path) / "ddpjob_runtime" / "worker.py"), "--script", str(script)]
+    done = subprocess.run(
+        worker, capture_output=True, text=True, timeout=60, check=False, env={"DDPJOB_COORDINATOR": "127.0.0.1:1"}
+    )
+    assert done.stdout == "True False\n", done.stderr

@@ -1,0 +1,130 @@
+"""A coordinator's container: the production coordinator, with the simulated network for its sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import production
+from .clock import EPOCH_SECONDS
+from .network import Connection, Network
+
+if TYPE_CHECKING:
+    from .kubelet import Pod
+
+
+class CoordinatorProcess:
+    """One start of the coordinator. `ended(exit_code, message)` is called when it ends by itself."""
+
+    def __init__(
+        self, network: Network, pod: Pod, container: dict[str, Any], ended: Callable[[int, str], None], skew: float
+    ) -> None:
+        self.network, self.pod, self._ended, self._skew = network, pod, ended, skew
+        environment = {e["name"]: e.get("value", "") for e in container["env"]}
+        arguments = container["args"]
+        self.alive, self.listening, self.began = True, False, network.clock.now
+        self.connections: list[Connection] = []
+        self.generation, self.token = int(environment["DDPJOB_GENERATION"]), environment["DDPJOB_TOKEN"]
+        self.attempt = next(int(a.partition("=")[2]) for a in arguments if a.startswith("--attempt="))
+        spec = pod.body["spec"]
+        self.name = f"{spec['hostname']}.{spec['subdomain']}"
+        self.on_change: Callable[[], None] = lambda: None
+        self.real = production.RealCoordinator(
+            arguments, environment, self.clock, self._later, self._log, lambda: self.on_change()
+        )
+        network.coordinators.append(self)
+        network.clock.later(network.draw("listen"), self._listen)
+
+    def _listen(self) -> None:
+        self.listening = self.alive
+
+    def clock(self) -> float:
+        """Unix seconds on this host."""
+        return EPOCH_SECONDS + self.network.clock.now + self._skew
+
+    def _later(self, seconds: float, function: Callable[[], None]) -> None:
+        def due() -> None:
+            if self.alive:
+                self._hear()
+                function()
+
+        self.network.clock.later(seconds, due)
+
+    def _log(self, text: str) -> None:
+        self.network.say(f"{self.pod.name}: {text}")
+
+    def encode(self, verb: str, fields: dict[str, Any]) -> bytes:
+        """A line to a launcher."""
+        if verb != "hb":
+            self._log(f"-> {verb} {fields if verb != 'go' else (fields['round'], fields['rank'], fields['world'])}")
+        line: bytes = production.encode(verb, **fields)
+        return line
+
+    def _hear(self) -> None:
+        """Heartbeats that have arrived by now: all of them, of the connections that work."""
+        for connection in self.connections:
+            if connection.member is not None and connection.frozen_since is None and connection.down_open:
+                self.real.hear(connection.member)
+
+    def silence(self, connection: Connection) -> float:
+        """Seconds after which it gives a silent connection up."""
+        starting = connection.member is not None and connection.member.state == "Starting"
+        return production.STARTING_SECONDS if starting else production.SILENCE_SECONDS
+
+    # ---- connections
+
+    def receive(self, connection: Connection, line: bytes) -> None:
+        """A line has arrived."""
+        self._hear()
+        if connection.nonces is None:
+            connection.nonces = self.real.prove(line, connection.send)
+            if connection.nonces is None:
+                connection.close_up("refused")
+        elif connection.member is None:
+            connection.member = self.real.admit(line, connection.nonces, connection.send)
+            if connection.member is None:
+                connection.close_up("refused")
+        else:
+            self.real.receive(connection.member, line, connection.send)
+            if self.real.exits and self.alive:
+                self.stop(0)
+
+    def lost(self, connection: Connection, why: str) -> None:
+        """A connection has ended."""
+        if connection.member is not None and self.alive:
+            if connection.frozen_since is None:
+                self._hear()
+            self._log(f"{connection.member.pod} ({connection.member.state}): {why}")
+            self.real.lost(connection.member, connection.send, why)
+
+    # ---- requests
+
+    def status(self) -> bytes:
+        """The body of `GET /status`."""
+        self._hear()
+        return self.real.status()
+
+    def post(self, verb: str, token: str, body: bytes) -> int:
+        """`POST /v1/VERB`; the HTTP status."""
+        self._hear()
+        status = self.real.post(verb, token, body)
+        if self.real.exits and self.alive:
+            self.stop(0)
+        return status
+
+    # ---- ends
+
+    def stop(self, exit_code: int) -> None:
+        """It ends by itself, or by a signal that it hears."""
+        if self.alive:
+            self.kill()
+            self._ended(exit_code, "")
+
+    def kill(self) -> None:
+        """The process is gone."""
+        if not self.alive:
+            return
+        self.alive = self.listening = False
+        self.network.coordinators.remove(self)
+        for connection in list(self.connections):
+            connection.vanish(launcher=False)

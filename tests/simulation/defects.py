@@ -1,0 +1,101 @@
+"""Defects that are put in on purpose, to show that the seeds find them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from ddpjob.core import decide, group
+from ddpjob.core.failures import merge_causes
+from ddpjob.core.plan import slots
+from ddpjob.core.view import View
+from ddpjob_runtime.coordinator.coordinator import Coordinator
+from ddpjob_runtime.coordinator.hang import HangWatch
+from ddpjob_runtime.coordinator.incidents import Incidents
+from ddpjob_runtime.coordinator.round import Round
+
+from .story import Story
+
+
+@dataclass(frozen=True)
+class Defect:
+    """`wrong` in the place of `attribute` of `owner`; `seed` finds it, as the first of so many."""
+
+    part: str
+    faults: tuple[str, ...]
+    """The kinds of fault that are played, so that few seeds are needed; none: all."""
+    owner: Any
+    attribute: str
+    wrong: Any
+    seed: int
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with mock.patch.object(self.owner, self.attribute, self.wrong):
+            yield
+
+
+class _Blind(View):
+    """Sees no pods of its slots."""
+
+    pods = property(lambda self: (None,) * len(self.status.slots))  # type: ignore[assignment]
+    coordinator = property(lambda self: None)  # type: ignore[assignment]
+
+
+def _no_new_generation(view: View) -> Any:
+    return _right_suspend(_Blind(view.job, view.status, view.world, view.now))
+
+
+_right_suspend = decide._suspend
+
+DEFECTS: dict[str, Defect] = {
+    "an incident is counted at each reconcile": Defect("core", (), group, "with_seen", lambda status, *_: status, 0),
+    "every end of a pod is a cause": Defect(
+        "core", ("exit-pair", "watch-gap", "kill-operator"), merge_causes, "_belongs", lambda *_: False, 19
+    ),
+    "a consequence counts": Defect(
+        "core",
+        ("exit-pair", "two-workers", "exit"),
+        merge_causes,
+        "_consequence",
+        lambda finding, cause: replace(finding.restart, round=cause.round),
+        0,
+    ),
+    "the names of dropped slots are used again": Defect("core", ("scale",), slots, "_unused", lambda status: 0, 0),
+    "a suspended job forgets the pods that no status shows": Defect(
+        "core", ("suspend", "kill-operator", "template"), decide, "_suspend", _no_new_generation, 363
+    ),
+    "members are not asked to end their workers": Defect(
+        "coordinator", ("hang", "isolate"), Round, "_end_workers", lambda self, *_, **__: None, 20
+    ),
+    "the end of a connection is not noticed": Defect(
+        "coordinator", ("force-delete", "isolate"), Coordinator, "lost", lambda self, member, why: None, 256
+    ),
+    "a break is not recorded": Defect("coordinator", ("worker",), Incidents, "add", lambda self, *_: None, 4),
+    "a hang is not noticed": Defect("coordinator", ("hang",), HangWatch, "due", lambda self: None, 0),
+}
+
+
+def finds(seed: int, faults: tuple[str, ...] = ()) -> str:
+    """What a seed finds; empty: nothing."""
+    story = Story(seed)
+    story.only = faults
+    try:
+        asyncio.run(story.run())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def first_that_finds(defect: Defect, limit: int) -> tuple[int, str]:
+    """The first seed that finds a defect, and what it says; -1: none below `limit`."""
+    with defect.applied():
+        for seed in range(limit):
+            found = finds(seed, defect.faults)
+            if found:
+                return seed, found
+    return -1, ""

@@ -1,0 +1,451 @@
+"""Hosts, a scheduler and kubelets: they turn pods of the store into processes, and write back what becomes of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ddpjob.core.world import LABEL_ATTEMPT, LABEL_GENERATION, LABEL_INDEX, LABEL_ROLE, NODE_ROLES, Role
+
+from .clock import Clock, stamp
+from .coordinator import CoordinatorProcess
+from .launcher import Launcher
+from .network import Network
+from .store import Json, Store
+from .training import Training
+
+GARBAGE_SECONDS = 40.0
+
+
+@dataclass(eq=False)
+class Host:
+    """A machine. `cut`: nobody outside reaches it, and what runs on it runs on."""
+
+    name: str
+    body: Json
+    cut: bool = False
+    mute: bool = False
+    """Its kubelet is dead: what runs on it runs on, and is reached."""
+    generation: int = 0
+    """Counts cuts, so that what was planned for an earlier one is void."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether the API server hears nothing of it, and it nothing of the API server."""
+        return self.cut or self.mute
+
+
+@dataclass(eq=False)
+class Container:
+    """What the kubelet knows of one container."""
+
+    manifest: Json
+    process: Launcher | CoordinatorProcess | None = None
+    started: float | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    message: str = ""
+    finished: float | None = None
+
+    def status(self) -> Json:
+        if self.exit_code is not None:
+            state: Json = {
+                "terminated": {
+                    "exitCode": self.exit_code,
+                    "reason": self.reason,
+                    "message": self.message,
+                    "startedAt": stamp(self.started or 0.0),
+                    "finishedAt": stamp(self.finished or 0.0),
+                }
+            }
+        elif self.started is not None:
+            state = {"running": {"startedAt": stamp(self.started)}}
+        else:
+            state = {"waiting": {"reason": "ContainerCreating"}}
+        return {"name": self.manifest["name"], "state": state}
+
+
+NOWHERE = Host("", {})
+
+
+@dataclass(eq=False)
+class Pod:
+    """A pod as its kubelet has it. It may outlive its object, on a host that is cut."""
+
+    body: Json
+    born: float
+    host: Host = NOWHERE
+    containers: dict[str, Container] = field(default_factory=dict)
+    isolated: bool = False
+    """Its own network is broken; its host's is not."""
+    deaf: bool = False
+    """No other pod reaches it; the operator does."""
+    removed: bool = False
+    """Its object is gone."""
+    address: str = ""
+    terminating: bool = False
+    seen_running: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.body["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        return str(self.body["metadata"]["uid"])
+
+    @property
+    def node(self) -> str:
+        return self.host.name
+
+    def label(self, key: str) -> int:
+        return int(self.body["metadata"]["labels"].get(key, 0))
+
+    @property
+    def index(self) -> int:
+        return self.label(LABEL_INDEX)
+
+    @property
+    def attempt(self) -> int:
+        return self.label(LABEL_ATTEMPT)
+
+    @property
+    def generation(self) -> int:
+        return self.label(LABEL_GENERATION)
+
+    @property
+    def role(self) -> Role:
+        return Role(self.body["metadata"]["labels"][LABEL_ROLE])
+
+    @property
+    def is_node(self) -> bool:
+        return self.role in NODE_ROLES
+
+    @property
+    def main(self) -> Container:
+        return self.containers["trainer" if self.is_node else "coordinator"]
+
+    @property
+    def running(self) -> bool:
+        """Whether its deciding container runs."""
+        return bool(self.containers) and self.main.started is not None and self.main.exit_code is None
+
+    @property
+    def ended(self) -> bool:
+        """Whether its deciding container has ended."""
+        return bool(self.containers) and self.main.exit_code is not None
+
+    @property
+    def state(self) -> str:
+        return "Ended" if self.ended else "Running" if self.running else "Pending"
+
+    @property
+    def deleting(self) -> bool:
+        return "deletionTimestamp" in self.body["metadata"]
+
+    @property
+    def launcher(self) -> Launcher | None:
+        process = self.containers["trainer"].process if "trainer" in self.containers else None
+        return process if isinstance(process, Launcher) else None
+
+    @property
+    def coordinator(self) -> CoordinatorProcess | None:
+        process = self.containers["coordinator"].process if "coordinator" in self.containers else None
+        return process if isinstance(process, CoordinatorProcess) else None
+
+    def argument(self, name: str) -> str:
+        """Of the coordinator's container."""
+        args = self.containers["coordinator"].manifest["args"]
+        return next(str(a).partition("=")[2] for a in args if a.startswith(f"--{name}="))
+
+
+class Machines:
+    """The hosts, and every pod on them."""
+
+    def __init__(
+        self, store: Store, network: Network, training: Training, chance: random.Random, hosts: int = 8
+    ) -> None:
+        self.clock: Clock = store.clock
+        self.store, self.network, self.training, self.random = store, network, training, chance
+        self.capacity = 10**6
+        """Pods of slots that find a host; the others stay Pending."""
+        self.favourite: dict[int, str] = {}
+        """Hosts that the scheduler prefers for pods of an index."""
+        self.address: Callable[[int], str] = lambda number: f"10.1.{number}.1"
+        self.saves = False
+        """Whether the script saves when it is asked to end."""
+        self.skew = 0.0
+        self.slow_stop = 0.0
+        self.on_pod: Callable[[Pod], None] = lambda pod: None
+        self.pods: dict[str, Pod] = {}
+        """By uid, as long as something of them is left."""
+        self.hosts: dict[str, Host] = {}
+        self._addresses = itertools.count(1)
+        for number in range(hosts):
+            self.add_host(f"n{number}")
+        store.watchers.append(self._observe)
+
+    def add_host(self, name: str) -> None:
+        """A machine joins the cluster."""
+        body = self.store.create("Node", {"metadata": {"name": name}, "spec": {}, "status": {}}, namespace="")
+        host = self.hosts[name] = Host(name, body)
+        self._say_ready(host, True)
+
+    def _say_ready(self, host: Host, ready: bool) -> None:
+        body = self.store.find("Node", host.name, "")
+        if body is None:
+            return
+        now = self.clock.stamp()
+        condition = {"type": "Ready", "status": "True" if ready else "Unknown", "lastTransitionTime": now}
+        body["status"] = {"conditions": [condition]}
+        self.store.changed("Node", body)
+
+    # ---- from the API server
+
+    def _observe(self, kind: str, what: str, body: Json) -> None:
+        if kind != "Pod":
+            return
+        uid = body["metadata"]["uid"]
+        if what == "ADDED":
+            pod = self.pods[uid] = Pod(body, self.clock.now)
+            self.clock.later(self.network.draw("schedule"), lambda: self._schedule(pod))
+        elif what == "DELETED":
+            gone = self.pods.get(uid)
+            if gone is not None:
+                gone.removed = True
+                self._kill_if_reachable(gone)
+        elif "deletionTimestamp" in body["metadata"]:
+            ending = self.pods.get(uid)
+            if ending is not None:
+                self._terminate_if_reachable(ending)
+
+    def _schedule(self, pod: Pod) -> None:
+        """To the host with the fewest pods of those that are ready, away from avoided ones."""
+        if pod.removed or pod.deleting:
+            return
+        taken = sum(p.is_node and p.host is not NOWHERE and not p.ended and not p.removed for p in self.pods.values())
+        ready = [h for h in self.hosts.values() if self._is_ready(h)]
+        if not ready or (pod.is_node and taken >= self.capacity):
+            message = f"0/{len(self.hosts)} nodes are available"
+            condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+            if pod.body.get("status", {}).get("conditions") != [condition]:
+                pod.body["status"] = {"phase": "Pending", "conditions": [condition]}
+                self.store.changed("Pod", pod.body)
+            self.clock.later(1.0, lambda: self._schedule(pod))
+            return
+        affinity = pod.body["spec"].get("affinity", {}).get("nodeAffinity", {})
+        preferred = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", ())
+        avoided = {v for term in preferred for f in term["preference"]["matchFields"] for v in f["values"]}
+        load = {h.name: 0 for h in ready}
+        for other in self.pods.values():
+            if not other.ended and other.host.name in load:
+                load[other.host.name] += 1
+        favourite = self.favourite.get(pod.index) if pod.is_node else None
+        pod.host = self.hosts[min(load, key=lambda name: (name in avoided, name != favourite, load[name], name))]
+        pod.body["spec"]["nodeName"] = pod.host.name
+        pod.body["status"] = {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "True"}]}
+        self.store.changed("Pod", pod.body)
+        self.clock.later(self.network.draw("start"), lambda: self._start(pod))
+
+    def _is_ready(self, host: Host) -> bool:
+        body = self.store.find("Node", host.name, "")
+        return body is not None and body["status"]["conditions"][0]["status"] == "True"
+
+    # ---- kubelets
+
+    def _start(self, pod: Pod) -> None:
+        if pod.removed or pod.terminating or pod.containers or pod.deleting:
+            return
+        if pod.host.silent:
+            self.clock.later(1.0, lambda: self._start(pod))
+            return
+        pod.address = self.address(next(self._addresses))
+        for manifest in pod.body["spec"]["containers"]:
+            manifest = {**manifest, "env": [self._variable(entry) for entry in manifest["env"]]}
+            container = pod.containers[manifest["name"]] = Container(manifest, started=self.clock.now)
+
+            def ended(code: int, message: str, container: Container = container) -> None:
+                self._ended(pod, container, code, message)
+
+            if manifest["name"] == "coordinator":
+                container.process = CoordinatorProcess(self.network, pod, manifest, ended, self.skew)
+            else:
+                container.process = Launcher(self.network, self.training, pod, manifest, ended)
+        self.on_pod(pod)
+        self._write(pod)
+
+    def _variable(self, entry: Json) -> Json:
+        """With the value from its Secret, which must exist when the container starts."""
+        reference = entry.get("valueFrom", {}).get("secretKeyRef")
+        if reference is None:
+            return entry
+        return {
+            "name": entry["name"],
+            "value": self.store.get("Secret", reference["name"])["stringData"][reference["key"]],
+        }
+
+    def _ended(self, pod: Pod, container: Container, code: int, message: str) -> None:
+        if container.exit_code is not None:
+            return
+        self.network.say(f"{pod.name}: container {container.manifest['name']} ends with {code} {message[:80]}")
+        reason = "Completed" if code == 0 else "Error"
+        if message == "OOMKilled":
+            reason, message = "OOMKilled", ""
+        container.exit_code, container.reason, container.message = code, reason, message
+        container.finished = self.clock.now
+        self._write(pod)
+        if pod.terminating and all(c.exit_code is not None for c in pod.containers.values()):
+            self._forget(pod)
+
+    def _write(self, pod: Pod) -> None:
+        """The pod's status, when the kubelet reaches the API server."""
+        delay = self.network.draw("update")
+        if delay:
+            self.clock.later(delay, lambda: self._write_now(pod))
+        else:
+            self._write_now(pod)
+
+    def _write_now(self, pod: Pod) -> None:
+        if pod.removed or pod.host.silent or not pod.containers:
+            return
+        containers = list(pod.containers.values())
+        phase = "Running"
+        if all(c.exit_code is not None for c in containers):
+            phase = "Succeeded" if all(c.exit_code == 0 for c in containers) else "Failed"
+        status = {
+            "phase": phase,
+            "podIP": pod.address,
+            "conditions": [{"type": "PodScheduled", "status": "True"}],
+            "containerStatuses": [c.status() for c in containers],
+        }
+        if pod.body.get("status") != status:
+            pod.body["status"] = status
+            self.store.changed("Pod", pod.body)
+
+    def _terminate_if_reachable(self, pod: Pod) -> None:
+        """SIGTERM; SIGKILL after the grace; then the object is removed."""
+        if pod.terminating or pod.host.silent or pod.host is NOWHERE:
+            return
+        pod.terminating = True
+        if not pod.containers:
+            self._forget(pod)
+            return
+        grace = float(pod.body["metadata"].get("deletionGracePeriodSeconds", 30))
+        self.clock.later(grace, lambda: self._kill(pod))
+        for container in pod.containers.values():
+            if isinstance(container.process, CoordinatorProcess) and container.exit_code is None:
+                container.process.stop(143)
+            elif isinstance(container.process, Launcher) and container.exit_code is None:
+                container.process.terminate(self.saves)
+        if all(c.exit_code is not None for c in pod.containers.values()):
+            self._forget(pod)
+
+    def _kill(self, pod: Pod) -> None:
+        for container in pod.containers.values():
+            if container.process is not None and container.exit_code is None:
+                container.process.kill()
+                self._ended(pod, container, 137, "")
+
+    def _kill_if_reachable(self, pod: Pod) -> None:
+        """The object is gone: whatever is left is killed."""
+        if pod.host.silent:
+            return
+        for container in pod.containers.values():
+            if container.process is not None:
+                container.process.kill()
+            if container.exit_code is None:
+                container.exit_code, container.finished = 137, self.clock.now
+        self.pods.pop(pod.uid, None)
+
+    def _forget(self, pod: Pod) -> None:
+        """The kubelet confirms the end of a pod that was being deleted."""
+
+        def confirm() -> None:
+            if not pod.removed and not pod.host.silent:
+                self.store.remove("Pod", pod.body)
+
+        self.clock.later(self.network.draw("update") + 0.01, confirm)
+
+    # ---- faults
+
+    def cut(self, host: Host, noticed_after: float | None) -> None:
+        """The host's network is gone; its Ready condition shows it after so many seconds (None: never)."""
+        host.cut = True
+        host.generation += 1
+        self.network.changed()
+        if noticed_after is not None:
+            generation = host.generation
+
+            def tell() -> None:
+                if host.cut and host.generation == generation:
+                    self._say_ready(host, False)
+
+            self.clock.later(noticed_after, tell)
+
+    def silence(self, host: Host, noticed_after: float) -> None:
+        """Its kubelet dies; its Ready condition shows it after so many seconds."""
+        host.mute = True
+        host.generation += 1
+        generation = host.generation
+
+        def tell() -> None:
+            if host.mute and host.generation == generation:
+                self._say_ready(host, False)
+
+        self.clock.later(noticed_after, tell)
+
+    def heal(self, host: Host) -> None:
+        """Packets pass again, or its kubelet runs again, which catches up."""
+        if not host.silent or self.store.find("Node", host.name, "") is None:
+            return
+        host.cut = host.mute = False
+        host.generation += 1
+        self.network.changed()
+        if not self._is_ready(host):
+            self._say_ready(host, True)
+        for pod in [p for p in self.pods.values() if p.host is host]:
+            if pod.removed:
+                self._kill_if_reachable(pod)
+            else:
+                if pod.deleting:
+                    self._terminate_if_reachable(pod)
+                self._write(pod)
+                if pod.terminating and pod.containers and all(c.exit_code is not None for c in pod.containers.values()):
+                    self._forget(pod)
+
+    def lose(self, host: Host) -> None:
+        """The machine is off: everything on it ends, and nobody says so."""
+        for pod in [p for p in self.pods.values() if p.host is host]:
+            for container in pod.containers.values():
+                if container.process is not None:
+                    container.process.kill()
+                if container.exit_code is None:
+                    container.exit_code, container.reason, container.finished = 255, "Unknown", self.clock.now
+
+    def delete_host(self, host: Host) -> None:
+        """The machine is off for good, and its node object is deleted.
+
+        The garbage collector takes its pods a while later.
+        """
+        self.cut(host, None)
+        self.lose(host)
+        self.store.delete("Node", host.name, namespace="")
+
+        def collect() -> None:
+            for pod in [p for p in self.pods.values() if p.host is host and not p.removed]:
+                self.store.remove("Pod", pod.body)
+
+        self.clock.later(GARBAGE_SECONDS, collect)
+
+    def isolate(self, pod: Pod, seconds: float) -> None:
+        """The pod's own network is broken for a while."""
+        pod.isolated = True
+        self.network.changed()
+
+        def heal() -> None:
+            pod.isolated = False
+            self.network.changed()
+
+        self.clock.later(seconds, heal)

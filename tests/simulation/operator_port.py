@@ -1,0 +1,256 @@
+"""The operator's port onto the store.
+
+Caching, conflicts and lost answers as in the Kubernetes implementation, without HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ddpjob.api.types import DDPJob, JobStatus
+from ddpjob.controller.pod_views import read_pod
+from ddpjob.core.decision import Event
+from ddpjob.core.world import LABEL_ROLE, HostView, PodView, Role, World, remembered
+from ddpjob.engine.coordinator_client import read_report
+from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation
+from ddpjob.objects.isolation import policy_name
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.pod_template import problems
+from ddpjob.objects.service import runtime_name
+from ddpjob_runtime.protocol import Report
+
+from .clock import Clock
+from .kubelet import Machines
+from .network import Network
+from .store import NAMESPACE, Json, Refusal, Store
+
+LISTED_FOR = 30.0
+"""As in the Kubernetes implementation: a list is read again after so many seconds, whatever the watches say."""
+
+DEPARTED_FOR = 10.0
+"""How long the last state of a deleted pod is remembered."""
+
+
+class Killed(BaseException):
+    """The operator dies here; nothing more of it happens."""
+
+
+class MemoryCluster:
+    """See `ddpjob.engine.ports.Cluster`. Every write passes through `_call`, where the operator can be made to die."""
+
+    def __init__(self, clock: Clock, store: Store, machines: Machines, network: Network, chance: random.Random) -> None:
+        self.clock, self.store, self.machines, self.network, self.random = clock, store, machines, network, chance
+        self.platform = Platform(operator_key=b"key")
+        self.points = 0
+        """Before and after every write there is one."""
+        self.die_at: set[int] = set()
+        self.dead = False
+        self.conflicts = 0
+        """So many of the next writes of the status meet another writer."""
+        self.knows_hosts = True
+        self.lose_messages = self.repeat_messages = self.lose_reports = 0.0
+        """Chances."""
+        self.delay_messages = 0.0
+        self.events: list[Event] = []
+        self.writes = 0
+        self.actions: list[str] = []
+        """What the present reconcile has done."""
+        self.on_conflict: Callable[[], None] = lambda: None
+        self._pods: tuple[PodView, ...] | None = None
+        self._listed = 0.0
+        self._job: DDPJob | None = None
+        self._views: dict[str, tuple[str, PodView]] = {}
+        self._hosts: dict[str, tuple[str, HostView]] = {}
+        self._remembered: dict[str, HostView] | None = None
+        self._departed: dict[str, tuple[float, PodView]] = {}
+        store.watchers.append(self._watch)
+        self._files: dict[str, str] = {}
+
+    def changed(self) -> None:
+        """A watch reports a change: pods are listed again."""
+        self._pods = None
+
+    def restart(self) -> None:
+        """Another process: it knows nothing, and it lives."""
+        self.dead = False
+        self._remembered = None
+        self._departed.clear()
+        self.changed()
+
+    # --- reading
+
+    def _watch(self, kind: str, what: str, body: Json) -> None:
+        """The event of a deletion shows the object as it was last."""
+        if kind == "Pod" and what == "DELETED":
+            pod = read_pod(body)
+            self._departed[pod.name] = self.clock.now, pod
+
+    async def observe(self, key: JobKey) -> Observation | None:
+        self.actions = []
+        body = self.store.find("DDPJob", key.name)
+        if body is None:
+            return None
+        job = self._read(body)
+        wanted = job.status.runtime or runtime_name()
+        endpoint = job.status.rendezvous.endpoint
+        # As in the Kubernetes implementation, pods are listed before the coordinator is asked.
+        pods = self._list()
+        world = World(
+            pods=pods,
+            departed=tuple(pod for when, pod in self._departed.values() if self.clock.now - when < DEPARTED_FOR),
+            has_service=self.store.find("Service", job.name) is not None,
+            has_budget=self.store.find("PodDisruptionBudget", job.name) is not None,
+            hosts=self._host_views() if self.knows_hosts else None,
+            runtime=wanted if self.store.find("ConfigMap", wanted) is not None else "",
+            runtime_offered=runtime_name(),
+            policy=policy_name(job, self.platform),
+            has_policy=self.store.find("NetworkPolicy", policy_name(job, self.platform)) is not None,
+            key_mark=self.platform.key_mark,
+            report=self._report(endpoint) if endpoint else None,
+            problems=problems(job.spec.pod_template)
+            if job.status.template_hash.split("-")[0] != job.spec.template_hash
+            else (),
+        )
+        return Observation(job, world)
+
+    def _read(self, body: Json) -> DDPJob:
+        """The job; its spec is read once per generation, which saves a fifth of the time."""
+        meta = body["metadata"]
+        if self._job is None or self._job.generation != meta["generation"]:
+            self._job = DDPJob.read(body)
+        status = JobStatus.read(body.get("status") or {})
+        return replace(self._job, status=status, resource_version=meta["resourceVersion"])
+
+    def _list(self) -> tuple[PodView, ...]:
+        if self._pods is None or self.clock.now - self._listed >= LISTED_FOR:
+            self._pods = tuple(self._view(body) for body in self.store.all("Pod"))
+            self._listed = self.clock.now
+        return self._pods
+
+    def _view(self, body: Json) -> PodView:
+        uid, version = body["metadata"]["uid"], body["metadata"]["resourceVersion"]
+        known = self._views.get(uid)
+        if known is None or known[0] != version:
+            known = self._views[uid] = version, read_pod(body)
+        return known[1]
+
+    def _host_views(self) -> dict[str, HostView]:
+        found = {}
+        for body in self.store.all("Node"):
+            name, version = body["metadata"]["name"], body["metadata"]["resourceVersion"]
+            known = self._hosts.get(name)
+            if known is None or known[0] != version:
+                known = self._hosts[name] = version, HostView.read(body)
+            found[name] = known[1]
+        self._remembered = remembered(self._remembered, found, self.clock.moment())
+        return self._remembered
+
+    def _report(self, endpoint: str) -> Report | None:
+        process = self.network.at(endpoint)
+        if process is None or (self.lose_reports and self.random.random() < self.lose_reports):
+            return None
+        return read_report(process.status(), self.clock.moment())
+
+    # --- writing
+
+    def _call(self, what: str, act: Callable[[], Any]) -> Any:
+        if self.dead:
+            raise Killed
+        self._point(f"before {what}")
+        self.network.say(f"operator: {what}")
+        self.actions.append(what)
+        result = act()
+        self._point(f"after {what}")
+        return result
+
+    def _point(self, where: str) -> None:
+        self.points += 1
+        if self.points in self.die_at:
+            self.dead = True
+            self.network.say(f"the operator dies {where}")
+            raise Killed(where)
+
+    async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
+        if self.conflicts:
+            self.conflicts -= 1
+            self.on_conflict()
+            raise Conflict
+        self.writes += 1
+        body = {"metadata": {"resourceVersion": job.resource_version}, "status": status}
+
+        def act() -> Json:
+            return self.store.replace_status("DDPJob", job.name, body)
+
+        try:
+            written = self._call("writes the status", act)
+        except Refusal as refusal:
+            raise Conflict from refusal
+        return self._read(written)
+
+    async def create(self, job: DDPJob, manifest: Json) -> None:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+
+        def act() -> None:
+            try:
+                self.store.create(kind, manifest)
+            except Refusal:
+                found = self.store.get(kind, name)
+                owners = [o["uid"] for o in found["metadata"].get("ownerReferences", ())]
+                if job.uid not in owners or "deletionTimestamp" in found["metadata"]:
+                    raise NameTaken("an object of this name is still being removed") from None
+            self.changed()
+
+        self._call(f"creates {kind} {name}", act)
+
+    async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
+        def act() -> None:
+            with contextlib.suppress(Refusal):
+                self.store.delete("Pod", name, uid, grace)
+            self.changed()
+
+        self._call(f"deletes {name} (grace {grace})", act)
+
+    async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
+        def act() -> None:
+            with contextlib.suppress(Refusal):
+                self.store.label("Pod", name, uid, {LABEL_ROLE: str(role)})
+            self.changed()
+
+        self._call(f"labels {name} {role}", act)
+
+    async def delete_job(self, job: DDPJob) -> None:
+        def act() -> None:
+            with contextlib.suppress(Refusal):
+                self.store.delete("DDPJob", job.name, job.uid)
+
+        self._call("deletes the job", act)
+
+    async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
+        token, content = self.platform.token(job), json.dumps(body).encode()
+
+        def deliver() -> None:
+            process = self.network.at(endpoint)
+            if process is not None:
+                process.post(verb, token, content)
+
+        def act() -> None:
+            if self.random.random() < self.lose_messages:
+                return
+            deliver()
+            if self.random.random() < self.repeat_messages:
+                deliver()
+            if self.random.random() < self.delay_messages:
+                self.clock.later(self.random.uniform(0, 2), deliver)
+
+        self._call(f"posts {verb} {body}", act)
+
+    async def record(self, job: DDPJob, event: Event) -> None:
+        self._call(f"event {event.reason}: {event.message.splitlines()[0]}", lambda: self.events.append(event))
+
+
+KEY = JobKey(NAMESPACE, "job")

@@ -1,0 +1,148 @@
+"""The production code that the simulation runs, by its names of today: the only module that imports the coordinator.
+
+The operator's port, views and `reconcile` are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator import __main__ as program
+from ddpjob_runtime.coordinator import http_api
+from ddpjob_runtime.coordinator import server as sockets
+from ddpjob_runtime.coordinator.coordinator import Coordinator
+from ddpjob_runtime.coordinator.members import Member
+from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.launcher import client
+from ddpjob_runtime.protocol import Command, Mode
+
+Json = dict[str, Any]
+Send = Callable[[str, Json], None]
+FAST, STANDARD = Mode.FAST, Mode.STANDARD
+SILENCE_SECONDS: float = protocol.SILENCE_SECONDS
+STARTING_SECONDS: float = sockets.STARTING_SECONDS
+RECONNECT_SECONDS: float = protocol.RECONNECT_SECONDS
+LOOKUP_SECONDS: float = client.LOOKUP_SECONDS
+EXIT_STEPPED_ASIDE, EXIT_RENDEZVOUS_LOST = protocol.EXIT_STEPPED_ASIDE, protocol.EXIT_RENDEZVOUS_LOST
+EXIT_STOPPED, EXIT_INIT_FAILURE, EXIT_FENCED = (
+    protocol.EXIT_STOPPED,
+    protocol.EXIT_INIT_FAILURE,
+    protocol.EXIT_FENCED,
+)
+encode, decode = protocol.encode, protocol.decode
+seal, is_sealed = protocol.seal, protocol.is_sealed
+
+
+class RealCoordinator:
+    """The coordinator's program without its sockets: lines and requests in, lines and answers out.
+
+    `clock()` gives Unix seconds, `later` plans a call, `log` gets the lines of its log, `changed()` is called when the
+    report changes.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: Json,
+        clock: Callable[[], float],
+        later: Callable[[float, Callable[[], None]], Any],
+        log: Callable[[str], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._clock, self._log = clock, log
+        server = object.__new__(sockets.Server)  # its __init__ needs an event loop
+        server.token, server.store_ready = environment["DDPJOB_TOKEN"], True
+        server.renew()
+        server.strangers = sockets.Strangers()
+        self.coordinator = server.coordinator = Coordinator(
+            _settings(arguments, environment), clock, later, changed, log
+        )
+        self._server = server
+
+    @property
+    def server(self) -> Any:
+        """What `http_api.serve` wants."""
+        return self._server
+
+    @property
+    def state(self) -> str:
+        """As in its report."""
+        return str(self.coordinator.report().state)
+
+    @property
+    def rounds(self) -> int:
+        """The number of the newest round."""
+        return int(self.coordinator.report().round)
+
+    @property
+    def exits(self) -> bool:
+        """Whether it was asked to exit."""
+        return self.coordinator.exit_why is not None
+
+    def prove(self, line: bytes, send: Send) -> tuple[str, str] | None:
+        """The first line of a connection: the nonces of both. None: it is to be closed."""
+        self._enter()
+        nonces: tuple[str, str] | None = self._server._prove(line, send)
+        return nonces
+
+    def admit(self, line: bytes, nonces: tuple[str, str], send: Send) -> Member | None:
+        """The second line. None: the connection is to be closed."""
+        self._enter()
+        member: Member | None = self._server._admit(line, nonces, send)
+        return member
+
+    def receive(self, member: Member, line: bytes, send: Send) -> None:
+        """A later line."""
+        self._enter()
+        self.hear(member)
+        try:
+            self._server._on_message(member, protocol.decode(line), send)
+        except ValueError as error:
+            send("error", {"why": str(error)})
+
+    def hear(self, member: Member) -> None:
+        """A heartbeat has arrived by now."""
+        member.hear(self._clock())
+
+    def lost(self, member: Member, send: Send, why: str) -> None:
+        """The connection has ended."""
+        self._enter()
+        if member.send is send:
+            self.coordinator.lost(member, why)
+
+    def status(self) -> bytes:
+        """`GET /status`."""
+        return json.dumps(self.coordinator.report().write()).encode()
+
+    def post(self, verb: str, token: str, body: bytes) -> int:
+        """`POST /v1/VERB`: the HTTP status of the answer."""
+        self._enter()
+        try:
+            change = http_api.ROUTES[Command(verb).path][1]
+            if not http_api._has_token(self._server, {"authorization": f"Bearer {token}"}):
+                raise http_api.Refused(401, "another token")
+            return int(http_api._change(self._server, change, body)[0])
+        except http_api.Refused as refused:
+            self._log(f"refuses {verb}: {refused}")
+            return refused.status
+
+    def _enter(self) -> None:
+        sockets.now, sockets.log = self._clock, self._log
+
+
+def _settings(arguments: list[str], environment: Json) -> Settings:
+    named = dict(a.removeprefix("--").split("=", 1) for a in arguments)
+    initial, maximum = program.backoff(named["backoff"])
+    return Settings(
+        int(named["nodes"]),
+        int(named["min-nodes"]),
+        int(environment["DDPJOB_GENERATION"]),
+        Mode(named["mode"]),
+        int(named["attempt"]),
+        float(named["hang-after"]) if "hang-after" in named else None,
+        initial,
+        maximum,
+    )

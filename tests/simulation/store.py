@@ -1,0 +1,161 @@
+"""The objects of an API server: versions, preconditions, graceful deletion, collection of what an owner leaves behind.
+
+Used directly by the in-memory cluster, and over HTTP by the fake API server of tests/controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .clock import Clock, stamp
+
+Json = dict[str, Any]
+NAMESPACE = "space"
+Watcher = Callable[[str, str, Json], None]
+"""(kind, ADDED | MODIFIED | DELETED, object)"""
+
+
+class Refusal(Exception):
+    """An answer of 4xx."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status, self.reason, self.message = status, reason, message
+
+
+class Store:
+    """Objects by kind, namespace and name. Watchers are called after every change, in the order of the versions."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.version = 100
+        self.watchers: list[Watcher] = []
+        self._objects: dict[str, dict[tuple[str, str], Json]] = {}
+        self._uids = 0
+
+    def all(self, kind: str) -> Iterator[Json]:
+        """The objects of a kind, in the order of their creation."""
+        return iter(list(self._objects.get(kind, {}).values()))
+
+    def find(self, kind: str, name: str, namespace: str = NAMESPACE) -> Json | None:
+        """An object, or None."""
+        return self._objects.get(kind, {}).get((namespace, name))
+
+    def get(self, kind: str, name: str, namespace: str = NAMESPACE) -> Json:
+        """An object. Raises Refusal 404."""
+        body = self.find(kind, name, namespace)
+        if body is None:
+            raise Refusal(404, "NotFound", f'{kind} "{name}" not found')
+        return body
+
+    def create(self, kind: str, body: Json, namespace: str = NAMESPACE) -> Json:
+        """Add an object, with what the server itself writes. Raises Refusal 409."""
+        name = body["metadata"]["name"]
+        if self.find(kind, name, namespace) is not None:
+            raise Refusal(409, "AlreadyExists", f'{kind} "{name}" already exists')
+        self._uids += 1
+        meta = {
+            **body["metadata"],
+            "namespace": namespace,
+            "uid": body["metadata"].get("uid", f"uid-{self._uids}"),
+            "creationTimestamp": self.clock.stamp(),
+            "generation": 1,
+        }
+        body = {**body, "metadata": meta}
+        self._objects.setdefault(kind, {})[namespace, name] = body
+        self.changed(kind, body, "ADDED")
+        return body
+
+    def changed(self, kind: str, body: Json, what: str = "MODIFIED") -> None:
+        """The object was changed in place: it gets a version, and the watchers are called."""
+        self.version += 1
+        body["metadata"]["resourceVersion"] = str(self.version)
+        for watcher in self.watchers:
+            watcher(kind, what, body)
+
+    def replace_status(self, kind: str, name: str, body: Json, namespace: str = NAMESPACE) -> Json:
+        """Write the status as of the version in the metadata. Raises Refusal 404 and 409."""
+        known = self.get(kind, name, namespace)
+        self._check_version(known, body)
+        known["status"] = body["status"]
+        self.changed(kind, known)
+        return known
+
+    def replace(self, kind: str, name: str, body: Json, namespace: str = NAMESPACE) -> Json:
+        """Write all but the metadata, of that the annotations, as of the version in it. Raises Refusal 404 and 409."""
+        known = self.get(kind, name, namespace)
+        self._check_version(known, body)
+        known["metadata"]["annotations"] = body["metadata"].get("annotations", {})
+        known.update({key: value for key, value in body.items() if key != "metadata"})
+        self.changed(kind, known)
+        return known
+
+    def _check_version(self, known: Json, body: Json) -> None:
+        wanted = body["metadata"].get("resourceVersion")
+        if wanted is not None and wanted != known["metadata"]["resourceVersion"]:
+            raise Refusal(
+                409, "Conflict", "the object has been modified; please apply your changes to the latest version"
+            )
+
+    def label(self, kind: str, name: str, uid: str | None, labels: Json, namespace: str = NAMESPACE) -> Json:
+        """Merge labels. Raises Refusal 404, 409 where the uid is another one."""
+        known = self._same(kind, name, uid, namespace)
+        known["metadata"]["labels"] = {**known["metadata"].get("labels", {}), **labels}
+        self.changed(kind, known)
+        return known
+
+    def own(self, kind: str, name: str, uid: str | None, owners: list[Json], namespace: str = NAMESPACE) -> Json:
+        """Merge owners, by their uids. Raises as `label` does."""
+        known = self._same(kind, name, uid, namespace)
+        meta = known["metadata"]
+        merged = {owner["uid"]: owner for owner in [*meta.get("ownerReferences", []), *owners]}
+        meta["ownerReferences"] = list(merged.values())
+        self.changed(kind, known)
+        return known
+
+    def _same(self, kind: str, name: str, uid: str | None, namespace: str) -> Json:
+        known = self.get(kind, name, namespace)
+        if uid is not None and uid != known["metadata"]["uid"]:
+            raise Refusal(409, "Conflict", "the UID in the patch does not match")
+        return known
+
+    def delete(
+        self, kind: str, name: str, uid: str | None = None, grace: int | None = None, namespace: str = NAMESPACE
+    ) -> Json:
+        """Ask for an object's end. A pod that a kubelet may run gets its grace; everything else is removed at once.
+
+        Raises Refusal 404, and 409 where the precondition on the uid fails.
+        """
+        body = self.get(kind, name, namespace)
+        meta = body["metadata"]
+        if uid is not None and uid != meta["uid"]:
+            raise Refusal(409, "Conflict", "the UID in the precondition does not match")
+        if kind == "Pod" and grace != 0 and _has_kubelet(body):
+            seconds = body["spec"].get("terminationGracePeriodSeconds", 30) if grace is None else grace
+            if "deletionTimestamp" not in meta or seconds < meta["deletionGracePeriodSeconds"]:
+                meta["deletionTimestamp"] = stamp(self.clock.now + seconds)
+                meta["deletionGracePeriodSeconds"] = seconds
+                self.changed(kind, body)
+            return body
+        self.remove(kind, body)
+        return body
+
+    def remove(self, kind: str, body: Json) -> None:
+        """The object is gone, and what it owned goes too."""
+        meta = body["metadata"]
+        del self._objects[kind][meta["namespace"], meta["name"]]
+        self.changed(kind, body, "DELETED")
+        for other_kind in list(self._objects):
+            for other in list(self._objects[other_kind].values()):
+                owners = other["metadata"].get("ownerReferences", [])
+                left = [owner for owner in owners if owner.get("uid") != meta["uid"]]
+                if left and left != owners:
+                    other["metadata"]["ownerReferences"] = left
+                    self.changed(other_kind, other)
+                elif left != owners:
+                    self.delete(other_kind, other["metadata"]["name"], namespace=other["metadata"]["namespace"])
+
+
+def _has_kubelet(pod: Json) -> bool:
+    return bool(pod["spec"].get("nodeName")) and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")

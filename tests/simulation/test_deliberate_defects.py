@@ -1,0 +1,20 @@
+"""The seeds are shown to find defects.
+
+Each is put in on purpose, and the seed that finds it must fail with it and not without it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .defects import DEFECTS, finds
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_deliberate_defect_is_found(name: str) -> None:
+    defect = DEFECTS[name]
+    assert not finds(defect.seed, defect.faults), "the seed fails without the defect"
+    with defect.applied():
+        assert finds(defect.seed, defect.faults), (
+            f"seed {defect.seed} no longer finds it; `replay.py defects` looks for one that does"
+        )

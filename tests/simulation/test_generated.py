@@ -1,0 +1,151 @@
+"""Jobs of any spec that the API server accepts, with statuses that anybody may have written: no reconcile raises.
+
+DDPJOB_GENERATED=20 tries 20 times as many. A failure names the number of its job: `Maker(NUMBER)` makes it again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from ddpjob.api.reader import validate, with_defaults
+from ddpjob.api.schema import schema_of, to_json_schema
+from ddpjob.api.types import DDPJob, JobStatus, Json
+from ddpjob.core.decide import decide
+from ddpjob.core.decision import Creation, Decision
+from ddpjob.core.world import World
+from ddpjob.engine.apply import _manifest
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.pod_template import problems
+from generated import Maker
+from jsonschema import Draft202012Validator
+
+from .operator_port import MemoryCluster
+from .simulated import Simulation
+
+TIMES = int(os.environ.get("DDPJOB_GENERATED", "1"))
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+STATUS = Draft202012Validator(to_json_schema(schema_of("status")))
+LARGEST = 200_000
+"""Bytes of a status: 1.5 MB are too much for the API server."""
+
+
+class Offline:
+    """What `_manifest` needs of a cluster."""
+
+    platform = Platform(operator_key=b"key")
+
+
+def small(manifest: Json) -> Json:
+    """The same for so few nodes that a thousand jobs can be tried."""
+    spec = manifest["spec"]
+    for field, most in (("nodes", 3), ("spares", 2)):
+        if isinstance(spec.get(field), int | float) and spec[field] > most:
+            spec[field] = most
+    return manifest
+
+
+@contextmanager
+def tried(number: int) -> Iterator[tuple[Json, Maker]]:
+    """A made-up manifest; what is done with it may raise only where the API server refuses the manifest."""
+    maker = Maker(number)
+    manifest = small(maker.manifest())
+    try:
+        yield manifest, maker
+    except Exception as error:
+        if not validate(manifest):
+            raise AssertionError(f"Maker({number}): {error!r} after {json.dumps(manifest)[:2000]}") from error
+
+
+def check(job: DDPJob, decision: Decision) -> None:
+    """What is written is bounded, and the API server accepts it."""
+    written = decision.status.write(job.spec)
+    assert len(json.dumps(written, allow_nan=False)) < LARGEST
+    wrong = [e.message for e in STATUS.iter_errors(written)]
+    assert not wrong, wrong[:3]
+    assert all(len(event.message.encode()) <= 1024 for event in decision.events)
+    assert len(decision.actions) + len(decision.events) < 100
+    ends = decision.status.terminal or job.spec.run_policy.suspend
+    assert ends or decision.wake is not None, "nobody wakes the job"
+    assert JobStatus.read(written).write(job.spec) == written, "read as it was written"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_spec_and_no_status_makes_a_decision_raise(part: int) -> None:
+    size, done = 100 * TIMES, 0
+    for number in range(part * size, (part + 1) * size):
+        with tried(number) as (manifest, maker):
+            body = with_defaults(manifest)
+            body["metadata"] |= {"namespace": "space", "uid": "uid"}
+            job = DDPJob.read(body)
+            faults = problems(job.spec.pod_template)
+            for status in ({}, maker.status()):
+                now = NOW
+                job = replace(job, status=JobStatus.read(status))
+                for _ in range(3):
+                    world = World(runtime="r", runtime_offered="r", key_mark="k", problems=faults)
+                    decision = decide(job, world, now)
+                    check(job, decision)
+                    creations = [a for a in decision.actions if isinstance(a, Creation) and now is NOW]
+                    for creation in {type(a): a for a in creations}.values():  # one of each kind
+                        json.dumps(_manifest(Offline(), job, decision.status, creation), allow_nan=False)  # type: ignore[arg-type]
+                    job, now = replace(job, status=decision.status), now + timedelta(seconds=30)
+            done += 1
+    assert done > size / 4, "few of these jobs are refused"
+
+
+class AnyPods(MemoryCluster):
+    """Pods of which only the operator's own containers and variables are played."""
+
+    async def create(self, job: DDPJob, manifest: Json) -> None:
+        if manifest["kind"] == "Pod":
+            spec = manifest["spec"]
+            own = [c for c in spec["containers"] if c["name"] in ("trainer", "coordinator")]
+            spec = {**spec, "containers": [{**c, "env": list(filter(_own, c["env"]))} for c in own]}
+            manifest = {**manifest, "spec": spec}
+        await super().create(job, manifest)
+
+
+def _own(variable: Json) -> bool:
+    return "valueFrom" not in variable or variable["name"] in ("DDPJOB_TOKEN", "POD_IP", "NODE_NAME")
+
+
+class Generated(Simulation):
+    """Without invariants: a forged status may say that anything has happened."""
+
+    cluster_class = AnyPods
+
+    def __init__(self, manifest: Json) -> None:
+        super().__init__({})
+        self.invariants.after_reconcile = lambda: None  # type: ignore[method-assign]
+        self.store.watchers.remove(self.invariants._observe)
+        self.training.check = lambda current: None
+        self.job_body["spec"] = with_defaults(manifest)["spec"]
+
+    def forge(self, status: Json) -> None:
+        """Somebody writes these fields of the status."""
+        self.training.rounds.clear()
+        self.job_body["status"] = {**self.status, **status}
+        self.store.changed("DDPJob", self.job_body)
+
+
+@pytest.mark.parametrize("part", range(2))
+async def test_a_job_is_reconciled_whatever_is_written_into_its_status(part: int) -> None:
+    size, reached = 60 * TIMES, dict[Any, int]()
+    for number in range(part * size, (part + 1) * size):
+        with tried(number) as (manifest, maker):
+            s = Generated(manifest)
+            for status in ({}, maker.status(), maker.status()):
+                s.forge(status)
+                for _ in range(4):
+                    await s.one_pass()
+                    s.advance(2)
+            reached[s.phase] = reached.get(s.phase, 0) + 1
+            assert s.job is None or s.status["observedGeneration"] == 1
+    assert reached.get("Running", 0) > size / 4, reached

@@ -1,0 +1,320 @@
+"""Checkpoints: atomic, checksummed, written beside training; a start resumes from the newest whole
+one, whoever holds it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpjob_trainer import config, train
+from ddpjob_trainer.atomic_files import write_atomically
+from ddpjob_trainer.checkpoints import folder, torch_file
+from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.checkpoints.metadata import Metadata
+from ddpjob_trainer.checkpoints.torch_file import check, decode
+from ddpjob_trainer.config.sections import CheckpointConfig, Format
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError, FencedError
+from ddpjob_trainer.lifecycle.fence import Claim
+from ddpjob_trainer.lifecycle.signals import Due
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import TINY, good, metrics, run, stop_at
+
+
+def content(path: Path, step: int = 7) -> bytes:
+    torch_file.write(path, {"weights": torch.arange(100.0), "step": step}, Metadata(step, 1, 2))
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The content of a checkpoint's file."""
+    return content(tmp_path_factory.mktemp("whole") / "a.pt")
+
+
+def test_content_comes_back_and_torch_load_reads_the_file(tmp_path: Path) -> None:
+    written = content(tmp_path / "a.pt")
+    metadata = check(written)
+    assert (metadata.step, metadata.epoch, metadata.world) == (7, 1, 2) and torch_file.read_metadata(
+        tmp_path / "a.pt"
+    ) == metadata
+    assert torch.equal(decode(written)["weights"], torch.arange(100.0))
+    assert torch.load(tmp_path / "a.pt", weights_only=True)["step"] == 7
+
+
+def test_the_archive_is_byte_for_byte_what_torch_save_writes(tmp_path: Path) -> None:
+    """The stream that hashes on the way adds a comment and changes nothing else."""
+    snapshot = {
+        "weights": torch.randn(300, 7),
+        "empty": torch.zeros(0),
+        "half": torch.ones(5, dtype=torch.float16),
+        "n": [1, "two", None],
+    }
+    torch_file.write(tmp_path / "a.pt", snapshot, Metadata(1))
+    buffer = io.BytesIO()
+    torch.save(snapshot, buffer)
+    assert (tmp_path / "a.pt").read_bytes().startswith(buffer.getvalue()[:-2])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_every_truncation_is_found(whole: bytes, data: st.DataObject) -> None:
+    with pytest.raises(CheckpointError):
+        check(whole[: data.draw(st.integers(0, len(whole) - 1))])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_every_changed_byte_is_found(whole: bytes, data: st.DataObject) -> None:
+    damaged = bytearray(whole)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    damaged[place] ^= data.draw(st.integers(1, 255))
+    try:
+        metadata = check(bytes(damaged))
+    except CheckpointError:
+        return
+    assert metadata == check(whole) and place > len(whole) - 200, "only white space within the comment may differ"
+
+
+@pytest.mark.parametrize(
+    ("said", "changed"), [(b'"step": 7', b'"step": 8'), (b'"epoch": 1', b'"epoch": 2'), (b'"world": 2', b'"world": 3')]
+)
+def test_what_a_checkpoint_says_of_itself_is_under_the_checksum(said: bytes, changed: bytes, whole: bytes) -> None:
+    assert whole.count(said) == 1
+    with pytest.raises(CheckpointError, match=r"corrupt \(its checksum does not match\)"):
+        check(whole.replace(said, changed))
+
+
+def opened(path: Path, *, incarnation: int = 1, **settings: Any) -> CheckpointFolder:
+    made = CheckpointFolder(CheckpointConfig(**settings), path, Group())
+    made.claim(Claim(0, 0, incarnation))
+    return made
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"step": step, "sampler": {"epoch": 0, "consumed": step}}
+
+
+def save(folder: CheckpointFolder, step: int) -> None:
+    folder.save(lambda: state(step), step)
+    folder.finish()
+
+
+def test_a_write_that_is_interrupted_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "x.pt"
+    write_atomically(target, b"old")
+
+    def crash() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(target, b"new", crash)
+    assert target.read_bytes() == b"old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_broken_ones_are_named_and_the_next_older_one_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = opened(tmp_path)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    newest, middle = tmp_path / "step-000000003.pt", tmp_path / "step-000000002.pt"
+    newest.write_bytes(newest.read_bytes()[:-300])
+    middle.write_bytes(b"")
+    assert checkpoints.newest() == state(1)
+    warnings = capsys.readouterr().err
+    assert f"{newest} is truncated" in warnings and f"{middle} is truncated (0 bytes" in warnings
+
+
+def test_all_broken_is_an_error_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    good(1, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"])
+    for path in tmp_path.glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:1000])
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
+    (end,) = run(1, [*TINY, f"checkpoint.dir={tmp_path}"])
+    assert end.code == 1 and re.search(
+        r"CheckpointError: no checkpoint in .* is whole .* nothing was overwritten", end.error
+    )
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
+
+
+def test_a_zombie_of_an_older_life_writes_nothing(tmp_path: Path) -> None:
+    zombie = opened(tmp_path, incarnation=1)
+    save(zombie, 1)
+    fresh = CheckpointFolder(CheckpointConfig(), tmp_path, Group())
+    fresh.claim(Claim(1, 4, 2))
+    message = r"was claimed on .*generation 1, round 4.*belongs to generation 0, round 0 and writes nothing more"
+    with pytest.raises(CheckpointError, match=message):
+        save(zombie, 2)
+    with pytest.raises(CheckpointError, match="was claimed on"):
+        opened(tmp_path, incarnation=3)
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step-000000001.pt"]
+    assert json.loads((tmp_path / "fence.json").read_text())["life"] == 2
+
+
+@pytest.mark.parametrize("format", list(Format))
+def test_a_life_that_is_followed_while_it_writes_does_not_rename(
+    format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor claims the folder when the content is on disk and has no name yet, and has not
+    seen it when it cleared up.
+    """
+    old = opened(tmp_path, format=format)
+    sync = os.fsync
+
+    def sync_and_lose(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        sync(descriptor)
+        Claim(1, 0, 2).take(tmp_path)
+
+    monkeypatch.setattr(os, "fsync", sync_and_lose)
+    with pytest.raises(FencedError, match="belongs to generation 0, round 0 and writes nothing more"):
+        save(old, 2)
+    assert list(tmp_path.glob("step*")) == []
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(
+        CheckpointError, match=r"folder .*file/checkpoints cannot be written \(Not a directory\).*checkpoint.dir"
+    ):
+        train.run(config.load(None, [*TINY, f"checkpoint.dir={tmp_path / 'file' / 'checkpoints'}"]))
+    with pytest.raises(CheckpointError, match=r"folder /proc/nowhere cannot be written"):
+        train.run(config.load(None, [*TINY, "checkpoint.dir=/proc/nowhere"]))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_a_folder_per_node_any_node_may_be_lost(lost: int, tmp_path: Path) -> None:
+    """Two nodes of one rank; after a stop, one node's folder is gone."""
+    arguments = [*TINY, "checkpoint.shared=false"]
+
+    def node(rank: int) -> dict[str, str]:
+        return {"DDPJOB_CHECKPOINT_DIR": str(tmp_path / f"node{rank}"), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+    assert [end.code for end in run(2, arguments, prepare=stop_at(3), env=node)] == [75, 75]
+    assert (tmp_path / "node0" / "step-000000003.pt").exists() and (tmp_path / "node1" / "step-000000003.pt").exists()
+    shutil.rmtree(tmp_path / f"node{lost}")
+    good(2, arguments, env=node)
+    assert metrics(tmp_path / f"node{lost}" / "run", "start")[0]["step"] == 3
+    models = [torch.load(tmp_path / f"node{rank}" / "step-000000016.pt", weights_only=True)["model"] for rank in (0, 1)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+# ------------------------------------------------------------ beside training
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No write ends before the event is set."""
+    go = threading.Event()
+    write = torch_file.write
+
+    def wait_and_write(*args: Any) -> None:
+        assert go.wait(20)
+        write(*args)
+
+    monkeypatch.setattr(folder.torch_file, "write", wait_and_write)
+    return go
+
+
+def test_training_continues_while_the_disk_works_and_the_copy_is_of_the_moment(
+    tmp_path: Path, slow_disk: threading.Event
+) -> None:
+    checkpoints = opened(tmp_path, every_steps=5, every_seconds=0)
+    weights = torch.ones(1000)
+    momentum = {"layer": {"step": torch.tensor(3.0), "list": [1, 2]}}
+    checkpoints.save(lambda: {**state(1), "model": {"w": weights}, "optimizer": momentum}, 1)
+    weights.zero_()
+    momentum["layer"]["step"].zero_()
+    momentum["layer"]["list"].append(3)  # type: ignore[union-attr]
+    assert checkpoints.state.busy and checkpoints.completed() == [] and not list(tmp_path.glob("*.pt"))
+    slow_disk.set()
+    checkpoints.finish()
+    (completed,) = checkpoints.completed()
+    assert completed.step == 1 and completed.pause_seconds < completed.write_seconds
+    found = checkpoints.newest()
+    assert found is not None and torch.equal(found["model"]["w"], torch.ones(1000))
+    assert found["optimizer"] == {"layer": {"step": torch.tensor(3.0), "list": [1, 2]}}
+
+
+def test_what_is_due_meanwhile_waits_for_a_later_step_and_is_not_dropped(
+    tmp_path: Path, slow_disk: threading.Event
+) -> None:
+    checkpoints = opened(tmp_path, every_steps=5, every_seconds=0)
+    assert [checkpoints.due(step) for step in (4, 5)] == [Due.NO, Due.WHEN_FREE]
+    checkpoints.save(lambda: state(5), 5)
+    assert checkpoints.due(6) is Due.NO
+    assert [checkpoints.due(step) for step in (10, 11)] == [Due.WHEN_FREE, Due.WHEN_FREE], (
+        "remembered until it is saved"
+    )
+    slow_disk.set()
+    checkpoints.save(lambda: state(12), 12)  # waits for the one under way
+    assert checkpoints.due(13) is Due.NO
+    checkpoints.finish()
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["step-000000005.pt", "step-000000012.pt"]
+
+
+def test_what_retention_or_the_end_needs_is_due_at_once(tmp_path: Path) -> None:
+    checkpoints = opened(tmp_path, keep_every_epochs=2, every_seconds=0)
+    assert checkpoints.due(10, epoch=1) is Due.WHEN_FREE
+    assert checkpoints.due(20, epoch=2) is Due.NOW
+    assert checkpoints.due(30, epoch=3, last=True) is Due.NOW
+    assert opened(tmp_path, keep_best=1).due(40, epoch=1) is Due.NOW
+
+
+def slow_writes(seconds: float) -> Callable[[int], None]:
+    """In each rank, the disk takes so long."""
+
+    def prepare(rank: int) -> None:
+        import time
+
+        write = torch_file.write
+
+        def slowly(*args: Any) -> None:
+            time.sleep(seconds)
+            write(*args)
+
+        folder.torch_file.write = slowly  # type: ignore[assignment]
+
+    return prepare
+
+
+def test_with_a_slow_disk_steps_continue_and_the_last_state_is_saved(tmp_path: Path) -> None:
+    """A checkpoint at each step is due; while one takes longer than many steps, the others wait.
+    Evaluated and ended as ever.
+    """
+    good(2, [*TINY, "checkpoint.every_steps=1", f"checkpoint.dir={tmp_path}"], prepare=slow_writes(1.0))
+    saved = [line["step"] for line in metrics(tmp_path / "run", "checkpoint")]
+    assert saved[0] == 1 and saved[-1] == 16 and len(saved) < 9, saved
+    assert len(metrics(tmp_path / "run", "step")) == 16
+
+
+def test_the_line_is_written_when_the_file_is_there(tmp_path: Path) -> None:
+    """As another process sees it: no line about a checkpoint before its file."""
+
+    def prepare(rank: int) -> None:
+        from ddpjob_trainer.reporting.reporter import Reporter
+
+        report = Reporter.checkpoint
+
+        def checked(self: Reporter, step: int, seconds: float) -> None:
+            assert (tmp_path / f"step-{step:09d}.pt").exists()
+            report(self, step, seconds)
+
+        Reporter.checkpoint = checked  # type: ignore[method-assign]
+
+    good(2, [*TINY, "checkpoint.every_steps=3", "checkpoint.keep=100", f"checkpoint.dir={tmp_path}"], prepare=prepare)
+    assert {line["step"] for line in metrics(tmp_path / "run", "checkpoint")} == {
+        int(path.stem[5:]) for path in tmp_path.glob("*.pt")
+    }

@@ -1,0 +1,227 @@
+"""Format dcp: each rank writes its part; the same guarantees as the single file, and any number of
+ranks or strategy resumes from it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpjob_trainer.checkpoints import dcp
+from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.checkpoints.metadata import Metadata
+from ddpjob_trainer.config.sections import CheckpointConfig, Format
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError, ConfigError
+from ddpjob_trainer.lifecycle.fence import Claim
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import TINY, final_losses, finish, good, metrics, run, start, stop_at, until
+
+PARTS = [*TINY, "checkpoint.format=dcp"]
+
+SNAPSHOT = {
+    "step": 7,
+    "sampler": {"epoch": 0, "consumed": 1},
+    "model": {
+        "a.b": torch.arange(6.0).reshape(2, 3),
+        "a": {"b": torch.ones(2, dtype=torch.int64)},
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    },
+    "optimizer": {"groups": [{"betas": (0.9, 0.99), "lr": 0.1, "name": None}], "state": {}, 5: torch.tensor(3)},
+}
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return (
+            isinstance(right, dict) and left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+        )
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def written(path: Path, step: int = 7) -> Path:
+    dcp.write(path, 1, SNAPSHOT, Metadata(step, 2, 4), None, lambda: None)
+    return path
+
+
+def test_content_comes_back_with_its_types(tmp_path: Path) -> None:
+    path = written(tmp_path / "step-000000007.dcp")
+    metadata = dcp.check(path)
+    assert (metadata.step, metadata.epoch, metadata.world) == (7, 2, 4) and dcp.read_metadata(path) == metadata
+    assert same(dcp.read(path), SNAPSHOT)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_torch_reads_the_folder_by_itself(tmp_path: Path) -> None:
+    """Not only we: the tensors are where torch.distributed.checkpoint puts them."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(written(tmp_path / "a.dcp"), tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert any(torch.equal(value, SNAPSHOT["model"]["a.b"]) for value in found.values())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint to be damaged and repaired."""
+    return written(tmp_path_factory.mktemp("whole") / "step-000000007.dcp")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_damage_of_every_file_is_found(whole: Path, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(sorted(whole.iterdir())))
+    content = path.read_bytes()
+    place = data.draw(st.integers(0, len(content) - 1))
+    how = data.draw(st.sampled_from(["flip", "cut", "remove"]))
+    try:
+        if how == "remove":
+            path.unlink()
+        else:
+            flipped = bytes([content[place] ^ data.draw(st.integers(1, 255))])
+            path.write_bytes(content[:place] + (flipped + content[place + 1 :] if how == "flip" else b""))
+        try:
+            metadata = dcp.check(whole)
+        except CheckpointError:
+            return
+        assert path.name == "manifest.json" and how == "flip" and metadata == Metadata(7, 2, 4, metadata.time), (
+            "only its white space may differ"
+        )
+        assert content[place : place + 1] in b" \n"
+    finally:
+        path.write_bytes(content)
+        dcp.check(whole)
+
+
+def test_a_crash_before_the_rename_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
+    checkpoints.claim(Claim(0, 0, 1))
+    checkpoints.save(lambda: SNAPSHOT, 7)
+    checkpoints.finish()
+    temporary = tmp_path / ".step-000000009.dcp.1.tmp"
+    (tmp_path / "step-000000007.dcp").rename(temporary)
+    assert CheckpointFolder(CheckpointConfig(), tmp_path, Group()).newest() is None
+    again = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
+    again.claim(Claim(0, 0, 2))
+    assert not temporary.exists(), "the next incarnation cleans up"
+
+
+def test_a_broken_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "step-000000007.dcp").mkdir()
+    checkpoints = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
+    checkpoints.claim(Claim(0, 0, 1))
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+        checkpoints.newest()
+    checkpoints.save(lambda: SNAPSHOT, 7)
+    checkpoints.finish()
+    assert same(checkpoints.newest(), SNAPSHOT)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"fence.json", "owner.json", "step-000000007.dcp"}
+
+
+def test_a_folder_per_node_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint.format=dcp: .* set checkpoint.shared=true"):
+        CheckpointFolder(CheckpointConfig(format=Format.DCP, shared=False), tmp_path, Group())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one undisturbed process."""
+    folder = tmp_path_factory.mktemp("alone")
+    good(1, [*TINY, f"checkpoint.dir={folder}"])
+    return final_losses(folder / "run")
+
+
+@pytest.mark.parametrize("formats", [("dcp", "dcp", "dcp"), ("torch", "dcp", "torch")])
+def test_fsdp_then_ddp_then_one_continue_from_each_other(
+    formats: tuple[str, str, str], alone: list[float], tmp_path: Path
+) -> None:
+    """Another strategy, another number of ranks and another format at each start, over the same curve."""
+    incarnations = [(2, "fsdp", 5), (3, "ddp", 10), (1, "single", None)]
+    for (world, strategy, stop), format in zip(incarnations, formats, strict=True):
+        arguments = [*TINY, f"checkpoint.dir={tmp_path}", f"strategy={strategy}", f"checkpoint.format={format}"]
+        ends = run(world, arguments, prepare=stop_at(stop) if stop else None)
+        assert [end.code for end in ends] == [75 if stop else 0] * world, ends
+    assert [line["step"] for line in metrics(tmp_path / "run", "start")] == [0, 5, 10]
+    assert final_losses(tmp_path / "run") == pytest.approx(alone, rel=1e-4, abs=1e-4)
+
+
+def test_each_rank_of_fsdp_writes_its_part(tmp_path: Path) -> None:
+    good(2, [*PARTS, "train.epochs=1", "strategy=fsdp", f"checkpoint.dir={tmp_path}"])
+    path = tmp_path / "step-000000008.dcp"
+    sizes = [sum(entry.stat().st_size for entry in path.glob(f"__{rank}_*")) for rank in (0, 1)]
+    assert min(sizes) > 0.5 * max(sizes), sizes
+
+
+def test_a_rank_that_cannot_write_its_part_fails_all_and_nothing_stays(tmp_path: Path) -> None:
+    def prepare(rank: int) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        write = FileSystemWriter.write_data
+
+        def full(self: Any, plan: Any, planner: Any) -> Any:
+            if rank == 1:
+                raise OSError(28, os.strerror(28))
+            return write(self, plan, planner)
+
+        FileSystemWriter.write_data = full  # type: ignore[method-assign]
+
+    ends = run(2, [*PARTS, "strategy=fsdp", f"checkpoint.dir={tmp_path}"], prepare=prepare)
+    assert [end.code for end in ends] == [1, 1]
+    assert all("rank 1: No space left on device" in end.error for end in ends), ends
+    assert [entry.name for entry in tmp_path.iterdir() if "step" in entry.name] == []
+
+
+def test_a_folder_that_is_not_shared_is_found_out(tmp_path: Path) -> None:
+    """Two nodes, each with a disk of its own under the same name."""
+
+    def node(rank: int) -> dict[str, str]:
+        return {"DDPJOB_CHECKPOINT_DIR": str(tmp_path / f"node{rank}")}
+
+    ends = run(2, [*PARTS, "strategy=fsdp"], env=node)
+    assert [end.code for end in ends] == [1, 1], ends
+    assert "checkpoint.format=dcp needs one folder that every node sees" in ends[0].error, ends
+
+
+def test_only_the_newest_life_puts_parts_in_place(tmp_path: Path) -> None:
+    zombie = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
+    zombie.claim(Claim(0, 0, 1))
+    CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group()).claim(Claim(1, 0, 2))
+    zombie.save(lambda: SNAPSHOT, 7)
+    with pytest.raises(CheckpointError, match="belongs to generation 0, round 0 and writes nothing more"):
+        zombie.finish()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"fence.json", "owner.json"}
+
+
+def test_a_claim_that_rank_0_cannot_read_for_a_while_leaves_the_ranks_in_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other writers must not keep waiting for it in the collective of an attempt that it gave up."""
+    ranks = start(
+        2,
+        [
+            *PARTS,
+            "train.epochs=4000",
+            "checkpoint.every_steps=3",
+            "checkpoint.failures=9999",
+            f"checkpoint.dir={tmp_path}",
+        ],
+    )
+    until(lambda: (tmp_path / "step-000000003.dcp").exists())
+    fence = tmp_path / "fence.json"
+    claim = fence.read_text()
+    fence.write_text("{")
+    until(lambda: "the next save will be tried" in capfd.readouterr().err)
+    fence.write_text(claim)
+    before = set(tmp_path.glob("step-*.dcp"))
+    until(lambda: set(tmp_path.glob("step-*.dcp")) - before, 20)
+    os.kill(ranks[1][0].pid, signal.SIGTERM)
+    assert [end.code for end in finish(ranks)] == [75, 75]

@@ -1,0 +1,212 @@
+"""A checkpoint of another model is named as such; checkpoint.load starts from weights of a file, whoever wrote it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpjob_trainer.checkpoints.compatibility import differences, load_weights, read_whole, weights_in
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError
+from ranks import TINY, good, metrics, run
+
+ONE_EPOCH = [*TINY, "train.epochs=1"]
+
+
+def refused(message: str, *arguments: str) -> None:
+    (end,) = run(1, [*ONE_EPOCH, *arguments])
+    assert end.code == 1 and re.search("CheckpointError: " + message, end.error), end
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoint of an epoch (model.width=4), named best."""
+    folder = tmp_path_factory.mktemp("trained")
+    good(1, [*ONE_EPOCH, "checkpoint.keep_best=1", f"checkpoint.dir={folder}"])
+    return folder
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
+    return found
+
+
+def test_differences() -> None:
+    saved = {"a": torch.zeros(2, 3), "old": torch.zeros(()), "same": torch.zeros(1)}
+    wanted = {"a": torch.zeros(3, 2), "new": torch.zeros(4), "same": torch.ones(1)}
+    assert differences(saved, wanted) == [
+        "a is (2, 3) in the checkpoint and (3, 2) in the model",
+        "new (4,) is not in the checkpoint",
+        "old () is not in the model",
+    ]
+
+
+def test_another_model_is_named_by_its_tensors_and_by_the_keys_to_set(trained: Path) -> None:
+    before = {path: path.read_bytes() for path in trained.glob("*.pt")}
+    message = (
+        r"the checkpoint of step 8 in .* is of another model: features.0.weight is \(4, 1, 3, 3\) in the checkpoint and"
+        r" \(8, 1, 3, 3\) in the model; .*; and \d+ more\. To resume from it set model.width=4, with which it was made;"
+        r" to start from scratch set checkpoint.dir to another folder"
+    )
+    folder = f"checkpoint.dir={trained}"
+    refused(message, folder, "model.width=8")
+    refused(
+        r".* its optimizer is sgd, and now it is adamw\. To resume from it set optim.name=sgd",
+        folder,
+        "optim.name=adamw",
+    )
+    refused(r"checkpoint.resume=false, and .* holds a checkpoint of step 8", folder, "checkpoint.resume=false")
+    assert {path: path.read_bytes() for path in trained.glob("*.pt")} == before
+
+
+def test_another_seed_is_refused(trained: Path) -> None:
+    """The order would follow the checkpoint's, the augmentation the configuration's."""
+    message = (
+        r"the checkpoint of step 8 in .* was made with data.seed=0, and now it is 3: .* To resume set data.seed=0;"
+    )
+    refused(message, f"checkpoint.dir={trained}", "data.seed=3")
+
+
+def test_every_rank_ends_with_the_message(trained: Path) -> None:
+    ends = run(2, [*ONE_EPOCH, f"checkpoint.dir={trained}", "model.width=8"])
+    assert [end.code for end in ends] == [1, 1]
+    assert all("is of another model" in end.error for end in ends)
+
+
+@pytest.mark.parametrize("source", ["file", "best", "folder", "plain", "wrapped", "compiled"])
+def test_weights_of_a_file_are_where_training_starts(source: str, trained: Path, tmp_path: Path) -> None:
+    """As seen in the weights after one step at a learning rate of zero, on 2 ranks; momentum and step start over."""
+    known = weights(trained / "best.pt")
+    path = {"file": trained / "step-000000008.pt", "best": trained / "best.pt", "folder": trained}.get(
+        source, tmp_path / "plain.pt"
+    )
+    if source == "plain":
+        torch.save(known, path)
+    if source == "wrapped":  # as torch.save of a DistributedDataParallel, in a dictionary of an example's
+        torch.save({"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in known.items()}}, path)
+    if source == "compiled":  # torch.compile of it, and of a part, with the arguments as timm saves them
+        inner = {name.replace("features.", "features._orig_mod.", 1): tensor for name, tensor in known.items()}
+        state = {f"module._orig_mod.{name}": tensor for name, tensor in inner.items()}
+        torch.save({"state_dict": state, "args": argparse.Namespace(lr=0.1)}, path)
+    good(
+        2,
+        [
+            *ONE_EPOCH,
+            "optim.lr=0",
+            "optim.weight_decay=0",
+            f"checkpoint.load={path}",
+            f"checkpoint.dir={tmp_path / 'new'}",
+        ],
+    )
+    assert [line["step"] for line in metrics(tmp_path / "new" / "run", "start")] == [0]
+    found = weights(tmp_path / "new" / "step-000000008.pt")
+    for name, tensor in known.items():
+        if "running" not in name and "num_batches" not in name:
+            assert torch.equal(found[name], tensor), name
+
+
+def test_a_restart_continues_and_does_not_load_again(trained: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "start.pt"
+    torch.save(weights(trained / "best.pt"), copy)
+    good(1, [*ONE_EPOCH, f"checkpoint.load={copy}", f"checkpoint.dir={tmp_path / 'new'}"])
+    copy.unlink()
+    good(1, [*TINY, f"checkpoint.load={copy}", f"checkpoint.dir={tmp_path / 'new'}"])
+    assert [line["step"] for line in metrics(tmp_path / "new" / "run", "start")] == [0, 8]
+
+
+def test_a_part_may_keep_its_initial_values(trained: Path) -> None:
+    known = weights(trained / "best.pt")
+    model = {**known, "head.weight": torch.full((7, 32), 5.0), "head.bias": torch.full((7,), 5.0)}
+    message = r"do not fit the model: head.weight is \(10, 32\) .*checkpoint.load_except=head.weight,head.bias"
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(trained, (), model, Group())
+    found = load_weights(trained, ("head.*",), model, Group())
+    assert found.keys() == model.keys()
+    assert torch.equal(found["head.bias"], torch.full((7,), 5.0)) and torch.equal(
+        found["features.0.weight"], known["features.0.weight"]
+    )
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `trained`, with a moving average of the weights."""
+    folder = tmp_path_factory.mktemp("averaged")
+    good(1, [*ONE_EPOCH, "optim.ema_decay=0.9", f"checkpoint.dir={folder}"])
+    return folder
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_the_average_that_was_evaluated_is_where_training_starts(
+    average: bool, averaged: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = [*ONE_EPOCH, "optim.lr=0", "optim.weight_decay=0", f"checkpoint.load={averaged}"]
+    keys += [] if average else ["checkpoint.load_average=false"]
+    good(1, [*keys, f"checkpoint.dir={tmp_path}"])
+    saved = torch.load(averaged / "step-000000008.pt", weights_only=True)
+    name = "features.0.weight"
+    raw, mean = saved["model"][name], saved["average"]["averages"][name]
+    found = weights(tmp_path / "step-000000008.pt")[name]
+    assert torch.equal(found, mean if average else raw) and not torch.equal(raw, mean)
+    kind = "the moving average of the weights, which its" if average else "the weights, from"
+    assert f"checkpoint.load: {kind}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["timm", "torchvision"])
+def test_other_trainers_averages(kind: str, trained: Path, tmp_path: Path) -> None:
+    known = weights(trained / "best.pt")
+    mean = {name: tensor + 1 for name, tensor in known.items()}
+    torchs = {"n_averaged": torch.tensor(3), **{f"module.{name}": tensor for name, tensor in mean.items()}}
+    content = {"state_dict": known, "state_dict_ema": mean} if kind == "timm" else {"model": known, "model_ema": torchs}
+    torch.save({**content, "args": argparse.Namespace(model_ema=True)}, tmp_path / "x.pt")
+    for average, expected in ((True, mean), (False, known)):
+        found = load_weights(tmp_path / "x.pt", (), known, Group(), average=average)
+        assert found.keys() == known.keys() and all(torch.equal(found[name], expected[name]) for name in known)
+
+
+def test_a_wrong_file_ends_every_rank_before_training(tmp_path: Path) -> None:
+    ends = run(2, [*ONE_EPOCH, f"checkpoint.load={tmp_path / 'none.pt'}", f"checkpoint.dir={tmp_path}"])
+    assert all(end.code == 1 and "none.pt cannot be read: No such file" in end.error for end in ends), ends
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"hello", r"is no file of torch.save, or a damaged one"),
+        ([1, 2], r"holds no state dict"),
+        ({"model": {"a": 1}}, r"holds no state dict"),
+        ("folder", r"is a folder without a checkpoint"),
+        ("broken", r"is corrupt \(its checksum does not match\)"),
+    ],
+)
+def test_what_is_no_checkpoint(content: Any, message: str, trained: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    match content:
+        case bytes():
+            path.write_bytes(content)
+        case "folder":
+            path.mkdir()
+        case "broken":
+            damaged = bytearray((trained / "step-000000008.pt").read_bytes())
+            damaged[2000] ^= 1
+            path.write_bytes(damaged)
+        case _:
+            torch.save(content, path)
+    with pytest.raises(CheckpointError, match=message):
+        weights_in(read_whole(path), path, average=True)
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    import os
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    torch.save({"model": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(CheckpointError, match=r"no file of torch.save, or a damaged one"):
+        read_whole(tmp_path / "evil.pt")
+    assert not (tmp_path / "owned").exists()

@@ -1,0 +1,219 @@
+"""Which checkpoints stay: the newest, the best, every so many epochs; a broken one counts for none;
+the newest whole one always stays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from ddpjob_trainer import atomic_files
+from ddpjob_trainer.checkpoints import index
+from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.checkpoints.retention import Entry, expendable
+from ddpjob_trainer.config.sections import CheckpointConfig, Format, Metric
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.lifecycle.fence import Claim
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import TINY, good, metrics
+
+
+def entries(steps: range, *, epoch_every: int = 10, broken: tuple[int, ...] = ()) -> list[Entry]:
+    return [
+        Entry(
+            step, Path(f"step-{step:09d}.pt"), None if step % epoch_every else step // epoch_every, step not in broken
+        )
+        for step in steps
+    ]
+
+
+def left(found: list[Entry], scores: dict[int, float], **config: object) -> list[int]:
+    gone = expendable(found, scores, CheckpointConfig(**config))  # type: ignore[arg-type]
+    return [entry.step for entry in found if entry not in gone]
+
+
+def test_newest() -> None:
+    assert left(entries(range(5, 45, 5)), {}, keep=3) == [30, 35, 40]
+
+
+def test_best_stay_beside_the_newest() -> None:
+    scores = {10: 0.5, 20: 0.9, 30: 0.7, 40: 0.6}
+    assert left(entries(range(5, 45, 5)), scores, keep=2, keep_best=2) == [20, 30, 35, 40]
+    assert left(entries(range(5, 45, 5)), scores, keep=1, keep_best=1, best_by=Metric.LOSS) == [10, 40]
+
+
+def test_of_equally_good_ones_the_first_stays() -> None:
+    assert left(entries(range(10, 50, 10)), {10: 0.5, 20: 0.9, 30: 0.9}, keep=1, keep_best=1) == [20, 40]
+
+
+def test_ends_of_epochs_stay_for_good() -> None:
+    assert left(entries(range(5, 95, 5)), {}, keep=1, keep_every_epochs=3) == [30, 60, 90]
+
+
+def test_a_broken_one_counts_for_nothing_and_goes_when_it_is_old() -> None:
+    found = entries(range(5, 45, 5), broken=(20, 35, 40))
+    assert left(found, {40: 1.0, 10: 0.1}, keep=2, keep_best=1, keep_every_epochs=2) == [10, 25, 30, 35, 40]
+
+
+@pytest.mark.parametrize("metric", Metric)
+def test_a_score_that_is_no_number_is_the_worst(metric: Metric) -> None:
+    scores = {10: math.nan, 20: 0.5, 30: -math.inf}
+    assert left(entries(range(5, 45, 5)), scores, keep=1, keep_best=1, best_by=metric) == [20, 40]
+
+
+@given(
+    steps=st.sets(st.integers(1, 60), min_size=1),
+    broken=st.sets(st.integers(1, 60)),
+    scores=st.dictionaries(st.integers(1, 60), st.floats(0, 1)),
+    keep=st.integers(1, 4),
+    keep_best=st.integers(0, 3),
+    every=st.integers(0, 3),
+)
+def test_the_newest_whole_ones_always_stay(
+    steps: set[int], broken: set[int], scores: dict[int, float], keep: int, keep_best: int, every: int
+) -> None:
+    found = [Entry(step, Path(str(step)), step // 10 if step % 10 == 0 else None, step not in broken) for step in steps]
+    stays = left(found, scores, keep=keep, keep_best=keep_best, keep_every_epochs=every)
+    whole = sorted(step for step in steps if step not in broken)
+    assert set(whole[-keep:]) <= set(stays)
+    scored = [scores[step] for step in whole if step in scores]
+    if keep_best and scored:
+        assert max(scored) in [scores[step] for step in stays if step in scores]
+
+
+def opened(path: Path, **settings: object) -> CheckpointFolder:
+    made = CheckpointFolder(CheckpointConfig(**settings), path, Group())  # type: ignore[arg-type]
+    made.claim(Claim(0, 0, 1))
+    return made
+
+
+def save(folder: CheckpointFolder, step: int, **scores: float) -> None:
+    """Saved at the end of an epoch, then evaluated."""
+    folder.save(lambda: {"step": step, "sampler": {"epoch": step // 10, "consumed": 0 if step % 10 == 0 else 1}}, step)
+    if scores:
+        folder.scored(step, scores)
+    folder.finish()
+
+
+def test_a_whole_one_older_than_a_broken_one_is_not_deleted_for_it(tmp_path: Path) -> None:
+    """With keep=1, a broken newer file must not push the only good one out."""
+    folder = opened(tmp_path, keep=1)
+    save(folder, 6)
+    (tmp_path / "step-000000008.pt").write_bytes(b"broken")
+    again = opened(tmp_path, keep=1)
+    assert again.newest() is not None
+    save(again, 7)
+    assert [path.name for path in sorted(tmp_path.glob("step*"))] == ["step-000000007.pt", "step-000000008.pt"]
+    assert opened(tmp_path, keep=1).newest() == {"step": 7, "sampler": {"epoch": 0, "consumed": 1}}
+
+
+def test_a_folder_of_parts_is_never_seen_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed within the removal: what is left has no checkpoint's name, and goes at the next start."""
+    folder = opened(tmp_path, keep=1, format=Format.DCP)
+    save(folder, 1)
+
+    def killed(path: Path) -> None:
+        (path / "__0_0.distcp").unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic_files.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        atomic_files.remove(tmp_path / "step-000000001.dcp")
+    monkeypatch.undo()
+    claims = {"fence.json", "owner.json"}
+    assert {path.name for path in tmp_path.iterdir()} - claims == {".step-000000001.dcp.gone.tmp"}
+    opened(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} <= claims
+
+
+def test_an_old_one_that_cannot_be_removed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(index, "remove", refuse)
+    folder = opened(tmp_path, keep=1)
+    save(folder, 1)
+    save(folder, 2)
+    assert "step-000000001.pt cannot be removed: Operation not permitted" in capsys.readouterr().err
+    monkeypatch.undo()
+    save(folder, 3)
+    assert [path.name for path in tmp_path.glob("step*")] == ["step-000000003.pt"], "tried again"
+
+
+def test_one_that_somebody_removed_does_not_count(tmp_path: Path) -> None:
+    folder = opened(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        save(folder, step)
+        if step == 2:
+            (tmp_path / "step-000000002.pt").unlink()
+    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-000000001.pt", "step-000000003.pt"]
+
+
+def test_best_is_found_by_its_link_also_after_a_restart(tmp_path: Path) -> None:
+    folder = opened(tmp_path, keep=1, keep_best=1)
+    save(folder, 10, accuracy=0.4, loss=1.0)
+    save(folder, 20, accuracy=0.8, loss=1.0)
+    save(folder, 30, accuracy=0.7, loss=1.0)
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 20
+    again = opened(tmp_path, keep=1, keep_best=1)
+    save(again, 40, accuracy=0.6, loss=0.5)
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["best.pt", "step-000000020.pt", "step-000000040.pt"]
+    assert json.loads((tmp_path / "best.json").read_text()) == {
+        "best": "step-000000020.pt",
+        "metric": "accuracy",
+        "scores": {"20": 0.8, "40": 0.6},
+    }
+    save(again, 50, accuracy=0.9, loss=0.5)
+    assert (tmp_path / "best.pt").resolve().name == "step-000000050.pt"
+    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-000000050.pt"]
+
+
+def test_another_measure_or_a_damaged_file_begins_anew_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(opened(tmp_path, keep_best=1), 10, accuracy=0.4, loss=1.0)
+    opened(tmp_path, keep_best=1, best_by=Metric.LOSS)
+    assert "best.json holds accuracy, and checkpoint.best_by is loss" in capsys.readouterr().err
+    (tmp_path / "best.json").write_text("{")
+    opened(tmp_path, keep_best=1)
+    assert "best.json is damaged" in capsys.readouterr().err
+
+
+def test_in_a_training_the_best_of_all_evaluations_is_marked(tmp_path: Path) -> None:
+    arguments = [
+        *TINY,
+        "train.epochs=4",
+        "checkpoint.keep=1",
+        "checkpoint.keep_best=1",
+        "checkpoint.keep_every_epochs=3",
+    ]
+    good(2, [*arguments, f"checkpoint.dir={tmp_path}"])
+    evaluations = {line["step"]: line["accuracy"] for line in metrics(tmp_path / "run", "eval")}
+    best = torch.load(tmp_path / "best.pt", weights_only=True)["step"]
+    assert len(evaluations) == 4 and evaluations[best] == max(evaluations.values())
+    assert {int(path.stem[5:]) for path in tmp_path.glob("step*")} == {32, 24, best}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep": 0}, r"checkpoint.keep: 0 is less than 1"),
+        ({"failures": 0}, r"checkpoint.failures: 0 is less than 1"),
+        ({"keep_best": -1}, r"checkpoint.keep_best: -1 is less than 0"),
+        (
+            {"keep_every_epochs": 3, "every_epochs": 2},
+            r"checkpoint.keep_every_epochs=3: must be a multiple of checkpoint.every_epochs=2",
+        ),
+        ({"keep_best": 1, "every_epochs": 0}, r"checkpoint.keep_best: .* set checkpoint.every_epochs"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, int], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CheckpointFolder(CheckpointConfig(**settings), tmp_path, Group())  # type: ignore[arg-type]

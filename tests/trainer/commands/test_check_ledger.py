@@ -1,0 +1,146 @@
+"""The ledger check passes real runs and fails under deliberate defects of the sampler, through real
+training on two ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpjob_trainer import train
+from ddpjob_trainer.commands.check_ledger import main, read, verify
+from ddpjob_trainer.data import sampler
+from ddpjob_trainer.errors import LedgerError
+from machine import slowness
+from ranks import TINY, good, metrics, run, stop_at, torchrun, until
+
+
+def drop_one(rank: int) -> None:
+    share = sampler.share
+    sampler.share = lambda samples, rank, world: (
+        share(samples, rank, world)[1:] if rank == 1 else share(samples, rank, world)
+    )
+
+
+def repeat_one(rank: int) -> None:
+    share = sampler.share
+
+    def broken(samples: list[int], rank: int, world: int) -> list[int]:
+        mine = share(samples, rank, world)
+        return mine[:-1] + share(samples, 0, world)[:1] if rank == 1 else mine
+
+    sampler.share = broken
+
+
+def own_permutation(rank: int) -> None:
+    order = sampler._order
+    sampler._order = lambda seed, epoch, size: order(seed + rank, epoch, size)
+
+
+@pytest.mark.parametrize(
+    ("defect", "message"),
+    [
+        (drop_one, "epoch 1: .* of 1438 samples were never taken"),
+        (repeat_one, "taken twice"),
+        (own_permutation, "taken twice"),
+    ],
+)
+def test_a_broken_sampler_is_found(defect: Callable[[int], None], message: str, tmp_path: Path) -> None:
+    good(2, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"], prepare=defect)
+    with pytest.raises(LedgerError, match=message):
+        verify(read([tmp_path]))
+
+
+def test_a_counter_that_begins_anew_at_a_restart_is_found(tmp_path: Path) -> None:
+    arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+
+    def forget_the_count(rank: int) -> None:
+        def load(self: sampler.ElasticSampler, state: dict[str, Any]) -> None:
+            self.state = sampler.SamplerState(state["epoch"], 0, state["seed"])
+
+        sampler.ElasticSampler.load_state_dict = load  # type: ignore[method-assign]
+
+    assert [end.code for end in run(2, arguments, prepare=stop_at(4))] == [75, 75]
+    good(2, arguments, prepare=forget_the_count)
+    with pytest.raises(LedgerError, match=r"sample .* was taken twice, in step 1 and in step 5"):
+        verify(read([tmp_path]))
+
+
+def test_a_resume_from_an_older_checkpoint_than_the_newest_is_found(tmp_path: Path) -> None:
+    arguments = [*TINY, "checkpoint.every_steps=2", f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(1, arguments, prepare=stop_at(5))] == [75]
+    (tmp_path / "step-000000005.pt").unlink()
+    good(1, arguments)
+    # Step 4 has no checkpoint where that of step 2 was still being written.
+    with pytest.raises(LedgerError, match=r"resumed after step [24], though step 5 was in a checkpoint"):
+        verify(read([tmp_path]))
+
+
+def test_kill_9_of_a_rank_under_torchrun_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    arguments = [*TINY, "train.epochs=6", "checkpoint.every_steps=3", "data.batch=40", f"checkpoint.dir={tmp_path}"]
+    agent = torchrun(2, arguments, tmp_path, max_restarts=2)
+    try:
+        until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(metrics(tmp_path / "run", "step")) > 20)
+        (victim,) = (tmp_path / "run" / "ledger").glob("rank-1-*.jsonl")
+        os.kill(int(victim.stem.split("-")[-2]), signal.SIGKILL)
+        assert agent.wait(120 * slowness()) == 0, (tmp_path / "out.txt").read_text()
+    finally:
+        agent.kill()
+    verdict = verify(read([tmp_path]))
+    assert len(verdict.incarnations) == 2 and verdict.incarnations[1].start >= 18
+    assert verdict.epochs == dict.fromkeys(range(1, 7), verdict.size)
+
+
+def test_command_line_prints_a_table_and_names_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good(1, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"])
+    assert main([str(tmp_path)]) == 0
+    assert "epochs: 1 whole, 1438 samples each exactly once" in capsys.readouterr().out
+    with pytest.raises(LedgerError, match=r"train with train.ledger=true"):
+        main([str(tmp_path / "elsewhere")])
+
+
+def test_steps_that_changed_no_weight_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Step 3 in the history that counts, and step 6 in one that a resume undid."""
+
+    def broken(*steps: int) -> Callable[[int], None]:
+        def prepare(rank: int) -> None:
+            from ddpjob_trainer.optim import loss
+
+            compute, calls = loss.loss_sum, [0]
+
+            def loss_sum(*arguments: Any, **more: Any) -> torch.Tensor:
+                calls[0] += 1
+                return compute(*arguments, **more) * (torch.nan if rank == 1 and calls[0] in steps else 1.0)
+
+            loss.loss_sum = loss_sum
+
+        return prepare
+
+    def stopped(rank: int) -> None:
+        broken(3, 6)(rank)
+        stop_at(6)(rank)
+
+    keys = [*TINY, "train.epochs=1", "checkpoint.every_steps=4", f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(2, keys, prepare=stopped)] == [75, 75]
+    summary = verify(read([tmp_path]))
+    assert (summary.left_out, summary.epochs) == ({3: 200, 6: 200}, {1: 1200})
+    (tmp_path / "step-000000006.pt").unlink()
+    for file in (tmp_path / "run" / "ledger").glob("*.jsonl"):  # As if it had been killed before it was saved.
+        rows = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(row for row in rows if '"checkpoint": 6' not in row))
+    good(2, keys)
+    assert main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "epochs: 1 whole, 1438 samples each exactly once" in shown
+    assert "left out: 1 steps (number 3) with 200 samples changed no weight" in shown
+
+
+def test_train_uses_the_sampler_that_the_defects_break() -> None:
+    assert train.ElasticSampler is sampler.ElasticSampler

@@ -1,0 +1,95 @@
+"""`python -m ddpjob_trainer checkpoint`: what a user sees of a file and of a folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.commands.show_checkpoint import main
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError, ConfigError
+from ranks import TINY, good, stop_at
+from ranks import run as ranks
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ends of epochs, and a stop in the third, of parts."""
+    folder = tmp_path_factory.mktemp("trained")
+    good(2, [*TINY, "checkpoint.keep_best=1", f"checkpoint.dir={folder}"])
+    arguments = [*TINY, "train.epochs=3", "checkpoint.keep_best=1", "checkpoint.format=dcp", f"checkpoint.dir={folder}"]
+    assert [end.code for end in ranks(1, arguments, prepare=stop_at(20))] == [75]
+    return folder
+
+
+def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_folder(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(trained)]) == 0
+    head, *rows = [[cell.strip() for cell in line if cell.strip()] for line in table(capsys)]
+    assert head == ["checkpoint", "step", "epoch", "ranks", "saved", "size", "state"]
+    assert [row[:4] for row in rows] == [
+        ["step-000000008.pt", "8", "1", "2"],
+        ["step-000000016.pt", "16", "2", "2"],
+        ["step-000000020.dcp", "20", "2 + 56%", "1"],
+    ]
+    assert sorted(row[6] for row in rows) == ["whole", "whole", "whole, the best"] and rows[0][5].endswith("kB")
+
+
+@pytest.mark.parametrize("name", ["best.pt", "step-000000016.pt", "step-000000020.dcp"])
+def test_one(name: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(trained / name)]) == 0
+    text = capsys.readouterr().out
+    assert "model.width=4" in text and "4 x 1 x 3 x 3  float32" in text and "momentum_buffer" in text
+
+
+def test_a_broken_one_is_named_and_the_exit_code_says_so(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = (trained / "step-000000016.pt").read_bytes()
+    (tmp_path / "step-000000008.pt").write_bytes(whole[:-5])
+    (tmp_path / "step-000000016.pt").write_bytes(whole)
+    (tmp_path / "step-000000024.dcp").mkdir()
+    assert main([str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "BROKEN: truncated" in lines[1]
+        and lines[2].endswith("whole")
+        and "BROKEN: incomplete (it has no manifest)" in lines[3]
+    )
+
+
+def test_one_of_a_loop_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It holds what the loop saved: no settings of the trainer."""
+    with CheckpointFolder.open(Group(), dir=tmp_path) as folder:
+        sampler = {"epoch": 0, "consumed": 4, "size": 8, "seed": 0}
+        folder.save(lambda: {"step": 1, "sampler": sampler, "model": {"weight": torch.zeros(2, 3)}}, 1)
+        folder.finish()
+    assert main([str(tmp_path / "step-000000001.pt")]) == 0
+    text = capsys.readouterr().out
+    assert "0 + 50%" in text and "model.weight" in text and "made with" not in text
+
+
+def test_as_a_command(trained: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpjob_trainer", "checkpoint", str(trained)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "step-000000016.pt" in done.stdout, done
+
+
+def test_nothing_to_show(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint; give a checkpoint"):
+        main([str(tmp_path)])
+    with pytest.raises(CheckpointError, match=r"none.pt cannot be read: No such file"):
+        main([str(tmp_path / "none.pt")])
+    with pytest.raises(ConfigError, match="usage"):
+        main([])

@@ -1,0 +1,260 @@
+"""`--spawn N`: ranks without torchrun find each other in three ways, train as one process does, and
+leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ddpjob_trainer.commands import spawn_ranks
+from ddpjob_trainer.distributed import init_method
+from ddpjob_trainer.errors import ConfigError, RendezvousError
+from machine import free_port, slowness
+from ranks import TINY, final_losses, good, until
+
+SHORT = [*TINY, "train.epochs=1", "train.threads=1"]
+
+
+_launched: list[tuple[subprocess.Popen[str], Path]] = []
+
+
+@pytest.fixture(autouse=True)
+def _end_and_report() -> Iterator[None]:
+    """What a failed test leaves is ended (ranks follow their launcher), and what it said is shown."""
+    yield
+    while _launched:
+        process, cwd = _launched.pop()
+        print(f"exit code {process.poll()}\n{output(cwd)}")
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def launch(cwd: Path, *arguments: str, program: str = "") -> subprocess.Popen[str]:
+    """The launcher; `program` is Python that runs first, in the ranks as well: spawned processes
+    import the main module again.
+    """
+    own = cwd / "own.py"
+    own.write_text(
+        f"{program}\nif __name__ == '__main__':\n    import sys, ddpjob_trainer.__main__ as m\n    sys.exit(m.main())\n"
+    )
+    prepared = [str(own)] if program else ["-m", "ddpjob_trainer"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_FOLDER": str(cwd)}
+    with (cwd / "out.txt").open("w") as out:
+        return subprocess.Popen(
+            [sys.executable, *prepared, *arguments],
+            cwd=cwd,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+            start_new_session=True,
+        )
+
+
+def output(cwd: Path) -> str:
+    return (cwd / "out.txt").read_text()
+
+
+def processes_with(text: str) -> list[int]:
+    """Living processes whose environment or command line holds `text`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if (
+                    state != "Z"
+                    and text.encode() in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                ):
+                    found.append(int(entry.name))
+            except OSError:
+                continue  # It ended meanwhile.
+    return found
+
+
+@pytest.fixture(scope="module")
+def single_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The loss curve of one process."""
+    folder = tmp_path_factory.mktemp("single")
+    good(1, [*SHORT, f"checkpoint.dir={folder}"])
+    return final_losses(folder / "run")
+
+
+@pytest.mark.parametrize("method", ["env", "file"])
+def test_ranks_meet_and_train_as_one_process_does(method: str, tmp_path: Path, single_losses: list[float]) -> None:
+    """The sums of two ranks are added in another order than one process's: float32 rounding, 1e-4
+    relative over eight steps.
+    """
+    meeting = tmp_path / "meet"
+    where = {"env": "env://", "file": f"file://{meeting}"}[method]
+    if method == "file":
+        meeting.write_bytes(b"what an earlier launch left: a store that names dead ranks")
+    checked = ["preflight.run=true"] if method == "file" else []  # It meets at the same file.
+    process = launch(tmp_path, "--spawn", "2", f"--init={where}", *SHORT, *checked, f"checkpoint.dir={tmp_path / 'c'}")
+    assert process.wait(120 * slowness()) == 0, output(tmp_path)
+    assert "training on 2 rank(s)" in output(tmp_path)
+    assert final_losses(tmp_path / "c" / "run") == pytest.approx(single_losses, rel=1e-4)
+    assert len(list((tmp_path / "c" / "run" / "ledger").glob("rank-*.jsonl"))) == 2
+    if method == "file":
+        assert "was left over from an earlier launch: removed" in output(tmp_path)
+        assert not meeting.exists() and not meeting.with_name("meet.lock").exists()
+    until(lambda: not processes_with(str(tmp_path)), 10)
+
+
+def test_two_nodes_of_one_rank_each(tmp_path: Path, single_losses: list[float]) -> None:
+    """Two launchers, each with its own part of the ranks, meet at one address: tcp://."""
+    where = f"tcp://127.0.0.1:{free_port()}"
+    folders = [tmp_path / "a", tmp_path / "b"]
+    nodes = []
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        place = ["--spawn=1", "--nodes=2", f"--node-rank={number}", "--init", where]
+        nodes.append(launch(folder, *place, *SHORT, f"checkpoint.dir={tmp_path / 'c'}"))
+    assert [node.wait(120 * slowness()) for node in nodes] == [0, 0], output(folders[0]) + output(folders[1])
+    assert final_losses(tmp_path / "c" / "run") == pytest.approx(single_losses, rel=1e-4)
+
+
+FAILS = """
+from ddpjob_trainer.reporting import ledger
+import os, signal
+write = ledger.Ledger.step
+def step(self, number, taken):
+    write(self, number, taken)
+    if number == 4 and os.environ["RANK"] == "1":
+        {what}
+ledger.Ledger.step = step
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            "raise ZeroDivisionError('on purpose')",
+            r"rank 1 failed; the others were ended\nTraceback[\s\S]*ZeroDivisionError: on purpose",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            r"rank 1 was ended by SIGKILL; the kernel does that when memory is short",
+        ),
+    ],
+)
+def test_a_rank_that_fails_ends_all_and_is_named(what: str, said: str, tmp_path: Path) -> None:
+    arguments = [*SHORT, "train.epochs=400", f"checkpoint.dir={tmp_path / 'c'}"]
+    process = launch(tmp_path, "--spawn=3", *arguments, program=FAILS.format(what=what))
+    assert process.wait(120 * slowness()) == 1
+    assert re.search(said, output(tmp_path)), output(tmp_path)
+    assert "onnection" not in output(tmp_path), "the others' errors are consequences and are not reported"
+    until(lambda: not processes_with(str(tmp_path)), 10)
+
+
+def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A terminal sends it to the launcher's whole process group."""
+    process = launch(tmp_path, "--spawn=2", *SHORT, "train.epochs=4000", f"checkpoint.dir={tmp_path / 'c'}")
+    metrics = tmp_path / "c" / "run" / "metrics.jsonl"
+    until(lambda: metrics.exists() and '"step"' in metrics.read_text(), 120)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30 * slowness()) == 75, output(tmp_path)
+    assert '"event": "stop"' in metrics.read_text()
+    assert list((tmp_path / "c").glob("step-*.pt"))
+    assert "KeyboardInterrupt" not in output(tmp_path)
+    until(lambda: not processes_with(str(tmp_path)), 10)
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    process = launch(tmp_path, "--spawn=2", *SHORT, "train.epochs=4000", f"checkpoint.dir={tmp_path / 'c'}")
+    metrics = tmp_path / "c" / "run" / "metrics.jsonl"
+    until(lambda: metrics.exists() and '"step"' in metrics.read_text(), 120)
+    assert len(processes_with(str(tmp_path))) > 2
+    process.kill()
+    process.wait()
+    until(lambda: not processes_with(str(tmp_path)), 30)
+    assert '"event": "stop"' in metrics.read_text(), "they saved before they left"
+
+
+def test_a_second_signal_ends_ranks_that_do_not_answer(tmp_path: Path) -> None:
+    process = launch(tmp_path, "--spawn=2", *SHORT, "train.epochs=4000", f"checkpoint.dir={tmp_path / 'c'}")
+    ledger = tmp_path / "c" / "run" / "ledger"
+    until(lambda: len(list(ledger.glob("rank-*.jsonl"))) == 2, 120)
+    (path,) = ledger.glob("rank-1-*.jsonl")
+    os.kill(int(path.stem.split("-")[-2]), signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    until(lambda: "SIGTERM: ranks save and leave; a second signal kills them" in output(tmp_path))
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20 * slowness()) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 15, "the grace period is 30 s"
+    until(lambda: not processes_with(str(tmp_path)), 10)
+
+
+def test_a_mistake_is_reported_before_ranks_are_started() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'optim.rl'; did you mean 'optim.lr'"):
+        spawn_ranks.main(["--spawn=2", "optim.rl=1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--spawn", "0"], r"--spawn: '0' is not a whole number from 1 on"),
+        (["--spawn=x"], r"--spawn: 'x' is not a whole number"),
+        (["--spawn"], r"--spawn: its value is missing"),
+        (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: with --nodes 2 they are numbered 0 to 1"),
+        (
+            ["--spawn=2", "--init=udp://x"],
+            r"init method 'udp://x' is not known; write env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH",
+        ),
+        (["--spawn=2", "--init=tcp://x"], r"init method 'tcp://x' is not known"),
+        (["--spawn=2", "--init=tcp://x:y"], r"init method 'tcp://x:y' is not known"),
+        (["--spawn=2", "--init=file://relative"], r"init method 'file://relative' is not known"),
+        (["--spawn=2", "--nodes=2"], r"several ranks need MASTER_ADDR and MASTER_PORT, and they are '' and ''"),
+    ],
+)
+def test_command_line_mistakes(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=said):
+        spawn_ranks.read(arguments)
+
+
+def test_places_of_ranks() -> None:
+    second = spawn_ranks.Launch(4, 3, 2, "tcp://h:1").environment(1)
+    assert (second["RANK"], second["WORLD_SIZE"], second["LOCAL_RANK"], second["LOCAL_WORLD_SIZE"]) == (
+        "9",
+        "12",
+        "1",
+        "4",
+    )
+    assert second[init_method.INIT_METHOD] == "tcp://h:1"
+
+
+def test_a_file_in_use_and_a_stale_file_of_several_nodes_are_refused(tmp_path: Path) -> None:
+    """A lock that another launch holds; a file that another node's ranks may have opened already."""
+    where = f"file://{tmp_path / 'meet'}"
+    with (tmp_path / "meet.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with (
+            pytest.raises(RendezvousError, match="another launch uses this file"),
+            spawn_ranks._own_file(spawn_ranks.Launch(2, init=where)),
+        ):
+            pass
+    (tmp_path / "meet").touch()
+    with (
+        pytest.raises(RendezvousError, match="left over from an earlier launch"),
+        spawn_ranks._own_file(spawn_ranks.Launch(2, 2, 0, where)),
+    ):
+        pass
+    with (
+        pytest.raises(RendezvousError, match="give a file in a writable folder"),
+        spawn_ranks._own_file(spawn_ranks.Launch(2, init="file:///nowhere/f")),
+    ):
+        pass

@@ -1,0 +1,217 @@
+"""Configuration: keys, types, files, environment, help; each mistake is named with its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ddpjob_trainer import config
+from ddpjob_trainer.commands import dispatch
+from ddpjob_trainer.config import loader, other_names
+from ddpjob_trainer.config.command_line import without_local_rank
+from ddpjob_trainer.errors import ConfigError
+from ranks import TINY
+
+
+def test_argument_beats_file_beats_environment_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "c.yaml"
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", "/from/env")
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "0")
+    monkeypatch.setenv("DDPJOB_BACKEND", "gloo")
+    file.write_text("optim: {lr: 1e-3, momentum: 0.5}\ntrain.epochs: 4\ntrain: {backend: nccl}\n")
+    read = config.load(str(file), ["optim.momentum=0.8"])
+    assert (read.optim.lr, read.optim.momentum, read.train.epochs, read.train.backend) == (1e-3, 0.8, 4, "nccl")
+    assert (read.checkpoint.dir, read.checkpoint.shared, read.run_dir) == (
+        Path("/from/env"),
+        False,
+        Path("/from/env/run"),
+    )
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DDPJOB_DATA_DIR", "~/data")
+    read = config.load(None, ["checkpoint.dir=~/c"])
+    assert (read.checkpoint.dir, read.data.dir) == (tmp_path / "c", tmp_path / "data")
+    with pytest.raises(ConfigError, match=r"checkpoint.dir: '~nobody-of-this-name/c' is not valid: expected path"):
+        config.load(None, ["checkpoint.dir=~nobody-of-this-name/c"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+        ("lr=1", "unknown key 'lr'; did you mean 'optim.lr'?"),
+        ("optim=1", "it is a section; give one of its keys, such as optim.name"),
+        ("optim.lr=fast", "optim.lr: 'fast' is not valid: expected number"),
+        ("train.epochs=1.5", "train.epochs: 1.5 is not valid: expected whole number"),
+        ("train.epochs=0", "train.epochs: 0 is not above 0"),
+        ("data.name=digit", "did you mean 'digits'?"),
+        ("optim.nesterov=maybe", "expected true or false"),
+        ("optim.lr", "is not key=value"),
+        ("data.shape={a: 1}", "expected|is not a list"),
+        ("optim.lr=[", "is not YAML"),
+    ],
+)
+def test_mistakes_are_named_with_the_remedy(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(None, [argument])
+    assert any(part in str(caught.value) for part in message.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--batch_size=256", "did you mean 'data.batch'? (there it is per process, here it is of all ranks together"),
+        ("--batch-size", "did you mean 'data.batch'? (there it is per process"),
+        ("-b", "did you mean 'data.batch'?"),
+        ("--lr", "did you mean 'optim.lr'?"),
+        ("--learning_rate=0.1", "did you mean 'optim.lr'?"),
+        ("--epochs", "did you mean 'train.epochs'?"),
+        ("--num_epochs=3", "did you mean 'train.epochs'?"),
+        ("--data", "did you mean 'data.dir'?"),
+        ("--data=/d", "it is a section; give one of its keys, such as data.dir"),
+        ("--arch=resnet50", "did you mean 'model.name'? (torchvision's models as torchvision:resnet50)"),
+        ("--workers", "did you mean 'data.workers'?"),
+        ("--resume", "that is the default: a run continues from the newest checkpoint in checkpoint.dir"),
+        ("--dist-backend", "did you mean 'train.backend'?"),
+        ("--amp", "did you mean 'amp.level'? (amp.level=O1"),
+        ("--opt-level=O1", "did you mean 'amp.level'?"),
+        ("--random_seed=0", "did you mean 'data.seed'?"),
+        ("--model_dir=x", "did you mean 'checkpoint.dir'?"),
+        ("--dist-url", "torchrun sets where ranks meet"),
+        ("--world-size=4", "torchrun, --spawn N or the job's nodes"),
+        ("--multiprocessing-distributed", "--spawn N starts N ranks"),
+        ("--evaluate", "python -m ddpjob_trainer evaluate CHECKPOINT"),
+    ],
+)
+def test_the_flags_of_tutorials_are_answered_with_the_key(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(None, [argument])
+    assert message in str(caught.value)
+
+
+def test_every_other_name_leads_to_a_key_that_exists() -> None:
+    known = {field.key for field in loader.walk(config.Config)}
+    names = [name for together in (*other_names.KEYS, *other_names.ADVICE) for name in together.split()]
+    assert {key for key, _ in other_names.KEYS.values()} <= known
+    assert len(names) == len(set(names)) and not set(names) & known
+
+
+@pytest.mark.parametrize("text", ["optim:\n  lr: 0.1\n  lr: 0.2\n", "optim: {lr: 0.1}\noptim.lr: 0.2\n"])
+def test_a_key_given_twice_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"c.yaml.*lr'? is given twice; remove one"):
+        config.load(str(tmp_path / "c.yaml"), [])
+
+
+@pytest.mark.parametrize("argument", ["--local-rank=1", "--local_rank=1", "--local-rank 1"])
+def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
+    argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "")  # So that it is removed afterwards.
+    monkeypatch.delenv("LOCAL_RANK")
+    assert without_local_rank(["a=1", *argument.split(), "b=2"]) == ["a=1", "b=2"] and os.environ["LOCAL_RANK"] == "1"
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert without_local_rank([argument.replace(" ", "=")]) == [] and os.environ["LOCAL_RANK"] == "5"
+    with pytest.raises(ConfigError, match="--local-rank: 'x' is not the number of a rank"):
+        without_local_rank(["--local-rank=x"])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("evalute", "'evalute' is neither a command nor key=value; did you mean 'evaluate'?"),
+        ("xyz", "the commands are ledger, preflight, checkpoint, evaluate, plot, shards"),
+        ("train", "there is no command 'train': without a command it trains; leave 'train' out"),
+    ],
+)
+def test_unknown_commands_are_answered_with_the_nearest(word: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dispatch.run([word, "file"])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("- 1", "holds a list"),
+        ("optim: {lr: x}", "c.yaml: optim.lr: 'x'"),
+        ("3: 4", "is not text"),
+    ],
+)
+def test_bad_files_are_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        config.load(str(tmp_path / "c.yaml"), [])
+
+
+def test_missing_files_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"configuration file nothing.yaml does not exist"):
+        config.load("nothing.yaml", [])
+    with pytest.raises(ConfigError, match="write a path or one of cifar10, cifar10-fast, digits, imagenet"):
+        config.load("digit", [])
+
+
+@pytest.mark.parametrize("name", config.shipped())
+def test_shipped_configurations_load(name: str) -> None:
+    assert config.load(name, []).train.name == name
+
+
+def test_every_key_has_help_and_survives_the_way_to_a_checkpoint() -> None:
+    text = loader.help_text(config.Config)
+    for field in loader.walk(config.Config):
+        assert f"  {field.key}=" in text and field.doc, field.key
+    flat = config.load("imagenet", ["checkpoint.dir=/c"]).flat()
+    again = [f"{key}={value}" for key, value in flat.items() if value is not None]
+    assert config.load(None, again).flat() == flat
+
+
+def test_a_rank_starts_without_parsing_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would cost a tenth of a second, and Python before 3.11.8 fails when two threads parse at once."""
+    monkeypatch.setattr(loader, "_docs", lambda kind: pytest.fail(f"the source of {kind} was read"))
+    read = config.load("imagenet", ["checkpoint.dir=/c"])
+    assert read.flat()
+
+
+def test_command_line_help_and_error() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "ddpjob_trainer", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "optim.warmup_epochs=0.0   (number)" in shown and "from DDPJOB_DATA_DIR" in shown
+
+
+def ended(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ddpjob_trainer", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+def test_wrong_arguments_end_with_2_and_in_a_pod_with_78(tmp_path: Path) -> None:
+    """What the launcher passes on to the job's status is the error file's message."""
+    failed = ended("data.nam=x")
+    text = "argument: unknown key 'data.nam'; did you mean 'data.name'?"
+    assert (failed.returncode, failed.stderr) == (2, f"error: {text}\n")
+    file = tmp_path / "error.json"
+    failed = ended("data.nam=x", DDPJOB_POD="job-0-0", TORCHELASTIC_ERROR_FILE=str(file))
+    assert failed.returncode == 78 and text in json.loads(file.read_text())["message"]["message"]
+    late = [*TINY, "data.batch=0", f"checkpoint.dir={tmp_path}"]
+    assert ended(*late, DDPJOB_POD="job-0-0").returncode == 78, "after the settings are read"
+    assert ended("--spawn", "2", *late).returncode == 2
+    assert ended("data.name=imagefolder", f"data.dir={tmp_path}/x").returncode == 1, "a mount may come"
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    """`python -m ddpjob_trainer checkpoint FILE | head`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "ddpjob_trainer", "--help"]
+    try:
+        shown = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write)
+    assert (shown.returncode, shown.stderr) == (141, "")

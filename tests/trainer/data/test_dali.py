@@ -1,0 +1,105 @@
+"""NVIDIA DALI as the decoder of training images (its CPU pipeline: the same code runs on a GPU)."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ddpjob_trainer import config
+from ddpjob_trainer.data import dali
+from ddpjob_trainer.data.catalog import open_data
+from ddpjob_trainer.data.dataset import DataSet
+from ddpjob_trainer.errors import ConfigError
+from PIL import Image
+
+
+def is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_dali = pytest.mark.skipif(
+    not is_installed(), reason="NVIDIA DALI is not installed: pip install nvidia-dali-cuda130 (200 MB)"
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_pipeline_stays() -> Iterator[None]:
+    """Its end in a forked process, where its threads are not, is a crash; other tests fork ranks."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Photographs, not noise: pixels of two decoders are compared."""
+    from sklearn.datasets import load_sample_image
+
+    for part in ("train", "val"):
+        for name in ("china.jpg", "flower.jpg"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for number in range(4):
+                image = Image.fromarray(load_sample_image(name)).resize((200 + 40 * number, 180))
+                image.save(tmp_path / part / name / f"{number}.{'png' if number == 3 else 'jpg'}", quality=90)
+    return tmp_path
+
+
+def opened(folder: Path, *arguments: str) -> DataSet:
+    return open_data(
+        config.load(
+            None, ["data.name=imagefolder", f"data.dir={folder}", "data.image_size=96", "data.workers=0", *arguments]
+        ).data
+    )
+
+
+PARTS = [[0, 1, 2, 3, 4], [5, 6], [], [7]]
+
+
+@needs_dali
+def test_dali_gives_the_same_crops_and_flips(folder: Path) -> None:
+    data = opened(folder, "data.decoder=dali")
+    for epoch in (0, 1):
+        for mine, other in zip(
+            data.train_batches(PARTS, epoch), opened(folder).train_batches(PARTS, epoch), strict=True
+        ):
+            assert torch.equal(mine.labels, other.labels) and mine.images.shape == other.images.shape
+            if len(mine.labels):
+                assert (mine.images - other.images).abs().mean() < 0.02, "about one grey level of 256"
+                assert (mine.images.flip(-1) - other.images).abs().mean() > 0.1, "a mirrored image is detected"
+
+
+@needs_dali
+def test_a_broken_image_is_named_and_the_others_continue(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "train" / "china.jpg" / "1.jpg"
+    path.write_bytes(path.read_bytes()[:2000])
+    (folder / "train" / "flower.jpg" / "2.jpg").write_bytes(b"text")
+    unreadable = [
+        batch.unreadable
+        for batch in opened(folder, "data.decoder=dali").train_batches([[0, 2], [1, 0], [3], [6, 4], [5]], 0)
+    ]
+    assert unreadable == [0, 1, 0, 1, 0]
+    reported = capsys.readouterr().err
+    assert (
+        f"image {path} cannot be read (" in reported
+        and "flower.jpg/2.jpg cannot be read (of no known image format)" in reported
+    )
+
+
+def test_without_dali_the_error_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(dali.importlib, "import_module", fails)
+    with pytest.raises(ConfigError, match=r"data.decoder=dali: .*pip install nvidia-dali-cuda120"):
+        opened(folder, "data.decoder=dali")
+
+
+def test_randaugment_and_dali_exclude_each_other(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.decoder=dali: RandAugment .*data.decoder=auto"):
+        opened(folder, "data.decoder=dali", "data.randaugment_ops=1")

@@ -1,0 +1,144 @@
+"""Decoding against torchvision's and Pillow's own functions, at full and at reduced size."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ddpjob_trainer.data import decode
+from ddpjob_trainer.data.decode import Box, UnreadableImage, crop, middle
+from PIL import Image
+
+
+@pytest.fixture(scope="module")
+def photograph() -> Image.Image:
+    from sklearn.datasets import load_sample_image
+
+    return Image.fromarray(load_sample_image("china.jpg"))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def box(top: int, left: int, height: int, width: int) -> Callable[[int, int], Box]:
+    return lambda *_: Box(top, left, height, width)
+
+
+def by_pillow(content: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB"))).permute(2, 0, 1)
+
+
+def by_torchvision(content: bytes, where: Box, size: int) -> torch.Tensor:
+    from torchvision.transforms.v2 import functional
+
+    result: torch.Tensor = functional.resized_crop(
+        by_pillow(content), where.top, where.left, where.height, where.width, [size, size], antialias=True
+    )
+    return result
+
+
+@pytest.mark.parametrize("where", [Box(3, 11, 300, 400), Box(0, 0, 427, 640), Box(100, 200, 64, 64), Box(7, 5, 20, 33)])
+def test_a_crop_is_torchvisions_where_no_reduced_size_fits(photograph: Image.Image, where: Box) -> None:
+    content = encoded(photograph, quality=90)
+    size = 224 if min(where.height, where.width) < 448 else 320
+    pixels = crop(content, box(where.top, where.left, where.height, where.width), size)
+    reference = by_torchvision(content, where, size)
+    assert pixels.shape == (3, size, size) and pixels.dtype == torch.uint8
+    assert (pixels.int() - reference.int()).abs().max() <= 2, "two builds of libjpeg-turbo"
+
+
+@pytest.mark.parametrize("scale", [2, 4, 8])
+def test_a_crop_at_reduced_size_is_nearly_the_same_picture(
+    photograph: Image.Image, scale: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = photograph.resize((640 * scale, 427 * scale), Image.Resampling.BICUBIC)
+    content = encoded(large, quality=90)
+    where = Box(30 * scale, 50 * scale, 300 * scale, 400 * scale)
+    shape: list[tuple[int, ...]] = []
+    planes = decode._planes
+    monkeypatch.setattr(decode, "_planes", lambda pixels: shape.append(pixels.shape) or planes(pixels))
+    pixels = crop(content, box(where.top, where.left, where.height, where.width), 224)
+    assert shape == [(427, 640, 3)], "decoded at the reduced size"
+    difference = (pixels.int() - by_torchvision(content, where, 224).int()).abs().float()
+    assert difference.mean() < 2 and difference.quantile(0.99) < 16
+    shifted = (
+        pixels.int()
+        - by_torchvision(content, Box(where.top, where.left + 4 * scale, where.height, where.width), 224).int()
+    ).abs()
+    assert shifted.float().mean() > 5, "a crop that is off by two pixels is detected"
+
+
+def test_the_middle_is_torchvisions_resize_and_center_crop(photograph: Image.Image) -> None:
+    import torchvision.transforms.v2 as v2
+
+    for shown in (
+        photograph,
+        photograph.rotate(90, expand=True),
+        photograph.resize((1500, 1001)),
+        photograph.resize((90, 61)),
+    ):
+        content = encoded(shown, quality=90)
+        reference = v2.Compose([v2.Resize(256, antialias=True), v2.CenterCrop(224)])(by_pillow(content))
+        assert (middle(content, 224).int() - reference.int()).abs().max() <= 2
+
+
+def test_jpeg_pixels_are_pillows(photograph: Image.Image) -> None:
+    for options in ({"quality": 90}, {"quality": 50, "subsampling": 0}, {"quality": 75, "progressive": True}):
+        content = encoded(photograph, **options)
+        pixels = crop(content, box(0, 0, 224, 224), 224)
+        assert (pixels.int() - by_pillow(content)[:, :224, :224].int()).abs().max() <= 2
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF"])
+def test_other_formats_are_read_as_pillow_reads_them(photograph: Image.Image, kind: str) -> None:
+    small = photograph.resize((64, 48))
+    content = encoded(small, kind, **({"lossless": True} if kind == "WEBP" else {}))
+    pixels = crop(content, box(8, 8, 32, 32), 32)
+    assert torch.equal(pixels, by_pillow(content)[:, 8:40, 8:40])
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "RGBA", "P", "1", "I;16"])
+def test_every_colour_mode_becomes_three_planes(photograph: Image.Image, mode: str) -> None:
+    small = photograph.resize((64, 48))
+    image = (
+        Image.fromarray(np.asarray(small.convert("L")).astype(np.uint16) * 256)
+        if mode == "I;16"
+        else small.convert(mode)
+    )
+    content = encoded(image, "JPEG" if mode in ("L", "CMYK") else "PNG")
+    assert crop(content, box(0, 0, 48, 64), 32).shape == (3, 32, 32)
+    if mode == "CMYK":
+        assert torch.equal(crop(content, box(0, 0, 32, 32), 32), by_pillow(content)[:, :32, :32])
+
+
+def test_what_is_no_whole_image_is_unreadable(photograph: Image.Image) -> None:
+    whole = encoded(photograph, quality=90)
+    png = encoded(photograph.resize((64, 48)), "PNG")
+    huge = encoded(Image.new("1", (40000, 10000)), "PNG")
+    for content in (
+        b"",
+        b"\xff\xd8\xff",
+        b"not an image",
+        whole[:2000],
+        whole[: len(whole) // 2],
+        png[:200],
+        png[:-30],
+        huge,
+    ):
+        with pytest.raises(UnreadableImage, match=r".+") as caught:
+            crop(content, box(0, 0, 10, 10), 8)
+        assert "object at 0x" not in str(caught.value)
+
+
+def test_a_jpeg_with_a_harmless_fault_is_still_an_image(photograph: Image.Image) -> None:
+    """libjpeg warns of bytes after the end and of unknown markers between; people train on such files."""
+    whole = encoded(photograph.resize((64, 48)), quality=90)
+    pixels = crop(whole, box(0, 0, 48, 64), 32)
+    assert torch.equal(crop(whole + b"trailing bytes", box(0, 0, 48, 64), 32), pixels)

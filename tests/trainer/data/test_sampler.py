@@ -1,0 +1,193 @@
+"""The sampler deals every sample of an epoch out exactly once, whatever the world size is and however it changes."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+
+import numpy as np
+import pytest
+from ddpjob_trainer.data import sampler as module
+from ddpjob_trainer.data.randomness import mix64
+from ddpjob_trainer.data.sampler import (
+    Dealing,
+    Dividing,
+    ElasticSampler,
+    Micro,
+    SamplerState,
+    Step,
+    permutation,
+    share,
+    steps_per_epoch,
+)
+from ddpjob_trainer.errors import CheckpointError
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.integers(1, 97),
+    batch=st.integers(1, 40),
+    seed=st.integers(0, 2**40),
+    incarnations=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=12),
+    micro_batches=st.integers(0, 9),
+    accumulate=st.integers(1, 3),
+    equal=st.booleans(),
+)
+def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(
+    size: int,
+    batch: int,
+    seed: int,
+    incarnations: list[tuple[int, int]],
+    micro_batches: int,
+    accumulate: int,
+    equal: bool,
+) -> None:
+    state = SamplerState(seed=seed).__dict__ | {"size": size}
+    taken: dict[int, list[int]] = {}
+    reference: dict[int, list[list[int]]] = {}
+    for world, steps in [*incarnations, (2, 3 * steps_per_epoch(size, batch))]:
+        dealings = [Dealing(rank, world, micro_batches, accumulate, equal) for rank in range(world)]
+        samplers = [ElasticSampler(size, batch, dealing, SamplerState()) for dealing in dealings]
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        for _ in range(steps):
+            if samplers[0].epoch_is_done:
+                for sampler in samplers:
+                    sampler.next_epoch()
+            dealt = [next(sampler.rest_of_epoch()) for sampler in samplers]
+            together = joined(dealt)
+            assert together == dealt[0].samples
+            if micro_batches:
+                alone = ElasticSampler(size, batch, Dealing(0, 1, micro_batches), samplers[0].state)
+                assert counting(dealt) == next(alone.rest_of_epoch()).micros, "the same micro-batches, whoever has them"
+                if equal:
+                    assert len({len(step.micros) for step in dealt}) == 1, "all ranks go through as many micro-batches"
+            else:
+                assert max(len(step.mine) for step in dealt) - min(len(step.mine) for step in dealt) <= accumulate
+                assert len({len(step.micros) for step in dealt}) == 1, "all ranks go through as many portions"
+            taken.setdefault(dealt[0].epoch, []).extend(together)
+            reference.setdefault(dealt[0].epoch, []).append(together)
+            for sampler, step in zip(samplers, dealt, strict=True):
+                sampler.done(step)
+        state = samplers[0].state_dict()
+    assert len(taken) >= 3
+    for epoch, samples in taken.items():
+        if epoch < max(taken):
+            assert sorted(samples) == list(range(size))
+            assert samples == permutation(seed, epoch, size), "the order depends on seed and epoch only"
+            assert [len(step) for step in reference[epoch][:-1]] == [batch] * (steps_per_epoch(size, batch) - 1), (
+                "the global batch is constant"
+            )
+
+
+def counting(dealt: list[Step]) -> list[Micro]:
+    return [micro for step in dealt for micro in step.micros if micro.counts]
+
+
+def joined(dealt: list[Step]) -> list[int]:
+    """All ranks' samples in the order of the global batch."""
+    return [sample for micro in sorted(counting(dealt), key=lambda micro: micro.number) for sample in micro.samples]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    samples=st.integers(1, 300),
+    world=st.integers(1, 17),
+    micro_batches=st.integers(1, 17),
+    stretch=st.sampled_from([1.0, 1.25, 2.0]),
+    dividing=st.sampled_from([Dividing.EXACT, Dividing.LOCAL]),
+)
+@example(samples=33, world=2, micro_batches=5, stretch=1.25, dividing=Dividing.EXACT)
+def test_where_whole_micro_batches_are_uneven_ranks_share_them_evenly(
+    samples: int, world: int, micro_batches: int, stretch: float, dividing: Dividing
+) -> None:
+    batch, state = list(range(1000, 1000 + samples)), SamplerState(seed=3, epoch=1, consumed=7)
+    dealings = [Dealing(rank, world, micro_batches, 1, False, dividing, stretch) for rank in range(world)]
+    ranks = [dealing.deal(batch, state) for dealing in dealings]
+    whole = Dealing(0, 1, micro_batches).deal(batch, state)
+    passes = dealings[0].passes(samples)
+    uneven = -(-micro_batches // world) * world > 1.1 * micro_batches
+    if not passes:
+        wanted = math.ceil(micro_batches / max(1, int(world * stretch)))
+        smallest = micro_batches // wanted * (samples // micro_batches)
+        assert not uneven or smallest < world
+        assert all(not micro.parts for own in ranks for micro in own)
+        return
+    assert [len(own) for own in ranks] == [passes] * world, "every rank goes through every pass"
+    assert sorted(sample for own in ranks for micro in own for sample in micro.samples) == batch
+    for number in range(passes):
+        sizes = [len(own[number].samples) for own in ranks]
+        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1, "an even share"
+        assert max(sizes) <= math.ceil(len(whole[0].samples) * max(stretch, 1) + 1), "which fits into memory"
+    if dividing is Dividing.LOCAL:
+        assert len({micro.key for own in ranks for micro in own}) == world * passes, "no two draw the same"
+        return
+    held: dict[int, list[int]] = {}
+    for rank, own in enumerate(ranks):
+        for micro in own:
+            assert sum(part.count for part in micro.parts) == len(micro.samples)
+            left = list(micro.samples)
+            for part in micro.parts:
+                full = whole[part.number]
+                assert (part.key, part.size) == (full.key, len(full.samples)), "the same micro-batch, whoever has parts"
+                mine, left = left[: part.count], left[part.count :]
+                assert mine == full.samples[part.start : part.start + part.count]
+                assert part.before == full.samples[part.start - 1]
+                held.setdefault(part.number, []).append(rank)
+                assert rank in part.holders
+    for own in ranks:
+        for micro in own:
+            for part in micro.parts:
+                assert held[part.number] == list(part.holders), "exactly these have a part"
+
+
+def test_a_step_of_a_long_epoch_costs_its_own_micro_batches_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ImageNet on 256 ranks: one key for the order, one for this rank's micro-batch."""
+    calls = []
+    derive = module.derive
+    monkeypatch.setattr(module, "derive", lambda *parts: calls.append(parts) or derive(*parts))
+    steps = ElasticSampler(1_281_167, 8192, Dealing(255, 256, 256), SamplerState()).upcoming(90)
+    first = next(steps)
+    assert len(calls) == 2 and len(first.micros) == 1 and len(first.samples) == 8192
+    for step in islice(steps, 300):
+        last = step
+    assert last.epoch == 1 and len(calls) == 301 + 2, "and continues into the next epoch"
+
+
+def test_upcoming_steps_are_those_of_each_epoch() -> None:
+    sampler = ElasticSampler(23, 5, Dealing(1, 2, 4), SamplerState(epoch=1, consumed=10, seed=2))
+    upcoming = list(sampler.upcoming(4))
+    found = []
+    while sampler.state.epoch < 4:
+        for step in sampler.rest_of_epoch():
+            found.append(step)
+            sampler.done(step)
+        sampler.next_epoch()
+    assert upcoming == found and len(found) == 3 + 5 + 5
+
+
+@given(st.lists(st.integers(0, 2**64), min_size=1, max_size=5))
+def test_keys_are_splitmix64s(parts: list[int]) -> None:
+    """Old checkpoints' keys, order and initial weights."""
+    golden, state = 0x9E3779B97F4A7C15, 0
+    for part in parts:
+        counter = (state ^ ((part + 1) * golden)) & (2**64 - 1)
+        state = int(mix64(np.array([counter], dtype=np.uint64))[0])
+    assert module.derive(*parts) == state >> 1
+
+
+def test_epochs_and_seeds_have_different_orders() -> None:
+    orders = {tuple(permutation(seed, epoch, 50)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+def test_share_gives_empty_parts_when_ranks_outnumber_samples() -> None:
+    assert [share([7, 8], rank, 4) for rank in range(4)] == [[7], [8], [], []]
+
+
+def test_another_data_set_is_refused() -> None:
+    sampler = ElasticSampler(10, 2, Dealing(), SamplerState())
+    with pytest.raises(CheckpointError, match="11 training samples and the data set has 10"):
+        sampler.load_state_dict({"epoch": 0, "consumed": 0, "seed": 0, "size": 11})

@@ -1,0 +1,389 @@
+"""Tar shards: packed, indexed, read by byte range from a folder and from a web server; the same
+training as from the image folder.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import tarfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import write_image_folder
+from ddpjob_trainer import __main__, config
+from ddpjob_trainer.commands import pack_shards
+from ddpjob_trainer.data import shard_index
+from ddpjob_trainer.data.catalog import open_data
+from ddpjob_trainer.data.dataset import DataSet
+from ddpjob_trainer.errors import ConfigError, DataError
+from ranks import final_losses, good
+
+CONFIG = ["data.image_size=16", "data.workers=0", "data.batch=6"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "images"
+    root.mkdir()
+    write_image_folder(root, 8)
+    return root
+
+
+@pytest.fixture
+def packed(folder: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "packed"
+    pack_shards.pack(folder, out, 20_000)
+    return out
+
+
+def opened(*arguments: str) -> DataSet:
+    return open_data(config.load(None, ["data.name=shards", *CONFIG, *arguments]).data)
+
+
+def images(data: DataSet, count: int) -> dict[bytes, int]:
+    """Test images, not augmented, as bytes -> label."""
+    (batch,) = data.test_batches([list(range(count))])
+    return {image.numpy().tobytes(): label for image, label in zip(batch.images, batch.labels.tolist(), strict=True)}
+
+
+def test_packed_shards_hold_every_image_of_the_folder_with_its_label(folder: Path, packed: Path) -> None:
+    data = opened(f"data.dir={packed}")
+    plain = open_data(config.load(None, ["data.name=imagefolder", *CONFIG, f"data.dir={folder}"]).data)
+    assert (data.train_size, data.test_size, data.classes) == (16, 16, 2)
+    found = images(data, 16)
+    assert found == images(plain, 16) and len(found) == 16
+    assert (packed / "classes.txt").read_text() == "n01440764\nn01443537\n"
+
+
+def test_shards_keep_their_size_and_are_plain_webdataset_tars(packed: Path) -> None:
+    shards = sorted((packed / "train").glob("*.tar"))
+    assert len(shards) > 2
+    labels: list[int] = []
+    for shard in shards:
+        assert shard.stat().st_size <= 20_000 + tarfile.RECORDSIZE
+        with tarfile.open(shard) as archive:
+            names = archive.getnames()
+            assert [name.split(".")[1] for name in names] == ["jpeg", "cls"] * (len(names) // 2)
+            assert all(
+                first.split(".")[0] == second.split(".")[0]
+                for first, second in zip(names[::2], names[1::2], strict=True)
+            )
+            labels += [int(archive.extractfile(name).read()) for name in names[1::2]]  # type: ignore[union-attr]
+    assert sorted(labels) == [0] * 8 + [1] * 8 and labels != sorted(labels), "mixed"
+
+
+def test_an_index_made_by_reading_the_tars_is_the_one_that_packing_wrote(packed: Path) -> None:
+    written = {key: value.tolist() for key, value in np.load(packed / "train" / "index.npz").items()}
+    (packed / "train" / "index.npz").unlink()
+    opened(f"data.dir={packed}")
+    assert {key: value.tolist() for key, value in np.load(packed / "train" / "index.npz").items()} == written
+
+
+def test_an_index_of_other_shards_is_made_anew(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scans: list[str] = []
+    scan = shard_index._scan
+    monkeypatch.setattr(shard_index, "_scan", lambda url, *rest: scans.append(url) or scan(url, *rest))
+    opened(f"data.dir={packed}")
+    assert scans == []
+    removed = sorted((packed / "train").glob("*.tar"))[-1]
+    removed.unlink()
+    assert opened(f"data.dir={packed}").train_size < 16 and scans == [str(packed / "train")]
+    opened(f"data.dir={packed}")
+    assert len(scans) == 1, "kept"
+
+
+def relabelled(shard: Path) -> None:
+    """The same tar with the other label for each image: not a byte longer."""
+    content = io.BytesIO()
+    with tarfile.open(shard) as old, tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as new:
+        for member in old:
+            data = old.extractfile(member).read()  # type: ignore[union-attr]
+            new.addfile(member, io.BytesIO(b"%d" % (1 - int(data)) if member.name.endswith(".cls") else data))
+    length, before = shard.stat().st_size, shard.stat().st_mtime_ns
+    shard.write_bytes(content.getvalue())
+    os.utime(shard, ns=(before + 1_000_000, before + 1_000_000))
+    assert shard.stat().st_size == length
+
+
+@pytest.mark.parametrize("kept", ["beside", "elsewhere", "without stamps"])
+def test_labels_that_were_mended_are_read_again(kept: str, packed: Path, tmp_path: Path) -> None:
+    more = [f"data.index={tmp_path / 'index'}"] if kept == "elsewhere" else []
+    if kept == "elsewhere":
+        for part in ("train", "val"):
+            (packed / part / "index.npz").unlink()
+    before = images(opened(f"data.dir={packed}", *more), 16)
+    if kept == "without stamps":  # as earlier versions wrote it
+        columns = dict(np.load(packed / "val" / "index.npz"))
+        del columns["stamps"]
+        np.savez(packed / "val" / "index.npz", **columns)
+    for shard in (packed / "val").glob("*.tar"):
+        relabelled(shard)
+    assert images(opened(f"data.dir={packed}", *more), 16) == {image: 1 - label for image, label in before.items()}
+
+
+def test_an_index_that_was_copied_to_a_store_is_believed_until_the_store_knows_better() -> None:
+    columns = {name: np.zeros(1, dtype=np.int64) for name in ("lengths", "shard", "offsets", "sizes", "labels")}
+
+    def index(stamp: str) -> shard_index.Index:
+        return shard_index.Index(url="s3://b", shards=["s3://b/a.tar"], stamps=np.array([stamp]), **columns)  # type: ignore[arg-type]
+
+    found = shard_index._Found(["s3://b/a.tar"], columns["lengths"], np.array([shard_index.stamp_of({"ETag": "x"})]))
+    assert [shard_index._is_of(index(stamp), found, copied=True) for stamp in ("mtime 1", "-", "etag x", "etag y")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert not shard_index._is_of(index("mtime 1"), found), "the cache of this machine"
+
+
+def test_training_from_shards_is_that_from_the_folder_of_the_same_order(packed: Path, tmp_path: Path) -> None:
+    """Also on 2 ranks, and with workers."""
+    arguments = [
+        "data.name=shards",
+        *CONFIG,
+        f"data.dir={packed}",
+        "model.width=4",
+        "train.epochs=2",
+        "train.log_every=1",
+    ]
+    for world, workers in ((1, 0), (2, 0), (1, 2)):
+        good(world, [*arguments, f"data.workers={workers}", f"checkpoint.dir={tmp_path / f'{world}-{workers}'}"])
+    one = final_losses(tmp_path / "1-0" / "run")
+    np.testing.assert_allclose(final_losses(tmp_path / "2-0" / "run"), one, rtol=1e-5)
+    assert final_losses(tmp_path / "1-2" / "run") == one
+
+
+class Ranges(SimpleHTTPRequestHandler):
+    """A web server that knows byte ranges, as object stores do; `faults` answers are 503 first."""
+
+    faults = 0
+    requests: list[str]
+
+    def do_GET(self) -> None:
+        """A whole file, or a part."""
+        wanted = self.headers.get("Range")
+        path = Path(self.translate_path(self.path))
+        if wanted is None or not path.is_file():
+            super().do_GET()
+            return
+        self.requests.append(wanted)
+        if type(self).faults > 0:
+            type(self).faults -= 1
+            self.send_error(503)
+            return
+        first, last = (int(part) for part in wanted.removeprefix("bytes=").split("-"))
+        content = path.read_bytes()[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Range", f"bytes {first}-{last}/{path.stat().st_size}")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Silence."""
+
+
+@pytest.fixture
+def server(packed: Path) -> Iterator[str]:
+    pytest.importorskip("aiohttp", reason="fsspec reads https:// by aiohttp")
+    Ranges.requests, Ranges.faults = [], 0
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Ranges, directory=str(packed))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_web_server_gives_the_same_images_by_byte_range(workers: int, packed: Path, server: str) -> None:
+    data, local = opened(f"data.url={server}", f"data.workers={workers}"), opened(f"data.dir={packed}")
+    Ranges.requests.clear()
+    assert images(data, 16) == images(local, 16)
+    assert len(Ranges.requests) == 16, "each image is one range, nothing else is read"
+    for mine, theirs in zip(data.train_batches([[3, 9], [4]], 1), local.train_batches([[3, 9], [4]], 1), strict=True):
+        assert torch.equal(mine.images, theirs.images) and torch.equal(mine.labels, theirs.labels)
+
+
+def test_a_server_without_an_index_is_scanned_and_the_index_kept(packed: Path, server: str, tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        (packed / part / "index.npz").unlink()
+    kept = tmp_path / "kept"
+    data = opened(f"data.url={server}", f"data.index={kept}")
+    assert images(data, 16) == images(opened(f"data.dir={packed}"), 16)
+    assert len(list(kept.glob("*-index.npz"))) == 2
+    for part in ("train", "val"):
+        (packed / part / "index.npz").unlink()
+    Ranges.requests.clear()
+    opened(f"data.url={server}", f"data.index={kept}")
+    assert not Ranges.requests, "read from the folder"
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_stays_away_is_no_corrupt_image(
+    server: str,
+) -> None:
+    data = opened(f"data.url={server}")
+    Ranges.faults = 2
+    (batch,) = data.test_batches([[0, 1]])
+    assert batch.unreadable == 0
+    Ranges.faults = 1000
+    with pytest.raises(DataError, match=r"shard-0.* cannot be read from byte \d+ on, after 3 tries: .*503"):
+        list(data.test_batches([[0, 1]]))
+
+
+def test_a_damaged_image_in_a_shard_is_named_by_its_place(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = opened(f"data.dir={packed}")
+    offset = int(np.load(packed / "val" / "index.npz")["offsets"][0])
+    shard = packed / "val" / "shard-000000.tar"
+    with shard.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\0" * 100)
+    (batch,) = data.test_batches([[0, 1]])
+    assert batch.unreadable == 1 and f"image at byte {offset} of {shard} cannot be read" in capsys.readouterr().err
+
+
+def write_shard(path: Path, members: dict[str, bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def a_jpeg(folder: Path) -> bytes:
+    return next((folder / "train").rglob("*.JPEG")).read_bytes()
+
+
+def test_shards_of_other_tools_are_read(folder: Path, tmp_path: Path) -> None:
+    """Long names (pax headers), folders in names, further members, .cls before its image."""
+    jpeg, long = a_jpeg(folder), "a-very-long-key" * 12
+    members = {"d/one.two.cls": b"1\n", "d/one.cls": b" 1\n", "d/one.jpg": jpeg, "d/one.json": b"{}"}
+    members |= {f"{long}.JPG": jpeg, f"{long}.cls": b"0"}
+    del members["d/one.two.cls"]
+    for part in ("train", "val"):
+        write_shard(tmp_path / "other" / part / "x-0.tar", members)
+    data = opened(f"data.dir={tmp_path / 'other'}")
+    (batch,) = data.test_batches([[0, 1]])
+    assert (data.train_size, data.classes, batch.unreadable, sorted(batch.labels.tolist())) == (2, 2, 0, [0, 1])
+
+
+def test_bad_shards_are_named_with_the_remedy(folder: Path, tmp_path: Path) -> None:
+    jpeg, root = a_jpeg(folder), tmp_path / "bad"
+
+    def fails(message: str, members: dict[str, bytes], classes: str | None = None) -> None:
+        for part in ("train", "val"):
+            write_shard(root / part / "s.tar", members)
+            (root / part / "index.npz").unlink(missing_ok=True)
+        if classes is not None:
+            (root / "classes.txt").write_text(classes)
+        with pytest.raises(DataError, match=message):
+            opened(f"data.dir={root}")
+
+    fails(
+        r"s.tar: /?a has no .cls file with its class number \(1 such images\): .*ddpjob_trainer shards", {"a.jpg": jpeg}
+    )
+    fails(r"s.tar: a.cls holds b'cat', not a class number", {"a.jpg": jpeg, "a.cls": b"cat"})
+    fails(
+        r"train holds label -1, outside of 0\.\.0 \(1 images, the first at byte \d+ of .*s.tar\)",
+        {"a.jpg": jpeg, "a.cls": b"-1"},
+        "cat\n",
+    )
+    fails(r"train holds label 7, outside of 0\.\.1 .*classes.txt", {"a.jpg": jpeg, "a.cls": b"7"}, "cat\ndog\n")
+    fails(r"holds no images \(jpg", {"a.txt": b""})
+    (root / "train" / "s.tar").write_bytes(b"no tar" * 1000)
+    with pytest.raises(DataError, match=r"s.tar cannot be read"):
+        opened(f"data.dir={root}")
+    (root / "train" / "s.tar").unlink()
+    with pytest.raises(DataError, match=r"holds no .tar files: .*ddpjob_trainer shards"):
+        opened(f"data.dir={root}")
+    with pytest.raises(DataError, match=r"needs data.dir .*or set data.url"):
+        opened()
+    with pytest.raises(DataError, match=r"cannot be opened .*write a path, or an s3://"):
+        opened("data.url=nonsense://x/y")
+    with pytest.raises(DataError, match=r"cannot be listed .*ddpjob_trainer shards"):
+        opened("data.url=http://127.0.0.1:9/x", f"data.index={tmp_path}")
+    with pytest.raises(DataError, match=r"http://127.0.0.1:99999/x cannot be read .*data.url is right"):  # No OSError.
+        opened("data.url=http://127.0.0.1:99999/x", f"data.index={tmp_path}")
+
+
+def test_a_damaged_index_is_named(packed: Path) -> None:
+    index = packed / "train" / "index.npz"
+    index.write_bytes(index.read_bytes()[:-40])
+    with pytest.raises(DataError, match=rf"damaged .*remove {index}"):
+        opened(f"data.dir={packed}")
+
+
+def test_packing_continues_where_it_was_cut(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    pack_shards.pack(folder, whole, 20_000)
+    write, written = pack_shards._write, list[Path]()
+
+    def dies_at_the_third(path: Path, shard: list[pack_shards.Entry]) -> Path:
+        if len(written) == 2:
+            (path.parent / f".{path.name}.1.tmp").write_bytes(b"half")
+            raise KeyboardInterrupt
+        written.append(path)
+        return write(path, shard)
+
+    monkeypatch.setattr(pack_shards, "_write", dies_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        pack_shards.pack(folder, out, 20_000)
+    monkeypatch.setattr(pack_shards, "_write", lambda path, shard: written.append(path) or write(path, shard))
+    before = {path: path.stat().st_ino for path in out.rglob("*.tar")}
+    assert len(before) == 2
+    pack_shards.pack(folder, out, 20_000)
+    assert all(path.stat().st_ino == inode for path, inode in before.items()) and len(set(written)) == len(written), (
+        "none twice"
+    )
+    for path in whole.rglob("*.tar"):
+        assert (out / path.relative_to(whole)).read_bytes() == path.read_bytes()
+    assert not list(out.rglob("*.tmp")), "nothing half is left"
+
+
+def test_packing_refuses_a_folder_of_other_shards_and_bad_sizes(folder: Path, packed: Path) -> None:
+    with pytest.raises(DataError, match=r"holds shards of other images or of another --size: remove it"):
+        pack_shards.pack(folder, packed, 50_000)
+    with pytest.raises(ConfigError, match=r"--size: 'big' is no size; write for example 256MB"):
+        pack_shards.main([str(folder), str(packed), "--size", "big"])
+    assert [pack_shards._bytes(text) for text in ("256MB", "1.5 GiB", "4096", "2k")] == [
+        256 * 10**6,
+        3 * 2**29,
+        4096,
+        2000,
+    ]
+
+
+def test_the_command_packs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.run(["shards", str(folder), str(tmp_path / "out"), "--size", "20kB"]) == 0
+    assert "16 images in" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "train" / "plan.json").read_text())
+    with pytest.raises(DataError, match=r"does not exist .*train/CLASS/"):
+        __main__.run(["shards", str(tmp_path / "nowhere"), str(tmp_path / "out2")])
+
+
+def test_a_folder_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(
+        DataError, match=r"out/train: Not a directory; free space or repair it, then run the command again"
+    ):
+        pack_shards.pack(folder, tmp_path / "out", 20_000)
+
+
+def test_as_many_shards_can_be_open_as_the_system_allows(packed: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        opened(f"data.dir={packed}")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,266 @@
+"""How long a rank that is asked to end waits for its peers; what it starts does not inherit its deafness to SIGTERM."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddpjob_trainer.checkpoints import folder, torch_file
+from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError, TrainingError
+from ddpjob_trainer.lifecycle import signals
+from ddpjob_trainer.lifecycle.signals import StopRequest, grace_from_env
+from ddpjob_trainer.reporting.ledger import Ledger
+from ddpjob_trainer.reporting.reporter import Reporter
+from ranks import TINY, finish, metrics, start, stop_at, until
+
+
+def test_patience_is_what_the_pod_is_given_less_what_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert grace_from_env() is None and StopRequest(Group())._patience() == 4.0
+    for text, seconds in (("30", 27.0), ("600.5", 597.5), ("1", 0.5)):
+        monkeypatch.setenv("DDPJOB_GRACE_SECONDS", text)
+        assert StopRequest(Group())._patience() == seconds
+    monkeypatch.setenv("DDPJOB_GRACE_SECONDS", "half a minute")
+    with pytest.raises(ConfigError, match=r"DDPJOB_GRACE_SECONDS='half a minute': must be a number of seconds"):
+        StopRequest(Group())
+
+
+def test_with_silent_peers_a_rank_leaves_before_the_pod_is_killed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A grace of 9 s: the rule without one would have given up after 4 s, the pod's end comes 9 s after the signal."""
+    ranks = start(
+        2, [*TINY, "train.epochs=4000", f"checkpoint.dir={tmp_path}"], env=lambda rank: {"DDPJOB_GRACE_SECONDS": "9"}
+    )
+    until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and metrics(tmp_path / "run", "step"))
+    stuck = ranks[1][0]
+    try:
+        os.kill(stuck.pid, signal.SIGSTOP)
+        time.sleep(0.3)
+        began = time.monotonic()
+        os.kill(ranks[0][0].pid, signal.SIGTERM)
+        (end,) = finish(ranks[:1], 30)
+        assert end.code == 143 and 5 < time.monotonic() - began < 9
+    finally:
+        os.kill(stuck.pid, signal.SIGKILL)
+        stuck.join()
+    said = capfd.readouterr().err
+    assert "SIGTERM: rank 0 saves after this step and leaves" in said
+    assert "the other ranks do not answer within 6.0 s: rank 0 leaves without a checkpoint" in said
+
+
+def test_a_stop_waits_for_the_checkpoint_under_way_then_saves_its_own(tmp_path: Path) -> None:
+    """Both are whole on disk, and the job says that it stopped, when the ranks leave with 75."""
+
+    def prepare(rank: int) -> None:
+        write = torch_file.write
+
+        def slowly(*args: Any) -> None:
+            time.sleep(1.0)
+            write(*args)
+
+        folder.torch_file.write = slowly  # type: ignore[assignment]
+        stop_at(5)(rank)
+
+    ranks = start(2, [*TINY, "checkpoint.every_steps=3", f"checkpoint.dir={tmp_path}"], prepare)
+    assert [end.code for end in finish(ranks)] == [75, 75]
+    assert [line["step"] for line in metrics(tmp_path / "run", "checkpoint")] == [3, 5]
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"step-000000003.pt", "step-000000005.pt"}
+    assert [line["step"] for line in metrics(tmp_path / "run", "stop")] == [5]
+
+
+def test_slow_ranks_are_waited_for_as_long_as_they_answer(tmp_path: Path) -> None:
+    """Rank 1 is asked to stop within the step after which rank 0 has begun to write, and whose end takes long."""
+
+    def prepare(rank: int) -> None:
+        signals._PATIENCE_SECONDS = 0.3
+        stop_at(5)(rank)
+        step = Ledger.step
+
+        def slowly(self: Ledger, number: int, taken: Any) -> None:
+            step(self, number, taken)
+            time.sleep(1.0 if rank == 0 and number in (4, 5) else 0.0)
+
+        Ledger.step = slowly  # type: ignore[method-assign]
+
+    ranks = start(2, [*TINY, "checkpoint.every_steps=3", f"checkpoint.dir={tmp_path}"], prepare)
+    assert [end.code for end in finish(ranks)] == [75, 75]
+    assert [line["step"] for line in metrics(tmp_path / "run", "checkpoint")] == [3, 5]
+
+
+def test_a_checkpoint_under_way_is_waited_for_where_nobody_says_when_the_end_comes(tmp_path: Path) -> None:
+    """The disk takes 7 s, longer than the patience with a step: rank 0 waits for it at an epoch's
+    end, and rank 1 for rank 0.
+    """
+
+    def prepare(rank: int) -> None:
+        write = torch_file.write
+
+        def slowly(*args: Any) -> None:
+            time.sleep(7.0)
+            write(*args)
+
+        folder.torch_file.write = slowly  # type: ignore[assignment]
+
+    ranks = start(
+        2, [*TINY, "checkpoint.every_steps=7", "checkpoint.keep_best=1", f"checkpoint.dir={tmp_path}"], prepare
+    )
+    until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(metrics(tmp_path / "run", "step")) == 8)
+    time.sleep(0.3)
+    for process, _ in ranks:
+        os.kill(process.pid, signal.SIGTERM)
+    assert [end.code for end in finish(ranks)] == [75, 75]
+    assert {path.name for path in tmp_path.glob("step*")} >= {"step-000000007.pt", "step-000000008.pt"}
+
+
+def test_an_error_in_training_does_not_cut_the_checkpoint_under_way(tmp_path: Path) -> None:
+    def prepare(rank: int) -> None:
+        write = torch_file.write
+
+        def slowly(*args: Any) -> None:
+            time.sleep(3.0)
+            write(*args)
+
+        folder.torch_file.write = slowly  # type: ignore[assignment]
+        report = Reporter.report
+
+        def fail_later(self: Reporter, **fields: Any) -> None:
+            report(self, **fields)
+            if fields["step"] == 5:
+                raise TrainingError("the loss is not finite")
+
+        Reporter.report = fail_later  # type: ignore[method-assign]
+
+    ends = finish(start(1, [*TINY, "checkpoint.every_steps=3", f"checkpoint.dir={tmp_path}"], prepare))
+    assert ends[0].code == 1 and "not finite" in ends[0].error
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step-000000003.pt"]
+
+
+def test_sigterm_at_the_very_end_does_not_cut_short_what_is_still_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody agrees on anything any more: the patience with the other ranks, half a second here,
+    must not end a slow last write.
+    """
+
+    def prepare(rank: int) -> None:
+        end = CheckpointFolder.finish
+
+        def signalled(self: CheckpointFolder) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.5)
+            end(self)
+
+        CheckpointFolder.finish = signalled  # type: ignore[method-assign]
+
+    ranks = start(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare, env=lambda rank: {"DDPJOB_GRACE_SECONDS": "1"})
+    assert [end.code for end in finish(ranks)] == [0]
+    assert metrics(tmp_path / "run", "end") and "rank 0 is done, writes what is left" in capfd.readouterr().err
+
+
+HELPER = "import sys, time; print('ready', flush=True); time.sleep(60)"
+
+
+def listening() -> tuple[StopRequest, Any]:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopRequest(Group())
+    stop.listen()
+    return stop, before
+
+
+@pytest.fixture
+def stop() -> Any:
+    """A rank that listens, put back afterwards."""
+    made, before = listening()
+    yield made
+    made._agreed.set()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("how", ["fork", "subprocess"])
+def test_what_a_rank_starts_ends_on_sigterm_and_does_not_stop_the_rank(how: str, stop: StopRequest) -> None:
+    """A loader that is terminated. With the rank's handler and pipe it would live on, and the rank
+    would take it for its own end.
+    """
+    if how == "fork":
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        os.kill(child.pid or 0, signal.SIGTERM)
+        child.join(5)
+        code = child.exitcode
+    else:
+        process = subprocess.Popen([sys.executable, "-c", HELPER], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.terminate()
+        code = process.wait(5)
+    assert code == -signal.SIGTERM
+    time.sleep(0.2)
+    assert not stop.requested
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), (
+        "and no signal is blocked, which children would inherit"
+    )
+
+
+def test_a_second_loop_in_a_process_leaves_no_signal_blocked_after_a_fork(stop: StopRequest) -> None:
+    StopRequest(Group()).listen()
+    child = os.fork()
+    if child == 0:
+        os._exit(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and blocked == set()
+
+
+def test_who_blocks_sigterm_around_a_fork_has_it_blocked_in_the_child(stop: StopRequest) -> None:
+    """So workers of the data loader start: the rank's own care at a fork must not undo it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_defect_a_thread_in_sigwait_would_leave_children_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why it is not done so: the block that sigwait needs is inherited over fork and exec."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        process = subprocess.Popen([sys.executable, "-c", HELPER], stdout=subprocess.PIPE)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    process.terminate()
+    time.sleep(0.5)
+    deaf = process.poll() is None
+    process.kill()
+    process.wait()
+    assert deaf
+
+
+def test_the_flag_is_seen_while_the_main_thread_is_blocked(stop: StopRequest) -> None:
+    """In a call that Python's own handler cannot interrupt, as a collective is: joining a thread under a lock in C."""
+    asked = threading.Thread(target=lambda: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGTERM)))
+    asked.start()
+    seen: list[float] = []
+    began = time.monotonic()
+    watcher = threading.Thread(target=lambda: stop._requested.wait(10) and seen.append(time.monotonic() - began))
+    watcher.start()
+    import ctypes
+
+    ctypes.CDLL(None).usleep(900_000)
+    ctypes.CDLL(None).usleep(900_000)
+    watcher.join()
+    stop._agreed.set()
+    assert seen[0] < 0.9

@@ -1,0 +1,101 @@
+"""Stacks of a rank at SIGUSR1, also while it is blocked, and of all ranks when no step ends; a
+profile of chosen steps.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from ranks import TINY, finish, good, metrics, start, until
+
+
+def stacks(folder: Path, rank: int) -> str:
+    path = folder / "run" / "stacks" / f"rank-{rank}.txt"
+    return path.read_text() if path.exists() else ""
+
+
+def test_sigusr1_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> None:
+    """Rank 1 is stopped: rank 0 waits for it inside a collective, and reports where."""
+    ranks = start(2, [*TINY, "train.epochs=4000", f"checkpoint.dir={tmp_path}"])
+    pids = [process.pid for process, _ in ranks]
+    try:
+        until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(metrics(tmp_path / "run", "step")) > 3)
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(0.5)
+        before = len(metrics(tmp_path / "run", "step"))
+        os.kill(pids[0], signal.SIGUSR1)
+        until(lambda: "train.py" in stacks(tmp_path, 0))
+        written = stacks(tmp_path, 0)
+        assert "in _train_epoch" in written
+        assert "Stack (most recent call first)" in written and "Thread 0x" not in written, "the main thread's alone"
+        until(lambda: "stacks of rank 0" in capfd.readouterr().err)
+        os.kill(pids[1], signal.SIGCONT)
+        until(lambda: len(metrics(tmp_path / "run", "step")) > before + 2)
+        assert ranks[0][0].is_alive(), "the signal ends nothing"
+        os.kill(pids[0], signal.SIGTERM)
+        assert [end.code for end in finish(ranks)] == [75, 75]
+        assert stacks(tmp_path, 0) and not (tmp_path / "run" / "stacks" / "rank-1.txt").exists(), (
+            "an empty file is not left"
+        )
+    finally:
+        for process, _ in ranks:
+            if process.is_alive():
+                process.kill()
+
+
+def test_all_ranks_dump_before_a_hanging_collective_fails(tmp_path: Path, capfd: Any) -> None:
+    """Rank 1 sleeps in its step 4; with 3 s for a collective, stacks come after 2.7 s."""
+
+    def prepare(rank: int) -> None:
+        from ddpjob_trainer.reporting.ledger import Ledger
+
+        write = Ledger.step
+
+        def step_and_sleep(self: Ledger, number: int, taken: Any) -> None:
+            write(self, number, taken)
+            if rank == 1 and number == 4:
+                time.sleep(30)
+
+        Ledger.step = step_and_sleep  # type: ignore[method-assign]
+
+    ranks = start(2, [*TINY, "train.timeout_seconds=3", f"checkpoint.dir={tmp_path}"], prepare)
+    (first,) = finish(ranks[:1])
+    assert first.code == 1
+    until(lambda: stacks(tmp_path, 1))
+    ranks[1][0].kill()
+    ranks[1][0].join()
+    assert "Timeout" in stacks(tmp_path, 0) and "in _train_epoch" in stacks(tmp_path, 0)
+    assert "in step_and_sleep" in stacks(tmp_path, 1)
+    assert "rank 1: no step for 2.7 s" in capfd.readouterr().err
+
+
+def test_a_training_that_goes_well_leaves_no_stacks(tmp_path: Path) -> None:
+    good(2, [*TINY, f"checkpoint.dir={tmp_path}", "train.timeout_seconds=30"])
+    assert not (tmp_path / "run" / "stacks").exists()
+
+
+def test_the_profile_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    good(2, [*TINY, f"checkpoint.dir={tmp_path}", "train.epochs=1", "report.profile_steps=[4, 2]"])
+    for rank in (0, 1):
+        with gzip.open(tmp_path / "run" / "profile" / f"rank-{rank}.json.gz", "rt") as file:
+            events = json.load(file)["traceEvents"]
+        assert {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")} == {
+            "ProfilerStep#1",
+            "ProfilerStep#2",
+        }
+        assert sum(event.get("name") == "aten::cross_entropy_loss" for event in events) == 2
+        table = (tmp_path / "run" / "profile" / f"rank-{rank}.txt").read_text()
+        assert "aten::convolution" in table and "Self CPU" in table
+
+
+def test_a_profile_that_training_ends_within_is_written(tmp_path: Path) -> None:
+    good(1, [*TINY, f"checkpoint.dir={tmp_path}", "train.epochs=1", "report.profile_steps=[1, 100]"])
+    with gzip.open(tmp_path / "run" / "profile" / "rank-0.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert sum(event.get("name") == "aten::cross_entropy_loss" for event in events) >= 8

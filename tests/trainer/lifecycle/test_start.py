@@ -1,0 +1,201 @@
+"""What a start of a rank costs and does: no compiler, no scikit-learn; devices and models chosen by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ddpjob_trainer import config, train
+from ddpjob_trainer.config.sections import ModelConfig
+from ddpjob_trainer.distributed import devices
+from ddpjob_trainer.errors import ConfigError, DeviceError
+from ddpjob_trainer.model.models import build_model
+from machine import free_port, slowness
+from ranks import TINY, good
+
+PROGRAM = """
+import sys
+from ddpjob_trainer import config, train
+code = train.run(config.load(None, sys.argv[1:]))
+names = ("torch._inductor", "sympy", "sklearn", "scipy", "matplotlib", "torchvision", "rich")
+slow = [name for name in names if name in sys.modules]
+assert code == 0 and not slow, slow
+import torch
+print(torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1)).item(), torch._dynamo.__file__)
+import torch._dynamo.config
+print(torch._dynamo.config.__spec__.name)
+"""
+
+
+def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) -> None:
+    """Two ranks, so that DistributedDataParallel takes part."""
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        "data.name=digits",
+        "model.width=4",
+        "train.epochs=1",
+        "eval.pictures=false",
+        f"checkpoint.dir={tmp_path}",
+    ]
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env | {"RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]
+    for process in ranks:
+        out, error = process.communicate(timeout=60 * slowness())
+        assert process.returncode == 0, error
+        assert "2.0" in out and "_dynamo/__init__.py" in out and "torch._dynamo.config" in out
+
+
+PRELOADED = """
+import json, os, sys
+import ddpjob_trainer.preload
+threads, known = len(os.listdir("/proc/self/task")), set(sys.modules)
+child = os.fork()
+if child == 0:
+    from ddpjob_trainer import config, train
+    code = train.run(config.load(None, sys.argv[1:]))
+    imported = sorted(name for name in set(sys.modules) - known if "torch" not in name)
+    print(json.dumps([threads, code, imported]), flush=True)
+    os._exit(code)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_rank_forked_after_preload_trains_and_imports_nothing_of_ours(tmp_path: Path) -> None:
+    """With the compiler's stand-in, and no thread that a fork would lose."""
+    command = [
+        sys.executable,
+        "-c",
+        PRELOADED,
+        "data.name=digits",
+        "model.width=4",
+        "train.epochs=1",
+        "eval.pictures=false",
+        f"checkpoint.dir={tmp_path}",
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60 * slowness(),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    threads, code, imported = json.loads(done.stdout.splitlines()[-1])
+    assert (threads, code) == (1, 0)
+    assert imported == []
+
+
+def test_ranks_of_agents_that_have_restarted_differently_find_each_other(tmp_path: Path) -> None:
+    """A spare's agent has restarted nothing, the one beside it has; both use the store of one of them."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def agent(rank: int) -> dict[str, str]:
+        place = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port), "DDPJOB_FENCE": "0.3"}
+        return {**place, "TORCHELASTIC_RESTART_COUNT": str(2 * rank)}
+
+    good(2, [*TINY, "train.epochs=1", "train.timeout_seconds=20", f"checkpoint.dir={tmp_path}"], env=agent)
+
+
+def test_backend_and_device() -> None:
+    if not torch.cuda.is_available():
+        assert devices.choose("auto", 0) == devices.Placement(torch.device("cpu"), "gloo")
+        with pytest.raises(
+            DeviceError, match=r"train.backend=nccl: local rank 0 needs cuda device 0, and 0 are visible"
+        ):
+            devices.choose("nccl", 0)
+    assert devices.choose("gloo", 3).device.type == "cpu"
+    with pytest.raises(ConfigError, match="write auto, nccl, gloo"):
+        devices.choose("ncl", 0)
+
+
+def test_one_visible_device_for_each_rank_is_its_device_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's habit. Under torchrun one visible device is one for all ranks, which cannot share it."""
+    monkeypatch.setattr(devices, "_count", lambda kind: 1 if kind == "cuda" else 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert devices.choose("auto", 3).device == torch.device("cuda", 0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(DeviceError, match=r"device 3, and 1 are visible \(CUDA_VISIBLE_DEVICES=3\); start fewer"):
+        devices.choose("auto", 3)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(DeviceError, match=r"local rank 1 needs cuda device 1, and 1 are visible"):
+        devices.choose("nccl", 1)
+
+
+def test_residual_blocks_may_begin_at_zero() -> None:
+    from torchvision.models import resnet18
+
+    torch.manual_seed(5)
+    theirs = resnet18(num_classes=7, zero_init_residual=True).state_dict()
+    ours = build_model(ModelConfig(name="torchvision:resnet18", zero_init_residual=True), (3, 32, 32), 7, 5)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.state_dict().items())
+    cifar = build_model(ModelConfig(name="resnet18_cifar", zero_init_residual=True), (3, 32, 32), 7, 5).state_dict()
+    assert not cifar["blocks.0.bn2.weight"].any() and cifar["blocks.0.bn1.weight"].all()
+    with pytest.raises(ConfigError, match=r"model.zero_init_residual: small_cnn has no residual blocks"):
+        build_model(ModelConfig(zero_init_residual=True), (1, 8, 8), 10, 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (1, 28, 28), (3, 5, 9), (2, 1, 1), (3, 64, 48)])
+def test_small_cnn_adapts_to_the_images(shape: tuple[int, int, int]) -> None:
+    assert build_model(ModelConfig(width=8), shape, 7, 0)(torch.randn(3, *shape)).shape == (3, 7)
+
+
+def test_resnet18_cifar_has_the_known_size() -> None:
+    model = build_model(ModelConfig(name="resnet18_cifar"), (3, 32, 32), 10, 0)
+    assert sum(weight.numel() for weight in model.parameters()) == 11_173_962
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_torchvision_models_by_name_and_mistakes() -> None:
+    assert build_model(ModelConfig(name="torchvision:squeezenet1_1"), (3, 64, 64), 5, 0)(
+        torch.randn(2, 3, 64, 64)
+    ).shape == (2, 5)
+    with pytest.raises(ConfigError, match="did you mean torchvision:resnet50"):
+        build_model(ModelConfig(name="torchvision:resnt50"), (3, 64, 64), 5, 0)
+    with pytest.raises(ConfigError, match=r"'small_cnm' is not known.*did you mean 'small_cnn'"):
+        build_model(ModelConfig(name="small_cnm"), (3, 8, 8), 5, 0)
+
+
+@pytest.mark.filterwarnings("ignore:The default weight initialization")
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_models_with_auxiliary_heads_return_scores_in_training(name: str) -> None:
+    model = build_model(ModelConfig(name=f"torchvision:{name}"), (3, 96, 96), 5, 0)
+    assert model.training and model(torch.randn(2, 3, 96, 96)).shape == (2, 5)
+
+
+@pytest.mark.parametrize("key", ["data.micro_batches", "train.threads"])
+def test_numbers_below_zero_are_refused(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: -1 is less than 0; write"):
+        train.run(config.load(None, ["data.name=digits", f"{key}=-1", f"checkpoint.dir={tmp_path}"]))
+
+
+def test_weights_depend_on_the_seed_only() -> None:
+    def sums(seed: int) -> list[float]:
+        return [weight.sum().item() for weight in build_model(ModelConfig(width=4), (1, 8, 8), 10, seed).parameters()]
+
+    torch.randn(5)
+    assert sums(1) == sums(1) != sums(2)

@@ -1,0 +1,114 @@
+"""SIGTERM: the ranks agree, save and leave with 75; a rank whose peers are silent leaves by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import write_image_folder
+from ddpjob_trainer import train
+from ddpjob_trainer.commands.check_ledger import read, verify
+from machine import slowness
+from ranks import TINY, finish, good, metrics, start, steps, stop_torchrun, torchrun, until
+
+
+def rank_pid(folder: Path, rank: int) -> int:
+    (path,) = (folder / "run" / "ledger").glob(f"rank-{rank}-*.jsonl")
+    return int(path.stem.split("-")[-2])
+
+
+def test_sigterm_to_torchrun_saves_and_a_later_start_continues(tmp_path: Path) -> None:
+    step = stop_torchrun(2, [*TINY, "train.epochs=40"], tmp_path)
+    good(1, [*TINY, f"train.epochs={-(-step // 8)}", f"checkpoint.dir={tmp_path}"])
+    assert metrics(tmp_path / "run", "start")[1]["step"] == step
+    assert len(verify(read([tmp_path])).incarnations) == 2
+
+
+@pytest.mark.parametrize("how", ["torchrun", "ctrl-c", "killed"])
+def test_a_rank_that_is_asked_to_end_saves_and_leaves_no_worker_behind(how: str, tmp_path: Path) -> None:
+    """torchrun and a terminal signal the whole process group: a worker that died of it would take
+    the rank with it before it has saved.
+    """
+    write_image_folder(tmp_path / "images", 8)
+    arguments = [
+        *TINY,
+        "data.name=imagefolder",
+        f"data.dir={tmp_path}/images",
+        "data.image_size=16",
+        "data.batch=4",
+        "data.workers=1",
+    ]
+    agent = torchrun(1, [*arguments, "train.epochs=4000", f"checkpoint.dir={tmp_path}"], tmp_path)
+    rank = 0
+    try:
+        until(lambda: steps(tmp_path) > 3)
+        rank = rank_pid(tmp_path, 0)
+        workers = [int(pid) for pid in Path(f"/proc/{rank}/task/{rank}/children").read_text().split()]
+        if how == "torchrun":
+            agent.send_signal(signal.SIGTERM)
+        else:
+            os.killpg(os.getpgid(rank), signal.SIGINT) if how == "ctrl-c" else os.kill(rank, signal.SIGKILL)
+        agent.wait(60 * slowness())
+    finally:
+        if rank and agent.poll() is None:
+            os.kill(rank, signal.SIGKILL)
+        agent.kill()
+    said = (tmp_path / "out.txt").read_text()
+    assert workers and "DataLoader worker" not in said
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 10)
+    if how == "torchrun":
+        (stop,) = metrics(tmp_path / "run", "stop")
+        assert (tmp_path / f"step-{stop['step']:09d}.pt").exists() and "exitcode  : 1" not in said
+
+
+def test_sigterm_to_one_rank_stops_all_with_75(tmp_path: Path) -> None:
+    ranks = start(3, [*TINY, "train.epochs=400", f"checkpoint.dir={tmp_path}"])
+    until(lambda: steps(tmp_path) > 3)
+    os.kill(rank_pid(tmp_path, 2), signal.SIGTERM)
+    assert [end.code for end in finish(ranks)] == [75, 75, 75]
+
+
+def test_sigterm_during_evaluation_keeps_the_epoch_and_evaluates_later(tmp_path: Path) -> None:
+    arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+
+    def stop_in_evaluation(rank: int) -> None:
+        evaluate = train.evaluate
+
+        def signal_first(*args: Any, **kwargs: Any) -> Any:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)
+            return evaluate(*args, **kwargs)
+
+        train.evaluate = signal_first
+
+    assert [end.code for end in finish(start(2, arguments, stop_in_evaluation))] == [75, 75]
+    assert metrics(tmp_path / "run", "eval") == []
+    good(2, arguments)
+    assert [line["epoch"] for line in metrics(tmp_path / "run", "eval")] == [1]
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_whose_peer_is_gone_leaves_promptly(how: signal.Signals, tmp_path: Path) -> None:
+    """SIGSTOP: the collective blocks for ever; SIGKILL: it fails at once. No checkpoint is on its
+    way, which would be waited for.
+    """
+    ranks = start(2, [*TINY, "train.epochs=4000", "checkpoint.every_epochs=0", f"checkpoint.dir={tmp_path}"])
+    until(lambda: steps(tmp_path) > 3)
+    stuck = ranks[1][0]
+    try:
+        os.kill(stuck.pid, how)
+        time.sleep(0.3)
+        began = time.monotonic()
+        if ranks[0][0].is_alive():
+            os.kill(ranks[0][0].pid, signal.SIGTERM)
+        (end,) = finish(ranks[:1], 30)
+        assert end.code == (143 if how is signal.SIGSTOP else 1)
+        assert time.monotonic() - began < 8 * slowness()
+    finally:
+        os.kill(stuck.pid, signal.SIGKILL)
+        stuck.join()

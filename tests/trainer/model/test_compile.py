@@ -1,0 +1,108 @@
+"""torch.compile and channels_last change how the model computes, not what."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ddpjob_trainer import config, train
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.model.models import build_model
+from ddpjob_trainer.strategies.registry import open_strategy
+from ranks import TINY, final_losses, good
+
+ARGUMENTS = [*TINY, "train.epochs=1", "model.norm=batch", "data.micro_batches=2"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("plain")
+    good(1, [*ARGUMENTS, f"checkpoint.dir={folder}"])
+    return final_losses(folder / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch.compile on the CPU needs a C++ compiler"
+)
+def test_a_compiled_training_has_the_same_curve(tmp_path: Path) -> None:
+    """As a process of its own: the compiler's front end is really there, and its results are used.
+    Float32 sums in another order.
+    """
+    keys = [
+        *TINY,
+        "data.batch=719",
+        "train.threads=1",
+    ]  # 2 steps of one size: one graph for training, one for evaluation.
+    good(1, [*keys, f"checkpoint.dir={tmp_path / 'plain'}"])
+    arguments = [*keys, "model.compile=true", f"checkpoint.dir={tmp_path}"]
+    code = (
+        "import sys; from ddpjob_trainer import config, train; import torch;"
+        "code = train.run(config.load(None, sys.argv[1:]));"
+        "from torch._dynamo.utils import counters; print('compiled graphs',"
+        " counters['stats']['unique_graphs']); sys.exit(code)"
+    )
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("compiled graphs")[1]) > 0
+    np.testing.assert_allclose(
+        final_losses(tmp_path / "run"), final_losses(tmp_path / "plain" / "run"), rtol=1e-3, atol=1e-4
+    )
+    saved = torch.load(max(tmp_path.glob("step-*.pt")), weights_only=True)["model"]
+    assert saved.keys() == build_model(config.load(None, keys).model, (1, 8, 8), 10, 0).state_dict().keys()
+
+
+def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    message = (
+        r"model.compile: no C\+\+ compiler \(g\+\+, clang\+\+, c\+\+\) is installed; install g\+\+, set CXX to"
+        r" one, or set"
+        r" model.compile=false"
+    )
+    with pytest.raises(ConfigError, match=message):
+        train.run(config.load(None, [*ARGUMENTS, "model.compile=true", f"checkpoint.dir={tmp_path}"]))
+    monkeypatch.setenv("CXX", "/nowhere/g++ -m64")
+    with pytest.raises(ConfigError, match=r"no C\+\+ compiler \(/nowhere/g\+\+\)"):
+        build_model(config.load(None, ["model.compile=true"]).model, (1, 8, 8), 10, 0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_channels_last_has_the_same_curve(world: int, plain: list[float], tmp_path: Path) -> None:
+    good(world, [*ARGUMENTS, "model.channels_last=true", f"checkpoint.dir={tmp_path}"])
+    np.testing.assert_allclose(final_losses(tmp_path / "run"), plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_channels_last_is_how_images_and_weights_lie(level: str) -> None:
+    settings = config.load(
+        None,
+        [
+            "strategy=single",
+            "data.name=cifar10",
+            "model.name=resnet18_cifar",
+            "model.channels_last=true",
+            f"amp.level={level}",
+        ],
+    )
+    strategy = open_strategy(settings, Group(), torch.device("cpu"))
+    strategy.prepare(build_model(settings.model, (3, 32, 32), 10, 0), (3, 32, 32))
+    seen = []
+    for module in strategy.model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_hook(lambda layer, given, result: seen.append((layer.weight, given[0], result)))
+    with torch.no_grad():
+        strategy.logits(torch.randn(2, 3, 32, 32))
+    assert len(seen) == 20 and all(
+        tensor.is_contiguous(memory_format=torch.channels_last) for tensors in seen for tensor in tensors
+    )

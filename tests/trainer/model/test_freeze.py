@@ -1,0 +1,56 @@
+"""model.freeze: what matches keeps its values, on any number of ranks and through a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ddpjob_trainer import config, train
+from ddpjob_trainer.config.sections import ModelConfig
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.model.models import build_model
+from ranks import TINY, final_losses, good, run, stop_at
+
+FROZEN = [*TINY, "model.freeze=features.*", "optim.weight_decay=0.1"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [[], ["ddp.ordered=true", "data.micro_batches=2", "amp.level=O0"], ["amp.level=O2"]],
+    ids=["", "ordered", "O2"],
+)
+def test_it_keeps_its_values_and_the_rest_trains_alike_on_1_2_1_ranks(keys: list[str], tmp_path: Path) -> None:
+    """A weight decay would change them as well."""
+    good(1, [*FROZEN, *keys, f"checkpoint.dir={tmp_path / 'alone'}"])
+    walk = [*FROZEN, *keys, f"checkpoint.dir={tmp_path / 'walk'}"]
+    for world, stop in ((1, 3), (2, 9)):
+        ended = run(world, walk, prepare=stop_at(stop))
+        assert [end.code for end in ended] == [75] * world, ended
+    good(1, walk)
+    losses = [final_losses(tmp_path / folder / "run") for folder in ("alone", "walk")]
+    # bfloat16 at O2 rounds at 4e-3, and the sums of two ranks otherwise than those of one.
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2 if "amp.level=O2" in keys else 1e-4)
+    first = build_model(config.load(None, FROZEN).model, (1, 8, 8), 10, 0).state_dict()
+    last = torch.load(tmp_path / "walk" / "step-000000016.pt", weights_only=True)
+    for name, tensor in first.items():
+        assert torch.equal(last["model"][name], tensor) is name.startswith("features."), name
+    assert all(name.startswith("head.") for name in last["optimizer"]["state"])
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("feature.*",), r"no parameter of small_cnn matches 'feature.\*'; write for example features\."),
+        (("*",), r"no parameter is left to train"),
+    ],
+)
+def test_patterns_that_make_no_sense(patterns: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model(ModelConfig(freeze=patterns, width=4), (1, 8, 8), 10, 0)
+
+
+def test_strategies_that_work_on_all_parameters_refuse_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.freeze: strategy=fsdp works on all .* set strategy=single"):
+        train.run(config.load(None, [*FROZEN, "strategy=fsdp", f"checkpoint.dir={tmp_path}"]))

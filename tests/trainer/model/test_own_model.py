@@ -1,0 +1,106 @@
+"""Anybody's model by the name of a function: the same training on any number of ranks, through a stop and a resume."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ddpjob_trainer.config.sections import ModelConfig
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.model.models import build_model, is_tied_to_micro_batches
+from ddpjob_trainer.model.shared_parts import can_be_shared
+from ranks import TINY, final_losses, good, run, stop_at
+from torch import nn
+
+SOURCE = '''
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """Batch normalization, and dropout that no module shows."""
+
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(shape[0], 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        self.head = nn.LazyLinear(classes)
+        self(torch.zeros(2, *shape))
+
+    def forward(self, images):
+        return self.head(nn.functional.dropout(self.body(images), 0.2, self.training))
+
+
+def net(shape, classes):
+    return Net(shape, classes)
+
+
+def nothing(shape, classes):
+    return "a model"
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module that can be imported."""
+    (tmp_path / "somebodys_models.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "somebodys_models"
+    sys.modules.pop("somebodys_models", None)
+
+
+def test_it_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> None:
+    keys = [*TINY, f"model.name={own}:net", "data.micro_batches=4"]
+    good(1, [*keys, f"checkpoint.dir={tmp_path / 'alone'}"])
+    walk = [*keys, f"checkpoint.dir={tmp_path / 'walk'}"]
+    for world, stop in ((1, 3), (2, 9)):
+        ended = run(world, walk, prepare=stop_at(stop))
+        assert [end.code for end in ended] == [75] * world, ended
+    good(1, walk)
+    losses = [final_losses(tmp_path / folder / "run") for folder in ("alone", "walk")]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-4)
+    assert len(losses[0]) == 16
+
+
+def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: str) -> None:
+    model = build_model(ModelConfig(name=f"{own}:net"), (1, 8, 8), 10, 3)
+    assert is_tied_to_micro_batches(model)
+    assert not can_be_shared(model), "each of which one rank takes as a whole"
+    again = build_model(ModelConfig(name=f"{own}:net"), (1, 8, 8), 10, 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nobodys_models:net", r"No module named 'nobodys_models'; put its folder on PYTHONPATH"),
+        ("torchvison:resnet18", r"No module named 'torchvison'; did you mean torchvision:resnet18\?"),
+        ("somebodys_models:nett", r"has no function 'nett'; did you mean somebodys_models:net\?"),
+        ("somebodys_models:nothing", r"it returned str; return a torch.nn.Module from function\(shape, classes\)"),
+        ("timm:resnet18", r"timm cannot be imported .*; pip install timm"),
+        ("smallcnn", r"write small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),
+    ],
+)
+def test_mistakes_are_named(name: str, message: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ConfigError, match=message):
+        build_model(ModelConfig(name=name), (1, 8, 8), 10, 0)
+
+
+def test_timms_models_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for timm: the call, and its way to drop paths."""
+
+    class DropPath(nn.Module):
+        drop_prob = 0.1
+
+    def create_model(name: str, *, pretrained: bool, num_classes: int, in_chans: int) -> nn.Module:
+        assert (name, pretrained) == ("net", False)
+        return nn.Sequential(nn.Conv2d(in_chans, num_classes, 3), DropPath())
+
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=create_model))
+    model = build_model(ModelConfig(name="timm:net"), (2, 8, 8), 5, 0)
+    assert model.get_parameter("0.weight").shape == (5, 2, 3, 3) and is_tied_to_micro_batches(model)

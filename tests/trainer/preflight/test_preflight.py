@@ -1,0 +1,560 @@
+"""Preflight: each fault is made for real; the table must name it, its culprit and the remedy, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpjob_trainer import config
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError, TrainerError
+from ddpjob_trainer.preflight import command, conduct, exchange, peers
+from ddpjob_trainer.preflight.results import Report
+from machine import free_port
+from networks import Network, drop_packets, need_namespaces, network, own_mount
+from ranks import TINY, metrics, run
+
+QUICK = ["preflight.join_seconds=20", "preflight.step_seconds=8"]
+Prepare = Callable[[int], None]
+
+
+@dataclass
+class Flown:
+    """What a preflight of forked ranks, each a node of its own, came to."""
+
+    codes: list[int | None]
+    said: list[str]
+    results: dict[str, dict[str, Any]]
+    seconds: float
+
+    def assert_only(self, check: str, status: str, culprit: str, value: str, remedy: str) -> None:
+        """This check alone is worse than OK (what depends on it may be skipped); all ranks have ended in agreement."""
+        worse = {
+            name: result["status"] for name, result in self.results.items() if result["status"] not in ("OK", "SKIPPED")
+        }
+        assert worse == {check: status}, self.said
+        found = self.results[check]
+        assert ", ".join(found["culprit"]) == culprit, found
+        assert value in found["value"] and remedy in found["remedy"], found
+        assert next(iter(self.results)) == check, "the worst comes first"
+        assert self.codes == [1 if status == "FAIL" else 0] * len(self.codes), self.said
+
+
+def fly(
+    folder: Path,
+    world: int,
+    *arguments: str,
+    prepare: Prepare | None = None,
+    env: Callable[[int], dict[str, str]] | None = None,
+    absent: tuple[int, ...] = (),
+    stopping: int | None = None,
+    place: Network | None = None,
+) -> Flown:
+    """Run all ranks but the absent ones; one that stops itself is ended when the others are done."""
+    port, began = free_port(), time.monotonic()
+    context = multiprocessing.get_context("fork")
+    processes: list[Any] = []
+    for rank in range(world):
+        own = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": place.address(0) if place else "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "DDPJOB_POD": f"node-{chr(97 + rank)}",
+            "DDPJOB_CHECKPOINT_DIR": str(folder / "c"),
+            **({"GLOO_SOCKET_IFNAME": "eth0"} if place else {}),
+            **(env(rank) if env else {}),
+        }
+        if rank not in absent:
+            processes.append(
+                context.Process(
+                    target=_rank, args=(own, [*QUICK, "train.threads=1", *arguments], prepare, folder, place)
+                )
+            )
+            processes[-1].start()
+    for rank, process in sorted(enumerate(processes), key=lambda entry: entry[0] == stopping):
+        process.join(0 if rank == stopping else 60)
+        if process.exitcode is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    report = folder / "report.json"
+    rows = json.loads(report.read_text())["results"] if report.exists() else []
+    said = [(folder / f"rank-{rank}.txt").read_text() for rank in range(world) if rank not in absent]
+    return Flown(
+        [process.exitcode for process in processes], said, {row["check"]: row for row in rows}, time.monotonic() - began
+    )
+
+
+def _rank(
+    env: dict[str, str], arguments: list[str], prepare: Prepare | None, folder: Path, place: Network | None
+) -> None:
+    os.environ.update(env)
+    rank, code = int(env["RANK"]), 70
+    sys.stdout = sys.stderr = (folder / f"rank-{rank}.txt").open("w")
+    torch.set_num_threads(1)
+    try:
+        if place is not None:
+            place.enter(rank)
+        if prepare is not None:
+            prepare(rank)
+
+        def publish(report: Report) -> None:
+            report.write(folder / "report.json")
+            report.print()
+
+        code = int(bool(conduct.conduct(config.load(None, arguments), Group.from_env(), publish)))
+    except TrainerError as error:
+        print(f"error: {error}")
+        code = 1
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for in vain here does not come later either."""
+    monkeypatch.setattr(conduct, "_CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(conduct, "_LEAVE_SECONDS", 1.0)
+    monkeypatch.setattr(conduct, "_NFS_SECONDS", 0.5)
+    monkeypatch.setattr(exchange, "_DIAGNOSIS_SECONDS", 0.5)
+
+
+def on(rank: int, action: Callable[[], object]) -> Prepare:
+    """Only on one rank."""
+    return lambda current: action() and None if current == rank else None  # type: ignore[func-returns-value]
+
+
+def all_ok(flown: Flown) -> None:
+    assert {result["status"] for result in flown.results.values()} == {"OK"}, flown.said
+    assert set(flown.codes) == {0}
+
+
+# ---------------------------------------------------------------- nothing wrong
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    """Three nodes on one machine; the file that shows whether folders are shared is gone afterwards."""
+    flown = fly(tmp_path, 3)
+    all_ok(flown)
+    assert "right on 3 ranks (gloo)" in flown.results["all-reduce"]["value"]
+    assert "all 6 directed pairs" in flown.results["reachability"]["value"]
+    assert flown.seconds < 15 and list((tmp_path / "c").iterdir()) == []
+    assert flown.said[0].startswith("preflight of 3 rank(s) on 3 node(s): 14 OK") and flown.said[1:] == ["", ""]
+
+
+def test_alone(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 1)
+    all_ok(flown)
+    assert flown.results["all-reduce"]["value"] == "one rank"
+
+
+# ---------------------------------------------------------------- software
+
+
+def test_another_torch_version_is_named_before_a_group_is_tried(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 3, prepare=on(2, lambda: setattr(torch, "__version__", "1.7.0")))
+    flown.assert_only(
+        "versions", "FAIL", "rank 2 on node-c", "but 1.7.0 on 1 of 3", f"install torch {torch.__version__} there"
+    )
+    assert (
+        flown.results["all-reduce"]["status"] == "SKIPPED"
+        and "not tried: versions" in flown.results["all-reduce"]["value"]
+    )
+
+
+def test_another_python_is_a_warning(tmp_path: Path) -> None:
+    import platform
+
+    flown = fly(tmp_path, 2, prepare=on(1, lambda: setattr(platform, "python_version", lambda: "3.9.1")))
+    flown.assert_only("versions", "WARN", "rank 1 on node-b", "but 3.9.1 on 1 of 2", "run the same image")
+
+
+# ---------------------------------------------------------------- network
+
+
+@pytest.fixture
+def nodes() -> Iterator[Network]:
+    """A network of three nodes."""
+    need_namespaces()
+    with network(3) as made:
+        yield made
+
+
+def listener_loses(rank: int, longer_than: int = -1) -> Prepare:
+    """The firewall of one node: what is sent to its listener is lost."""
+
+    class Filtered(peers.Listener):
+        def server_activate(self) -> None:
+            super().server_activate()
+            drop_packets(self.socket, longer_than)
+
+    return on(rank, lambda: setattr(peers, "Listener", Filtered))
+
+
+def test_three_networks_without_a_fault(nodes: Network, tmp_path: Path) -> None:
+    flown = fly(tmp_path, 3, place=nodes)
+    all_ok(flown)
+    assert flown.results["own address"]["value"] == "10.77.0.1 (eth0), 10.77.0.2 (eth0), 10.77.0.3 (eth0)"
+
+
+@pytest.mark.parametrize(("world", "pairs"), [(3, "2 of 6"), (2, "1 of 2")])
+def test_one_direction_that_is_blocked(world: int, pairs: str, tmp_path: Path) -> None:
+    """What a host's firewall does: connections that begin here are let out, none is let in. The store works."""
+    flown = fly(tmp_path, world, prepare=listener_loses(1))
+    value = f"{pairs} directed pairs fail; node-a -> node-b ("
+    remedy = "let in TCP ports 1024-65535 on lo at node-b from the other nodes"
+    flown.assert_only("reachability", "FAIL", "node-b (in)", value, remedy)
+    assert "no answer: blocked" in flown.results["reachability"]["value"]
+    assert flown.results["all-reduce"]["value"] == "not tried: reachability"
+    assert flown.results["clocks"]["status"] == "OK", "measured in the other direction"
+    assert flown.seconds < 20
+
+
+def test_both_directions_blocked_but_for_the_store(nodes: Network, tmp_path: Path) -> None:
+    """What a cloud's security group does that opens the documented port alone."""
+    nodes.run(2, "ip rule add pref 10 ipproto tcp dport 29450 lookup main")
+    nodes.run(2, "ip rule add pref 20 to 10.77.0.0/24 ipproto tcp blackhole")
+    flown = fly(tmp_path, 3, place=nodes, env=lambda _: {"MASTER_PORT": "29450"})
+    value = "4 of 6 directed pairs fail; node-a -> node-c (10.77.0.3, port "
+    remedy = "open TCP ports 1024-65535 both ways on eth0 at node-c"
+    flown.assert_only("reachability", "FAIL", "node-c (in and out)", value, remedy)
+    assert (flown.results["clocks"]["status"], flown.results["clocks"]["culprit"]) == ("SKIPPED", ["node-c"])
+
+
+def test_full_packets_that_are_lost(tmp_path: Path) -> None:
+    """A path whose MTU is smaller than the interfaces say lets a connection begin, and then stands still."""
+    flown = fly(tmp_path, 3, prepare=listener_loses(1, longer_than=1200))
+    remedy = "compare the MTU of the nodes' interfaces"
+    flown.assert_only("reachability", "FAIL", "node-b (in)", "full packets are lost", remedy)
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_so_and_is_named(nodes: Network, tmp_path: Path) -> None:
+    nodes.run(0, "ip route add blackhole 10.77.0.3/32")
+    flown = fly(tmp_path, 3, "preflight.join_seconds=4", place=nodes)
+    assert flown.codes == [1, 1, 1]
+    assert "rank 2 on node-c cannot reach rank 0 at 10.77.0.1:" in flown.said[2]
+    assert "does not answer on TCP port" in flown.said[2]
+    assert flown.results["ranks"]["culprit"] == ["rank 2: nothing heard of it"]
+    assert flown.results["reachability"]["status"] == "OK", "the others were tried all the same"
+    assert flown.seconds < 25
+
+
+def test_an_interface_that_gloo_would_not_find_others_by(nodes: Network, tmp_path: Path) -> None:
+    """The host's name is no address of this network, so that gloo falls back to the loopback."""
+    flown = fly(tmp_path, 2, place=nodes, env=lambda rank: {"GLOO_SOCKET_IFNAME": "" if rank else "eth0"})
+    flown.assert_only(
+        "own address",
+        "FAIL",
+        "node-b",
+        "the host's name is 127.0.0.1 there",
+        "set GLOO_SOCKET_IFNAME (to eth0, it seems)",
+    )
+
+
+def test_an_interface_that_does_not_exist(nodes: Network, tmp_path: Path) -> None:
+    flown = fly(tmp_path, 2, place=nodes, env=lambda rank: {"GLOO_SOCKET_IFNAME": "eth7" if rank else "eth0"})
+    assert flown.results["own address"]["culprit"] == ["node-b"]
+    assert (
+        "interface eth7" in flown.results["own address"]["value"]
+        and "there are lo, eth0" in flown.results["own address"]["value"]
+    )
+
+
+def test_a_name_of_rank_0_that_is_not_known(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 2, "preflight.join_seconds=2", absent=(0,), env=lambda _: {"MASTER_ADDR": "rank0.invalid"})
+    assert flown.codes == [1]
+    assert (
+        "the name rank0.invalid is not known here" in flown.said[0]
+        and "check MASTER_ADDR and this node's DNS" in flown.said[0]
+    )
+
+
+# ---------------------------------------------------------------- ranks that do not come
+
+
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 3, "preflight.join_seconds=3", absent=(1,))
+    assert flown.codes == [1, 1]
+    assert flown.results["ranks"]["value"] == "2 of 3 here"
+    assert flown.results["ranks"]["culprit"] == ["rank 1: nothing heard of it"]
+    assert flown.results["all-reduce"]["status"] == "SKIPPED"
+    assert 3 < flown.seconds < 15
+
+
+def test_rank_0_that_never_comes(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 2, "preflight.join_seconds=2", absent=(0,))
+    assert flown.codes == [1] and "check that rank 0 runs" in flown.said[0]
+
+
+def test_a_rank_that_stops_on_the_way_is_named_with_what_it_was_at(tmp_path: Path) -> None:
+    """It stops for good in the middle of its checks; it is not there to be asked, and the others end without it."""
+    stop = on(1, lambda: setattr(conduct, "own_address", lambda _: os.kill(os.getpid(), signal.SIGSTOP)))
+    flown = fly(tmp_path, 3, "preflight.join_seconds=5", "preflight.step_seconds=2", prepare=stop, stopping=1)
+    (culprit,) = flown.results["ranks"]["culprit"]
+    assert culprit.startswith("rank 1 on node-b: silent since checking versions, devices, "), flown.said
+    assert flown.codes == [1, -signal.SIGKILL, 1] and flown.seconds < 20
+
+
+# ---------------------------------------------------------------- clocks, memory, folders
+
+
+def test_clock_skew(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 3, prepare=on(2, lambda: setattr(peers, "now", lambda: time.time() + 7.0)))
+    assert flown.results["clocks"]["culprit"] == ["node-c (+7.0 s)"]
+    assert (
+        6.5 < float(flown.results["clocks"]["value"].split()[0]) < 7.5
+        and "run NTP there" in flown.results["clocks"]["remedy"]
+    )
+    assert (flown.results["clocks"]["status"], flown.codes) == ("WARN", [0, 0, 0])
+
+
+def test_clock_skew_of_rank_0_is_not_blamed_on_the_others(tmp_path: Path) -> None:
+    """And what Kerberos would refuse is a failure."""
+    flown = fly(tmp_path, 3, prepare=on(0, lambda: setattr(peers, "now", lambda: time.time() - 1000)))
+    flown.assert_only("clocks", "FAIL", "node-a (-1000.0 s)", " s apart", "run NTP there")
+
+
+def images(folder: Path) -> list[str]:
+    """A folder of images, as far as preflight reads it."""
+    for part in ("train", "val"):
+        for name in ("cat", "dog"):
+            (folder / part / name).mkdir(parents=True)
+            (folder / part / name / "1.jpg").write_bytes(b"image")
+    return ["data.name=imagefolder", f"data.dir={folder}"]
+
+
+def test_small_shared_memory(tmp_path: Path) -> None:
+    """128 / 2 images to train on and 64 to test on, of 224 x 224 x 3 bytes, in four batches ahead; one node has 16."""
+    need_namespaces()
+    arguments = [*images(tmp_path / "data"), "train.eval_batch=64"]
+    flown = fly(tmp_path, 2, *arguments, prepare=on(1, lambda: own_mount(Path("/dev/shm"), "size=16m")))
+    remedy = "set storage.sharedMemory of the DDPJob to 147Mi"
+    flown.assert_only("/dev/shm", "FAIL", "node-b", "16 MiB free of 16 MiB; data.workers need 74 MiB", remedy)
+
+
+def test_small_shared_memory_is_enough_without_workers(tmp_path: Path) -> None:
+    need_namespaces()
+    arguments = [*images(tmp_path / "data"), "data.workers=0"]
+    all_ok(fly(tmp_path, 2, *arguments, prepare=on(1, lambda: own_mount(Path("/dev/shm"), "size=16m"))))
+
+
+def test_read_only_checkpoint_folder(tmp_path: Path) -> None:
+    need_namespaces()
+    (tmp_path / "c").mkdir()
+    flown = fly(tmp_path, 2, prepare=on(1, lambda: own_mount(tmp_path / "c", "ro")))
+    worse = {name: (row["status"], row["culprit"]) for name, row in flown.results.items() if row["status"] == "FAIL"}
+    assert worse == {"checkpoint folder": ("FAIL", ["node-b"]), "shared folder": ("FAIL", ["node-b"])}
+    assert "cannot be written: Read-only file system" in flown.results["checkpoint folder"]["value"]
+    assert "mount it writable for uid 0, or set checkpoint.dir" in flown.results["checkpoint folder"]["remedy"]
+
+
+def test_checkpoint_folder_that_is_not_shared(tmp_path: Path) -> None:
+    need_namespaces()
+    (tmp_path / "c").mkdir()
+    prepare = on(1, lambda: own_mount(tmp_path / "c", "size=2g"))
+    flown = fly(tmp_path, 3, prepare=prepare)
+    flown.assert_only("shared folder", "FAIL", "node-b", "is not rank 0's there", "or set checkpoint.shared=false")
+
+
+def test_checkpoint_folder_that_is_shared_against_the_configuration(tmp_path: Path) -> None:
+    flown = fly(tmp_path, 2, "checkpoint.shared=false")
+    flown.assert_only("shared folder", "FAIL", "node-b", "is rank 0's there", "set checkpoint.shared=true")
+
+
+def test_folders_of_each_node_that_are_not_shared_are_right_when_the_configuration_says_so(tmp_path: Path) -> None:
+    all_ok(
+        fly(
+            tmp_path,
+            2,
+            "checkpoint.shared=false",
+            env=lambda rank: {"DDPJOB_CHECKPOINT_DIR": str(tmp_path / str(rank))},
+        )
+    )
+
+
+def test_little_space(tmp_path: Path) -> None:
+    need_namespaces()
+    (tmp_path / "c").mkdir()
+    flown = fly(tmp_path, 2, "checkpoint.shared=false", prepare=on(1, lambda: own_mount(tmp_path / "c", "size=8m")))
+    flown.assert_only(
+        "checkpoint folder",
+        "WARN",
+        "node-b",
+        "8 MiB free",
+        "free space, lower checkpoint.keep, or take a larger volume; 1.0 GiB",
+    )
+
+
+def test_space_for_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+    need_namespaces()
+    (tmp_path / "c").mkdir()
+
+    def mount_and_fill() -> None:
+        own_mount(tmp_path / "c", "size=20m")
+        (tmp_path / "c" / "step-000000008.pt").write_bytes(bytes(2**23))
+
+    flown = fly(tmp_path, 2, "checkpoint.shared=false", "preflight.free_gb=0.001", prepare=on(1, mount_and_fill))
+    flown.assert_only("checkpoint folder", "WARN", "node-b", "12 MiB free", "16 MiB are wanted")
+
+
+def test_data_folder_missing_on_one_rank(tmp_path: Path) -> None:
+    arguments = images(tmp_path / "data")[:1]
+    flown = fly(
+        tmp_path, 3, *arguments, env=lambda rank: {"DDPJOB_DATA_DIR": str(tmp_path / ("data" if rank != 1 else "lost"))}
+    )
+    flown.assert_only(
+        "data folder", "FAIL", "node-b", "No such file or directory", "mount the data there, or correct data.dir"
+    )
+
+
+def test_data_folder_with_fewer_files_on_one_rank(tmp_path: Path) -> None:
+    arguments = images(tmp_path / "data")[:1]
+    images(tmp_path / "less")
+    (tmp_path / "less" / "train" / "dog" / "1.jpg").unlink()
+    flown = fly(
+        tmp_path, 3, *arguments, env=lambda rank: {"DDPJOB_DATA_DIR": str(tmp_path / ("less" if rank == 1 else "data"))}
+    )
+    flown.assert_only("data folder", "FAIL", "node-b", "files 4, but 3 on 1 of 3", "copy the data there again")
+
+
+def test_a_file_system_that_does_not_answer_is_named_in_time(tmp_path: Path) -> None:
+    """A pipe without a writer: opening it waits for ever, as a dead NFS mount does."""
+    folder = tmp_path / "dead"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe")
+    flown = fly(tmp_path, 2, "data.name=imagefolder", f"data.dir={folder}", "preflight.step_seconds=2")
+    found = flown.results["data folder"]
+    assert found["culprit"] == ["node-a", "node-b"]
+    assert found["value"] == "no answer within 2 s while checking the data folder" and "a mount" in found["remedy"]
+    assert flown.seconds < 15
+
+
+# ---------------------------------------------------------------- the all-reduce
+
+
+def test_a_wrong_sum(tmp_path: Path) -> None:
+    plain = Group.sum
+
+    def bent(self: Group, values: torch.Tensor) -> torch.Tensor:
+        if values.numel() > 1000:
+            values[17] += 1
+        return plain(self, values)
+
+    flown = fly(tmp_path, 2, prepare=on(1, lambda: setattr(Group, "sum", bent)))
+    culprits = "rank 0 on node-a, rank 1 on node-b"
+    flown.assert_only(
+        "all-reduce", "FAIL", culprits, "1 of 262144 sums are wrong on cpu (gloo)", "a fault of the network, the driver"
+    )
+
+
+def test_a_rank_that_hangs_in_the_all_reduce(tmp_path: Path) -> None:
+    """It never answers; the others' collective ends by its timeout."""
+    hang = on(1, lambda: setattr(peers, "all_reduce", lambda *_: time.sleep(60)))
+    flown = fly(tmp_path, 2, "preflight.step_seconds=2", prepare=hang)
+    found = flown.results["all-reduce"]
+    assert found["status"] == "FAIL" and "rank 1 on node-b" in found["culprit"], found
+    assert flown.codes == [1, 1] and flown.seconds < 30
+
+
+# ---------------------------------------------------------------- before training, and as a command
+
+
+def test_training_begins_after_a_good_preflight_and_not_after_a_bad_one(tmp_path: Path) -> None:
+    arguments = [*TINY, "train.epochs=1", "preflight.run=true", f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(2, arguments)] == [0, 0]
+    assert metrics(tmp_path / "run", "eval")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    ended = run(2, arguments, prepare=on(1, lambda: setattr(torch, "__version__", "1.7.0")))
+    assert [end.code for end in ended] == [1, 1]
+    assert all("PreflightError: preflight: versions at rank 1 on" in end.error for end in ended), ended
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
+
+
+def test_command_under_torchrun(tmp_path: Path) -> None:
+    """Exit code 1, and the table is out before torchrun ends the ranks."""
+    (tmp_path / "file").touch()
+    base = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "ddpjob_trainer", "preflight"]
+    command = [
+        *base,
+        f"--json={tmp_path / 'report.json'}",
+        f"checkpoint.dir={tmp_path / 'file' / 'c'}",
+        "train.threads=1",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["failed"], report["ranks"], report["nodes"]) == (True, 2, 1)
+    assert "preflight of 2 rank(s) on 1 node(s)" in done.stdout and "Not a directory" in done.stdout
+    assert "error: preflight: checkpoint folder at" in done.stderr and "left behind" not in done.stderr
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process alone, and a command line that is wrong."""
+    monkeypatch.setattr("ddpjob_trainer.lifecycle.fast_exit.leave_fast", lambda: None)
+    assert command.main([f"--json={tmp_path / 'report.json'}", f"checkpoint.dir={tmp_path}", "train.threads=1"]) == 0
+    assert "preflight of 1 rank(s) on 1 node(s): 14 OK" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["failed"] is False
+    with pytest.raises(ConfigError, match=r"--json /nowhere/r.json: its folder does not exist"):
+        command.main(["--json=/nowhere/r.json"])
+    for key in ("join_seconds", "step_seconds"):
+        with pytest.raises(ConfigError, match=f"preflight.{key}: 0.0 is not above 0"):
+            command.main([f"preflight.{key}=0"])
+
+
+# ---------------------------------------------------------------- the file in which ranks meet
+
+
+def test_the_folder_of_the_file_in_which_ranks_meet_goes(tmp_path: Path) -> None:
+    """As when a volume is unmounted: each rank says so, and nobody waits for more than the time to join."""
+    place = tmp_path / "meeting"
+    place.mkdir()
+    facts = conduct._Preflight._facts
+
+    def remove_first(self: conduct._Preflight, context: Any) -> dict[str, Any]:
+        self._exchange.gather("stage", range(2), 20)
+        shutil.rmtree(place, ignore_errors=True)
+        return facts(self, context)
+
+    prepare = lambda _: setattr(conduct._Preflight, "_facts", remove_first)  # noqa: E731
+    where = {"DDPJOB_TRAINER_INIT": f"file://{place}/file"}
+    flown = fly(tmp_path, 2, "preflight.join_seconds=4", prepare=prepare, env=lambda _: where)
+    assert flown.codes == [1, 1] and flown.results == {}, flown.said
+    assert all(f"{place}/file" in said and "its folder is" in said for said in flown.said), flown.said
+    assert flown.seconds < 30
+
+
+def test_the_folder_goes_while_torch_opens_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch then waits five minutes with Python's lock held, so that no thread of Python could end the process."""
+    monkeypatch.setattr(conduct, "_GRACE_SECONDS", 0.0)
+    prepare = lambda _: setattr(Path, "is_dir", lambda self: True)  # noqa: E731
+    where = {"DDPJOB_TRAINER_INIT": f"file://{tmp_path}/gone/file"}
+    arguments = ["preflight.join_seconds=1", "preflight.step_seconds=0.2"]
+    flown = fly(tmp_path, 2, *arguments, prepare=prepare, env=lambda _: where)
+    assert flown.codes == [1, 1] and flown.seconds < 15
+
+
+def test_a_file_system_that_does_not_answer_when_its_file_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # Opening it to write waits for a reader, as a dead NFS mount does.
+    where = {"DDPJOB_TRAINER_INIT": f"file://{tmp_path}/pipe"}
+    flown = fly(tmp_path, 2, "preflight.join_seconds=1", env=lambda _: where)
+    assert flown.codes == [1, 1] and flown.seconds < 10
+    assert all(f"no answer within 1 s while opening {tmp_path}/pipe" in said for said in flown.said), flown.said

@@ -1,0 +1,344 @@
+"""Progress reaches the coordinator, the metrics log and the picture, and a coordinator that is gone delays nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddpjob_trainer.commands import plot_runs
+from ddpjob_trainer.errors import TrainerError, TrainingError
+from ddpjob_trainer.reporting import history, progress_client
+from ddpjob_trainer.reporting.live_view import LiveView, sparkline
+from ddpjob_trainer.reporting.progress_client import ProgressClient, seal
+from ddpjob_trainer.reporting.reporter import Reporter
+from ddpjob_trainer.reporting.terminal import TrainingStatus
+from machine import slowness
+from ranks import TINY, finish, good, metrics, run, start, stop_at
+from rich.console import Console
+
+
+@pytest.fixture
+def coordinator() -> Any:
+    """A real HTTP server on loopback that keeps what it takes; as a coordinator of protocol 2 it wants the token."""
+    posts: list[tuple[str, str | None, dict[str, Any]]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        older = False
+
+        def do_POST(self) -> None:
+            body, given = self.rfile.read(int(self.headers["Content-Length"])), self.headers["Authorization"]
+            parts = ("request", "number", self.headers["DDPJob-Nonce"], "POST", self.path, body)
+            known = given == "Bearer secret" if self.older else self.headers["DDPJob-Proof"] == seal("secret", *parts)
+            if known:
+                posts.append((self.path, given, json.loads(body)))
+            self.send_response(200 if known else 401)
+            if not self.older:
+                self.send_header("DDPJob-Instance", "number")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1], posts, Handler
+    server.shutdown()
+
+
+@pytest.mark.parametrize("proofs", [False, True])
+def test_an_older_coordinator_gets_the_token_unless_this_one_is_known_to_take_proofs(
+    coordinator: Any, proofs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, posts, handler = coordinator
+    handler.older = True
+    monkeypatch.setenv("DDPJOB_COORDINATOR", f"127.0.0.1:{port}")
+    monkeypatch.setenv("DDPJOB_TOKEN", "secret")
+    monkeypatch.setenv("DDPJOB_PROTOCOL", "3" if proofs else "")
+    link = ProgressClient.from_env()
+    assert link is not None
+    link.post({"step": 1})
+    link.close()
+    assert posts == ([] if proofs else [("/v1/progress", "Bearer secret", {"step": 1})])
+
+
+def test_rank_0_posts_progress_with_a_proof(coordinator: Any, tmp_path: Path) -> None:
+    port, posts, _ = coordinator
+    env = {"DDPJOB_COORDINATOR": f"127.0.0.1:{port}", "DDPJOB_TOKEN": "secret", "DDPJOB_ROUND": "5"}
+    good(2, [*TINY, f"checkpoint.dir={tmp_path}"], env=lambda rank: env)
+    path, authorization, last = [post for post in posts if "epoch" in post[2]][-1]
+    assert (path, authorization) == ("/v1/progress", None)
+    assert (last["epoch"], last["epochs"], last["step"], last["steps"], last["eta"]) == (2, 2, 16, 16, 0)
+    assert (
+        last["samplesPerSecond"] > 0
+        and last["metrics"]["accuracy"] == metrics(tmp_path / "run", "eval")[-1]["accuracy"]
+    )
+    assert {row["round"] for row in metrics(tmp_path / "run", "step")} == {5}
+
+
+def test_posts_are_half_a_second_apart_and_the_newest_wins(coordinator: Any) -> None:
+    port, posts, _ = coordinator
+    link = ProgressClient(f"127.0.0.1:{port}", "secret")
+    began = time.monotonic()
+    while time.monotonic() - began < 1.2:
+        link.post({"step": time.monotonic()})
+        time.sleep(0.01)
+    link.post({"step": -1})
+    link.close()
+    assert 2 <= len(posts) <= 5 and posts[-1][2] == {"step": -1}
+
+
+def test_an_activity_is_posted_by_itself_when_it_lasts_and_ends_with_the_next_steps(
+    coordinator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_client, "_BRIEF_SECONDS", 3.0)  # A busy machine stands still for a second.
+    port, posts, _ = coordinator
+    link = ProgressClient(f"127.0.0.1:{port}", "secret")
+    for activity in ("saving", None, "saving", None):
+        link.post_activity(activity)
+        time.sleep(0.05)
+    time.sleep(4)
+    assert posts == [], "over before anybody had to know"
+    link.post({"step": 1})
+    link.post_activity("evaluating")
+    until = time.monotonic() + 20
+    while len(posts) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    link.post_activity("evaluating", again=True)
+    while len(posts) < 3 and time.monotonic() < until:
+        time.sleep(0.05)
+    link.post_activity(None)
+    while len(posts) < 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    link.close()
+    assert [post[2] for post in posts] == [
+        {"step": 1}, {"activity": "evaluating"}, {"activity": "evaluating"}, {"activity": None},
+    ]  # fmt: skip
+
+
+def test_a_long_evaluation_and_a_slow_save_are_reported(
+    coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, posts, _ = coordinator
+    monkeypatch.setenv("DDPJOB_COORDINATOR", f"127.0.0.1:{port}")
+    monkeypatch.setenv("DDPJOB_TOKEN", "secret")
+    slow = """
+import time
+from ddpjob_trainer import train
+from ddpjob_trainer.checkpoints.writer import Writer
+from ddpjob_trainer.reporting import reporter
+reporter._ALIVE_SECONDS = 0.5
+evaluate, wait = train.evaluate, Writer.wait
+def evaluates(*arguments, alive, **more):
+    for _ in range(12):
+        time.sleep(0.3)
+        alive()
+    return evaluate(*arguments, alive=alive, **more)
+slept = []
+def waits(self, *arguments):
+    if not slept:
+        slept.append(time.sleep(1.7))
+    return wait(self, *arguments)
+train.evaluate, Writer.wait = evaluates, waits
+"""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "slow_train.py").write_text(
+        f"{slow}\nimport sys\nfrom ddpjob_trainer.__main__ import main\nsys.exit(main())\n"
+    )
+    arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}", "train.backend=gloo"]
+    done = subprocess.run(
+        [sys.executable, folder / "slow_train.py", *arguments], capture_output=True, timeout=120 * slowness()
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    activities = [post[2]["activity"] for post in posts if "activity" in post[2]]
+    assert activities.count("evaluating") >= 2, "again while it makes progress"
+    assert "saving a checkpoint" in activities
+
+
+def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc reads the environment for it, and getenv in a thread crashes the process while another
+    thread sets a variable.
+    """
+    lookers: list[threading.Thread] = []
+    look = socket.getaddrinfo
+
+    def looked(*arguments: Any, **more: Any) -> Any:
+        lookers.append(threading.current_thread())
+        return look(*arguments, **more)
+
+    monkeypatch.setattr("socket.getaddrinfo", looked)
+    link = ProgressClient("localhost:1", "token")
+    link.post({"step": 1})
+    link.close()
+    assert lookers[0] is threading.main_thread() and len(lookers) > 1
+
+
+def test_a_coordinator_that_is_gone_delays_nothing() -> None:
+    link = ProgressClient("127.0.0.1:9", "t")
+    began = time.monotonic()
+    for step in range(1000):
+        link.post({"step": step})
+    assert time.monotonic() - began < 0.5 * slowness()
+    link.close()
+    assert time.monotonic() - began < 5 * slowness()
+
+
+def test_the_log_survives_restarts_and_a_cut_line(tmp_path: Path) -> None:
+    arguments = [*TINY, f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(1, arguments, prepare=stop_at(3))] == [75]
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text(log.read_text() + '{"event": "step", "ti')
+    good(1, arguments)
+    reported = history.read(tmp_path / "run")
+    assert [(incarnation["step"], incarnation["restarts"]) for incarnation in reported.incarnations] == [(0, 0), (3, 1)]
+    assert [len(incarnation) for incarnation in reported.steps] == [3, 13]
+    assert len(reported.gaps) == 1 and [world for _, _, world in reported.worlds] == [1, 1]
+    assert plot_runs.main([str(tmp_path / "run")]) == 0
+    from PIL import Image
+
+    pixels = Image.open(tmp_path / "run" / "plot.png").convert("RGB")
+    assert pixels.size == (1500, 1500)
+    colours = {colour for _, colour in pixels.getcolors(10**6)}
+    lines = {(0x25, 0x63, 0xEB), (0xEA, 0x58, 0x0C), (0x0D, 0x94, 0x88), (0x7C, 0x3A, 0xED), (0xB9, 0x1C, 0x1C)}
+    assert lines <= colours, "all lines and the restart are drawn"
+    both = tmp_path / "both.svg"
+    assert plot_runs.main([str(tmp_path / "run"), str(tmp_path / "run"), "--by", "step", "-o", str(both)]) == 0
+    assert both.read_text().count(f"<!-- {tmp_path.name}") == 2, "each run has its place in the legend"
+
+
+def test_a_regression_is_drawn_without_accuracy(tmp_path: Path) -> None:
+    rows = [
+        {"event": "start", "step": 0, "world": 1, "restarts": 0},
+        {"event": "step", "step": 1, "loss": 2.0, "samplesPerSecond": 9.0},
+        {"event": "eval", "step": 1, "loss": 2.0, "mae": 0.5, "rmse": 0.7},
+    ]
+    lines = [json.dumps({**row, "time": float(number)}) for number, row in enumerate(rows)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    for runs in ([tmp_path], [tmp_path, tmp_path]):
+        assert plot_runs.main([*map(str, runs), "-o", str(tmp_path / "plot.svg")]) == 0
+        assert "accuracy:" not in (tmp_path / "plot.svg").read_text()
+
+
+def test_plot_of_nothing_says_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="give the folder of a run"):
+        history.read(tmp_path)
+
+
+def test_an_exploding_loss_stops_the_run(tmp_path: Path) -> None:
+    (ended,) = run(1, [*TINY, "optim.lr=1e30", f"checkpoint.dir={tmp_path}"])
+    assert ended.code == 1 and "3 steps in a row were skipped" in ended.error and "Lower optim.lr" in ended.error
+
+
+def test_lines_tell_what_is_odd_only_when_there_is_some() -> None:
+    usual = TrainingStatus(
+        epoch=1,
+        epochs=2,
+        step=3,
+        steps=4,
+        loss=0.5,
+        learning_rate=0.1,
+        samples_per_second=1234.5,
+        eta=75,
+        data_wait=0.031,
+    )
+    assert usual.line() == "epoch 1/2  step 3/4 (75%)  loss 0.5000  1,234 samples/s  data wait 3%  eta 1:15"
+    odd = replace(usual, accuracy=0.981, gradient_norm=1.25, skipped_steps=2, corrupt_images=7)
+    assert "accuracy 98.10%" in odd.line() and odd.line().endswith(
+        "gradient norm 1.25  skipped steps 2  corrupt images 7"
+    )
+
+
+def test_the_live_view_shows_what_the_training_does() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30, color_system=None)
+    view = LiveView("digits", console)
+    seen = time.time() - 61
+    base = TrainingStatus(
+        epoch=2,
+        epochs=9,
+        step=50,
+        steps=100,
+        loss=1.0,
+        learning_rate=0.1,
+        samples_per_second=900,
+        eta=60,
+        data_wait=0.5,
+    )
+    for step in range(1, 51):
+        view.show(
+            replace(
+                base, step=step, loss=2 / step, accuracy=0.25 + step / 100, world=3, restarts=2, checkpoint_time=seen
+            )
+        )
+    view.note("a [bold]note[/bold] stays as it is")
+    with console.capture() as capture:
+        console.print(view.render())
+    view.close()
+    shown = capture.get()
+    for part in ("epoch 2/9", "50%  step 50/100  eta 1:00", "0.0400", "75.00%", "900", "data wait", "50%"):
+        assert part in shown, part
+    assert "ranks 3   restarts 2   checkpoint 1:01 ago" in shown
+    assert "█" in shown and "▁" in shown, "the loss fell"
+    assert "a [bold]note[/bold] stays as it is" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_sparklines() -> None:
+    assert sparkline([], 5) == "" and sparkline([3, 3], 5) == "▁▁"
+    assert sparkline([0, 7], 5) == "▁█" and sparkline([7, 7], 5, from_zero=True) == "██"
+    assert sparkline(list(range(16)), 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
+    """A real training on a real pseudo-terminal."""
+    reader, writer = os.openpty()
+
+    def on_terminal(rank: int) -> None:
+        os.environ.update(TERM="xterm-256color", COLUMNS="120", LINES="40")
+        sys.stdout = os.fdopen(writer, "w")
+
+    (rank,) = start(1, [*TINY, f"checkpoint.dir={tmp_path}"], on_terminal)
+    os.close(writer)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        while chunk := os.read(reader, 4096):
+            shown += chunk
+    os.close(reader)
+    text = shown.decode()
+    assert [end.code for end in finish([rank])] == [0], text
+    assert "step 16/16" in text and "images/s" in text and "ranks 1" in text and "epoch 2/2: test accuracy" in text
+
+
+def test_an_error_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    """The live view hides the cursor; a shell would continue without."""
+    terminal, side = pty.openpty()
+
+    def prepare(rank: int) -> None:
+        os.dup2(side, 1)
+        sys.stdout = os.fdopen(1, "w")
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise TrainingError("the loss is not finite")
+
+        Reporter.report = fail  # type: ignore[method-assign]
+
+    ranks = start(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare, env=lambda rank: {"TERM": "xterm"})
+    os.close(side)
+    said = b""
+    with contextlib.suppress(OSError):  # The other side is closed.
+        while part := os.read(terminal, 4096):
+            said += part
+    os.close(terminal)
+    assert "not finite" in finish(ranks)[0].error
+    assert said.rfind(b"\x1b[?25h") > said.rfind(b"\x1b[?25l") >= 0

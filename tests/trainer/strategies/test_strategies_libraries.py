@@ -1,0 +1,485 @@
+"""Horovod, DeepSpeed and a parameter server compute what one process computes, stop and go on as it
+does, and say what they need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ddpjob_trainer import config
+from ddpjob_trainer.config.sections import StrategyName
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.strategies import registry
+from ddpjob_trainer.strategies.contrib.deepspeed import settings
+from ddpjob_trainer.strategies.registry import open_strategy
+from libraries import horovod_site
+from machine import slowness
+from ranks import TINY, Ended, Prepare, final_losses, finish, metrics, start, stop_at, torchrun
+
+from scripts import install_horovod
+
+# Five micro-batches with statistics of their own, so that ranks have different numbers of them; eight steps.
+SETTINGS = [*TINY, "train.epochs=1", "train.timeout_seconds=600", "data.micro_batches=5", "model.norm=batch"]
+# Each sample by itself: rounding cannot make a batch's mean jump over a kink of the network, so that weights
+# can be compared too. Two groups of parameters, which ZeRO keeps in a vector each.
+SMOOTH = ["model.norm=group", "optim.decay_norm_and_bias=false", "optim.clip_norm=0.5"]
+
+# float32 sums in another order: 4e-7 was seen after 16 steps; a sample that is left out of a step changes the
+# loss by 1e-3.
+TOLERANCE = 1e-5
+
+DEEPSPEED = [f"strategy=deepspeed deepspeed.stage={stage}" for stage in range(4)]
+HOROVOD, SERVER = "strategy=horovod", "strategy=parameter_server"
+
+
+def run(world: int, arguments: list[str], prepare: Prepare | None = None) -> list[Ended]:
+    """Libraries import for a while where a machine has much to do."""
+    return finish(start(world, arguments, prepare), timeout=180)
+
+
+def good(world: int, arguments: list[str], prepare: Prepare | None = None) -> None:
+    ended = run(world, arguments, prepare)
+    assert [end.code for end in ended] == [0] * world, ended
+
+
+@pytest.fixture(scope="module")
+def horovod() -> str:
+    """A folder with a real Horovod."""
+    site = str(horovod_site())
+    sys.path.append(site)
+    importlib.import_module("horovod.torch")  # Once, here; forked ranks have it.
+    return site
+
+
+@pytest.fixture(scope="module")
+def deepspeed() -> None:
+    """Imported once, here; forked ranks have it."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'ddpjob[deepspeed]'")
+    importlib.import_module(
+        "deepspeed.runtime.zero.muon.muon_optimizer"
+    )  # Its engine asks for it, and it brings the compiler.
+
+
+@pytest.fixture
+def library(request: pytest.FixtureRequest) -> Callable[[str], Prepare]:
+    """What a rank of a strategy needs to import; skips where it cannot be had."""
+
+    def prepare(strategy: str) -> Prepare:
+        name = strategy.split()[0].removeprefix("strategy=")
+        if name == "horovod":
+            request.getfixturevalue("horovod")
+        if name == "deepspeed":
+            request.getfixturevalue("deepspeed")
+        return lambda rank: None
+
+    return prepare
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, undisturbed."""
+    folder = tmp_path_factory.mktemp("alone")
+    good(1, [*SETTINGS, "strategy=single", f"checkpoint.dir={folder}"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def smooth(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, without statistics of batches."""
+    folder = tmp_path_factory.mktemp("smooth")
+    good(1, [*SETTINGS, *SMOOTH, "strategy=single", f"checkpoint.dir={folder}"])
+    return folder
+
+
+def newest(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    return torch.load(max(folder.glob("step-*.*")), weights_only=True)
+
+
+def both(*prepares: Prepare) -> Prepare:
+    def prepare(rank: int) -> None:
+        for one in prepares:
+            one(rank)
+
+    return prepare
+
+
+def halves_and_doubles(strategy: str) -> Prepare:
+    """Gradients come at half their size, and are scaled as where samples cannot be read: to the bit
+    the same, where that works.
+    """
+
+    def prepare(rank: int) -> None:
+        named = StrategyName(strategy.split()[0].removeprefix("strategy="))
+        module, _, name = registry._CLASSES[named].partition(":")
+        kind = getattr(importlib.import_module(module), name)
+        weight, update = kind.weight, kind.update
+        kind.weight = lambda self, count: weight(self, count) / 2
+        kind.update = lambda self, rate: (self.scale_gradients(2.0), update(self, rate))[1]
+
+    return prepare
+
+
+def deviation(folder: Path, reference: Path) -> float:
+    """Largest difference between two loss curves."""
+    return float(np.abs(np.array(final_losses(folder / "run")) - np.array(final_losses(reference / "run"))).max())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"), [(HOROVOD, 3), (SERVER, 3), (DEEPSPEED[0], 2), (DEEPSPEED[2], 3), (DEEPSPEED[3], 2)]
+)
+def test_losses_weights_and_optimizer_are_those_of_one_process(
+    strategy: str, world: int, smooth: Path, tmp_path: Path, library: Callable[[str], Prepare]
+) -> None:
+    good(
+        world,
+        [*SETTINGS, *SMOOTH, *strategy.split(), f"checkpoint.dir={tmp_path}"],
+        prepare=both(library(strategy), halves_and_doubles(strategy)),
+    )
+    assert deviation(tmp_path, smooth) < TOLERANCE
+    ours, theirs = newest(tmp_path), newest(smooth)
+    assert ours["model"].keys() == theirs["model"].keys()
+    for name, value in theirs["model"].items():
+        torch.testing.assert_close(ours["model"][name], value, rtol=TOLERANCE, atol=TOLERANCE)
+    assert ours["optimizer"]["state"].keys() == theirs["optimizer"]["state"].keys() != set()
+    for name, state in theirs["optimizer"]["state"].items():
+        torch.testing.assert_close(ours["optimizer"]["state"][name], state, rtol=TOLERANCE, atol=TOLERANCE)
+    (own,), (other,) = (metrics(folder / "run", "eval")[-1:] for folder in (tmp_path, smooth))
+    assert own["accuracy"] == other["accuracy"] and own["loss"] == pytest.approx(other["loss"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        [(HOROVOD, 2), (HOROVOD, 3), (SERVER, 2)],
+        [(DEEPSPEED[3], 2), (DEEPSPEED[2], 3), (SERVER, 3), (DEEPSPEED[1], 1)],
+    ],
+    ids=["horovod", "deepspeed"],
+)
+def test_sigterm_then_another_strategy_and_number_of_ranks(
+    walk: list[tuple[str, int]], alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
+) -> None:
+    """Each incarnation takes two steps, saves and leaves; the last one ends the training."""
+    for incarnation, (strategy, world) in enumerate(walk):
+        last = incarnation == len(walk) - 1
+        prepare = library(strategy) if last else both(library(strategy), stop_at(2 + 2 * incarnation))
+        ended = run(world, [*SETTINGS, *strategy.split(), f"checkpoint.dir={tmp_path}"], prepare=prepare)
+        assert [end.code for end in ended] == [0 if last else 75] * world, ended
+    assert [row["world"] for row in metrics(tmp_path / "run", "start")] == [world for _, world in walk]
+    assert deviation(tmp_path, alone) < TOLERANCE
+
+
+def forgets_the_mean(rank: int) -> None:
+    """DeepSpeed divides by the number of ranks."""
+    from ddpjob_trainer.strategies.contrib.deepspeed import DeepSpeed
+
+    DeepSpeed.weight = lambda self, count: 1 / count  # type: ignore[method-assign]
+
+
+def averages_over_ranks(rank: int) -> None:
+    """Each rank gives the mean over its own samples, and the mean of these is taken, as scripts do:
+    wrong when shares differ.
+    """
+    from ddpjob_trainer.strategies.contrib.horovod import Horovod
+
+    backward = Horovod.backward
+
+    def by_rank(self, micro_batches, count):  # type: ignore[no-untyped-def]
+        pairs = list(micro_batches)
+        own = sum(len(micro.samples) for micro, _ in pairs if micro.counts)
+        self.weight = lambda _: 1 / (own * self.group.world)
+        return backward(self, pairs, count)
+
+    Horovod.backward = by_rank  # type: ignore[method-assign]
+
+
+def loses_a_worker(rank: int) -> None:
+    from ddpjob_trainer.strategies.contrib import parameter_server
+
+    take = parameter_server._ServerBuffer.take
+    parameter_server._ServerBuffer.take = lambda self, ranks: take(self, ranks)[:-1]  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "defect"), [(HOROVOD, averages_over_ranks), (SERVER, loses_a_worker), (DEEPSPEED[1], forgets_the_mean)]
+)
+def test_a_defect_leaves_the_curve(
+    strategy: str, defect: Prepare, alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
+) -> None:
+    arguments = [*SETTINGS, *strategy.split(), f"checkpoint.dir={tmp_path}"]
+    ended = run(3, arguments, prepare=both(library(strategy), defect))
+    assert any(end.code for end in ended) or deviation(tmp_path, alone) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", [HOROVOD, SERVER])
+def test_a_killed_rank_ends_the_others_which_then_resume(
+    strategy: str, alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
+) -> None:
+    def dies(rank: int) -> None:
+        from ddpjob_trainer.reporting.ledger import Ledger
+
+        write = Ledger.step
+
+        def step(self, number, taken):  # type: ignore[no-untyped-def]
+            if number == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(self, number, taken)
+
+        Ledger.step = step  # type: ignore[method-assign]
+
+    arguments = [*SETTINGS, *strategy.split(), "checkpoint.every_steps=2", f"checkpoint.dir={tmp_path}"]
+    ended = run(3, arguments, prepare=both(library(strategy), dies))  # A collective would be waited for ten minutes.
+    assert ended[1].code == -signal.SIGKILL and all(end.code not in (0, 75) for end in ended), ended
+    good(2, arguments, prepare=library(strategy))
+    assert deviation(tmp_path, alone) < TOLERANCE
+
+
+def test_a_worker_keeps_the_servers_state_where_folders_are_not_shared(alone: Path, tmp_path: Path) -> None:
+    """Three nodes; the server's folder is lost between two incarnations."""
+
+    def node(rank: int) -> dict[str, str]:
+        return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "DDPJOB_CHECKPOINT_DIR": str(tmp_path / str(rank))}
+
+    arguments = [*SETTINGS, SERVER, "checkpoint.shared=false"]
+    assert [end.code for end in finish(start(3, arguments, stop_at(4), node), timeout=180)] == [75] * 3
+    shutil.rmtree(tmp_path / "0")
+    assert [end.code for end in finish(start(3, arguments, env=node), timeout=180)] == [0] * 3
+    losses = [row["loss"] for row in metrics(tmp_path / "0" / "run", "step")]
+    np.testing.assert_allclose(losses, final_losses(alone / "run")[-len(losses) :], rtol=TOLERANCE)
+    assert 0 < len(losses) < 8
+
+
+@pytest.mark.slow
+def test_horovodrun_starts_the_ranks(horovod: str, alone: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"PYTHONPATH": os.pathsep.join([horovod, *sys.path]), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-m", "ddpjob_trainer", *SETTINGS, HOROVOD, f"checkpoint.dir={tmp_path}"]
+    command = [sys.executable, str(Path(horovod) / "bin" / "horovodrun"), "-np", "2", "-H", "localhost:2", *program]
+    ended = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240 * slowness()
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [row["world"] for row in metrics(tmp_path / "run", "start")] == [2]
+    assert deviation(tmp_path, alone) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_parameter_server(alone: Path, tmp_path: Path) -> None:
+    """Its agent serves the store that the RPC group meets in."""
+    process = torchrun(3, [*SETTINGS, SERVER, f"checkpoint.dir={tmp_path}"], tmp_path)
+    assert process.wait(240 * slowness()) == 0, (tmp_path / "out.txt").read_text()
+    assert deviation(tmp_path, alone) < TOLERANCE
+
+
+def test_fp16_compression_is_close_and_not_equal(
+    alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
+) -> None:
+    """Gradients of 11 bits: the loss differs in the fourth digit at most."""
+    good(2, [*SETTINGS, HOROVOD, "horovod.compression=fp16", f"checkpoint.dir={tmp_path}"], prepare=library(HOROVOD))
+    assert 0 < deviation(tmp_path, alone) < 2e-3
+    assert deviation(tmp_path, alone) > deviation(alone, alone)
+
+
+def test_deepspeed_counts_its_steps_once(deepspeed: None, tmp_path: Path) -> None:
+    """After a restart, with two groups of parameters."""
+    arguments = [
+        *SETTINGS,
+        *SMOOTH,
+        *DEEPSPEED[1].split(),
+        "optim.name=adamw",
+        "optim.lr=0.001",
+        f"checkpoint.dir={tmp_path}",
+    ]
+    assert [end.code for end in run(2, arguments, prepare=stop_at(4))] == [75] * 2
+    good(2, arguments)
+    assert {float(state["step"]) for state in newest(tmp_path)["optimizer"]["state"].values()} == {8.0}
+
+
+def test_deepspeed_computes_in_short_formats_and_needs_no_launcher(deepspeed: None, tmp_path: Path) -> None:
+    """Its engine leaves CUDA's autocast before it calls the model."""
+
+    def bare(rank: int) -> None:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        forward = DeepSpeedEngine.forward
+
+        def without_autocast(self: DeepSpeedEngine, *inputs: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                outputs: torch.Tensor = forward(self, *inputs)
+            return outputs
+
+        DeepSpeedEngine.forward = without_autocast
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+
+    arguments = [*SETTINGS, "amp.level=O1"]
+    good(1, [*arguments, "strategy=single", f"checkpoint.dir={tmp_path / 'single'}"])
+    good(1, [*arguments, *DEEPSPEED[1].split(), f"checkpoint.dir={tmp_path / 'deepspeed'}"], prepare=bare)
+    assert deviation(tmp_path / "deepspeed", tmp_path / "single") < TOLERANCE
+
+
+def test_gradients_that_are_not_finite_leave_the_step_out(tmp_path: Path, library: Callable[[str], Prepare]) -> None:
+    """A rate that overflows float32 at once: weights stay as they were, on every strategy."""
+
+    def explodes(rank: int) -> None:
+        from ddpjob_trainer.strategies.strategy import Strategy
+
+        weight = Strategy.loss
+        Strategy.loss = lambda self, *arguments: weight(self, *arguments) * 1e38 * 1e38  # type: ignore[method-assign]
+
+    for strategy in (SERVER, DEEPSPEED[2]):
+        folder = tmp_path / strategy.split()[0]
+        ended = run(
+            2, [*SETTINGS, *strategy.split(), f"checkpoint.dir={folder}"], prepare=both(library(strategy), explodes)
+        )
+        assert all("TrainingError" in end.error for end in ended), ended
+
+
+# ------------------------------------------------------------ bad input
+
+
+def test_one_rank_is_no_parameter_server(tmp_path: Path) -> None:
+    (ended,) = run(1, [*TINY, SERVER, f"checkpoint.dir={tmp_path}"])
+    assert ended.code == 1 and "ConfigError" in ended.error and "start 2 ranks or more" in ended.error
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("horovod", "scripts/install_horovod.py"), ("deepspeed", "pip install 'ddpjob[deepspeed]'")]
+)
+def test_a_missing_library_is_named_with_how_to_get_it(name: str, remedy: str, tmp_path: Path) -> None:
+    def without(rank: int) -> None:
+        for module in [module for module in sys.modules if module.split(".")[0] == name]:
+            del sys.modules[module]
+        sys.modules[name] = None  # type: ignore[assignment]
+
+    (ended,) = run(1, [*TINY, f"strategy={name}", f"checkpoint.dir={tmp_path}"], prepare=without)
+    assert ended.code == 1 and "ConfigError" in ended.error and remedy in ended.error
+    assert not list(tmp_path.glob("step-*"))
+
+
+def read(*arguments: str) -> config.Config:
+    return config.load(None, ["strategy=deepspeed", *arguments])
+
+
+def test_deepspeed_file_gives_way_to_the_trainer_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    zero = {"reduce_bucket_size": 1000, "stage": 2}
+    file.write_text(
+        json.dumps({"train_batch_size": 64, "fp16": {"enabled": True}, "bf16": "auto", "zero_optimization": zero})
+    )
+    found = settings(read(f"deepspeed.config={file}", "deepspeed.stage=2", "optim.clip_norm=1.5"), Group(0, 2, 0, 2))
+    assert found["zero_optimization"] == {"reduce_bucket_size": 1000, "stage": 2}
+    assert (
+        found["train_batch_size"] == 2
+        and found["gradient_clipping"] == 1.5
+        and "fp16" not in found
+        and "bf16" not in found
+    )
+    said = capsys.readouterr().err
+    assert "fp16 (here: amp.*)" in said and "train_batch_size (here: data.batch)" in said and "bf16" not in said
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "remedy"),
+    [
+        (None, [], "does not exist"),
+        ("{", [], "cannot be read as JSON"),
+        ("[]", [], "does not hold a JSON object"),
+        ('{"zero_optimization": {"stage": 3}}', ["deepspeed.stage=1"], "set deepspeed.stage=3"),
+        ("{}", ["deepspeed.stage=4"], "write 0, 1, 2 or 3"),
+        ("{}", ["amp.level=O2"], "set amp.level=O1 with amp.dtype=bfloat16"),
+        ("{}", ["deepspeed.stage=1", "optim.name=lars"], "set deepspeed.stage=0"),
+        ("{}", ["deepspeed.stage=3", "optim.ema_decay=0.9"], "set deepspeed.stage=2"),
+    ],
+)
+def test_deepspeed_settings_that_do_not_fit(
+    content: str | None, arguments: list[str], remedy: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=remedy):
+        settings(read(f"deepspeed.config={file}", *arguments), Group())
+
+
+@pytest.mark.parametrize("arguments", [["amp.level=O1", "amp.dtype=float16"], ["amp.loss_scale=128"]])
+def test_deepspeed_scales_no_losses(arguments: list[str]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"strategy=deepspeed scales no losses; set amp.dtype=bfloat16 and leave out amp.loss_scale"
+    ):
+        open_strategy(read(*arguments), Group(), torch.device("cpu"))
+
+
+def test_a_horovod_without_cuda_serves_no_gpu(horovod: str) -> None:
+    if importlib.import_module("horovod.torch").cuda_built():
+        pytest.skip("this Horovod is built with CUDA")
+    with pytest.raises(
+        ConfigError, match=r"HOROVOD_GPU_OPERATIONS=NCCL python scripts/install_horovod.py .* set train.backend=gloo"
+    ):
+        open_strategy(config.load(None, [HOROVOD]), Group(), torch.device("cuda"))
+
+
+def test_other_strategies_import_none_of_the_libraries() -> None:
+    program = (
+        "import sys; from ddpjob_trainer import config, train; config.load(None, []);"
+        " print([n for n in sys.modules if n in {names}])"
+    )
+    names = ("deepspeed", "horovod", "psutil", "torch.distributed.rpc.api")
+    command = [sys.executable, "-c", program.format(names=names[:3])]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert {StrategyName.HOROVOD, StrategyName.DEEPSPEED, StrategyName.PARAMETER_SERVER} < set(StrategyName)
+
+
+# ------------------------------------------------------------ the installation
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "horovod" / "torch").mkdir(parents=True)
+    (tmp_path / "CMakeLists.txt").write_text(
+        'set(CMAKE_CXX_STANDARD 14)\nstring(PREPEND GLOO "set(CMAKE_CXX_STANDARD 17)\\n")\n'
+    )
+    (tmp_path / "horovod" / "torch" / "CMakeLists.txt").write_text("    set(CMAKE_CXX_STANDARD 14)\n")
+    yield tmp_path
+
+
+def test_the_installer_sets_the_language_everywhere(source: Path) -> None:
+    assert install_horovod.patch(source) == 3
+    texts = [file.read_text() for file in source.rglob("CMakeLists.txt")]
+    assert sum(text.count("set(CMAKE_CXX_STANDARD 20)") for text in texts) == 3
+    with pytest.raises(SystemExit, match="not the source of Horovod"):
+        install_horovod.patch(source)
+
+
+def test_the_installer_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert len(install_horovod.missing_tools()) == 3
+    with pytest.raises(SystemExit, match=r"CMake .* make .* a C\+\+ compiler"):
+        install_horovod.install(sys.executable, tmp_path / "site")
+    with pytest.raises(SystemExit, match="give the path of a Python interpreter"):
+        install_horovod.install("/bin/false")
+
+
+def test_wheels_are_kept_by_what_they_were_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    facts = install_horovod.probe(sys.executable)
+    assert facts["torch"] == torch.__version__
+    folders = {install_horovod.wheel_folder(facts), install_horovod.wheel_folder({**facts, "torch": "2.6.0+cpu"})}
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+    folders.add(install_horovod.wheel_folder(facts))
+    assert len(folders) == 3 and all(folder.parent == tmp_path / "ddpjob" / "horovod" for folder in folders)

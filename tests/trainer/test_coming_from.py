@@ -1,0 +1,68 @@
+"""docs/coming-from.md: every command of ours is understood, flags of theirs are answered, and the launchers work."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ddpjob_trainer import config
+from ddpjob_trainer.commands import spawn_ranks
+from ddpjob_trainer.commands.check_ledger import read, verify
+from ddpjob_trainer.commands.dispatch import COMMANDS
+from ddpjob_trainer.config import other_names
+from ddpjob_trainer.errors import ConfigError
+from machine import free_port
+from ranks import TINY, metrics
+
+PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
+ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith(("| `", "| no"))]
+OURS = [text for row in ROWS for text in re.findall(r"`([^`]*-m ddpjob_trainer [^`]*)`", row[1])]
+FLAGS = sorted({flag for row in ROWS for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row[0])})
+OF_LAUNCHERS = {"-m", "-np", "--multi_gpu", "--main_process_ip", "--local_rank"}
+"""Of horovodrun and accelerate, not of the script; and what torch.distributed.launch appends."""
+
+
+def test_the_page_has_rows() -> None:
+    assert len(ROWS) > 50 and len(OURS) > 40 and len(FLAGS) > 30
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_a_command_of_ours_is_understood(command: str) -> None:
+    arguments = shlex.split(command.split("-m ddpjob_trainer ")[1])
+    if arguments[0] in COMMANDS:
+        arguments = arguments[2:]
+    _, arguments = spawn_ranks.read(arguments)
+    assert "--config" in arguments or not arguments
+    file = arguments.pop(1) if arguments else None
+    config.load(file, arguments[1:])
+
+
+@pytest.mark.parametrize("flag", sorted(set(FLAGS) - OF_LAUNCHERS))
+def test_a_flag_of_theirs_is_answered(flag: str) -> None:
+    """By its own entry, or since it is the last part of a key's name."""
+    name = flag.lstrip("-").replace("-", "_")
+    if not other_names.remark(flag):
+        with pytest.raises(ConfigError, match=rf"did you mean '\w+.{name}'"):
+            config.load(None, [f"--{name}=1"])
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["-m", "torch.distributed.launch", "--nproc-per-node=2"],
+        ["-m", "torch.distributed.run", "--nproc-per-node=2"],
+    ],
+    ids=["launch", "torchrun"],
+)
+def test_the_launchers_train_on_two_ranks(launcher: list[str], tmp_path: Path) -> None:
+    """torch.distributed.launch without --use-env appends --local-rank=N."""
+    keys = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+    command = [sys.executable, *launcher, f"--master-port={free_port()}", "-m", "ddpjob_trainer", *keys]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert [row["world"] for row in metrics(tmp_path / "run", "start")] == [2]
+    assert verify(read([tmp_path])).epochs == {1: 1438}

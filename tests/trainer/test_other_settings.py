@@ -1,0 +1,63 @@
+"""A run that continues with another batch or number of epochs: samples exact, and the learning rate of the samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddpjob_trainer import config
+from ddpjob_trainer.checkpoints import torch_file
+from ddpjob_trainer.commands.check_ledger import read, verify
+from ddpjob_trainer.optim.optimizers import Position, learning_rate
+from ranks import TINY, good, metrics, run, stop_at
+
+SIZE = 1438
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "step", "one_cycle", "constant"])
+def test_batch_world_and_epochs_may_change_at_any_resume(schedule: str, tmp_path: Path) -> None:
+    """1 rank, batch 200, 3 epochs; after 5 steps 2 ranks, batch 99; after 12 steps 1 rank, batch 500, 4 epochs."""
+    keys = [*TINY, f"optim.schedule={schedule}", "optim.milestones=1,2.5", f"checkpoint.dir={tmp_path}"]
+    keys += ["optim.warmup_epochs=0.5"] if schedule != "one_cycle" else []
+    walk = [(1, 200, 3, 5), (2, 99, 3, 12), (1, 500, 4, None)]
+    expected: list[tuple[int, int, float]] = []
+    consumed = 0
+    for world, batch, epochs, stop in walk:
+        now = [*keys, f"data.batch={batch}", f"train.epochs={epochs}"]
+        ended = run(world, now, prepare=stop_at(stop) if stop else None)
+        assert [end.code for end in ended] == [75 if stop else 0] * world, ended
+        optim = config.load(None, now).optim
+        while consumed < epochs * SIZE and (stop is None or len(expected) < stop):
+            rate = learning_rate(optim, Position(consumed, SIZE, batch, epochs))
+            consumed += min(batch, SIZE - consumed % SIZE)
+            expected.append((len(expected) + 1, batch, rate))
+    rows = metrics(tmp_path / "run", "step")
+    assert [row["step"] for row in rows] == [step for step, _, _ in expected]
+    assert [row["lr"] for row in rows] == pytest.approx([rate for _, _, rate in expected], rel=1e-6)
+    assert verify(read([tmp_path / "run"])).epochs == dict.fromkeys(range(1, 5), SIZE)
+
+
+def test_the_steps_to_do_are_counted_with_the_batch_of_now(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert [end.code for end in run(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare=stop_at(4))] == [75]
+    assert "16 steps to do" in capfd.readouterr().out
+    good(1, [*TINY, "data.batch=400", f"checkpoint.dir={tmp_path}"])
+    assert "resuming after step 4 of 10," in capfd.readouterr().out, (
+        "4 of 200, 2 of 400 in the first epoch, 4 in the next"
+    )
+    assert metrics(tmp_path / "run", "end")[0]["step"] == 10
+
+
+def test_a_checkpoint_of_an_earlier_version_continues(tmp_path: Path) -> None:
+    """It holds numbers of the schedule, which was in steps, and lacks keys that came later."""
+    keys = [*TINY, "model.norm=batch", f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(1, keys, prepare=stop_at(5))] == [75]
+    path = tmp_path / "step-000000005.pt"
+    content = path.read_bytes()
+    snapshot, metadata = torch_file.decode(content), torch_file.check(content)
+    snapshot["schedule"] = {"steps_per_epoch": 8, "total_steps": 16}
+    for key in ("checkpoint.load_average", "model.zero_init_residual"):
+        del snapshot["config"][key]
+    torch_file.write(path, snapshot, metadata)
+    good(2, [*keys, "data.batch=300"])
+    assert [row["step"] for row in metrics(tmp_path / "run", "start")] == [0, 5]
+    assert verify(read([tmp_path / "run"])).epochs == {1: SIZE, 2: SIZE}

@@ -1,0 +1,445 @@
+"""Anybody's data and loss (`data.name`, `optim.loss`): exact on any number of ranks, mistakes are named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ddpjob_trainer import config
+from ddpjob_trainer.commands.check_ledger import read, verify
+from ddpjob_trainer.config.sections import DataConfig, OptimConfig
+from ddpjob_trainer.data import own
+from ddpjob_trainer.data.catalog import open_data
+from ddpjob_trainer.data.dataset import Batch, Targets
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError, DataError, TrainerError
+from ddpjob_trainer.evaluation.accumulate import ValueAccumulator
+from ddpjob_trainer.optim.loss import Loss
+from ranks import TINY, final_losses, good, metrics, run, stop_at
+from torch import nn
+
+SOURCE = '''
+import random
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(130, 6, generator=GENERATOR)
+Y = torch.stack([X.sum(1), X[:, 0] * X[:, 1]], 1)
+
+
+def regression(folder):
+    return (X[:101], Y[:101]), (X[101:], Y[101:])
+
+
+def labels(folder):
+    return (X[:101], (Y[:101] > 0).float()), (X[101:], (Y[101:] > 0).float())
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Draws from three generators, as augmentations do."""
+
+    def __init__(self, first, size):
+        self.first, self.size = first, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, number):
+        noise = random.random() + np.random.rand() + torch.rand(6)
+        return X[self.first + number] + 0.3 * noise, int(Y[self.first + number, 0] > 0)
+
+
+def noisy(folder):
+    return Noisy(0, 101), Noisy(101, 29), ["below", "above"]
+
+
+def net(shape, outputs):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(shape[0], 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def quantile(scores, targets):
+    error = targets - scores
+    return torch.maximum(0.9 * error, -0.1 * error).mean(1)
+
+
+def mean(scores, targets):
+    return (scores - targets).square().mean()
+
+
+def nothing(folder):
+    return 3
+
+
+def uneven(folder):
+    return (X[:5], Y[:4]), (X, Y)
+
+
+def unnamed(folder):
+    return (X, Y.long()[:, 0] * 0), (X, Y.long()[:, 0] * 0)
+
+
+def outside(folder):
+    return (X, torch.arange(len(X))), (X, torch.arange(len(X))), 100
+
+
+def bytes_(folder):
+    return ((X * 10).byte(), Y), ((X * 10).byte(), Y)
+
+
+def other_test(folder):
+    return (X, Y), (X[:, :3], Y)
+
+
+class Growing(Noisy):
+    def __getitem__(self, number):
+        return X[number][: 6 - number // 50], 1
+
+
+def growing(folder):
+    return Growing(0, 101), Noisy(101, 29), 2
+
+
+def endless(folder):
+    return iter(()), (X, Y)
+
+
+def tokens(folder):
+    return (X.long(), X[:, 0].long() * 0), (X.long(), X[:, 0].long() * 0), 2
+
+
+class Lazy(torch.utils.data.Dataset):
+    """Opens its file at the first sample, as is usual for HDF5 and zip files; a number per sample."""
+
+    def __init__(self, path):
+        self.path, self.file = path, None
+
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, number):
+        if self.file is None:
+            self.file = open(self.path, "rb", buffering=0)
+        self.file.seek(8 * number)
+        time.sleep(0.0005)
+        return np.frombuffer(self.file.read(8)).copy(), 1.5
+
+
+class Marked(Lazy):
+    def fingerprint(self):
+        return [float(self[number][0][0]) for number in range(len(self))]
+
+
+def lazy(folder):
+    return Lazy(folder / "numbers"), Marked(folder / "numbers")
+
+
+def doubles(folder):
+    of_torch = torch.utils.data.TensorDataset
+    whole = of_torch(X.double(), Y[:, 0].int().clamp(0, 1))
+    return whole, of_torch(*whole.tensors), 2
+
+
+class Pairs(torch.utils.data.TensorDataset):
+    """Its second tensor is no target."""
+
+    def __getitem__(self, number):
+        return self.tensors[0][number], int(number % 2)
+
+
+def pairs(folder):
+    return Pairs(X, 9 + X.long()), Pairs(X, 9 + X.long()), 2
+
+
+class Described(Noisy):
+    targets = None
+
+
+def described(folder):
+    train, test = Described(0, 101), Described(101, 29)
+    train.targets = [[0] * (1 + number % 3) for number in range(101)]
+    test.targets = [{"box": object()} for _ in range(29)]
+    return train, test, 2
+
+
+class Strange(Noisy):
+    def __getitem__(self, number):
+        return X[number], (1 if number < 60 else object())
+
+
+def strange(folder):
+    return Strange(0, 101), Noisy(101, 29), 2
+'''
+KEYS = [
+    *TINY,
+    "data.batch=16",
+    "data.workers=0",
+    "model.name=somebodys_data:net",
+    "data.micro_batches=4",
+    "optim.lr=0.02",
+]
+REGRESSION = "data.name=somebodys_data:regression"
+TOKENS = "data.name=somebodys_data:tokens"
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "somebodys_data.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("somebodys_data", None)
+
+
+def walk(folder: Path, keys: list[str], prepare: Any = None) -> None:
+    """1, 2, 3 ranks, and 1 to the end."""
+    for world, stop in ((1, 3), (2, 6), (3, 9), (1, None)):
+
+        def both(rank: int, stop: int | None = stop) -> None:
+            if prepare:
+                prepare(rank)
+            if stop:
+                stop_at(stop)(rank)
+
+        ended = run(world, [*keys, f"checkpoint.dir={folder}"], prepare=both)
+        assert [end.code for end in ended] == [75 if stop else 0] * world, ended
+
+
+def numbers(folder: Path) -> list[float]:
+    """The loss of every step, and the last evaluation."""
+    last = metrics(folder / "run", "eval")[-1]
+    return [
+        *final_losses(folder / "run"),
+        *(value for key, value in sorted(last.items()) if isinstance(value, float) and key != "time"),
+    ]
+
+
+def mean_of_the_share(rank: int) -> None:
+    """Each rank divides by what it has itself."""
+    loss_sum = Loss.sum
+    Loss.sum = lambda self, scores, batch: loss_sum(self, scores, batch) * (1.05 if rank else 1)  # type: ignore[method-assign]
+
+
+def draws_of_the_process(rank: int) -> None:
+    """What a sample draws comes from the generators as they are."""
+    random.seed(rank)
+    own._drawn = lambda key: nullcontext()
+    own.OwnData.fingerprint = lambda self: 0  # type: ignore[method-assign]  # Which would see it.
+
+
+@pytest.mark.parametrize(
+    ("keys", "shown", "defect"),
+    [
+        (["data.name=somebodys_data:regression", "optim.loss=mse"], {"loss", "mae", "rmse"}, mean_of_the_share),
+        (["data.name=somebodys_data:noisy"], {"loss", "accuracy", "top5", "mae"}, draws_of_the_process),
+    ],
+    ids=["regression", "dataset"],
+)
+def test_it_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str], defect: Any, tmp_path: Path) -> None:
+    keys = [*KEYS, *keys]
+    good(1, [*keys, f"checkpoint.dir={tmp_path / 'alone'}"])
+    walk(tmp_path / "walk", keys)
+    alone, walked = numbers(tmp_path / "alone"), numbers(tmp_path / "walk")
+    evaluated = set(metrics(tmp_path / "walk" / "run", "eval")[-1])
+    assert evaluated - {"event", "time", "round", "epoch", "step"} == shown
+    np.testing.assert_allclose(walked, alone, rtol=TOLERANCE, atol=TOLERANCE)
+    assert verify(read([tmp_path / "walk" / "run"])).epochs == {1: 101, 2: 101}
+    good(2, [*keys, f"checkpoint.dir={tmp_path / 'defect'}"], prepare=defect)
+    assert np.abs(np.array(numbers(tmp_path / "defect")) - alone).max() > 10 * TOLERANCE
+
+
+def test_a_regression_s_numbers_are_those_of_torch_on_any_number_of_parts() -> None:
+    torch.manual_seed(0)
+    scores, targets = torch.randn(20, 2), torch.randn(20, 2)
+    for name, of_torch in (("mse", nn.MSELoss()), ("l1", nn.L1Loss()), ("huber", nn.HuberLoss())):
+        loss = Loss(OptimConfig(loss=name))
+        assert float(loss.sum(scores, Batch(scores, targets))) / 20 == pytest.approx(float(of_torch(scores, targets)))
+    adding = ValueAccumulator(Loss(OptimConfig(loss="mse")).each)
+    for part in (slice(0, 3), slice(3, 20)):
+        adding.add(scores[part], targets[part])
+    found = adding.reduce(Group(), 20)
+    assert found.mae == pytest.approx(float(nn.L1Loss()(scores, targets)))
+    assert found.rmse == pytest.approx(float(nn.MSELoss()(scores, targets)) ** 0.5)
+    assert found.accuracy is None and "accuracy" not in found.scalars()
+
+
+def test_binary_numbers_are_scikit_learn_s() -> None:
+    from sklearn.metrics import accuracy_score, f1_score
+
+    torch.manual_seed(0)
+    scores, targets = torch.randn(50, 3), (torch.rand(50, 3) > 0.7).float()
+    adding = ValueAccumulator(Loss(OptimConfig(loss="bce")).each, decisions=True)
+    adding.add(scores, targets)
+    found, guesses = adding.reduce(Group(), 50), scores > 0
+    assert found.accuracy == pytest.approx(accuracy_score(targets.flatten(), guesses.flatten()))
+    assert found.f1 == pytest.approx(f1_score(targets, guesses, average="micro"))
+    assert found.loss == pytest.approx(float(nn.BCEWithLogitsLoss()(scores, targets)))
+
+
+def test_an_evaluation_finds_targets_of_bce_that_are_no_probabilities() -> None:
+    """On an accelerator, where the loss itself does not look at them."""
+    adding = ValueAccumulator(lambda scores, targets: scores[:, 0], decisions=True)
+    adding.add(torch.randn(2, 1), torch.ones(2))
+    with pytest.raises(ConfigError, match=r"optim.loss=bce: a target is 3; give probabilities"):
+        adding.add(torch.randn(2, 1), torch.tensor([0.5, 3]))
+
+
+def test_scores_and_targets_of_one_value_are_not_broadcast() -> None:
+    loss, scores, targets = Loss(OptimConfig(loss="mse")), torch.randn(4, 1), torch.randn(4)
+    assert float(loss.sum(scores, Batch(scores, targets))) == pytest.approx(
+        float((scores[:, 0] - targets).square().sum())
+    )
+    assert float(loss.sum(scores[:0], Batch(scores[:0], targets[:0]))) == 0
+
+
+def test_bce_of_classes_and_what_cannot_be_read() -> None:
+    scores, loss = torch.randn(3, 4), Loss(OptimConfig(loss="bce"))
+    whole = loss.sum(scores, Batch(scores, torch.tensor([1, 3, -100]), unreadable=1))
+    shares = torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]])
+    torch.testing.assert_close(whole, loss.sum(scores[:2], Batch(scores[:2], torch.tensor([1, 3]))))
+    torch.testing.assert_close(whole, loss.sum(scores, Batch(scores, shares, unreadable=1)))
+    assert loss.sum(scores, Batch(scores, shares)) > whole, "without any label, a sample still counts"
+
+
+def test_a_sample_draws_alike_in_each_process_and_nobody_else_notices() -> None:
+    state = torch.get_rng_state(), random.getstate()
+    data = [open_data(DataConfig(name="somebodys_data:noisy", workers=workers)) for workers in (0, 1)]
+    assert torch.equal(state[0], torch.get_rng_state()) and state[1] == random.getstate()
+    first, again, other = (
+        next(data[which].train_batches([[5, 7]], epoch)).images for which, epoch in ((0, 0), (1, 0), (0, 1))
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(next(data[0].train_batches([[7]], 0)).images[0], first[1])
+    assert next(data[0].train_batches([[]], 0)).images.shape == (0, 6)
+    assert data[0].fingerprint() == data[1].fingerprint() and data[0].class_names == ["below", "above"]
+
+
+def test_workers_share_no_file_that_a_dataset_opens_at_its_first_sample(tmp_path: Path) -> None:
+    np.arange(256.0).tofile(tmp_path / "numbers")
+    data = open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=2))
+    fingerprint = data.fingerprint()
+    train, test = next(data.train_batches([list(range(256))], 0)), next(data.test_batches([list(range(256))]))
+    assert train.images[:, 0].tolist() == test.images[:, 0].tolist() == list(range(256))
+    assert fingerprint == open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=0)).fingerprint()
+
+
+def test_nothing_of_the_look_at_the_first_samples_is_left(tmp_path: Path) -> None:
+    np.arange(256.0).tofile(tmp_path / "numbers")
+    others = set(multiprocessing.active_children())
+    open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=2)).fingerprint()
+    assert set(multiprocessing.active_children()) <= others
+
+
+def test_a_tensor_dataset_is_converted_as_its_tensors_would_be() -> None:
+    batch = next(open_data(DataConfig(name="somebodys_data:doubles")).train_batches([[3, 5]], 0))
+    assert batch.images.dtype is torch.float32 and batch.labels.dtype is torch.int64
+
+
+def test_a_subclass_of_tensor_dataset_has_the_targets_that_it_returns() -> None:
+    data = open_data(DataConfig(name="somebodys_data:pairs", workers=0))
+    assert next(data.train_batches([[3, 4]], 0)).labels.tolist() == [1, 0]
+
+
+def test_ragged_targets_and_objects_are_not_in_the_fingerprint() -> None:
+    first, again = (open_data(DataConfig(name="somebodys_data:described", workers=0)) for _ in range(2))
+    assert first.fingerprint() == again.fingerprint()
+
+
+def test_a_mistake_that_a_worker_meets_is_named_as_one_in_this_process_is() -> None:
+    data = open_data(DataConfig(name="somebodys_data:strange", workers=1))
+    with pytest.raises(ConfigError, match=r"^data.name=somebodys_data:strange: the target of a sample of train is obj"):
+        next(data.train_batches([[3, 70]], 0))
+
+
+def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
+    def change(rank: int) -> None:
+        import somebodys_data
+
+        somebodys_data.Y[50] += rank
+
+    ended = run(
+        2, [*KEYS, "data.name=somebodys_data:regression", "optim.loss=mse", f"checkpoint.dir={tmp_path}"], change
+    )
+    assert all("the ranks see different data in somebodys_data:regression" in end.error for end in ended), ended
+    assert "same samples in the same order on all ranks" in ended[0].error
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere:data", r"data.name=nowhere:data: No module named 'nowhere'; put its folder on PYTHONPATH"),
+        ("somebodys_data:regresion", r"has no function 'regresion'; did you mean somebodys_data:regression\?"),
+        ("somebodys_data:nothing", r"returned 3; return \(train, test\), or \(train, test, classes\)"),
+        ("somebodys_data:uneven", r"train is a pair of tensors of shapes \(5, 6\) and \(4, 2\); give as many targets"),
+        ("somebodys_data:unnamed", r"returned no classes, .*; return \(train, test, classes\) with the number"),
+        ("somebodys_data:outside", r"the target of train\[100\] is outside of 0..99: correct it"),
+        ("somebodys_data:bytes_", r"the input of a sample of train is torch.uint8; give .*x.float\(\) / 255"),
+        (
+            "somebodys_data:other_test",
+            r"the input of test\[0\] is torch.float32 of shape \(3,\), .* \(6,\); all samples",
+        ),
+        ("somebodys_data:endless", r"train is a .*iterator; give a torch Dataset with __len__ and __getitem__"),
+    ],
+)
+def test_mistakes_in_data_are_named_before_training(name: str, message: str) -> None:
+    with pytest.raises(TrainerError, match=message):
+        open_data(DataConfig(name=name))
+
+
+def test_a_sample_of_another_shape_is_named() -> None:
+    data = open_data(DataConfig(name="somebodys_data:growing", workers=0))
+    with pytest.raises(DataError, match=r"the input of train\[60\] is torch.float32 of shape \(5,\), .*pad or crop"):
+        next(data.train_batches([[3, 60]], 0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ([REGRESSION], r"optim.loss=cross_entropy: the targets of .* are float values; set optim.loss to bce, mse, l1"),
+        (["optim.loss=mse"], r"the targets of data.name=digits are class numbers; set optim.loss to cross_entropy"),
+        (["optim.loss=msee"], r"optim.loss: 'msee' is not known; .*did you mean 'mse'\?"),
+        (["optim.loss=bce", "optim.label_smoothing=0.1"], r"optim.label_smoothing=0.1: spreads a class"),
+        ([REGRESSION, "optim.loss=bce", "data.mixup=0.2"], r"data.mixup: mixes classes, and the targets"),
+        (["optim.loss=somebodys_data:quantile", "data.cutmix=1"], r"data.cutmix: turns classes into shares"),
+        ([REGRESSION, "optim.loss=mse", "checkpoint.keep_best=1"], r"set checkpoint.best_by=loss"),
+        ([REGRESSION, "optim.loss=mse", "eval.pr=exact"], r"eval.pr=exact: precision and recall are of classes"),
+        ([REGRESSION, "optim.loss=mse", "model.name=small_cnn"], r"model.name=small_cnn: takes images"),
+        ([REGRESSION, "optim.loss=somebodys_data:mean"], r"returned shape \(\) for 4 samples; return the loss of each"),
+        ([TOKENS, "data.mixup=0.2"], r"data.mixup=0.2: blends inputs, and those of data.name=.*:tokens are whole"),
+        ([TOKENS, "data.cutmix=1"], r"data.cutmix=1.0: takes a rectangle of images .* have the shape \(6,\); leave it"),
+        ([TOKENS, "strategy=pipeline"], r"strategy=pipeline: splits models of float inputs only, .*; set strategy=ddp"),
+        ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; give probabilities from 0 to 1"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_together_is_refused(keys: list[str], message: str, tmp_path: Path) -> None:
+    from ddpjob_trainer import train
+
+    model = [] if REGRESSION in keys else ["model.name=small_cnn"]
+    with pytest.raises(ConfigError, match=message):
+        train.run(config.load(None, [*KEYS, *model, *keys, f"checkpoint.dir={tmp_path / 'c'}"]))
+
+
+def test_own_losses_binary_labels_and_the_command_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ddpjob_trainer.commands import evaluate_checkpoint
+
+    quantile = [*KEYS, "data.name=somebodys_data:regression", "optim.loss=somebodys_data:quantile", "train.epochs=1"]
+    good(1, [*quantile, f"checkpoint.dir={tmp_path / 'q'}", "checkpoint.keep_best=1", "checkpoint.best_by=loss"])
+    labels = [*KEYS, "data.name=somebodys_data:labels", "optim.loss=bce", "train.epochs=8", "optim.lr=0.5"]
+    good(2, [*labels, f"checkpoint.dir={tmp_path / 'b'}"])
+    (*_, last) = metrics(tmp_path / "b" / "run", "eval")
+    assert last["accuracy"] > 0.6 and last["f1"] > 0.5 and "mae" not in last
+    evaluate_checkpoint.main([str(tmp_path / "b"), "-o", str(tmp_path / "out")])
+    assert f"accuracy  {last['accuracy']:.6f}" in capsys.readouterr().out
+    assert Targets.VALUES is open_data(DataConfig(name="somebodys_data:labels")).targets

@@ -1,0 +1,126 @@
+"""The trainer's rooms: no import circle among modules or rooms, lazy imports and those for types
+included; settings are leaves.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import ddpjob_trainer
+
+PACKAGE = "ddpjob_trainer"
+ROOT = Path(ddpjob_trainer.__file__).parent
+
+Arrows = dict[str, set[str]]
+
+
+def modules(root: Path) -> dict[str, Path]:
+    found = {}
+    for path in root.rglob("*.py"):
+        parts = [PACKAGE, *path.relative_to(root).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def arrows(root: Path) -> Arrows:
+    """module -> modules that it imports anywhere in its text, or names in a string (importlib, `python -m`)."""
+    known, found = modules(root), defaultdict[str, set[str]](set)
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names} & known.keys()
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name}: relative import"
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    found[name].add(inner if inner in known else str(node.module))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found[name] |= {text for text in re.findall(r"ddpjob_trainer(?:\.\w+)+", node.value) if text in known}
+        found[name] &= known.keys()
+        found[name].discard(name)
+    return found
+
+
+def circles(graph: Arrows) -> list[list[str]]:
+    """Strongly connected components of more than one member (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            members = [stack.pop()]
+            while members[-1] != node:
+                members.append(stack.pop())
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for node in list(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def rooms(graph: Arrows) -> Arrows:
+    found = defaultdict[str, set[str]](set)
+    for module, others in graph.items():
+        found[room(module)] |= {room(other) for other in others} - {room(module)}
+    return found
+
+
+def test_no_module_and_no_room_imports_itself_by_a_detour() -> None:
+    graph = arrows(ROOT)
+    assert len(graph) > 100, "the trainer was found"
+    assert circles(graph) == []
+    assert circles(rooms(graph)) == []
+
+
+def test_a_lazy_circle_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("from ddpjob_trainer import two\n")
+    (tmp_path / "two.py").write_text("def f():\n    from ddpjob_trainer.one import g\n")
+    (tmp_path / "three.py").write_text("COMMAND = ['-m', 'ddpjob_trainer.two']\n")
+    graph = arrows(tmp_path)
+    assert circles(graph) == [["ddpjob_trainer.one", "ddpjob_trainer.two"]]
+    assert graph["ddpjob_trainer.three"] == {"ddpjob_trainer.two"}
+
+
+def test_settings_import_no_implementation() -> None:
+    outside = {other for module, others in arrows(ROOT).items() if room(module) == "config" for other in others}
+    assert {room(other) for other in outside} == {"config", "errors"}
+
+
+def test_settings_are_declared_in_one_place() -> None:
+    classes = [
+        (name, node.name)
+        for name, path in modules(ROOT).items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+    ]
+    assert {name for name, _ in classes} == {f"{PACKAGE}.config.sections", f"{PACKAGE}.config.config"}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    names = [name.rpartition(".")[2] for name in modules(ROOT) if room(name) != "preflight"]
+    packages = {path.parent.name for path in ROOT.rglob("__init__.py")}
+    assert sorted(name for name in set(names) if names.count(name) > 1 and name not in packages) == []
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    for path in ROOT.rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path

@@ -1,0 +1,115 @@
+"""A strategy gets each micro-batch of a step together with its data, and must take all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import write_image_folder
+from ddpjob_trainer import config, train
+from ddpjob_trainer.data.dataset import Batch, MicroBatches
+from ddpjob_trainer.data.in_memory import MemoryData
+from ddpjob_trainer.distributed.process_group import Group, Reduction
+from ddpjob_trainer.strategies.strategy import Strategy
+from ranks import TINY
+
+
+def settings(folder: Path) -> config.Config:
+    return config.load(None, [*TINY, "strategy=single", "data.micro_batches=4", f"checkpoint.dir={folder}"])
+
+
+def test_a_micro_batch_that_is_left_out_is_found_in_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = Strategy.backward
+
+    def all_but_the_last(self: Strategy, micro_batches: MicroBatches, count: int) -> torch.Tensor:
+        return backward(self, list(islice(micro_batches, len(micro_batches) - 1)), count)
+
+    monkeypatch.setattr(Strategy, "backward", all_but_the_last)
+    with pytest.raises(AssertionError, match="micro-batch 0 was to come and 3 of another step came"):
+        train.run(settings(tmp_path))
+
+
+def test_each_micro_batch_comes_with_its_own_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digits' labels by sample number say which samples a batch holds."""
+    opened: list[train.Trainer] = []
+    make, backward = train.Trainer.__init__, Strategy.backward_one
+    pairs = []
+
+    def remember(self: train.Trainer, *arguments: object) -> None:
+        opened.append(self)
+        make(self, *arguments)  # type: ignore[arg-type]
+
+    def watched(self: Strategy, micro: object, batch: object, count: int) -> torch.Tensor:
+        pairs.append((micro, batch))
+        return backward(self, micro, batch, count)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(train.Trainer, "__init__", remember)
+    monkeypatch.setattr(Strategy, "backward_one", watched)
+    assert train.run(settings(tmp_path)) == 0
+    assert len(pairs) == 4 * opened[0].step
+    for micro, batch in pairs:
+        [expected] = opened[0].data.train_batches([micro.samples], 0)
+        assert torch.equal(batch.labels, expected.labels)
+
+
+def test_the_next_epochs_first_batch_is_asked_for_before_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a data set that reads one batch ahead, as worker processes do."""
+    asked: list[int] = []
+    at_evaluation: list[int] = []
+    stream, evaluate = MemoryData.train_stream, train.evaluate
+
+    def ahead(self: MemoryData, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
+        def noted() -> Iterator[tuple[int, list[int]]]:
+            for epoch, part in parts:
+                asked.append(epoch)
+                yield epoch, part
+
+        batches = stream(self, noted())
+        ready = next(batches)
+        for batch in batches:
+            yield ready
+            ready = batch
+        yield ready
+
+    def evaluated(*arguments: Any, **more: Any) -> Any:
+        at_evaluation.append(max(asked))
+        return evaluate(*arguments, **more)
+
+    monkeypatch.setattr(MemoryData, "train_stream", ahead)
+    monkeypatch.setattr(train, "evaluate", evaluated)
+    assert train.run(settings(tmp_path)) == 0
+    assert at_evaluation == [1, 1], "epoch 0 is over, and batches of epoch 1 are asked for; then there is no other"
+
+
+def test_a_step_has_one_reduction_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of unreadable images is among what ranks agree on at the end of a step."""
+    write_image_folder(tmp_path / "images", 8)
+    reductions: list[str] = []
+    begin, backward = Group.sum_begin, Strategy.backward
+
+    def counted(self: Group, values: torch.Tensor) -> Reduction:
+        reductions.append("sum")
+        return begin(self, values)
+
+    def step(self: Strategy, micro_batches: MicroBatches, count: int) -> torch.Tensor:
+        reductions.append("step")
+        return backward(self, micro_batches, count)
+
+    monkeypatch.setattr(Group, "sum_begin", counted)
+    monkeypatch.setattr(Strategy, "backward", step)
+    arguments = [
+        "data.name=imagefolder", f"data.dir={tmp_path / 'images'}", "data.image_size=8", "data.workers=0",
+        "data.batch=4", "model.width=4", "train.epochs=1", "train.log_every=100", "checkpoint.every_seconds=0",
+        "eval.pictures=false", f"checkpoint.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert train.run(config.load(None, arguments)) == 0
+    first, last = reductions.index("step"), len(reductions) - reductions[::-1].index("step") - 1
+    assert reductions[first:last] == ["step", "sum"] * reductions[first:last].count("step") and first < last

@@ -1,0 +1,119 @@
+"""Commands that change a job, which may end or be out of reach meanwhile."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ddpjob.cli import main as cli
+from ddpjob.cli.main import main
+from ddpjob.cli.places import Place
+from ddpjob.client.backend import Happened, Mistake, NoAnswer, NoSuchJob, PodLine
+from ddpjob.client.job_client import Client
+
+AWAY, GONE = NoAnswer("the API server does not answer"), NoSuchJob("no job j")
+
+
+class OneJob:
+    """A backend with the job j, whose reads get `phases` one by one, the last one for ever."""
+
+    where = "here"
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, *phases: str | BaseException) -> None:
+        self.phases, self.patches = list(phases), list[dict[str, Any]]()
+
+    def job(self, name: str) -> dict[str, Any]:
+        phase = self.phases.pop(0) if len(self.phases) > 1 else self.phases[0]
+        if isinstance(phase, BaseException):
+            raise phase
+        return {"metadata": {"name": name}, "status": {"phase": phase}}
+
+    def pods(self, name: str) -> list[PodLine]:
+        return []
+
+    def patch(self, name: str, spec: dict[str, Any]) -> None:
+        self.patches.append(spec)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
+
+
+def suspends(backend: OneJob) -> list[bool]:
+    return [spec["runPolicy"]["suspend"] for spec in backend.patches]
+
+
+def called(monkeypatch: pytest.MonkeyPatch, backend: OneJob, *words: str) -> int:
+    monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
+    return main(words)
+
+
+@pytest.mark.parametrize("phase", ["Complete", "Failed"])
+@pytest.mark.parametrize("words", [("suspend", "j"), ("resume", "j"), ("scale", "j", "3"), ("restart", "j")])
+def test_a_job_that_has_ended_is_not_changed(
+    words: tuple[str, ...], phase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = OneJob(phase)
+    assert called(monkeypatch, backend, *words) == 2 and not backend.patches
+    assert f"j is {phase} and does not start again" in capsys.readouterr().err
+
+
+def test_the_python_client_refuses_it_too() -> None:
+    backend = OneJob("Complete")
+    client = Client(backend)  # type: ignore[arg-type]
+    for change in (lambda: client.scale("j", 3), lambda: client.suspend("j"), lambda: client.resume("j")):
+        with pytest.raises(Mistake, match="does not start again"):
+            change()
+    assert not backend.patches
+
+
+def test_a_restart_survives_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = OneJob("Running", "Running", AWAY, AWAY, "Suspended")
+    assert called(monkeypatch, backend, "restart", "j") == 0
+    assert suspends(backend) == [True, False]
+
+
+@pytest.mark.parametrize("failure", [Mistake("not allowed"), KeyboardInterrupt()])
+def test_a_restart_that_breaks_off_says_that_the_job_is_suspended(
+    failure: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = OneJob("Running", "Running", failure)
+    assert called(monkeypatch, backend, "restart", "j") in (2, 130)
+    assert "j is suspended; `ddpjob resume j` continues it" in capsys.readouterr().err
+    assert suspends(backend) == [True]
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "said"), [("Complete", "j is Complete"), ("Interrupted", "j is Interrupted"), (GONE, "no job j")]
+)
+def test_a_restart_of_a_job_that_ends_meanwhile(
+    meanwhile: str | BaseException, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = OneJob("Running", meanwhile)
+    assert called(monkeypatch, backend, "restart", "j", "--timeout", "1") == 2
+    err = capsys.readouterr().err
+    assert said in err and "resume" not in err and suspends(backend) == [True]
+
+
+def test_what_a_job_says_cannot_command_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;owned\x07\x9b31m\u202eé"
+    failed = {"type": "Failed", "status": "True", "reason": "WorkerFailed", "message": f"a {evil}\n\tb",
+              "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
+    body = {"metadata": {"name": "j", "uid": "1"}, "spec": {"image": "a", "script": f"x{evil}"},
+            "status": {"phase": "Failed", "conditions": [failed], "progress": {"display": evil}}}  # fmt: skip
+    backend = OneJob("Failed")
+    monkeypatch.setattr(backend, "job", lambda name: body)
+    monkeypatch.setattr(backend, "jobs", lambda: [body], raising=False)
+    monkeypatch.setattr(backend, "changes", lambda name, seconds=None: iter([(body, False)]), raising=False)
+    monkeypatch.setattr(backend, "events", lambda name: [Happened(None, True, "R", f"e{evil}")], raising=False)
+    for words in (("describe", "j"), ("why", "j"), ("events", "j"), ("get",), ("get", "-w"), ("wait", "j")):
+        called(monkeypatch, backend, *words)
+        out, err = capsys.readouterr()
+        printed = out + err
+        assert "]0;owned31mé" in printed and not set(printed) & set("\x1b\x07\x9b\u202e"), words

@@ -1,0 +1,188 @@
+"""`ddpjob plot` and `ddpjob top`: what they draw of metrics, of a status, and of hostile values in both."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ddpjob.cli import top
+from ddpjob.cli.main import main
+from ddpjob.cli.places import Place
+from ddpjob.cli.terminal_curves import chart, curves, draw, points, sparkline
+from ddpjob.client.backend import METRICS, METRICS_BYTES, Mistake, PodLine
+from ddpjob.client.cluster_backend import _METRICS_MARK, _METRICS_PROBE, ClusterBackend
+from ddpjob.local.paths import job_folder
+from ddpjob.local.record import write_record
+from rich.console import Console
+
+EVIL = "\x1b]0;owned\x07"
+
+
+def row(event: str, step: object, **values: Any) -> str:
+    return json.dumps({"event": event, "step": step, "time": 1.0, **values})
+
+
+LINES = [
+    'ut": 1}',
+    row("start", 0),
+    row("step", 1, loss=8.0),
+    row("step", 2, loss=7.0),
+    row("start", 1),
+    row("step", 2, loss=4.0),
+    row("eval", 2, accuracy=0.5),
+    row("step", 3, loss=1.0),
+    row("eval", 3, accuracy=0.9),
+    *(row("step", "4", loss=1), row("step", 4, loss="x"), row("step", 5), row("step", 6, loss=None), "[1]", "1", ""),
+    '{"event": "step", "step": 7, "loss": NaN}',
+    "[" * 100_000,
+    *(row("step", number, loss=10**400) for number in (8, 9)),
+    row("eval", 8, accuracy=-(10**400)),
+    row("step", 10, loss=1e308),
+    row("step", 11, loss=True),
+]
+
+
+def test_a_repeated_step_counts_once_and_garbage_not_at_all() -> None:
+    assert points("\n".join(LINES)) == ([8.0, 4.0, 1.0], [0.5, 0.9], 2)
+
+
+def test_a_curve_goes_from_its_least_value_to_its_greatest() -> None:
+    assert chart([0.0, 1.0, 2.0], 3, 2) == [" ▁█", "▁██"]
+    assert sparkline([1.0, 1.0], 9) == "▁▁" and sparkline([], 9) == ""
+    assert len(sparkline([float(number) for number in range(1000)], 60)) == 60
+
+
+def test_a_plot_in_the_terminal() -> None:
+    lines = list(curves("\n".join(LINES), "j"))
+    assert lines[0] == "j: 1 restart" and lines[1] == "loss" and lines[2].lstrip().startswith("8 █")
+    assert lines[-1].split() == ["now", "90.00%,", "from", "50.00%", "to", "90.00%"]
+    assert list(curves(row("step", 1, loss=100.0) + "\n" + row("step", 2, loss=0.1), "j"))[1].endswith("scale")
+    with pytest.raises(Mistake, match="j: its metrics hold no step yet"):
+        list(curves("", "j"))
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    return tmp_path
+
+
+def status(**values: Any) -> dict[str, Any]:
+    progress = {"step": 3, "steps": 6, "percent": 50, "display": f"epoch 1/2 50 %{EVIL}", "loss": 0.5,
+                "lossDisplay": "0.5", "samplesPerSecond": 10.0, "speedDisplay": "10/s",
+                "metrics": {"accuracy": 0.75}}  # fmt: skip
+    restart = {"time": "2026-01-01T00:00:10Z", "pod": "j-1-0", "reason": "OOMKilled", "counted": True, "seconds": 2.5,
+               "message": f"rank 1{EVIL}\nmore"}  # fmt: skip
+    running = {"type": "Running", "status": "True", "reason": "GroupRuns", "message": "a",
+               "lastTransitionTime": "2026-01-01T00:00:12Z"}  # fmt: skip
+    return {"phase": "Running", "conditions": [running], "progress": progress, "startTime": "2026-01-01T00:00:00Z",
+            "restarts": {"counted": 1, "total": 1, "allowed": 10, "recent": [restart]},
+            "slots": [{"attempt": 0, "state": "Running"}, {"attempt": 1, "state": "Running"}], **values}  # fmt: skip
+
+
+def written(**values: Any) -> None:
+    folder = job_folder("j")
+    folder.checkpoints.joinpath("run").mkdir(parents=True, exist_ok=True)
+    spec = {"image": "a", "script": "x.py", "nodes": 2, "procsPerNode": 4}
+    pods = [{"name": f"j-{number}-0", "role": "node", "state": "Running"} for number in (0, 1)]
+    write_record(folder, {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "j", "uid": "1"},
+                          "spec": spec, "status": status(**values),
+                          "local": {"folder": str(folder.path / "1"), "pods": pods}})  # fmt: skip
+
+
+def test_plot_reads_the_metrics_of_this_machine(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written()
+    assert main(["--local", "plot", "j"]) == 2
+    assert "only the built-in trainer writes it" in capsys.readouterr().err
+    (job_folder("j").checkpoints / METRICS).write_bytes(b"x" * METRICS_BYTES + "\n".join(LINES).encode() + b"\xff")
+    assert main(["--local", "plot", "j"]) == 0
+    note = "the beginning is not shown: only the last 8 MiB of run/metrics.jsonl are read"
+    assert capsys.readouterr().out.startswith(f"j: at least 2 restarts; {note}\nloss\n")
+    monkeypatch.setattr("ddpjob.cli.terminal_curves.draw", lambda text, job, output: None)
+    assert main(["--local", "plot", "j", "-o", "j.png"]) == 0
+    assert capsys.readouterr() == ("wrote j.png\n", f"{note}\n")
+    (job_folder("j").checkpoints / METRICS).write_text("\n".join(LINES))
+    assert main(["--local", "plot", "j"]) == 0
+    assert capsys.readouterr().out.startswith("j: 1 restart\nloss\n")
+
+
+def test_a_picture_is_the_trainer_s(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ran(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[1:4] == ["-m", "ddpjob_trainer", "plot"] and command[5:] == ["--output", "x.png"]
+        folder = Path(command[4])
+        assert folder.parts[-2:] == ("j", "run") and (folder / "metrics.jsonl").read_text() == "text"
+        return subprocess.CompletedProcess(command, 1, "", "warning\nerror: no folder\n")
+
+    monkeypatch.setattr("ddpjob.cli.terminal_curves.subprocess.run", ran)
+    with pytest.raises(Mistake, match=r"^error: no folder$"):
+        draw("text", "j", Path("x.png"))
+    monkeypatch.setattr("ddpjob.cli.terminal_curves.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Mistake, match=r"needs the package ddpjob\[trainer\]"):
+        draw("text", "j", Path("x.png"))
+
+
+def test_plot_reads_the_metrics_in_the_pod_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / METRICS
+    file.parent.mkdir()
+    file.write_text(row("step", 1, loss=2.0))
+    pods = [PodLine(f"j-{number}-0", "node", number, "Running") for number in (0, 1)]
+
+    def run_in(backend: ClusterBackend, pod: PodLine, code: str) -> str:
+        environment = {"DDPJOB_CHECKPOINT_DIR": str(tmp_path if pod.index else tmp_path / "empty")}
+        made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        return made.stdout
+
+    assert _METRICS_MARK.strip() in _METRICS_PROBE
+    monkeypatch.setattr(ClusterBackend, "run_in", run_in)
+    monkeypatch.setattr(ClusterBackend, "pods", lambda backend, name: pods)
+    backend = ClusterBackend(api=None, namespace="ml")  # type: ignore[arg-type]
+    assert points(backend.metrics("j"))[0] == [2.0]
+    del pods[1]
+    with pytest.raises(Mistake, match=r"no pod has run/metrics\.jsonl"):
+        backend.metrics("j")
+    pods.clear()
+    with pytest.raises(Mistake, match="j: no pod runs"):
+        backend.metrics("j")
+
+
+def test_the_screen_of_a_job(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    written()
+    monkeypatch.setattr("ddpjob.client.process_backend.runner", lambda folder: 1)
+    assert main(["--local", "top", "j"]) == 0, "once, where there is no terminal"
+    out = capsys.readouterr().out
+    for part in ("j   Running   nodes", "ranks 8", "epoch 1/2 50 %", "0.5", "10/s", "75.00%",
+                 "Restarts: 1 of 10 counted, 0 not counted", "OOMKilled (counted, ran again after 2.5 s): rank 1",
+                 "0-1       Running"):  # fmt: skip
+        assert part in out, part
+    assert not set(out) & set("\x1b\x07")
+    assert main(["--local", "top", "--once"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("j      Running")
+
+
+def test_the_screen_is_redrawn_until_the_job_has_ended(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written()
+    looks = 0
+
+    def pause(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        assert seconds == 0.5
+        losses = {"progress": {"step": looks, "loss": float(looks), "lossDisplay": str(looks)}}
+        ended = {"type": "Failed", "status": "True", "reason": "BudgetSpent", "message": "over",
+                 "lastTransitionTime": "2026-01-01T00:00:20Z"}  # fmt: skip
+        written(**losses, **({"phase": "Failed", "conditions": [ended]} if looks == 3 else {}))
+
+    monkeypatch.setattr("ddpjob.client.process_backend.runner", lambda folder: 1)
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=pause))  # Other threads have the real one.
+    console = Console(force_terminal=True, width=100, record=True)
+    monkeypatch.setattr(top, "Console", lambda **options: console)
+    top.show(Place(None, None, None, True).backend(), "j", once=False, seconds=0.5)
+    assert looks == 3
+    assert "j failed: BudgetSpent" in console.export_text()

@@ -1,0 +1,83 @@
+"""What a run prints where there is no terminal, and the panel where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from ddpjob.api.types import Condition, ConditionType, DDPJob, JobStatus, Phase, Restart, Restarts
+from ddpjob.cli.display import PlainLines, panel, recoveries
+from ddpjob.core.decision import Event
+from ddpjob.local.process_cluster import TimedEvent
+from ddpjob.local.runner import PodLine, Shown, new_body
+from rich.console import Console
+
+BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+PROGRESS: dict[str, object] = {
+    "percent": 40,
+    "display": "epoch 3/8 40 %",
+    "lossDisplay": "0.25",
+    "speedDisplay": "1,200/s",
+    "eta": "12s",
+}
+PROGRESS |= {"metrics": {"accuracy": 0.9712}}
+
+
+def shown(seconds: float = 0.0, events: tuple[TimedEvent, ...] = (), **status: object) -> Shown:
+    job = DDPJob.read(new_body({"metadata": {"name": "j"}, "spec": {"image": "i", "script": "s", "nodes": 2}}, BEGAN))
+    full = replace(JobStatus(phase=Phase.RUNNING, ready=2, start_time=BEGAN), **status)  # type: ignore[arg-type]
+    pods = (PodLine("j-0-0", "Running", Path("/r/j-0-0.log")), PodLine("j-1-0", "Error (1)", Path("/r/j-1-0.log")))
+    return Shown(job, full, pods, events, BEGAN + timedelta(seconds=seconds))
+
+
+def test_a_line_for_each_change_at_most_each_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    display = PlainLines()
+    display.show(shown())
+    display.show(shown(0.5, progress=PROGRESS))
+    assert capsys.readouterr().out.splitlines() == ["Running    nodes 2/2"]
+    display.show(shown(2.1, progress=PROGRESS))
+    assert capsys.readouterr().out.splitlines() == [
+        "Running    nodes 2/2  epoch 3/8 40 %  loss 0.25  eta 12s  1,200/s  accuracy 97.12%"
+    ]
+    display.show(shown(2.2, progress=PROGRESS, phase=Phase.COMPLETE))
+    assert "Complete" in capsys.readouterr().out
+
+
+def test_events_and_recoveries_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    display = PlainLines()
+    message = "rank 1 ended: ValueError\nTraceback\nValueError (counts against recovery.maxRestarts)"
+    failed = TimedEvent(BEGAN, Event(True, "WorkerFailed", message))
+    over = Restart(
+        time=BEGAN,
+        pod="j-1-0",
+        reason="WorkerFailed",
+        message="rank 1 ended: ValueError\nTraceback",
+        counted=True,
+        seconds=4.2,
+    )
+    for second in (0, 1):
+        display.show(shown(second, (failed,), restarts=Restarts(counted=1, recent=(over,)), progress=PROGRESS))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("WorkerFailed: rank 1 ended: ValueError (counts against recovery.maxRestarts)") == 1
+    assert lines.count("Recovered: WorkerFailed: rank 1 ended: ValueError: the group ran again after 4.2 s") == 1
+
+
+def test_a_job_that_has_made_no_step_has_recovered_from_nothing() -> None:
+    over = Restart(time=BEGAN, pod="j-1-0", reason="WorkerFailed", message="SyntaxError", counted=True, seconds=0.3)
+    status = JobStatus(restarts=Restarts(counted=1, recent=(over,)))
+    assert recoveries(status) == []
+    assert len(recoveries(replace(status, progress=PROGRESS))) == 1
+    steps_unknown = Condition(type=ConditionType.RUNNING, status=True, reason="NodesRun", message="", since=BEGAN)
+    assert len(recoveries(replace(status, conditions=(steps_unknown,)))) == 1
+
+
+def test_the_panel_names_state_progress_and_pods() -> None:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(panel(shown(75, progress=PROGRESS)))
+    text = console.export_text()
+    assert all(
+        word in text
+        for word in ("Running", "2/2", "1m15s", "epoch 3/8 40 %", "1,200/s", "97.12%", "j-1-0", "Error (1)")
+    )

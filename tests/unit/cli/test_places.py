@@ -1,0 +1,65 @@
+"""Which jobs a command means without --local and --cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ddpjob.cli.main import main
+from ddpjob.cli.places import Place
+from ddpjob.client.backend import Mistake
+
+HERE = Place(None, None, None, None)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for variable in ("DDPJOB_RUNS", "DDPJOB_PLACE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("sys.argv", ["ddpjob"])
+    return tmp_path
+
+
+def record(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(text)
+
+
+def test_this_machine_where_a_job_was_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not HERE.is_local()
+    monkeypatch.setenv("DDPJOB_RUNS", str(folder / "elsewhere"))
+    assert not HERE.is_local()
+    record(folder / "elsewhere" / "j", json.dumps({"metadata": {"name": "j"}, "spec": {}, "local": {}}))
+    assert HERE.is_local()
+    assert not Place("ml", None, None, None).is_local() and Place("ml", None, None, True).is_local()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"state": "running"}', "[]", "{not json", "", '{"metadata": {"name": "x"}, "local": {}}',
+     '{"metadata": {"name": "x"}, "spec": {}, "local": {}}', '{"metadata": 1, "spec": {}, "local": {}}'],
+)  # fmt: skip
+def test_another_tool_s_runs_are_not_jobs(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(folder / "runs" / "tensorboard", text)
+    assert not HERE.is_local()
+    record(folder / "runs" / "j", json.dumps({"metadata": {"name": "j"}, "spec": {}, "local": {}}))
+    (folder / "runs" / "folder" / "status.json").mkdir(parents=True)
+    (folder / "runs" / "notes.txt").touch()
+    assert main(["--local", "get"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["NAME", "j"]
+    assert f"{folder}/runs/tensorboard/status.json is " in err and f"{folder}/runs/folder/status.json cannot" in err
+    assert len(err.splitlines()) == 2
+    assert main(["--local", "describe", "tensorboard"]) == 2
+    assert f"{folder}/runs/tensorboard/status.json is " in capsys.readouterr().err
+
+
+def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said in ("local", "cluster"):
+        monkeypatch.setenv("DDPJOB_PLACE", said)
+        assert HERE.is_local() is (said == "local")
+    monkeypatch.setenv("DDPJOB_PLACE", "locl")
+    with pytest.raises(Mistake, match="DDPJOB_PLACE=locl: write local or cluster"):
+        HERE.is_local()

@@ -1,0 +1,80 @@
+"""`ddpjob submit` and `ddpjob convert`: what they print can be read back, and nothing that is given is ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ddpjob.api.yamltext import read_documents, write_document
+from ddpjob.cli.main import main
+from ddpjob.client.process_backend import ProcessBackend
+from hypothesis import given
+from hypothesis import strategies as st
+
+JOB = "apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: t}\nspec:\n  image: a\n  script: b.py\n"
+OTHER_KIND = "---\napiVersion: v1\nkind: ConfigMap\nmetadata: {name: settings}\n"
+ODD = ["1e-4", "5e3", "y", "n", "Y", "0o17", "08", "+.5", "1:30", "2026-01-01", "1E5", "off", "0b1", "1_0", "~", "=",
+       "<<", "0x1f", "-", "", " a", "a: b", "#"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DDPJOB_RUNS", raising=False)
+    return tmp_path
+
+
+def read(text: str) -> list[Any]:
+    return [document.value for document in read_documents(text)]
+
+
+@given(st.one_of(st.sampled_from(ODD), st.text("0123456789eE+-._xobyn:~", max_size=6)))
+def test_text_stays_text_for_every_reader(text: str) -> None:
+    written = write_document({"args": [text]})
+    assert read(written) == [{"args": [text]}] and yaml.safe_load(written) == {"args": [text]}
+
+
+def test_arguments_that_look_like_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "--cluster", "--image", "x", "--name", "j", "--dry-run", "-e", "A=1e-4", "m", "--", *ODD]
+    assert main(words) == 0
+    [job] = read(capsys.readouterr().out)
+    assert job["spec"]["args"] == ODD and job["spec"]["env"] == [{"name": "A", "value": "1e-4"}]
+    assert main(["convert", "--image", "x", "--", "torchrun", "a.py", "--lr", "1e-4", "y"]) == 0
+    assert read(capsys.readouterr().out)[0]["spec"]["args"] == ["--lr", "1e-4", "y"]
+
+
+def test_a_setting_is_read_as_a_manifest_is(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "--cluster", "--image", "x", "--name", "j", "--dry-run", "m"]
+    assert main([*words, "--set", "env=[{name: DAY, value: 2026-01-01}]"]) == 0
+    assert read(capsys.readouterr().out)[0]["spec"]["env"] == [{"name": "DAY", "value": "2026-01-01"}]
+    assert main([*words, "--set", "nodes={"]) == 2
+    assert "--set nodes={: not YAML" in capsys.readouterr().err
+    assert main([*words, "--set", "nodez=3"]) == 2
+    assert "spec.nodez: unknown field" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [("--nodes", "1"), ("--name", "u"), ("--env", "A=b"), ("--set", "nodes=2")])
+def test_a_manifest_is_not_changed_by_options(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB)
+    assert main(["submit", "--cluster", "--dry-run", "job.yaml", *option]) == 2
+    assert f"{option[0]}: only for a script" in capsys.readouterr().err
+    assert main(["-n", "ml", "submit", "--cluster", "--dry-run", "-o", "name", "job.yaml"]) == 0
+
+
+def test_objects_of_other_kinds_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB + OTHER_KIND)
+    assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
+    out, err = capsys.readouterr()
+    assert "ConfigMap" not in out and "not ConfigMap settings; `kubectl apply -f job.yaml` can" in err
+
+
+def test_a_generated_name_on_this_machine() -> None:
+    """The runner refuses this job at once, for its working directory; its name is made before."""
+    job = yaml.safe_load(JOB) | {"metadata": {"generateName": "gen-"}}
+    job["spec"] |= {"workingDir": "/no/such/folder"}
+    with pytest.raises(Exception, match=r"spec\.workingDir"):
+        ProcessBackend().create([job])
+    [made] = Path("runs").iterdir()
+    assert made.name.startswith("gen-") and len(made.name) == 9

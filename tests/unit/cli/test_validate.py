@@ -1,0 +1,153 @@
+"""`ddpjob validate`: what it reads, and what it answers to manifests that a cluster would refuse, at once or later."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from ddpjob.cli.main import main
+
+JOB = "apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: t}\nspec:\n  image: a\n  script: b.py\n"
+OTHER = JOB.replace("{name: t}", "{name: u}")
+TEMPLATE = "  podTemplate: {spec: {%s}}\n"
+
+
+def checked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["validate", *words])
+    return code, *capsys.readouterr()
+
+
+def trainer(fields: str) -> str:
+    return JOB + TEMPLATE % f"containers: [{{name: trainer, {fields}}}]"
+
+
+def in_spec(line: str) -> str:
+    return f"{JOB}  {line}\n"
+
+
+REFUSED = {
+    # other operators' words
+    "replicas": (in_spec("replicas: 4"), "spec.replicas: unknown field; did you mean spec.nodes? (job.yaml, line 7)"),
+    "nproc": (in_spec("nproc_per_node: 4"), "did you mean spec.procsPerNode?"),
+    "volumes": (in_spec("volumes: []"), "belongs under spec.podTemplate.spec: write spec.podTemplate.spec.volumes"),
+    "nodeselector": (in_spec("nodeselector: {}"), "write spec.podTemplate.spec.nodeSelector"),
+    "host_ipc": (in_spec("host_ipc: true"), "write spec.podTemplate.spec.hostIPC"),
+    "hostNetwork": (in_spec("hostNetwork: true"), "write spec.podTemplate.spec.hostNetwork"),
+    "volumeMounts": (in_spec("volumeMounts: []"), "belongs to the container named trainer"),
+    "elastic": (in_spec("elastic: {min: 1}"), "did you mean spec.elastic.minNodes?"),
+    # amounts, durations, lists
+    "16GB": (in_spec("resources: {limits: {memory: 16GB}}"), "did you mean 16Gi or 16G?"),
+    "4 cores": (in_spec("resources: {limits: {cpu: 4 cores}}"), "did you mean 4?"),
+    "5m": (in_spec("recovery: {hangAfterSeconds: 5m}"), "must be an integer, not a string ('5m'); write 300 ("),
+    "24h": (in_spec("runPolicy: {activeDeadlineSeconds: 24h}"), "write 86400"),
+    "args": (in_spec("args: '--epochs=10 --lr 0.1'"), 'write ["--epochs=10", "--lr", "0.1"]'),
+    "command": (JOB.replace("script: b.py", "command: torchrun x.py"), 'write ["torchrun", "x.py"]'),
+    "env": (in_spec("env: {A: b, C: 1}"), 'write [{name: A, value: "b"}, {name: C, value: "1"}]'),
+    # words instead of patterns
+    "namespace": (JOB.replace("name: t", "name: t, namespace: Team_A"), "did you mean team-a?"),
+    "gpuResource": (in_spec("gpuResource: gpu"), "did you mean nvidia.com/gpu?"),
+    # indentation
+    "margin": (JOB.replace(" {name: t}", "\nname: t"), "name: unknown field; if it belongs to metadata, indent it"),
+    "indentation": (JOB + " nodes: 2\n", "check the indentation of this line"),
+    # what the schema accepts, and the API server or the kubelet refuses in the pods
+    "module": (JOB.replace("script: b.py", "module: train.py"), "is the name of a file; write script: train.py"),
+    "label": (JOB.replace("name: t", "name: t, labels: {a: 'my team!'}"), "metadata.labels.a: 'my team!' cannot be"),
+    "mount": (trainer("volumeMounts: [{name: x, mountPath: /x}]"), "volumeMounts[0].name: there is no volume x"),
+    "mount without a name": (trainer("volumeMounts: [{mountPath: /x}]"), "volumeMounts[0].name: missing"),
+    "two mounts": (
+        trainer("volumeMounts: [{name: ddpjob-shm, mountPath: /x}, {name: ddpjob-shm, mountPath: /x}]"),
+        "is the folder of an earlier mount",
+    ),
+    "requests": (in_spec("resources: {requests: {cpu: 4}, limits: {cpu: 2}}"), "4 is more than the limit, 2"),
+    "mem": (in_spec("resources: {requests: {mem: 4}}"), "did you mean memory?"),
+    "-1": (in_spec("resources: {requests: {cpu: -1}}"), "-1 is less than 0"),
+    "operator": (JOB + TEMPLATE % "tolerations: [{key: a, operator: exists}]", "did you mean Exists?"),
+    "effect": (JOB + TEMPLATE % "tolerations: [{key: a, effect: NoSched}]", "did you mean NoSchedule?"),
+    "no key": (JOB + TEMPLATE % "tolerations: [{value: a}]", "tolerations[0].key: missing"),
+    "volume": (JOB + TEMPLATE % "volumes: [{emptyDir: {}}]", "volumes[0].name: missing"),
+    "same volume": (JOB + TEMPLATE % "volumes: [{name: a}, {name: a}]", "a is the name of another volume"),
+    "sizeLimit": (JOB + TEMPLATE % "volumes: [{name: a, emptyDir: {sizeLimit: 10GB}}]", "did you mean 10Gi or 10G?"),
+    "account": (JOB + TEMPLATE % "serviceAccountName: My SA", "did you mean my-sa?"),
+    "priority": (in_spec("scheduling: {priorityClassName: High Prio}"), "did you mean high-prio?"),
+    "claim": (in_spec("storage: {checkpoints: {claimName: My_Claim}}"), "did you mean my-claim?"),
+    "space": (JOB.replace("image: a", "image: 'my image'"), "is not the name of an image: it contains a space"),
+    "upper case": (JOB.replace("image: a", "image: Ghcr.io/Me/Train:1"), "did you mean ghcr.io/me/train:1?"),
+    "no tag": (JOB.replace("image: a", "image: 'train:'"), "the tag after ':' is missing"),
+    "two trainers": (
+        JOB + TEMPLATE % "containers: [{name: trainer}, {name: trainer}]",
+        "containers[1].name: trainer is the name of an earlier container",
+    ),
+    "null": (JOB + TEMPLATE % "volumes: [null]", "volumes[0]: must not be null; remove it (job.yaml, line 7)"),
+    # several
+    "same name": (f"{JOB}---\n{JOB}", "t is the name of an earlier DDPJob in this file; give this one another"),
+    "PyTorchJob": ("apiVersion: kubeflow.org/v1\nkind: PyTorchJob\n", "`ddpjob convert job.yaml` translates it"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_what_was_meant(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, answer = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(text)
+    code, out, err = checked(capsys, "job.yaml")
+    assert code == 2 and answer in err and "Traceback" not in err, err
+    assert not out
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["a", "a:1", "ghcr.io/me/train:1.4", "REGISTRY/train:1", "localhost:5000/a/b", "[::1]:5000/a", "a__b/c--d.e:V_1.x",
+     "repo@sha256:" + 64 * "a", "repo:1@sha256:" + 64 * "a"],
+)  # fmt: skip
+def test_names_of_images_that_the_kubelet_takes(image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.replace("image: a", f"image: '{image}'"))
+    assert checked(capsys, str(tmp_path)) == (0, f"{tmp_path / 'job.yaml'}: ddpjob t is valid\n", "")
+
+
+def test_what_a_template_may_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = (
+        "tolerations: [{operator: Exists}, {key: a, value: b, effect: NoExecute}], "
+        "volumes: [{name: code, configMap: {name: c}}, "
+        "{name: ddpjob-shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}], "
+        "containers: [{name: trainer, volumeMounts: [{name: code, mountPath: /c}, {name: ddpjob-data, mountPath: /d}]}]"
+    )
+    resources = "resources: {requests: {cpu: 500m, memory: 1Gi, nvidia.com/mig-1g.5gb: 1}, limits: {cpu: 1}}"
+    (tmp_path / "job.yaml").write_text(in_spec(resources) + TEMPLATE % template)
+    code, _, err = checked(capsys, str(tmp_path / "job.yaml"))
+    # The operator's own volumes are refused by the operator's check, and are the only fault.
+    assert code == 2 and len(err.splitlines()) == 1 and "volumes[1].name: names that begin with ddpjob-" in err
+
+
+def test_all_documents_of_all_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    items = "\n".join("- " + text.rstrip().replace("\n", "\n  ") for text in (JOB, OTHER + "  nodes: 0\n"))
+    Path("two.yaml").write_text(f"{JOB}---\n{OTHER}")
+    Path("list.yaml").write_text(f"apiVersion: v1\nkind: List\nitems:\n{items}\n")
+    Path("jobs.yaml").write_text(f"apiVersion: ddpjob.io/v1alpha1\nkind: DDPJobList\nitems:\n{items}\n")
+    Path("more").mkdir()
+    Path("more/pod.yaml").write_text("apiVersion: v1\nkind: Pod\n")
+    Path("more/job.yml").write_text(JOB)
+    monkeypatch.setattr("sys.stdin", io.StringIO(JOB))
+    code, out, err = checked(capsys, "two.yaml", "list.yaml", "-f", "jobs.yaml", "-", "more", "none.yaml")
+    assert code == 2
+    assert out.splitlines() == [
+        *("two.yaml: ddpjob t is valid", "two.yaml: ddpjob u is valid", "list.yaml: ddpjob t is valid"),
+        *("standard input: ddpjob t is valid", "more/job.yml: ddpjob t is valid", "jobs.yaml: ddpjob t is valid"),
+    ]
+    assert "none.yaml: does not exist" in err
+    for file in ("list.yaml", "jobs.yaml"):
+        assert f"spec.nodes: 0 is less than 1, the smallest allowed ({file}, line 16)" in err
+
+
+def test_nothing_to_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = checked(capsys, str(tmp_path))
+    assert code == 2 and "holds no DDPJob in 0 files" in err
+    code, _, err = checked(capsys, "https://example.com/job.yaml")
+    assert code == 2 and "curl -fsSL https://example.com/job.yaml | ddpjob" in err
+    code, _, err = checked(capsys)
+    assert code == 2 and "name a FILE" in err

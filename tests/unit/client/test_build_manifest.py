@@ -1,0 +1,46 @@
+"""The code that travels with a job: every file arrives under its own name, and nothing large is read."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+
+import pytest
+from ddpjob.client.backend import Mistake
+from ddpjob.client.build_manifest import Request, build
+
+
+def arrived(folder: Path) -> dict[str, bytes]:
+    """The files as the pods see them."""
+    code, job = build(Request(program=str(folder), image="a", name="j", entry="train.py"), local=False)
+    [volume] = job["spec"]["podTemplate"]["spec"]["volumes"]
+    contents = {key: text.encode() for key, text in code.get("data", {}).items()}
+    contents |= {key: base64.b64decode(text) for key, text in code.get("binaryData", {}).items()}
+    return {item["path"]: contents[item["key"]] for item in volume["configMap"]["items"]}
+
+
+def test_names_that_differ_only_in_other_characters(tmp_path: Path) -> None:
+    names = ["train.py", "a b.py", "a_b.py", "a+b.py", "0.train.py", "lib/train.py", "lib2/train.py", "x" * 250]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}")
+    (tmp_path / "weights").write_bytes(b"\xff\x00")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("")
+    assert arrived(tmp_path) == {name: f"# {name}".encode() for name in names} | {"weights": b"\xff\x00"}
+
+
+def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "z.bin").touch()
+    os.truncate(tmp_path / "z.bin", 1 << 36)
+
+    def read(path: Path) -> bytes:
+        assert path.name == "train.py"
+        return b""
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    for program in (tmp_path, tmp_path / "z.bin"):
+        with pytest.raises(Mistake, match="holds more than 1008 KiB"):
+            build(Request(program=str(program), image="a", name="j"), local=False)

@@ -1,0 +1,234 @@
+"""`ClusterBackend` against answers of an API server that are hard to get from a real one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from ddpjob.client import backend as backends
+from ddpjob.client import cluster_backend
+from ddpjob.client.api_server import ApiRefusal
+from ddpjob.client.backend import LogOptions, Mistake, NoAnswer, NoSuchJob, PodLine
+from ddpjob.client.cluster_backend import ClusterBackend
+from ddpjob.client.log_follower import LogFollower
+
+Json = dict[str, Any]
+
+
+class Server:
+    """An API server with one pod, whose requests for logs get `answers` one by one; the pod ends before the last."""
+
+    namespace, context = "ml", "test"
+
+    def __init__(self, *answers: list[bytes] | Mistake) -> None:
+        self.answers, self.queries = list(answers), list[Mapping[str, str]]()
+
+    def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
+        self.queries.append(dict(query))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Mistake):
+            raise answer
+        yield from answer
+
+    def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
+        labels = {"ddpjob.io/role": "node", "ddpjob.io/index": "0"}
+        phase = "Running" if len(self.answers) > 1 else "Succeeded"
+        return {"metadata": {"name": "j-0-0", "uid": "1", "labels": labels}, "status": {"phase": phase}}
+
+
+AWAY = NoAnswer("the API server does not answer")
+BUSY = ApiRefusal(503, "ServiceUnavailable", "the server is currently unable to handle the request")
+POD = PodLine("j-0-0", "node", 0, "Running", containers=("trainer", "side"))
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_backend, "_RETRY_SECONDS", 0.0)
+
+
+def followed(*answers: list[bytes] | Mistake) -> list[bytes]:
+    return list(ClusterBackend(Server(*answers)).log(POD, LogOptions(follow=True)))  # type: ignore[arg-type]
+
+
+def test_a_log_is_read_on_where_the_connection_ended() -> None:
+    server = Server(
+        [b"2026-01-01T00:00:01.1Z one\n2026-01-01T00:00:01.", b"12Z two words\n2026-01-01T00:00:02Z cut"],
+        [b"2026-01-01T00:00:01.12Z two words\n2026-01-01T00:00:02Z \n2026-01-01T00:00:02.000000001Z three\n"],
+        [b"2026-01-01T00:00:02.000000001Z three\n2026-01-01T00:00:03Z four"],
+    )
+    backend = ClusterBackend(server)  # type: ignore[arg-type]
+    lines = list(backend.log(POD, LogOptions(follow=True, tail=5, since=60)))
+    assert lines == [b"one\n", b"two words\n", b"\n", b"three\n", b"four"]
+    first, second, _ = server.queries
+    assert first["tailLines"] == "5" and first["sinceSeconds"] == "60" and first["container"] == "trainer"
+    assert (
+        second["sinceTime"] == "2026-01-01T00:00:01.12Z" and "tailLines" not in second and "sinceSeconds" not in second
+    )
+
+
+def test_lines_of_the_same_time_are_all_printed_once() -> None:
+    """CRI-O gives every line of one write the same time."""
+    lines = [b"2026-01-01T00:00:01Z a\n", *(b"2026-01-01T00:00:02Z %d\n" % number for number in range(6))]
+    assert followed(lines[:4], [*lines[1:6]], lines[1:]) == [b"a\n", *(b"%d\n" % number for number in range(6))]
+    once = ClusterBackend(Server(lines, []))  # type: ignore[arg-type]
+    assert len(list(once.log(POD, LogOptions()))) == 7
+
+
+def test_a_clock_that_is_set_back_loses_no_line() -> None:
+    before, after = b"2026-01-01T00:00:09Z a\n", [b"2026-01-01T00:00:01Z b\n", b"2026-01-01T00:00:02Z c\n"]
+    assert followed([before, *after], [after[1], b"2026-01-01T00:00:03Z d\n"], []) == [b"a\n", b"b\n", b"c\n", b"d\n"]
+
+
+def test_a_log_that_cannot_be_read_yet_is_read_later() -> None:
+    waiting = ApiRefusal(400, "BadRequest", 'container "trainer" in pod "j-0-0" is waiting to start')
+    line = [b"2026-01-01T00:00:01Z a\n"]
+    assert followed(waiting, AWAY, BUSY, line, BUSY, AWAY, line) == [b"a\n"]
+    assert followed(line, ApiRefusal(404, "NotFound", 'pods "j-0-0" not found')) == [b"a\n"]
+    for final in (waiting, ApiRefusal(403, "Forbidden", "no")):
+        with pytest.raises(ApiRefusal):
+            followed(line, final)
+    with pytest.raises(NoAnswer):
+        list(ClusterBackend(Server(AWAY, line)).log(POD, LogOptions()))  # type: ignore[arg-type]
+
+
+def test_an_outage_is_borne_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "OUTAGE_SECONDS", -1.0)
+    with pytest.raises(NoAnswer):
+        followed(AWAY, [], [])
+
+
+class Restarting(Server):
+    """An API server that fails to answer each second request of a job, which is complete after some."""
+
+    def __init__(self) -> None:
+        super().__init__([b"2026-01-01T00:00:01Z a\n"], [])
+        self.asked = 0
+
+    def _answer(self) -> Json:
+        self.asked += 1
+        if self.asked % 2 == 0:
+            raise (AWAY, BUSY, ApiRefusal(429, "TooManyRequests", "later"))[self.asked // 2 % 3]
+        done = {"status": {"conditions": [{"type": "Complete", "status": "True", "reason": "a", "message": "",
+                                           "lastTransitionTime": "2026-01-01T00:00:00Z"}]}}  # fmt: skip
+        version = str(self.asked)
+        return {"metadata": {"name": "j", "resourceVersion": version}, **(done if self.asked > 8 else {})}
+
+    def request(self, method: str, path: str, *, query: Mapping[str, str] | None = None) -> Json:
+        body = self._answer()
+        return body if path.endswith("/j") else {"metadata": {"resourceVersion": "9"}, "items": [body]}
+
+    def lines(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[Json]:
+        yield {"type": "MODIFIED", "object": self._answer()}
+
+    def items(self, path: str, query: Mapping[str, str] | None = None) -> list[Json]:
+        found = self.optional("")
+        assert found is not None
+        return [found | {"spec": {"containers": [{"name": "trainer"}]}}]
+
+
+def test_an_api_server_that_restarts_does_not_end_a_wait() -> None:
+    changes = ClusterBackend(Restarting()).changes("j")  # type: ignore[arg-type]
+    assert any(body.get("status") for body, _ in changes)
+
+
+def test_an_api_server_that_restarts_does_not_end_the_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpjob.client.log_follower._POLL", 0.01)
+    backend, body = ClusterBackend(Restarting()), {"metadata": {"name": "j"}}  # type: ignore[arg-type]
+    follower = LogFollower(backend, body, LogOptions(follow=True))
+    assert [line.text for line in follower.lines()] == [b"a"] and not follower.notes
+
+
+class Deleting(Server):
+    """An API server whose only job is deleted between a list and the watch of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists = [[{"metadata": {"name": "j", "resourceVersion": "1"}}], [], []]
+
+    def request(self, method: str, path: str, *, query: Mapping[str, str] | None = None) -> Json:
+        return {"metadata": {"resourceVersion": "9"}, "items": self.lists.pop(0)}
+
+    def lines(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[Json]:
+        return iter([{"type": "ERROR", "object": {"code": 410}}])
+
+
+def test_a_deletion_that_the_watch_has_missed_is_seen() -> None:
+    changes = ClusterBackend(Deleting()).changes("j")  # type: ignore[arg-type]
+    assert [(body["metadata"]["name"], gone) for body, gone in (next(changes), next(changes))] == [
+        ("j", False),
+        ("j", True),
+    ]
+    with pytest.raises(NoSuchJob, match="no job j in namespace ml"):
+        next(changes)
+
+
+def test_a_log_that_is_not_followed_is_read_once() -> None:
+    server = Server([b"2026-01-01T00:00:01Z one"], [])
+    backend = ClusterBackend(server)  # type: ignore[arg-type]
+    assert list(backend.log(PodLine("j-0-0", "node", 0, "Running"), LogOptions())) == [b"one"]
+    assert len(server.queries) == 1
+
+
+def test_a_log_that_can_be_stopped_waits_for_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response's headers come with the first line: a pod that has written none looks as a server that is away."""
+    monkeypatch.setattr(backends, "OUTAGE_SECONDS", -1.0)
+    stop = threading.Event()
+    server = Server(AWAY, AWAY, [b"2026-01-01T00:00:01Z one\n"], [])
+    backend = ClusterBackend(server)  # type: ignore[arg-type]
+    assert list(backend.log(POD, LogOptions(follow=True, stop=stop))) == [b"one\n"]
+    stop.set()
+    assert not list(ClusterBackend(Server(AWAY, AWAY)).log(POD, LogOptions(follow=True, stop=stop)))  # type: ignore[arg-type]
+
+
+class Exec:
+    """The WebSocket of a command in a pod, which prints nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def run_forever(self, timeout: float) -> None:
+        pass
+
+    def read_all(self) -> str:
+        return ""
+
+
+def test_commands_in_pods_leave_the_other_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kubernetes.client import ApiClient, Configuration
+    from kubernetes.stream import ws_client
+
+    server, both = Server(), threading.Barrier(2)
+    client = server.client = ApiClient(Configuration(host="http://127.0.0.1:9"))  # type: ignore[attr-defined]
+    changed: list[bool] = []
+
+    class Overlapping(Exec):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            both.wait(60)
+            changed.append("call_api" in vars(client))
+            both.wait(60)
+
+    monkeypatch.setattr(ws_client, "WSClient", Overlapping)
+    backend = ClusterBackend(server)  # type: ignore[arg-type]
+    threads = [threading.Thread(target=backend.run_in, args=(POD, "print()")) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert changed == [False, False] and "call_api" not in vars(client)
+
+
+def test_metrics_are_looked_for_in_a_few_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    backend = ClusterBackend(Server())  # type: ignore[arg-type]
+    pods = [PodLine(f"j-{n}-0", "spare" if n < 5 else "node", n, "Running") for n in range(100)]
+    monkeypatch.setattr(backend, "pods", lambda name: pods)
+    monkeypatch.setattr(backend, "run_in", lambda pod, code: asked.append(pod.name) or "")
+    with pytest.raises(Mistake, match="none of its first 4 pods has"):
+        backend.metrics("j")
+    assert asked == ["j-5-0", "j-6-0", "j-7-0", "j-8-0"]
+    monkeypatch.setattr(cluster_backend, "_METRICS_SECONDS", -1.0)
+    with pytest.raises(Mistake, match="try again"):
+        backend.metrics("j")
+    assert len(asked) == 4

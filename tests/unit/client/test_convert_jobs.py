@@ -1,0 +1,194 @@
+"""Other operators' manifests and torchrun command lines as DDPJobs that are valid, and what is said to be lost."""
+
+from __future__ import annotations
+
+import shlex
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import yaml
+from ddpjob.api.reader import validate
+from ddpjob.client.backend import Mistake
+from ddpjob.client.convert_jobs import convert, convert_command
+from ddpjob.objects.later_refusals import later_refusals
+
+PYTORCH_JOB = """
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata:
+  name: mnist
+  namespace: ml
+  labels: {team: vision}
+spec:
+  nprocPerNode: "8"
+  elasticPolicy: {minReplicas: 2, maxReplicas: 8, maxRestarts: 3, rdzvBackend: c10d, metrics: [{type: Resource}]}
+  runPolicy: {cleanPodPolicy: None, ttlSecondsAfterFinished: 60, schedulingPolicy: {queue: a}}
+  pytorchReplicaSpecs:
+    Worker:
+      replicas: 4
+      restartPolicy: ExitCode
+      template:
+        metadata: {annotations: {sidecar.istio.io/inject: "false"}}
+        spec:
+          nodeSelector: {gpu: a100}
+          priorityClassName: high
+          restartPolicy: Never
+          volumes:
+            - {name: shm, emptyDir: {medium: Memory, sizeLimit: 16Gi}}
+            - {name: data, persistentVolumeClaim: {claimName: data}}
+          containers:
+            - name: pytorch
+              image: ghcr.io/me/train:1
+              command: [torchrun, --nnodes=2:8, --nproc_per_node, "8", --rdzv_backend=c10d, --tee, "3", /app/train.py]
+              args: ["--lr", "0.1"]
+              env: [{name: A, value: b}]
+              ports: [{containerPort: 23456}]
+              resources: {limits: {nvidia.com/gpu: 8, memory: 64Gi}, requests: {cpu: 8}}
+              volumeMounts: [{name: shm, mountPath: /dev/shm}, {name: data, mountPath: /data}]
+            - {name: logger, image: busybox:1}
+"""
+TRAIN_JOB = """
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {name: tune}
+spec:
+  runtimeRef: {name: torch-distributed}
+  suspend: true
+  initializer: {dataset: {storageUri: hf://x}}
+  trainer:
+    image: ghcr.io/me/train:2
+    numNodes: 3
+    numProcPerNode: 4
+    command: [python, -u, -m, my.train]
+    args: [--epochs=3]
+    resourcesPerNode: {limits: {nvidia.com/gpu: 4}}
+"""
+
+
+def valid(job: dict[str, Any]) -> dict[str, Any]:
+    assert validate(job) == [] and later_refusals(job) == []
+    spec: dict[str, Any] = job["spec"]
+    return spec
+
+
+def test_a_pytorch_job() -> None:
+    made = convert(yaml.safe_load(PYTORCH_JOB))
+    assert made.job["metadata"] == {"name": "mnist", "namespace": "ml", "labels": {"team": "vision"}}
+    assert valid(made.job) == {
+        "image": "ghcr.io/me/train:1",
+        "nodes": 4,
+        "env": [{"name": "A", "value": "b"}],
+        "gpusPerNode": 8,
+        "resources": {"requests": {"cpu": 8}, "limits": {"memory": "64Gi"}},
+        "script": "/app/train.py",
+        "args": ["--lr", "0.1"],
+        "torchrunArgs": ["--tee=3"],
+        "elastic": {"minNodes": 2, "maxNodes": 8},
+        "scheduling": {"priorityClassName": "high"},
+        "storage": {"sharedMemory": "16Gi"},
+        "runPolicy": {"ttlSecondsAfterFinished": 60, "cleanPodPolicy": "None"},
+        "recovery": {"maxRestarts": 3},
+        "podTemplate": {
+            "metadata": {"annotations": {"sidecar.istio.io/inject": "false"}},
+            "spec": {
+                "nodeSelector": {"gpu": "a100"},
+                "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+                "containers": [
+                    {"name": "trainer", "volumeMounts": [{"name": "data", "mountPath": "/data"}]},
+                    {"name": "logger", "image": "busybox:1"},
+                ],
+            },
+        },
+    }
+    notes = "\n".join(made.notes)
+    for lost in ("HorizontalPodAutoscaler", "schedulingPolicy", "restartPolicy: ExitCode", "ports"):
+        assert lost in notes
+
+
+def test_a_train_job() -> None:
+    made = convert(yaml.safe_load(TRAIN_JOB))
+    assert valid(made.job) == {
+        "image": "ghcr.io/me/train:2",
+        "nodes": 3,
+        "gpusPerNode": 4,
+        "module": "my.train",
+        "args": ["--epochs=3"],
+        "runPolicy": {"suspend": True},
+    }
+    assert any("initializer" in note for note in made.notes) and any("torch-distributed" in n for n in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "spec"),
+    [
+        ("torchrun train.py", {"script": "train.py"}),
+        (
+            "torchrun --standalone --nproc_per_node=4 -m my.train --lr 1",
+            {"module": "my.train", "args": ["--lr", "1"], "gpusPerNode": 4},
+        ),
+        (
+            "python3 -m torch.distributed.run --nnodes 1:4 --max-restarts 5 --rdzv-id=x a.py",
+            {"nodes": 4, "elastic": {"minNodes": 1, "maxNodes": 4}, "recovery": {"maxRestarts": 5}, "script": "a.py"},
+        ),
+        (
+            "torchrun --nnodes=2 --node_rank=0 --master_addr h a.py -- x",
+            {"nodes": 2, "script": "a.py", "args": ["--", "x"]},
+        ),
+    ],
+)
+def test_a_command_line(line: str, spec: dict[str, Any]) -> None:
+    made = convert_command(shlex.split(line), image="a")
+    assert valid(made.job) == {"image": "a", **spec}
+
+
+def test_a_shell_command_stays_a_command() -> None:
+    job = yaml.safe_load(PYTORCH_JOB)
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container |= {"command": ["bash", "-c", "cd /app && torchrun train.py"], "args": None}
+    made = convert(job)
+    assert valid(made.job)["command"] == ["bash", "-c", "cd /app && torchrun train.py"]
+    assert any("must start torchrun itself" in note for note in made.notes)
+    container["command"] = ["bash", "-c", "torchrun --nproc_per_node=8 \\\n  train.py --lr 1"]
+    assert valid(convert(job).job)["args"] == ["--lr", "1"]
+
+
+@pytest.mark.parametrize("script", ["torchrun train.py\npython eval.py", "torchrun train.py # all", "torchrun ~/a.py"])
+def test_a_shell_script_is_not_made_one_command(script: str) -> None:
+    job = yaml.safe_load(PYTORCH_JOB)
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container |= {"command": ["sh", "-c", script], "args": None}
+    assert valid(convert(job).job)["command"] == ["sh", "-c", script]
+
+
+def test_what_only_the_master_has_is_named() -> None:
+    job = yaml.safe_load(PYTORCH_JOB)
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    replicas["Master"] = deepcopy(replicas["Worker"]) | {"replicas": 1}
+    assert not any("Master" in note for note in convert(job).notes)
+    pod = replicas["Master"]["template"]["spec"]
+    pod["nodeSelector"] = {"gpu": "h100"}
+    pod["volumes"].append({"name": "secrets", "secret": {"secretName": "s"}})
+    [note] = [note for note in convert(job).notes if "Master" in note]
+    assert "template.spec.nodeSelector.gpu" in note and "template.spec.volumes" in note
+
+
+def test_torchrun_s_short_options_stay_short() -> None:
+    made = convert_command(shlex.split("torchrun -r 3 -t2 --role x -m my.train"), image="a")
+    assert valid(made.job) == {"image": "a", "module": "my.train", "torchrunArgs": ["-r", "3", "-t", "2", "--role=x"]}
+
+
+def test_values_that_are_no_numbers() -> None:
+    with pytest.raises(Mistake, match="--max-restarts=abc: is not a number"):
+        convert_command(["torchrun", "--max-restarts=abc", "a.py"])
+    job = yaml.safe_load(PYTORCH_JOB)
+    job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = "many"
+    with pytest.raises(Mistake, match="kind: PyTorchJob: cannot be read"):
+        convert(job)
+
+
+def test_what_is_no_job_of_theirs() -> None:
+    with pytest.raises(Mistake, match="kind: MPIJob"):
+        convert({"kind": "MPIJob"})
+    with pytest.raises(Mistake, match="is not a torchrun command line"):
+        convert_command(["echo", "a"])

@@ -1,0 +1,129 @@
+"""What `create` asks of the API server, and what it leaves behind when the server refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ddpjob.client import cluster_backend
+from ddpjob.client.api_server import ApiRefusal, ApiServer
+from ddpjob.client.backend import Mistake
+from ddpjob.client.build_manifest import Request, build
+from ddpjob.client.cluster_backend import ClusterBackend
+from ddpjob.client.diagnose import RIGHTS
+
+Json = dict[str, Any]
+
+
+class Store:
+    """An API server with a store of objects by kind and name, and what it refuses: (method, kind): status."""
+
+    namespace, context = "ml", "test"
+
+    def __init__(self, refused: Mapping[tuple[str, str], ApiRefusal] | None = None) -> None:
+        self.refused, self.objects = dict(refused or {}), dict[tuple[str, str], Json]()
+        self.asked: list[tuple[str, str]] = []
+
+    def request(
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Json | None = None,
+        content_type: str = "",
+    ) -> Json:  # fmt: skip
+        kind, _, name = path.partition("/namespaces/ml/")[2].partition("/")
+        self.asked.append((method, kind))
+        if (method, kind) in self.refused:
+            raise self.refused[method, kind]
+        if method == "DELETE":
+            return self.objects.pop((kind, name))
+        assert method == "POST" and body is not None
+        key = kind, body["metadata"]["name"]
+        if key in self.objects:
+            raise ApiRefusal(409, "AlreadyExists", f'{kind} "{key[1]}" already exists')
+        self.objects[key] = {**body, "metadata": {**body["metadata"], "uid": f"uid-{len(self.asked)}"}}
+        return self.objects[key]
+
+    def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
+        """The ConfigMap, which its owner's deletion removes just afterwards."""
+        kind, _, name = path.partition("/namespaces/ml/")[2].partition("/")
+        there = self.objects.get((kind, name))
+        if there is not None and there["metadata"].get("ownerReferences"):
+            del self.objects[kind, name]
+        return there
+
+    def kinds(self) -> list[str]:
+        return sorted(kind for kind, _ in self.objects)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Json]:
+    monkeypatch.setattr(cluster_backend, "_RETRY_SECONDS", 0.0)
+    (tmp_path / "train.py").write_text("print(1)\n")
+    return build(Request(program=str(tmp_path / "train.py"), image="a", name="j"), local=False)
+
+
+def create(store: Store, job: list[Json]) -> str:
+    return ClusterBackend(store).create(job)  # type: ignore[arg-type]
+
+
+def test_the_code_belongs_to_the_job_from_the_beginning(job: list[Json]) -> None:
+    store = Store()
+    assert create(store, job) == "j"
+    [code] = [body for (kind, _), body in store.objects.items() if kind == "configmaps"]
+    assert [owner["name"] for owner in code["metadata"]["ownerReferences"]] == ["j"]
+    verbs = {kind: verbs for _, kind, subresource, verbs in RIGHTS if not subresource}
+    for method, kind in store.asked:
+        assert {"POST": "create", "PATCH": "patch", "DELETE": "delete"}[method] in verbs[kind]
+    assert ("", "pods", "exec", ("get", "create")) in RIGHTS  # the WebSocket's method, and what 1.35 asks for
+
+
+def test_a_refused_job_leaves_nothing(job: list[Json]) -> None:
+    forbidden = ApiRefusal(403, "Forbidden", "exceeded quota")
+    for refused in (("POST", "ddpjobs"), ("POST", "configmaps")):
+        store = Store({refused: forbidden})
+        with pytest.raises(ApiRefusal, match="exceeded quota"):
+            create(store, job)
+        assert store.kinds() == []
+
+
+def test_a_job_that_cannot_be_taken_back_is_named(job: list[Json]) -> None:
+    refused = {("POST", "configmaps"): ApiRefusal(403, "Forbidden", "exceeded quota"),
+               ("DELETE", "ddpjobs"): ApiRefusal(403, "Forbidden", "may not delete")}  # fmt: skip
+    with pytest.raises(Mistake, match=r"exceeded quota; job j was created .* may not delete; `ddpjob delete j`"):
+        create(Store(refused), job)
+
+
+def test_the_code_of_an_earlier_job_of_this_name_is_no_obstacle(job: list[Json]) -> None:
+    code = job[0]
+    for owners in ([], [{"name": "j", "uid": "an earlier one"}]):
+        store = Store()
+        left = {**code, "metadata": {**code["metadata"], "ownerReferences": owners}}
+        store.objects["configmaps", code["metadata"]["name"]] = left
+        assert create(store, job) == "j" and store.kinds() == ["configmaps", "ddpjobs"]
+    store.objects = {("configmaps", code["metadata"]["name"]): {**code, "data": {"train.py": "something else"}}}
+    with pytest.raises(ApiRefusal, match="already exists"):
+        create(store, job)
+
+
+def test_a_namespace_that_does_not_exist_is_named(job: list[Json]) -> None:
+    missing = ApiRefusal(404, "NotFound", 'namespaces "typo" not found')
+    with pytest.raises(Mistake, match='namespaces "typo" not found'):
+        create(Store({("POST", "ddpjobs"): missing}), job)
+    with pytest.raises(Mistake, match="definition"):
+        create(Store({("POST", "ddpjobs"): ApiRefusal(404, "NotFound", "404 page not found")}), job)
+
+
+def test_a_context_is_enough(tmp_path: Path) -> None:
+    file = tmp_path / "config"
+    contexts = [{"name": name, "context": {"cluster": "c", "user": "u", "namespace": name}} for name in ("a", "b")]
+    body = {"clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:9"}}],
+            "users": [{"name": "u", "user": {"token": "t"}}], "contexts": contexts}  # fmt: skip
+    file.write_text(yaml.safe_dump(body))
+    api = ApiServer.open(str(file), "b")
+    assert (api.namespace, api.context) == ("b", "b")
+    assert api.client.configuration.host == "https://127.0.0.1:9"
+    with pytest.raises(Mistake, match="no cluster"):
+        ApiServer.open(str(file))
+    file.write_text(yaml.safe_dump(body | {"current-context": "a"}))
+    assert ApiServer.open(str(file)).context == "a" and ApiServer.open(str(file), "b").context == "b"

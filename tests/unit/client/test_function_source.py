@@ -1,0 +1,217 @@
+"""A function as a script: what it needs travels with it, or is named before anything is created."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddpjob.client.backend import Mistake
+from ddpjob.client.function_source import script_of
+
+OUTSIDE = 3
+
+
+def whole(lr: float, names: list[str] | None = None, *, times: int = 1) -> None:
+    """Has classes, functions, comprehensions, a global of its own and strings of several lines."""
+    import json
+
+    global COUNTED, os
+    import os
+
+    COUNTED = times
+    COUNTED += os.EX_OK
+
+    class Net:
+        size = COUNTED
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.widths = [json.dumps(self.size + width) for width in range(3)]
+
+    def more(number: float) -> float:
+        return number * lr
+
+    text = """one
+two"""
+    print(Net().widths, more(2), text.splitlines(), names, __name__)
+
+
+def annotated(path: Path) -> None:
+    print(path)
+
+
+class Trainer:
+    def fit(self) -> None:
+        print(self)
+
+
+def wrapper(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def inner() -> None:
+        function()
+
+    return inner
+
+
+@wrapper
+def decorated() -> None:
+    print("decorated")
+
+
+def mark(function: Callable[..., None]) -> Callable[..., None]:
+    return function
+
+
+@mark
+def marked() -> None:
+    print("marked")
+
+
+def uses_a_global() -> None:
+    def below() -> int:
+        return OUTSIDE
+
+    print(below(), pytest)
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+async def coroutine() -> None:
+    print("never")
+
+
+def run(script: str, folder: Path) -> str:
+    (folder / "function.py").write_text(script)
+    return subprocess.run([sys.executable, folder / "function.py"], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_function_runs_elsewhere_with_its_arguments(tmp_path: Path) -> None:
+    script = script_of(whole, {"lr": 0.5, "names": ["é", "'\"\\\n"], "times": 2})
+    assert run(script, tmp_path) == "['2', '3', '4'] 1.0 ['one', 'two'] ['é', '\\'\"\\\\\\n'] __main__\n"
+
+
+def test_a_nested_function_keeps_its_strings(tmp_path: Path) -> None:
+    def nested(count: int = 2) -> None:
+        print(repr("""a
+  b"""), count)  # fmt: skip
+
+    assert run(script_of(nested, {}), tmp_path) == "'a\\n  b' 2\n"
+
+
+def test_annotations_are_not_read_where_they_were_not(tmp_path: Path) -> None:
+    assert run(script_of(annotated, {"path": "/x"}), tmp_path) == "/x\n"  # This file has `annotations` of __future__.
+
+
+def test_annotations_that_are_read_count() -> None:
+    from linecache import cache
+
+    lines = ["def train(path: Path = HERE) -> None:\n", "    print(path)\n"]
+    cache["<cell 1>"] = (1, None, lines, "<cell 1>")  # As IPython registers a notebook's cells.
+    made: dict[str, Any] = {"Path": Path, "HERE": 1, "__name__": "cell"}
+    exec(compile("".join(lines), "<cell 1>", "exec", dont_inherit=True), made)
+    with pytest.raises(Mistake, match="its decorators, defaults or annotations use HERE, Path, defined outside of it"):
+        script_of(made["train"], {})
+
+
+def closure() -> Callable[..., None]:
+    kept = 1
+
+    def inner() -> None:
+        print(kept)
+
+    return inner
+
+
+def changes_around() -> Callable[..., None]:
+    kept = 1
+
+    def inner() -> None:
+        nonlocal kept
+        kept += 1
+
+    return inner
+
+
+def counts() -> None:
+    global OUTSIDE
+    OUTSIDE += 1
+
+
+def declares() -> None:
+    global OUTSIDE
+    print(OUTSIDE)
+
+
+def shows() -> None:
+    display(1)  # type: ignore[name-defined]  # noqa: F821
+
+
+def runs_a_command() -> None:
+    get_ipython().system("ls")  # type: ignore[name-defined]  # noqa: F821
+
+
+def timed() -> None:
+    print("fast")
+
+
+timed = functools.wraps(timed)(lambda: None)
+
+
+NO_SOURCE: dict[str, Any] = {}
+exec("def typed(): pass", NO_SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda: None, "a lambda has no source of its own"),
+        (Trainer().fit, r"Trainer\.fit: a method needs its class"),
+        (Trainer.fit, r"Trainer\.fit: a method needs its class"),
+        (Trainer, "Trainer: not a function written with def"),
+        (print, "print: not a function written with def"),
+        (functools.partial(whole), "not a function written with def"),
+        (closure(), "inner uses kept, defined outside of it. A function travels alone"),
+        (changes_around(), "inner uses kept, defined outside of it. A function travels alone"),
+        (counts, "counts uses OUTSIDE, defined outside of it"),
+        (declares, "declares uses OUTSIDE, defined outside of it"),
+        (shows, "shows uses display, defined outside of it"),
+        (runs_a_command, "runs_a_command uses get_ipython, defined outside of it"),
+        (timed, "timed: is wrapped by a decorator, which does not travel; pass the function without it"),
+        (uses_a_global, "uses_a_global uses OUTSIDE, pytest, defined outside of it"),
+        (decorated, "decorated: is wrapped by a decorator"),
+        (marked, "its decorators, defaults or annotations use mark, defined outside"),
+        (generator, "a coroutine or generator, which a call does not run"),
+        (coroutine, "a coroutine or generator, which a call does not run"),
+        (NO_SOURCE["typed"], "its source cannot be read"),
+    ],
+)
+def test_what_cannot_travel_is_named(
+    function: Callable[..., object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("display", "get_ipython"):  # as IPython does
+        monkeypatch.setattr(builtins, name, print, raising=False)
+    with pytest.raises(Mistake, match=said):
+        script_of(function, {})
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({}, "missing a required argument: 'lr'; args are its keyword arguments"),
+        ({"lr": 1, "rl": 1}, "got an unexpected keyword argument 'rl'"),
+        ({"lr": {1}}, "the argument lr cannot be written as JSON: Object of type set"),
+        ({"lr": {1: 2}}, "the argument lr has the key 1, and keys of JSON are text; pass a list of pairs"),
+        ({"lr": [{"a": ({None: 2},)}]}, "the argument lr has the key None"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(args: dict[str, Any], said: str) -> None:
+    with pytest.raises(Mistake, match=said):
+        script_of(whole, args)

@@ -1,0 +1,288 @@
+"""`Client`: the same on a cluster and on this machine, from what is created to what is read."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddpjob import Client, Job, JobFailed, Mistake, Progress
+from ddpjob.client.backend import LogOptions, PodLine
+from ddpjob.client.build_manifest import CODE_FOLDER, MOST_BYTES
+
+Json = dict[str, Any]
+
+
+def job(name: str = "j", phase: str = "Running", **status: Any) -> Json:
+    """A job as it is stored."""
+    from ddpjob.api.reader import with_defaults
+
+    meta = {"name": name, "uid": "1"}
+    body = {
+        "apiVersion": "ddpjob.io/v1alpha1",
+        "kind": "DDPJob",
+        "metadata": meta,
+        "spec": {"image": "a", "module": "m"},
+    }
+    return with_defaults(body) | {"status": {"phase": phase, **status}}
+
+
+class Place:
+    """A backend of either kind that keeps what is created, and shows the states of the job j one by one."""
+
+    where, notes = "here", ()
+
+    def __init__(self, local: bool, *states: tuple[Json, bool]) -> None:
+        self.local, self.created, self.states, self.killed = local, list[Json](), states, list[str]()
+
+    def create(self, manifests: list[Json]) -> str:
+        self.created = manifests
+        return str(manifests[-1]["metadata"]["name"])
+
+    def job(self, name: str) -> Json:
+        return self.created[-1] if self.created else self.states[-1][0]
+
+    def changes(self, name: str, seconds: float | None = None) -> Iterator[tuple[Json, bool]]:
+        return iter(self.states)
+
+    def pods(self, name: str) -> list[PodLine]:
+        return [PodLine(f"j-{index}-0", "node", index, "Running") for index in range(2)]
+
+    def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+        yield f"line of {pod.name}\n".encode()
+
+    def kill(self, pod: str) -> None:
+        self.killed.append(pod)
+
+
+def client(place: Place) -> Client:
+    return Client(place)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def fit(epochs: int) -> None:
+    print(epochs)
+
+
+def created(local: bool, *program: Any, **options: Any) -> tuple[Json, Json]:
+    """(code by key, the job)."""
+    place = Place(local)
+    made = client(place).train(*program, name="j", image="a", **options)
+    assert isinstance(made, Job) and made.name == "j"
+    *code, body = place.created
+    return {key: text for each in code for key, text in each["data"].items()}, body
+
+
+def test_a_function_travels_to_both_places(runs: Path) -> None:
+    code, here = created(True, fit, args={"epochs": 2}, nodes=2, gpus=0)
+    sent, there = created(False, fit, args={"epochs": 2}, nodes=2, gpus=0)
+    assert code == sent and "def fit(epochs: int)" in code["function.py"]
+    assert here["spec"].pop("script") == f"{runs}/j/code/function.py"
+    assert there["spec"].pop("script") == f"{CODE_FOLDER}/function.py"
+    assert there["spec"].pop("podTemplate")["spec"]["containers"][0]["volumeMounts"][0]["mountPath"] == CODE_FOLDER
+    assert here == there and here["spec"] == {"image": "a", "nodes": 2, "gpusPerNode": 0}
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_scripts_modules_and_settings(local: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    settings = {"recovery.maxRestarts": 3, "spec.storage.sharedMemory": "8Gi"}
+    _, body = created(local, tmp_path / "train.py", args=["--lr", "1e-4"], env={"A": "1"}, settings=settings)
+    assert body["spec"]["script"].endswith("/train.py") and body["spec"]["args"] == ["--lr", "1e-4"]
+    assert body["spec"]["recovery"] == {"maxRestarts": 3} and body["spec"]["storage"] == {"sharedMemory": "8Gi"}
+    assert created(local, "pkg.train")[1]["spec"]["module"] == "pkg.train"
+
+
+def test_settings_join_the_other_options_and_stay_as_they_are() -> None:
+    settings: Json = {
+        "storage": {"sharedMemory": "8Gi"},
+        "recovery": {"maxRestarts": 3},
+        "resources": {"limits": {"example.com/nic": 1}},
+        "podTemplate": {"spec": {"volumes": [{"name": "v", "emptyDir": {}}], "containers": [{"name": "trainer"}]}},
+        "podTemplate.spec.nodeSelector": {"a": "b"},
+    }
+    before = copy.deepcopy(settings)
+    options = {"checkpoints": "claim:c", "mode": "Fast", "memory": "1Gi", "settings": settings}
+    spec = created(False, fit, args={"epochs": 2}, **options)[1]["spec"]
+    assert settings == before
+    assert spec["storage"] == {"checkpoints": {"claimName": "c"}, "sharedMemory": "8Gi"}
+    assert spec["recovery"] == {"mode": "Fast", "maxRestarts": 3}
+    amounts = {"requests": {"memory": "1Gi"}, "limits": {"memory": "1Gi", "example.com/nic": 1}}
+    assert spec["resources"] == amounts
+    template = spec["podTemplate"]["spec"]
+    assert [volume["name"] for volume in template["volumes"]] == ["v", "code"]
+    assert template["nodeSelector"] == {"a": "b"}
+    assert created(False, "m", settings={"nodes": 2})[1]["spec"]["nodes"] == 2
+    nothing = created(False, fit, args={"epochs": 2}, settings={"podTemplate": None})[1]["spec"]["podTemplate"]
+    assert [volume["name"] for volume in nothing["spec"]["volumes"]] == ["code"]
+    with pytest.raises(Mistake, match="volumes: must be a list"):
+        created(False, fit, args={"epochs": 2}, settings={"podTemplate.spec.volumes": {"name": "v"}})
+
+
+def test_paths_are_text_wherever_text_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "run.py").write_text("")
+    settings = {"podTemplate.spec.tolerations": ({"key": "a", "operator": "Exists"},), "workingDir": Path("/w")}
+    options: Json = {"args": [Path("x")], "env": {"A": Path("y")}, "checkpoints": Path("/z"), "settings": settings}
+    spec = created(False, tmp_path / "project", entry=Path("run.py"), **options)[1]["spec"]
+    assert (spec["args"], spec["env"], spec["workingDir"]) == (["x"], [{"name": "A", "value": "y"}], "/w")
+    assert spec["script"] == f"{CODE_FOLDER}/run.py" and spec["storage"] == {"checkpoints": {"hostPath": "/z"}}
+    assert spec["podTemplate"]["spec"]["tolerations"] == [{"key": "a", "operator": "Exists"}]
+
+
+def too_large() -> None:
+    print("LARGE")
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_is_wrong_is_said_before_anything_is_created(local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(local)
+    train = client(place).train
+    wrong: list[tuple[Any, Mapping[str, Any], str]] = [
+        (lambda: None, {}, "a lambda"),
+        ("no-such.py", {}, "no such file or folder here"),
+        (fit, {"args": {"epochs": 1}, "nodes": 0}, r"spec\.nodes: 0 is less than 1"),
+        (fit, {"args": {"epochs": 1}, "name": "A b"}, "a name has at most 40 characters"),
+        (fit, {"args": {"epochs": 1}, "settings": {"recovry.mode": "Fast"}}, "did you mean recovery"),
+        (fit, {"args": {"epochs": 1}, "entry": "train.py"}, r"entry .* names a script of a folder, and fit is none"),
+        ("m", {"env": {"A": "1"}, "settings": {"env": []}}, r"env \(--set\): is set by another option, too"),
+        ("m", {"args": [object()]}, r"args\[0\]: <object .* is no text"),
+        ("m", {"settings": {"storage": {"data": {1: "a"}}}}, r"settings .*storage\.data: \{1: 'a'\} is no text"),
+        (Path("job.yaml"), {}, r"job\.yaml: a manifest; submit\(\) takes it"),
+    ]
+    for program, options, said in wrong:
+        with pytest.raises(Mistake, match=said):
+            train(program, **{"image": "a", "name": "j", **options})
+    with pytest.raises(TypeError, match="a mapping of its keyword arguments"):
+        train(fit, args=["3"], image="a")
+    for words in ("--epochs 3", {"epochs": 3}):
+        with pytest.raises(TypeError, match="a list of its words"):
+            train("pkg.train", args=words, image="a")
+    monkeypatch.setattr("ddpjob.client.function_source.inspect.getsource",
+                        lambda function: f"def too_large():\n    print('{'x' * MOST_BYTES}')\n")  # fmt: skip
+    with pytest.raises(Mistake, match="too_large: holds more than 1008 KiB"):
+        train(too_large, image="a")
+    with pytest.raises(Mistake, match=r"train\.py: no manifest"):
+        client(place).submit("train.py")
+    assert not place.created
+    if not local:
+        with pytest.raises(Mistake, match=r"image .* missing"):
+            train("pkg.train")
+
+
+FAILED = {"type": "Failed", "status": "True", "reason": "WorkerFailed", "message": "rank 0 raised",
+          "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
+ENDS = [
+    ("Complete", (job(phase="Complete"), False), None),
+    ("Complete", (job(phase="Failed", conditions=[FAILED]), False), "j: WorkerFailed: rank 0 raised"),
+    ("Complete", (job(phase="Interrupted"), False), "j is Interrupted"),
+    ("Suspended", (job(phase="Complete"), False), "j is Complete"),
+    ("Running", (job(), False), None),
+    ("Suspended", (job(), True), "j was deleted"),
+]
+
+
+@pytest.mark.parametrize(("goal", "end", "said"), ENDS)
+def test_a_wait_ends_with_the_job(goal: Any, end: tuple[Json, bool], said: str | None) -> None:
+    place = Place(False, (job(phase="Pending"), False), (job(phase="Starting"), False), end)
+    if said is None:
+        assert client(place).wait("j", goal=goal).phase == goal
+        return
+    with pytest.raises(JobFailed, match=said) as failed:
+        client(place).wait("j", goal=goal)
+    assert failed.value.job.phase == end[0]["status"]["phase"]
+
+
+def test_a_watch_shows_each_state_until_the_end() -> None:
+    place = Place(False, *((job(phase=phase), False) for phase in ("Pending", "Running", "Failed", "Running")))
+    assert [seen.phase for seen in client(place).watch("j")] == ["Pending", "Running", "Failed"]
+    with pytest.raises(TimeoutError, match="j is still Running after 1 s"):
+        client(Place(False, (job(), False))).wait("j", timeout=1)
+
+
+def test_a_wait_judges_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(False, (job(), False))
+    for phase, conditions in (("Complete", []), ("Failed", [FAILED])):
+        monkeypatch.setattr(place, "job", lambda name, p=phase, c=conditions: job(phase=p, conditions=c))
+        if phase == "Complete":
+            assert client(place).wait("j", timeout=1).phase == phase
+        else:
+            with pytest.raises(JobFailed, match="j: WorkerFailed: rank 0 raised"):
+                client(place).wait("j", timeout=1)
+
+
+def test_progress_is_typed_whatever_the_script_has_reported() -> None:
+    reported = {
+        "epoch": 2,
+        "steps": 9.0,
+        "loss": 1,
+        "samplesPerSecond": True,
+        "percent": "much",
+        "step": float("nan"),
+        "metrics": {"a": 1, "b": "c"},
+    }
+    seen = Job.read(job(progress=reported))
+    assert seen.progress == Progress(epoch=2, steps=9, loss=1.0, metrics={"a": 1.0})
+    assert Job.read(job(progress={"metrics": 3})).progress == Progress()
+    assert not seen.ended and Job.read(job(phase="Interrupted")).ended
+
+
+def test_logs_of_a_rank_and_the_death_of_a_pod() -> None:
+    place = Place(True, (job(), False))
+    jobs = client(place)
+    assert set(jobs.logs("j")) == {("j-0-0", "line of j-0-0"), ("j-1-0", "line of j-1-0")}
+    assert list(jobs.logs(jobs.get("j"), rank=1)) == [("j-1-0", "line of j-1-0")]
+    assert list(jobs.logs("j", index=0)) == [("j-0-0", "line of j-0-0")]
+    jobs.kill(jobs.pods("j")[1])
+    jobs.kill("j-0-0")
+    assert place.killed == ["j-1-0", "j-0-0"]
+
+
+def test_logs_that_are_broken_off_leave_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, ended = Place(True, (job(), False)), threading.Event()
+
+    def endless(pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+        yield b"line\n"
+        if options.stop is not None and options.stop.wait(60):
+            ended.set()
+
+    monkeypatch.setattr(place, "log", endless)
+    for _ in client(place).logs("j", index=0, follow=True):
+        break
+    assert ended.wait(20)
+
+
+def test_logs_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(True, (job(), False))
+    with pytest.raises(Mistake, match="no logs of rank 7 of j; the ranks are 0 to 1"):
+        list(client(place).logs("j", rank=7))
+    read = place.log
+
+    def one_refused(pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+        if pod.index == 0:
+            raise Mistake("no right")
+        yield from read(pod, options)
+
+    monkeypatch.setattr(place, "log", one_refused)
+    with pytest.warns(UserWarning, match="pod j-0-0: no right"):
+        assert list(client(place).logs("j")) == [("j-1-0", "line of j-1-0")]
+
+
+def test_logs_that_cannot_be_read_are_no_empty_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(True, (job(), False))
+
+    def refused(pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+        raise Mistake("no right")
+
+    monkeypatch.setattr(place, "log", refused)
+    with pytest.raises(Mistake, match="pod j-0-0: no right"):
+        list(client(place).logs("j"))

@@ -1,0 +1,118 @@
+"""A job in words: rows, the description of few and of very many pods, and why it is not done."""
+
+from __future__ import annotations
+
+import runpy
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from ddpjob.client.backend import Happened, PodLine
+from ddpjob.client.job_text import describe, read_remedies, remedies, row, table, why
+
+ROOT = Path(__file__).parents[3]
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+Json = dict[str, Any]
+
+
+def job(spec: Json | None = None, **status: Any) -> Json:
+    meta = {"name": "j", "namespace": "ml", "uid": "1", "creationTimestamp": "2026-01-01T11:00:00Z"}
+    return {
+        "metadata": meta,
+        "spec": {"image": "a", "script": "b.py", "nodes": 2, **(spec or {})},
+        **({"status": status} if status else {}),
+    }
+
+
+def condition(kind: str, status: bool, reason: str, message: str = "m") -> Json:
+    return {"type": kind, "status": str(status), "reason": reason, "message": message,
+            "lastTransitionTime": "2026-01-01T11:58:00Z"}  # fmt: skip
+
+
+def text(body: Json, *pods: PodLine) -> str:
+    return "\n".join(why(body, pods, NOW))
+
+
+def test_a_row_has_what_kubectl_shows() -> None:
+    body = job(
+        phase="Running",
+        nodes={"display": "2/2 +1"},
+        restarts={"display": "0/10 +1"},
+        progress={"display": "epoch 1/3 40 %", "lossDisplay": "0.5", "speedDisplay": "12/s"},
+        startTime="2026-01-01T11:30:00Z",
+        conditions=[condition("Running", True, "GroupRuns")],
+    )
+    cells = ("j", "Running", "2/2 +1", "epoch 1/3 40 %", "0.5", "12/s", "0/10 +1", "1h00m")
+    assert row(body, NOW) == cells
+    assert row(body, NOW, wide=True, namespaces=True) == ("ml", *cells, "30m00s", "")
+    assert table([("A", "BB"), ("CCC", "D")]) == ["A     BB", "CCC   D"]
+
+
+def test_a_job_that_no_operator_has_seen() -> None:
+    assert "no operator has looked at it" in text(job()) and "ddpjob doctor" in text(job())
+
+
+def test_a_failed_job_with_its_remedy() -> None:
+    failed = condition("Failed", True, "RestartBudgetSpent", "the last one:\n  ValueError: x")
+    said = text(job(phase="Failed", conditions=[failed, condition("Running", False, "Failed")]))
+    assert said.startswith("j failed: RestartBudgetSpent, for 2m00s.\n  the last one:\n    ValueError: x")
+    assert "What to do: Fix the cause." in said
+
+
+def test_what_is_said_of_a_waiting_job_is_the_cause_not_the_consequence() -> None:
+    waits = [condition("Scheduled", False, "Unschedulable", "0/3 nodes"), condition("Running", False, "NodesMissing")]
+    said = text(job(phase="Pending", conditions=waits))
+    assert said.startswith("j waits: Unschedulable") and "0/3 nodes" in said and "request less" in said
+    pulling = PodLine("j-0-0", "node", 0, "ImagePullBackOff", message="no such host")
+    placed = [condition("Scheduled", True, "AllPlaced"), condition("Running", False, "NodesMissing")]
+    assert "pod j-0-0 (ImagePullBackOff): no such host" in text(job(phase="Pending", conditions=placed), pulling)
+    restarting = [condition("Restarting", True, "Deleted"), condition("Running", False, "NodesMissing")]
+    assert text(job(phase="Restarting", conditions=restarting)).startswith("j restarts: Deleted")
+
+
+def test_suspended_complete_running_and_interrupted() -> None:
+    assert "`ddpjob resume j`" in text(job(phase="Suspended", conditions=[condition("Suspended", True, "Suspended")]))
+    times = {"startTime": "2026-01-01T11:00:00Z", "completionTime": "2026-01-01T11:30:00Z"}
+    done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], **times)
+    assert text(done) == "j is complete: it ran for 30m00s."
+    running = job(phase="Running", nodes={"ready": 2, "spare": 1}, conditions=[condition("Running", True, "GroupRuns")])
+    assert text(running) == "j trains on 2 nodes and 1 spare."
+    assert "run it again" in text(job(phase="Interrupted"))
+
+
+def test_a_description_of_a_thousand_nodes_fits_a_screen() -> None:
+    running = {"attempt": 0, "state": "Running"}
+    slots = [{**running, "count": 998}, {"attempt": 3, "state": "Planned", "reason": "OOMKilled"}, running]
+    body = job(
+        {"nodes": 1000, "args": ["x" * 200], "elastic": {"minNodes": 10}},
+        phase="Restarting",
+        slots=slots,
+        conditions=[condition("Restarting", True, "OOMKilled")],
+        restarts={"counted": 1, "uncounted": 50, "recent": [
+            {"time": "2026-01-01T11:59:00Z", "pod": f"j-{n}-0", "reason": "OOMKilled", "message": "m", "counted": True}
+            for n in range(50)]},
+    )  # fmt: skip
+    pods = [PodLine(f"j-{n}-0", "node", n, "Running", "h", created=NOW - timedelta(minutes=1)) for n in range(998)]
+    pods += [PodLine(f"j-{n}-0", "node", n, "Pending") for n in range(998, 1020)]
+    lines = list(describe(body, pods, [Happened(NOW, True, "OOMKilled", "m", 3)] * 100, NOW))
+    shown = "\n".join(lines)
+    assert len(lines) < 70 and max(map(len, lines)) < 140
+    assert "  0-997     Running" in shown and "  998       Planned, attempt 3 (OOMKilled)" in shown
+    assert "998 others: 998 Running" in shown and "and 14 more: 14 Pending" in shown
+    assert "1 of 10 counted, 50 not counted" in shown and "elastic from 10" in shown
+    assert shown.count("OOMKilled: m (x3)") == 8
+
+
+def test_the_remedies_are_those_of_the_page() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "generate_remedies.py"))
+    page = script["PAGE"].read_text()
+    assert script["FILE"].read_text() == script["render"](page), "run: python docs/generate_remedies.py"
+    assert remedies() == read_remedies(page)
+    assert remedies()["ClaimNotFound"]["remedy"] == "Create the claim."
+    assert len(remedies()) > 40
+
+
+def test_a_remedy_names_a_page_as_a_terminal_shows_it() -> None:
+    page = "| reason | what to do |\n| --- | --- |\n| `Hang` | Have it [report](own-scripts.md) meanwhile. |\n"
+    assert read_remedies(page)["Hang"]["remedy"] == "Have it report (docs/own-scripts.md) meanwhile."
+    assert "](" not in str(remedies())

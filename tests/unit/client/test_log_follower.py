@@ -1,0 +1,217 @@
+"""Whose line it is: the ranks of pods and of lines, and `ddpjob logs` with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ddpjob.cli.main import main
+from ddpjob.cli.places import Place
+from ddpjob.client.backend import LogOptions, PodLine
+from ddpjob.client.log_follower import rank_of_line, ranks_of_pods, ranks_per_node
+
+
+def pod(name: str, role: str = "node", state: str = "Running") -> PodLine:
+    index = None if role == "coordinator" else int(name.split("-")[1])
+    return PodLine(name, role, index, state, ended=state not in ("Running", "Pending", "Terminating"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "number"),
+    [({}, 1), ({"gpusPerNode": 0}, 1), ({"gpusPerNode": 8}, 8), ({"gpusPerNode": 8, "procsPerNode": 2}, 2),
+     ({"gpusPerNode": 8, "command": ["mpirun"]}, 0)],
+)  # fmt: skip
+def test_the_ranks_of_a_node(spec: dict[str, Any], number: int) -> None:
+    assert ranks_per_node({"spec": spec}) == number
+
+
+def test_ranks_follow_the_slots_of_the_pods_that_train() -> None:
+    pods = [pod("j-coordinator-0", "coordinator"), pod("j-0-9", state="Error"), pod("j-0-10", "spare"), pod("j-1-0"),
+            pod("j-2-1"), pod("j-2-0", state="Error"), pod("j-3-0", state="Pending")]  # fmt: skip
+    body = {"spec": {"gpusPerNode": 8}}
+    assert ranks_of_pods(pods, body) == {"j-1-0": range(8), "j-2-1": range(8, 16)}
+    assert ranks_of_pods(pods, {"spec": {"command": ["mpirun"]}}) == {"j-1-0": range(0), "j-2-1": range(0)}
+    ended = [pod("j-0-0", state="Completed"), pod("j-1-0", state="Error"), pod("j-1-1", state="Completed")]
+    assert ranks_of_pods([pod("j-0-0", state="Terminating"), pod("j-1-0")], {})["j-0-0"] == range(1)
+    assert ranks_of_pods(ended, {}) == {"j-0-0": range(1), "j-1-1": range(1, 2)}
+
+
+def status(ready: int, running: str = "GroupRuns", *, finished: int = 0, holds: bool = True) -> dict[str, Any]:
+    condition = {"type": "Running", "status": str(holds), "reason": running, "message": "",
+                 "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
+    slots = [{"state": "Succeeded"}] * finished + [{"state": "Running"}] * (2 - finished)
+    return {"conditions": [condition], "nodes": {"ready": ready}, "slots": slots}
+
+
+@pytest.mark.parametrize("pods_of_0", [
+    [pod("j-0-0", state="Completed")], [pod("j-0-0", state="Error (1)"), pod("j-0-1", state="Pending")],
+    [pod("j-0-0", state="Error (1)")], [pod("j-0-0", state="Terminating")], [pod("j-0-1", state="Pending")],
+])  # fmt: skip
+@pytest.mark.parametrize("seen", [
+    status(2), status(1, finished=1), status(1, "GroupForming", holds=False), status(0, "GroupFinished", finished=1),
+    status(1, "CoordinatorUnreachable"), {},
+])  # fmt: skip
+@pytest.mark.parametrize("known", [{}, {"j-0-0": range(1), "j-1-0": range(1, 2)}])
+def test_a_node_keeps_its_rank_while_another_ends_or_is_replaced(
+    pods_of_0: list[PodLine], seen: dict[str, Any], known: dict[str, range]
+) -> None:
+    assert ranks_of_pods([*pods_of_0, pod("j-1-0")], {"status": seen}, known)["j-1-0"] == range(1, 2)
+
+
+def test_ranks_change_when_another_group_has_formed() -> None:
+    known = {"j-0-0": range(1), "j-1-0": range(1, 2), "j-2-0": range(2, 3)}
+    pods = [pod("j-0-1", state="Pending"), pod("j-1-0"), pod("j-2-0")]
+    smaller = {"status": status(2, "GroupRunsSmaller")}
+    assert ranks_of_pods(pods, smaller, known) == {"j-1-0": range(1), "j-2-0": range(1, 2)}
+    pods[1] = pod("j-1-0", state="Completed")
+    one_finished = {"status": status(1, "GroupRunsSmaller", finished=1)}
+    assert ranks_of_pods(pods, one_finished) == {"j-1-0": range(1), "j-2-0": range(1, 2)}
+    forming = {"status": status(1, "GroupForming", holds=False)}
+    assert ranks_of_pods([pod("j-1-0"), pod("j-2-1")], forming, known) == {"j-1-0": range(1, 2), "j-2-1": range(2, 3)}
+    assert ranks_of_pods(pods, {"status": status(3)}, known) == {"j-1-0": range(1, 2), "j-2-0": range(2, 3)}
+    replaced = [pod("j-0-0", state="Error (1)"), pod("j-0-1"), pod("j-1-0"), pod("j-2-0")]
+    assert ranks_of_pods(replaced, {"status": status(2, holds=False)}, known)["j-0-1"] == range(1)
+
+
+@pytest.mark.parametrize(
+    ("line", "rank"),
+    [(b"loss 1", None), (b"[default3]:loss 1", 11), (b"[rank9]: Traceback", 9), (b"[rank3]: of another node", None),
+     (b"[default8]:", None), (b"[default99999999999]:", None), (b"text [rank9]:", None)],
+)  # fmt: skip
+def test_a_line_says_its_rank_as_torchrun_and_torch_mark_it(line: bytes, rank: int | None) -> None:
+    assert rank_of_line(line, range(8, 16)) == rank
+
+
+def test_every_line_of_a_single_rank_is_its() -> None:
+    assert rank_of_line(b"[rank0]: quoted", range(3, 4)) == 3
+    assert rank_of_line(b"of a spare", range(0)) is None
+
+
+class TwoNodes:
+    """A backend with a job of two nodes of two ranks and a spare; node 1 is replaced after its first look."""
+
+    where = "here"
+
+    def __init__(self, **spec: Any) -> None:
+        self.body = {"metadata": {"name": "j"}, "spec": {"procsPerNode": 2, **spec}, "status": {}}
+        self.looks = 0
+
+    def job(self, name: str) -> dict[str, Any]:
+        done = {"type": "Complete", "status": "True", "reason": "a", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+        return {**self.body, "status": {"conditions": [{**done, "message": ""}]} if self.looks > 3 else {}}
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return [self.body]
+
+    def pods(self, name: str) -> list[PodLine]:
+        self.looks += 1
+        if self.looks == 1:
+            return [pod("j-0-0"), pod("j-1-0"), pod("j-2-0", "spare")]
+        return [pod("j-0-0"), pod("j-1-0", state="Error"), pod("j-1-1", "spare"), pod("j-2-0")]
+
+    def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+        yield b"%s\n[default0]:first\n[default1]:second\n" % pod.name.encode()
+
+
+def printed(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, **spec: Any) -> set[str]:
+    backend = TwoNodes(**spec)
+    monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
+    monkeypatch.setattr("ddpjob.client.log_follower._POLL", 0.05)
+    assert main(words.split()) == 0
+    return set(capsys.readouterr().out.splitlines())
+
+
+def test_lines_begin_with_the_pod_and_its_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert printed("logs j", capsys, monkeypatch) == {
+        *("[0-0 ranks 0-1] j-0-0", "[0-0 rank 0] [default0]:first", "[0-0 rank 1] [default1]:second"),
+        *("[1-0 ranks 2-3] j-1-0", "[1-0 rank 2] [default0]:first", "[1-0 rank 3] [default1]:second"),
+        *("[2-0] j-2-0", "[2-0] [default0]:first", "[2-0] [default1]:second"),
+    }
+
+
+def test_a_rank_is_followed_to_the_pod_that_takes_it_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert printed("logs j -f --rank 3 --no-prefix", capsys, monkeypatch) == {
+        *("j-1-0", "j-2-0", "[default1]:second"),
+    }
+
+
+def test_ranks_that_there_are_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TwoNodes()
+    monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
+    assert main(["logs", "j", "--rank", "4"]) == 0
+    assert capsys.readouterr().err == "no logs of rank 4 of j; the ranks are 0 to 3\n"
+    backend.body["spec"]["command"] = ["mpirun"]
+    assert main(["logs", "j", "--rank", "0"]) == 2
+    assert "rank: j runs a command, not torchrun, and has no ranks; choose by index" in capsys.readouterr().err
+
+
+class NodeZeroEnds(TwoNodes):
+    """A job of two nodes, which write their last lines when node 0 has ended and the status says so."""
+
+    def __init__(self, state: str, then: dict[str, Any], **spec: Any) -> None:
+        super().__init__(**spec)
+        self.state, self.then, self.asked, self.late = state, then, 0, threading.Event()
+
+    def job(self, name: str) -> dict[str, Any]:
+        self.asked += 1
+        if self.late.is_set() and self.looks > 5:
+            return super().job(name)
+        return {**self.body, "status": status(2) if self.looks < 2 else self.then}
+
+    def pods(self, name: str) -> list[PodLine]:
+        self.looks += 1
+        if self.looks > 3:
+            self.late.set()
+        return [pod("j-0-0", state="Running" if self.looks == 1 else self.state), pod("j-1-0")]
+
+    def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+        yield b"early\n"
+        if options.follow:
+            assert self.late.wait(60)
+            yield b"late\n[rank1]: its own\n" if pod.index == 1 else b"late\n"
+
+
+def follow(
+    words: str, backend: TwoNodes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> set[str]:
+    monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
+    monkeypatch.setattr("ddpjob.client.log_follower._POLL", 0.05)
+    assert main(words.split()) == 0
+    return set(capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("state", "then"),
+    [("Completed", status(1, finished=1)), ("Error (1)", status(1, "GroupForming", holds=False)),
+     ("Terminating", status(2))],
+)  # fmt: skip
+def test_the_last_lines_of_a_node_are_its_rank_s(
+    state: str, then: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero = {"[0-0 rank 0] early", "[0-0 rank 0] late"}
+    one = {"[1-0 rank 1] early", "[1-0 rank 1] late", "[1-0 rank 1] [rank1]: its own"}
+    for words, lines in {"logs j -f --rank 1": one, "logs j -f --rank 0": zero, "logs j -f": zero | one}.items():
+        assert follow(words, NodeZeroEnds(state, then, procsPerNode=1), capsys, monkeypatch) == lines
+
+
+def test_unmarked_lines_of_a_pod_that_has_lost_the_rank_are_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    then = status(1, "GroupRunsSmaller")
+    before = follow("logs j -f --rank 3", NodeZeroEnds("Error (1)", then), capsys, monkeypatch)
+    assert before <= {"[1-0 ranks 2-3] early"}
+    assert follow("logs j -f --rank 1", NodeZeroEnds("Error (1)", then), capsys, monkeypatch) == {
+        *("[0-0 ranks 0-1] early", "[0-0 ranks 0-1] late"),
+        *("[1-0 ranks 0-1] early", "[1-0 ranks 0-1] late", "[1-0 rank 1] [rank1]: its own"),
+    }
+
+
+def test_logs_ask_for_the_job_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = NodeZeroEnds("Running", {})
+    assert follow("logs j", backend, capsys, monkeypatch) and backend.asked == 1

@@ -1,0 +1,57 @@
+"""`ddpjob stacks` in a pod: whichever way its workers were started, and only that pod's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ddpjob.client.worker_stacks import PROBE
+from ddpjob_runtime.launcher.stacks import PREFIX
+
+WORKER = """
+import faulthandler, os, signal, sys, time
+def train():
+    if os.fork():
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    load()
+def load():  # as a worker of a DataLoader: it has the worker's open files
+    time.sleep(60)
+if sys.argv[1] == "forked":
+    if os.fork():
+        os.wait()
+    os.environ["RANK"] = "3"
+file = open(os.path.join(os.environ["FOLDER"], "3.txt"), "w")
+faulthandler.register(signal.SIGRTMIN + 7, file=file)
+train()
+"""
+
+
+@pytest.mark.parametrize("how", ["started", "forked"])
+def test_the_stack_of_a_worker_is_shown_and_not_its_childrens(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / (PREFIX + "abc")
+    folder.mkdir()
+    marks = {"FOLDER": str(folder), "DDPJOB_STACKS_DIR": str(folder), "DDPJOB_UID": f"uid-{os.getpid()}"}
+    marks |= {"DDPJOB_POD": "job-0-0", **({"RANK": "3"} if how == "started" else {})}
+    pod = subprocess.Popen(
+        [sys.executable, "-c", WORKER, how], env={**os.environ, **marks}, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert pod.stdout is not None
+        pid = int(pod.stdout.readline())
+        assert f"rank 3, process {pid}:" in (shown := probe("job-0-0")) and " in train\n" in shown
+        assert " in load\n" not in shown
+        assert "no worker in this pod" in probe("job-1-0")
+    finally:
+        os.killpg(pod.pid, 9)
+        pod.wait()
+
+
+def probe(pod: str) -> str:
+    environment = {**os.environ, "DDPJOB_STACKS_POD": pod, "DDPJOB_STACKS_UID": f"uid-{os.getpid()}"}
+    ran = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True)
+    return ran.stdout + ran.stderr

@@ -1,0 +1,182 @@
+"""Why a pod ended, and what counts."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from ddpjob.api.types import JobSpec
+from ddpjob.core.failures.classify import Cause, names_entry_point, stuck, vanished, why_ended
+from ddpjob.core.failures.policy import evaluate_rules
+from ddpjob.core.world import ContainerView, HostView, PodView, Role
+
+TOLD = json.dumps({"kind": "Error", "message": "ValueError: lunch", "traceback": "Traceback\nValueError: lunch"})
+
+
+def pod(main: ContainerView | None = None, **fields: Any) -> PodView:
+    return PodView(name="job-0-0", uid="uid", role=Role.NODE, containers={"trainer": main} if main else {}, **fields)
+
+
+def ended(exit_code: int, reason: str = "Error", message: str = "") -> ContainerView:
+    return ContainerView(exit_code=exit_code, reason=reason, message=message)
+
+
+@pytest.mark.parametrize(
+    ("view", "cause", "counts"),
+    [
+        (pod(ended(1, message=TOLD)), Cause.EXIT_CODE, True),
+        (pod(ended(137, "OOMKilled")), Cause.OOM_KILLED, True),
+        (pod(ended(78, message=TOLD)), Cause.INIT_FAILURE, True),
+        (pod(ended(79)), Cause.FENCED, False),
+        (pod(ended(128, "StartError", "no python3")), Cause.START_ERROR, False),
+        (pod(ended(255, "Unknown")), Cause.NODE_FAULT, False),
+        (pod(ended(255)), Cause.EXIT_CODE, True),
+        (pod(ended(137, "ContainerStatusUnknown", "was not found")), Cause.NODE_FAULT, False),
+        (pod(ended(76)), Cause.RENDEZVOUS_LOST, False),
+        (pod(ended(143), deleted_at=datetime(2026, 1, 1, tzinfo=UTC)), Cause.DELETED, False),
+        (pod(ended(1), deleted_at=datetime(2026, 1, 1, tzinfo=UTC)), Cause.DELETED, False),
+        (pod(ended(137), disruption="PreemptionByScheduler"), Cause.PREEMPTED, False),
+        (pod(ended(1), disruption="EvictionByEvictionAPI"), Cause.EVICTED, False),
+        (pod(disruption="DeletionByTaintManager"), Cause.DISRUPTION, False),
+        (pod(disruption="DeletionByPodGC"), Cause.NODE_LOST, False),
+        (pod(phase="Failed", status_reason="NodeLost"), Cause.NODE_LOST, False),
+        (pod(phase="Failed", status_reason="Evicted", status_message="low on memory"), Cause.EVICTED, False),
+        *(
+            (
+                pod(phase="Failed", host="n1", status_reason=reason, status_message="Pod was rejected"),
+                Cause.NODE_FAULT,
+                False,
+            )
+            for reason in (
+                "UnexpectedAdmissionError",
+                "OutOfcpu",
+                "OutOfnvidia.com/gpu",
+                "TopologyAffinityError",
+                "NodeAffinity",
+            )
+        ),
+        (pod(phase="Failed"), Cause.NODE_FAULT, False),
+        (pod(phase="Failed", init_containers={"prep": ended(3)}), Cause.EXIT_CODE, True),
+        (
+            pod(phase="Failed", init_containers={"prep": ended(128, "StartError", "no /bin/prep")}),
+            Cause.START_ERROR,
+            False,
+        ),
+    ],
+)
+def test_causes(view: PodView, cause: Cause, counts: bool) -> None:
+    end = why_ended(view)
+    ruled = evaluate_rules(JobSpec.read({"image": "a"}), end.cause, end.exit_code, trained=True)
+    assert (end.cause, ruled.counted) == (cause, counts)
+    assert "job-0-0" in end.message, "it names the pod"
+
+
+@pytest.mark.parametrize(
+    ("code", "by_launcher"),
+    [(76, Cause.RENDEZVOUS_LOST), (77, Cause.DELETED), (78, Cause.INIT_FAILURE), (79, Cause.FENCED)],
+)
+def test_the_launchers_exit_codes_are_those_of_a_launcher_only(code: int, by_launcher: Cause) -> None:
+    assert why_ended(pod(ended(code))).cause is by_launcher
+    assert why_ended(pod(ended(code)), launcher=False).cause is Cause.EXIT_CODE
+
+
+@pytest.mark.parametrize(
+    ("message", "command", "named"),
+    [
+        ('OCI runtime create failed: exec: "python3": executable file not found in $PATH: unknown', (), True),
+        ("'/usr/bin/python3.11' in /: No such file or directory", (), True),
+        ('exec: "/opt/train": stat /opt/train: no such file or directory', ("/opt/train", "--fast"), True),
+        ('exec: "nvidia-container-runtime": executable file not found in $PATH', (), False),
+        ("nvidia-container-cli: initialization error: driver not loaded", (), False),
+    ],
+)
+def test_a_missing_entry_point_is_distinguished_from_a_missing_runtime(
+    message: str, command: tuple[str, ...], named: bool
+) -> None:
+    assert names_entry_point(why_ended(pod(ended(128, "StartError", message))), command) is named
+
+
+def test_the_launchers_words_are_read() -> None:
+    end = why_ended(pod(ended(1, message=TOLD)))
+    assert end.message == "pod job-0-0 ended with exit code 1: ValueError: lunch"
+    assert end.traceback == "Traceback\nValueError: lunch"
+    assert "last words" in why_ended(pod(ended(3, message="first\nlast words"))).message, "any program's last line"
+
+
+def waiting(reason: str, message: str = "") -> PodView:
+    return pod(ContainerView(waiting_reason=reason, waiting_message=message))
+
+
+@pytest.mark.parametrize(
+    ("view", "has_run", "final"),
+    [
+        (waiting("ErrImagePull", "rpc error: not found"), False, True),
+        (waiting("ErrImagePull", "i/o timeout"), False, False),
+        (waiting("ImagePullBackOff", "i/o timeout"), False, False),
+        (waiting("ImagePullBackOff", "unexpected status from HEAD request: 429 Too Many Requests"), False, False),
+        (waiting("ImagePullBackOff", "unexpected status from HEAD request: 404 Not Found"), False, False),
+        (
+            waiting("ErrImagePull", "pull access denied, repository does not exist or may require authorization"),
+            False,
+            False,
+        ),
+        (waiting("ErrImagePull", "401 unauthorized: authentication required"), False, False),
+        (waiting("ImagePullBackOff", 'failed to resolve reference "r/i:1": r/i:1: not found'), False, True),
+        (waiting("ErrImagePull", "manifest unknown: no such tag"), False, True),
+        (waiting("ErrImageNeverPull"), False, False),
+        (waiting("RunContainerError"), False, False),
+        (waiting("ImagePullBackOff", "not found"), True, False),
+        (waiting("InvalidImageName"), False, True),
+        (waiting("CreateContainerConfigError", 'secret "x" not found'), False, False),
+    ],
+)
+def test_what_will_never_start(view: PodView, has_run: bool, final: bool) -> None:
+    found = stuck(view, has_run=has_run)
+    assert found is not None and found.final is final
+    assert "container trainer of pod job-0-0" in found.message
+
+
+def test_starting_is_not_stuck() -> None:
+    assert stuck(waiting("ContainerCreating"), has_run=False) is None
+
+
+def test_a_failed_init_container_is_named_with_its_last_words() -> None:
+    end = why_ended(
+        pod(phase="Failed", init_containers={"fine": ended(0), "prep": ended(3, message="one\nno such bucket")})
+    )
+    assert end.message == "init container prep of pod job-0-0 ended with exit code 3: no such bucket"
+
+
+def test_an_init_container_that_waits_holds_the_pod_up_until_the_trainer_runs() -> None:
+    pulling = {"prep": ContainerView(waiting_reason="ErrImagePull", waiting_message="not found")}
+    held = stuck(pod(ContainerView(waiting_reason="PodInitializing"), init_containers=pulling), has_run=False)
+    assert held is not None
+    assert held.message.startswith("container prep of pod job-0-0: ErrImagePull")
+    started = ContainerView(started=datetime(2026, 1, 1, tzinfo=UTC))
+    assert (
+        stuck(pod(started, init_containers={"side": ContainerView(waiting_reason="CrashLoopBackOff")}), has_run=True)
+        is None
+    )
+
+
+def test_a_program_that_its_node_asked_to_end_has_not_succeeded() -> None:
+    assert pod(ended(0), phase="Succeeded").succeeded
+    assert not pod(ended(0), phase="Failed", status_reason="Evicted").succeeded
+    assert not pod(ended(0), disruption="EvictionByEvictionAPI").succeeded
+
+
+def test_a_taint_is_a_lost_node_where_the_node_is_not_ready() -> None:
+    down = {"n1": HostView(name="n1", ready=False, since=None, out_of_service=False)}
+    view = pod(host="n1", disruption="DeletionByTaintManager")
+    assert why_ended(view, down).cause is Cause.NODE_LOST
+    deleted = {"n1": HostView(name="n1", ready=False, since=None, out_of_service=False, deleted=True)}
+    assert why_ended(view, deleted).cause is Cause.NODE_LOST
+    assert why_ended(view, {}).cause is Cause.DISRUPTION, "nothing is known of it"
+    assert (
+        why_ended(view, {"n1": HostView(name="n1", ready=True, since=None, out_of_service=False)}).cause
+        is Cause.DISRUPTION
+    )
+    assert vanished("job-0-0", "n1", down).cause is Cause.NODE_LOST
+    assert vanished("job-0-0", "n1", None).cause is Cause.DELETED

@@ -1,0 +1,307 @@
+"""Decisions about states that the simulation does not reach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Phase, SlotState
+from ddpjob.core.decide import decide
+from ddpjob.core.decision import POLL, CreateNode, Decision, Notify
+from ddpjob.core.plan.slots import protocol_of
+from ddpjob.core.world import ContainerView, HostView, PodView, Rejection, Role, World
+from ddpjob_runtime.protocol import VERSION, CoordinatorState, Incident, IncidentKind, Report
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+OLD, OFFERED = "job-runtime-old", "job-runtime-new"
+
+
+def a_job(status: JobStatus | None = None, **fields: Any) -> DDPJob:
+    spec = {"image": "image", "nodes": 2, **({} if "command" in fields else {"script": "train.py"}), **fields}
+    job = DDPJob.read({"metadata": {"name": "job", "namespace": "space", "uid": "uid"}, "spec": spec})
+    return replace(job, status=status or decide(job, World(runtime_offered=OFFERED), NOW).status)
+
+
+@pytest.mark.parametrize("index", [-1, -9, 2, 2**40])
+def test_an_incident_may_name_any_index(index: int) -> None:
+    """The coordinator runs in the user's image. Neither the decision nor its events may fail by what it reports."""
+    job = a_job()
+    incident = Incident(id=1, time=NOW, kind=IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
+    report = Report(
+        generation=0,
+        state=CoordinatorState.RESTARTING,
+        nodes=2,
+        min_nodes=2,
+        backoff=(1.0, 60.0),
+        incidents=(incident,),
+    )
+    pods = tuple(PodView(name=f"job-{i}-0", uid=f"{i}", role=Role.NODE, index=i, host=f"host-{i}") for i in range(2))
+    decision = decide(job, World(pods=pods, report=report, runtime=OFFERED, runtime_offered=OFFERED), NOW)
+    recorded = decision.status.restarts.recent[-1]
+    assert (recorded.pod, recorded.node) == ("job-0-0", "")
+    assert [e.reason for e in decision.events if e.warning][:1] == ["WorkerFailed"]
+
+
+def of_protocol(version: int) -> DDPJob:
+    """A job whose pods were made by an earlier operator, and are pinned to its runtime."""
+    before = a_job().status
+    mark = before.template_hash.rpartition("-")[0] + f"-{version}"
+    return a_job(replace(before, runtime=OLD, template_hash=mark))
+
+
+def test_a_job_of_a_supported_protocol_outlives_the_upgrade() -> None:
+    job = of_protocol(2)
+    decision = decide(job, World(runtime=OLD, runtime_offered=OFFERED), NOW)
+    assert decision.status.rendezvous.generation == job.status.rendezvous.generation
+    assert (decision.status.runtime, decision.status.template_hash) == (OLD, job.status.template_hash)
+
+
+def test_without_its_runtime_it_gets_pods_that_all_speak_the_newest_one() -> None:
+    """Its next pod alone would mount the newest runtime, and could not speak with its coordinator."""
+    job = of_protocol(2)
+    decision = decide(job, World(runtime="", runtime_offered=OFFERED), NOW)
+    assert decision.status.rendezvous.generation == job.status.rendezvous.generation + 1
+    assert decision.status.template_hash.endswith(f"-{VERSION}") and decision.status.runtime == OFFERED
+
+
+def test_the_next_generation_of_a_pinned_job_speaks_what_its_runtime_speaks() -> None:
+    job = of_protocol(2)
+    spec = replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True))
+    pod = PodView(name="job-0-0", uid="0", role=Role.NODE)
+    suspended = decide(replace(job, spec=spec), World(pods=(pod,), runtime=OLD, runtime_offered=OFFERED), NOW).status
+    assert suspended.rendezvous.generation == job.status.rendezvous.generation + 1
+    resumed = decide(replace(job, status=suspended), World(runtime=OLD, runtime_offered=OFFERED), NOW).status
+    for status in (suspended, resumed):
+        assert (status.runtime, protocol_of(status)) == (OLD, 2)
+
+
+# --- what others do to a job ------------------------------------------------------------------------------------
+
+
+def a_pod(index: int, container: ContainerView | None = None, *, attempt: int = 0, **fields: Any) -> PodView:
+    containers = {"trainer": container if container is not None else ContainerView(started=NOW)}
+    name = f"job-{index}-{attempt}"
+    values = {"uid": name, "role": Role.NODE, "host": f"n{index}", "created": NOW, "phase": "Running", **fields}
+    return PodView(name=name, index=index, attempt=attempt, containers=containers, **values)
+
+
+def after(job: DDPJob, *pods: PodView, **world: Any) -> Decision:
+    """The decision one second later."""
+    return decide(job, World(pods=pods, runtime=OFFERED, runtime_offered=OFFERED, **world), NOW + timedelta(seconds=1))
+
+
+def running(job: DDPJob, *pods: PodView) -> DDPJob:
+    """The job after its pods were seen running."""
+    return replace(job, status=after(job, *pods).status)
+
+
+EXITED_WELL = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=NOW + timedelta(seconds=1))
+
+
+def test_a_deleted_pod_of_a_command_has_not_finished() -> None:
+    """It may save and end with 0 when it gets SIGTERM."""
+    job = running(a_job(nodes=1, command=["train"]), a_pod(0))
+    deleted = a_pod(0, EXITED_WELL, deleted_at=NOW + timedelta(seconds=30), phase="Succeeded")
+    decision = after(job, deleted)
+    assert not decision.status.terminal
+    assert [(r.reason, r.counted) for r in decision.status.restarts.recent] == [("Deleted", False)]
+    finished = after(job, a_pod(0, EXITED_WELL, phase="Succeeded"))
+    assert finished.status.phase is Phase.COMPLETE
+    seen = replace(job, status=replace(job.status, slots=(replace(job.status.slots[0], state=SlotState.SUCCEEDED),)))
+    assert after(seen, deleted).status.phase is Phase.COMPLETE, "it had finished before it was deleted"
+
+
+def refused(job: DDPJob, status: int, message: str) -> Decision:
+    return after(job, rejections=(Rejection(object="Pod job-0-0", status=status, message=message),))
+
+
+WEBHOOK = 'admission webhook "images.example.com" denied the request: the registry does not answer'
+POLICY = "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: failed expression"
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(400, WEBHOOK), (403, WEBHOOK), (422, POLICY), (403, "exceeded quota")]
+)
+def test_a_policy_never_ends_a_job(status: int, message: str) -> None:
+    decision = refused(a_job(), status, message)
+    scheduled = decision.status.condition(ConditionType.SCHEDULED)
+    assert not decision.status.terminal
+    assert scheduled is not None and scheduled.reason == "CreationRefused" and message in scheduled.message
+
+
+def test_invalid_content_ends_only_a_job_of_which_no_pod_has_run() -> None:
+    message = "spec.containers[0].resources.requests: Invalid value: must be less than or equal to cpu limit"
+    failed = refused(a_job(), 422, message).status.condition(ConditionType.FAILED)
+    assert failed is not None and failed.reason == "InvalidPod"
+    ran = running(a_job(), a_pod(0), a_pod(1))
+    scheduled = refused(ran, 422, message).status.condition(ConditionType.SCHEDULED)
+    assert scheduled is not None and scheduled.reason == "CreationRefused"
+
+
+NO_DRIVER = "nvidia-container-cli: initialization error: driver not loaded"
+NO_PYTHON = 'exec: "python3": executable file not found in $PATH: unknown'
+
+
+def not_started(index: int, message: str, **fields: Any) -> PodView:
+    end = ContainerView(exit_code=128, reason="StartError", message=message)
+    return a_pod(index, end, phase="Failed", **fields)
+
+
+def test_a_host_that_cannot_start_containers_is_avoided_and_two_of_them_are_the_jobs_own_fault() -> None:
+    job = a_job()
+    decision = after(job, not_started(0, NO_DRIVER), a_pod(1))
+    assert not decision.status.terminal
+    assert [(r.reason, r.counted) for r in decision.status.restarts.recent] == [("StartError", False)]
+    assert [n.node for n in decision.status.avoided_nodes] == ["n0"]
+    again = replace(job, status=decision.status)
+    same = after(again, not_started(0, NO_DRIVER, attempt=1), a_pod(1))
+    assert not same.status.terminal
+    other = after(again, not_started(0, NO_DRIVER, attempt=1, host="n7"), a_pod(1))
+    failed = other.status.condition(ConditionType.FAILED)
+    assert failed is not None and failed.reason == "InitFailure" and NO_DRIVER in failed.message
+
+
+def test_an_image_without_the_program_fails_at_once() -> None:
+    failed = after(a_job(), not_started(0, NO_PYTHON), a_pod(1)).status.condition(ConditionType.FAILED)
+    assert failed is not None and failed.reason == "InitFailure" and NO_PYTHON in failed.message
+
+
+def test_pods_that_a_host_rejects_neither_count_nor_end_the_job() -> None:
+    job = running(a_job(recovery={"maxRestarts": 0}), a_pod(0), a_pod(1))
+    for attempt in range(5):
+        rejected = a_pod(
+            0,
+            ContainerView(),
+            attempt=attempt,
+            phase="Failed",
+            status_reason="UnexpectedAdmissionError",
+            status_message="Pod Allocate failed due to no healthy devices",
+        )
+        job = replace(job, status=after(job, rejected, a_pod(1)).status)
+        assert not job.status.terminal
+    assert (job.status.restarts.counted, job.status.restarts.total) == (0, 5)
+    assert [n.node for n in job.status.avoided_nodes] == ["n0"]
+    assert job.status.slots[0].not_before is not None, "the next pod waits"
+
+
+@pytest.mark.parametrize(
+    ("reason", "avoided"), [("UnexpectedAdmissionError", ["n9"]), ("OutOfcpu", ["n9"]), ("Evicted", [])]
+)
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+def test_a_host_that_rejects_the_coordinator_is_avoided(mode: str, reason: str, avoided: list[str]) -> None:
+    job = a_job(recovery={"mode": mode})
+    rejected = PodView(
+        name="job-coordinator-0", uid="c", role=Role.COORDINATOR, host="n9", phase="Failed", status_reason=reason
+    )
+    decision = after(running(job, a_pod(0), a_pod(1)), rejected, a_pod(0), a_pod(1))
+    assert [r.reason for r in decision.status.restarts.recent] == ["CoordinatorLost"]
+    assert [n.node for n in decision.status.avoided_nodes] == avoided
+
+
+def test_a_job_without_reports_of_steps_is_taken_to_have_trained_after_ten_minutes() -> None:
+    usage = a_pod(0, ContainerView(started=NOW, exit_code=2, reason="Error"), phase="Failed")
+    job = running(a_job(nodes=1, command=["train"]), a_pod(0))
+    failed = after(job, usage).status.condition(ConditionType.FAILED)
+    assert failed is not None and failed.reason == "ConfigurationError"
+    later = NOW + timedelta(minutes=11)
+    world = World(pods=(a_pod(0),), runtime=OFFERED, runtime_offered=OFFERED)
+    job = replace(job, status=decide(job, world, later).status)
+    restarted = decide(job, replace(world, pods=(usage,)), later)
+    assert not restarted.status.terminal and restarted.status.restarts.counted == 1
+
+
+def test_time_alone_is_watched_closely_only_where_it_decides() -> None:
+    """A thousand jobs at rest must not keep the operator busy."""
+    job, pods = a_job(), (a_pod(0), a_pod(1))
+    coordinator = PodView(name="job-coordinator-0", uid="c", role=Role.COORDINATOR, host="n2", address="10.0.0.1")
+    there: dict[str, Any] = {"has_service": True, "has_budget": True, "report_seconds": 10.0}
+    job = running(job, *pods, coordinator)
+    hosts = {f"n{i}": HostView(name=f"n{i}", ready=True, since=NOW, out_of_service=False) for i in range(3)}
+    assert after(job, *pods, coordinator, **there).wake == 10
+    assert after(job, *pods, coordinator, **there, hosts=hosts).wake == 10
+    for silent in ("n1", "n2"):  # a member's, the coordinator's
+        down = hosts | {silent: replace(hosts[silent], ready=False)}
+        assert after(job, *pods, coordinator, **there, hosts=down).wake == POLL
+    assert after(job, pods[0], coordinator, **there).wake == POLL, "a pod is replaced"
+    assert after(job, *pods, coordinator, **there | {"report_seconds": 0.0}).wake == POLL, "nobody follows its report"
+
+
+# --- large jobs -------------------------------------------------------------------------------------------------
+
+
+def large_loss(version: int, lost: int = 37) -> Decision:
+    """Of 100 pods, so many have vanished at once."""
+    job = a_job(nodes=100, recovery={"mode": "Fast"})
+    coordinator = PodView(
+        name="job-coordinator-0",
+        uid="c",
+        role=Role.COORDINATOR,
+        address="10.0.0.1",
+        containers={"coordinator": ContainerView(started=NOW)},
+    )
+    pods = [a_pod(i) for i in range(100)]
+    job = running(job, *pods, coordinator)
+    assert job.status.slots[99].state is SlotState.RUNNING
+    mark = job.status.template_hash.rpartition("-")[0] + f"-{version}"
+    job = replace(job, status=replace(job.status, template_hash=mark))
+    return after(job, *pods[lost:], coordinator)
+
+
+@pytest.mark.parametrize(("version", "messages"), [(2, 37), (3, 1)])
+def test_many_lost_pods_are_one_message_to_a_coordinator_that_understands_it(
+    version: int, messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpjob_runtime.protocol.VERSION", version)
+    notified = [a for a in large_loss(version).actions if isinstance(a, Notify) and a.verb == "gone"]
+    assert len(notified) == messages
+    names = [pod for a in notified for pod in a.body.get("pods", [a.body.get("pod")])]
+    assert names == [f"job-{i}-0" for i in range(37)]
+
+
+def test_many_restarts_of_one_kind_are_one_event() -> None:
+    events = [e for e in large_loss(2).events if e.reason == "Deleted"]
+    assert len(events) == 1
+    assert events[0].message.startswith(
+        "37 pods: Deleted (does not count against recovery.maxRestarts): job-0-0, job-1-0, job-2-0"
+    )
+    assert len(events[0].message.encode()) <= 1000
+    few = [e for e in large_loss(2, lost=3).events if e.reason == "Deleted"]
+    assert [e.message.split()[1] for e in few] == ["job-0-0", "job-1-0", "job-2-0"]
+
+
+def test_a_pod_that_is_gone_ended_for_the_reason_that_was_last_known_of_it() -> None:
+    """The operator may see nothing of a drain but its end."""
+    job = running(a_job(), a_pod(0), a_pod(1))
+    for fields, container, reason, counted in (
+        ({"disruption": "EvictionByEvictionAPI"}, None, "Evicted", False),
+        ({"phase": "Failed"}, ContainerView(started=NOW, exit_code=137, reason="OOMKilled"), "OOMKilled", True),
+        ({"deleted_at": NOW}, ContainerView(started=NOW, exit_code=143), "Deleted", False),
+        ({}, None, "Deleted", False),
+    ):
+        last = a_pod(0, container, **fields)
+        recorded = after(job, a_pod(1), departed=(last,)).status.restarts.recent
+        assert [(r.reason, r.counted) for r in recorded] == [(reason, counted)]
+
+
+def test_a_suspended_job_is_looked_at_until_its_pods_are_gone() -> None:
+    job = running(a_job(), a_pod(0), a_pod(1))
+    job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
+    ending = after(job, a_pod(0, deleted_at=NOW))
+    suspended = ending.status.condition(ConditionType.SUSPENDED)
+    assert ending.wake is not None and suspended is not None
+    assert suspended.message == "1 pod still terminating"
+    assert after(replace(job, status=ending.status)).wake is None
+
+
+def test_a_pod_that_was_gone_before_it_was_seen_does_not_give_its_name_to_another() -> None:
+    job = a_job()
+    assert {a.attempt for a in after(job).actions if isinstance(a, CreateNode)} == {0}
+    coordinator = PodView(name="job-coordinator-0", uid="c", role=Role.COORDINATOR)
+    decision = after(job, a_pod(1), departed=(a_pod(0, ContainerView(), phase="Pending"), coordinator))
+    assert {(r.pod, r.reason) for r in decision.status.restarts.recent} == {
+        ("job-0-0", "Deleted"),
+        ("job-coordinator-0", "CoordinatorLost"),
+    }
+    assert (decision.status.slots[0].attempt, decision.status.rendezvous.generation) == (1, 1)

@@ -1,0 +1,132 @@
+"""What users read is what was, in English."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from ddpjob.api.types import ConditionType, JobStatus, Phase, SlotState
+from ddpjob.core.status.messages import count, without_wait
+from ddpjob.core.world import ContainerView
+from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind, MemberState, Overdue, Recovery
+from worlds import COORDINATOR, NOW, job_of, later, pod, report, running, seen
+
+
+def message(status: JobStatus, kind: ConditionType) -> str:
+    condition = status.condition(kind)
+    assert condition is not None
+    return condition.message
+
+
+def test_numbers_and_their_nouns() -> None:
+    assert [count(n, "pod") for n in (0, 1, 2)] == ["0 pods", "1 pod", "2 pods"]
+    assert message(running(1)[0].status, ConditionType.RUNNING) == "1 node trains"
+    assert message(running(2)[0].status, ConditionType.RUNNING) == "2 nodes train as one group"
+    job, _ = seen(job_of(1), 1, (pod(0), COORDINATOR), report(CoordinatorState.FORMING, MemberState.READY))
+    assert message(job.status, ConditionType.RUNNING) == "1 of 1 node runs and is joining the rendezvous"
+
+
+def test_a_message_that_is_final_waits_for_nothing() -> None:
+    text = "rank 0 ended with exit code 1: boom; waits 2 s\nTraceback\nboom"
+    assert without_wait(text) == "rank 0 ended with exit code 1: boom\nTraceback\nboom"
+    job, pods = running(1, recovery={"maxRestarts": 0})
+    failed = Incident(1, later(3), IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, message="boom", backoff_seconds=2.0)
+    reported = report(CoordinatorState.RESTARTING, MemberState.READY, incidents=(failed,))
+    job, decision = seen(job, 3, pods, reported)
+    assert job.status.phase is Phase.FAILED
+    texts = [message(job.status, ConditionType.FAILED), *(e.message for e in decision.events)]
+    assert not [text for text in texts if "waits" in text]
+
+
+def test_a_coordinator_that_cannot_be_reached_is_said_with_its_time_and_once_as_an_event() -> None:
+    job, pods = running(2)
+    events = []
+    for at in range(10, 200, 10):
+        job, decision = seen(job, at, pods, None)
+        events += [e for e in decision.events if e.reason == "CoordinatorUnreachable"]
+        assert "has not answered the operator since 2026-01-01T00:00:10Z" in message(job.status, ConditionType.RUNNING)
+    assert [e.warning for e in events] == [True]
+    assert "port 29401" in events[0].message and "neither counted nor shown" in events[0].message
+
+
+def test_an_overdue_step_is_one_event_however_often_its_report_is_lost_and_its_clock_compared() -> None:
+    job, pods = running(2)
+    events, messages = [], set()
+    for at in range(10, 2000, 10):
+        since = later(1000 if at > 1500 else 5).replace(microsecond=900_000) + timedelta(seconds=at % 3)
+        overdue = Overdue(since, "rank 0 in all_reduce (train.py:7)", "rank 0:\nCurrent thread")
+        running_all = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2, overdue=overdue)
+        job, decision = seen(job, at, pods, None if at % 200 > 100 else running_all)
+        condition = job.status.condition(ConditionType.RUNNING)
+        assert condition is not None and condition.status
+        if condition.reason == "StepOverdue":
+            messages.add(condition.message)
+        else:
+            assert "made no step since 2026-01-01T00:" in condition.message
+        events += [(at, e.warning) for e in decision.events if e.reason == "StepOverdue"]
+    assert events == [(10, True), (1600, True)] and len(messages) == 2, "two steps"
+
+
+def test_a_job_that_has_finished_is_not_starting() -> None:
+    job, pods = running(2)
+    done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(3))
+    succeeded = replace(report(CoordinatorState.SUCCEEDED), world=2)
+    for reported in (succeeded, None):
+        after, _ = seen(job, 3, (pod(0, done, phase="Succeeded"), *pods[1:]), reported)
+        assert (after.status.phase, after.status.slots[0].state) == (Phase.RUNNING, SlotState.SUCCEEDED)
+    first, _ = seen(job, 3, pods, succeeded)
+    assert message(first.status, ConditionType.RUNNING) == "training has finished; the remaining pods are ending"
+    stuck, _ = seen(after, 50, (pod(0, done, phase="Succeeded"), *pods[1:]), None)
+    assert not stuck.status.terminal
+    stuck, _ = seen(stuck, 64, (pod(0, done, phase="Succeeded"), *pods[1:]), None)
+    assert stuck.status.phase is Phase.COMPLETE, "exit code 0 of one means that all have finished"
+
+
+def test_a_node_that_ends_early_is_named() -> None:
+    job, pods = running(2)
+    reported = report(CoordinatorState.RUNNING, MemberState.RUNNING, MemberState.FINISHED)
+    job, _ = seen(job, 3, pods, reported)
+    assert "pod job-1-0 (node rank 1) has already ended with exit code 0" in message(job.status, ConditionType.RUNNING)
+
+
+def test_a_join_is_no_break_and_nothing_has_recovered_before_the_next_step() -> None:
+    for kind, pod_name, text in (
+        (IncidentKind.JOINED, "job-1-0", "2 nodes train again, after a planned restart: Joined"),
+        (IncidentKind.WORKER_FAILED, "job-1-0", "2 nodes train again, after job-1-0 broke the group"),
+    ):
+        job, pods = running(2)
+        incident = Incident(1, later(3), kind, pod_name, 1, 1, exit_code=1, message="boom")
+        job, _ = seen(
+            job, 3, pods, report(CoordinatorState.RESTARTING, *[MemberState.READY] * 2, incidents=(incident,))
+        )
+        down = Recovery(None, later(3))
+        two = [MemberState.RUNNING] * 2
+        job, decision = seen(job, 5, pods, report(CoordinatorState.RUNNING, *two, incidents=(incident,), recovery=down))
+        assert [e.message for e in decision.events if e.reason == "Running"] == [text]
+        assert job.status.restarts.recent[-1].seconds is None
+        up = report(CoordinatorState.RUNNING, *two, incidents=(incident,), recovery=Recovery(2.75, None))
+        job, _ = seen(job, 6, pods, up)
+        assert job.status.restarts.recent[-1].seconds == 2.75
+
+
+def test_what_a_job_had_is_not_changed_after_its_end() -> None:
+    job, _ = running(2, recovery={"maxRestarts": 3})
+    done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(3))
+    job, _ = seen(job, 3, tuple(pod(i, done, phase="Succeeded") for i in range(2)), None)
+    assert job.status.phase is Phase.COMPLETE
+    written = job.status.write(job.spec)
+    other = job_of(7, recovery={"maxRestarts": 9}).spec
+    again = JobStatus.read(written).write(other)
+    assert (again["nodes"], again["restarts"]) == (written["nodes"], written["restarts"])
+    assert (written["nodes"]["display"], written["restarts"]["display"]) == ("2/2", "0/3")
+
+
+def test_a_change_of_size_is_recorded_once() -> None:
+    job, pods = running(2)
+    smaller = replace(job, spec=job_of(1).spec, generation=2)
+    smaller, _ = seen(smaller, 3, pods, report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2))
+    joined = Incident(1, later(4), IncidentKind.JOINED, "job-0-0", 0, 0, message="the group becomes smaller")
+    reported = report(CoordinatorState.RESTARTING, MemberState.READY, incidents=(joined,))
+    smaller, _ = seen(smaller, 5, (pods[0], COORDINATOR), reported)
+    assert [r.reason for r in smaller.status.restarts.recent] == ["Scaled"]
+    assert smaller.status.restarts.seen_incident == 1

@@ -1,0 +1,91 @@
+"""What follows from a cause."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ddpjob.api.types import Backoff, JobSpec
+from ddpjob.core.failures.classify import Cause
+from ddpjob.core.failures.policy import Ruling, evaluate_rules, shell_code
+
+
+def spec(*rules: dict[str, Any]) -> JobSpec:
+    return JobSpec.read({"image": "a", "recovery": {"rules": list(rules)}})
+
+
+@pytest.mark.parametrize(
+    ("cause", "counted"),
+    [
+        *((c, True) for c in (Cause.WORKER_FAILED, Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.HANG)),
+        *(
+            (c, False)
+            for c in (
+                Cause.DISRUPTION,
+                Cause.PREEMPTED,
+                Cause.EVICTED,
+                Cause.DELETED,
+                Cause.NODE_LOST,
+                Cause.RENDEZVOUS_LOST,
+            )
+        ),
+        *((c, False) for c in (Cause.NODE_FAULT, Cause.START_ERROR, Cause.SCALED, Cause.JOINED, Cause.FENCED)),
+    ],
+)
+def test_without_rules(cause: Cause, counted: bool) -> None:
+    for trained in (True, False):
+        assert evaluate_rules(spec(), cause, 1, trained=trained) == Ruling(counted)
+
+
+def test_a_program_that_cannot_start_fails_a_job_that_never_made_a_step() -> None:
+    assert evaluate_rules(spec(), Cause.INIT_FAILURE, 78, trained=False).fails == "InitFailure"
+    assert evaluate_rules(spec(), Cause.INIT_FAILURE, 78, trained=True) == Ruling(True)
+    restart = spec({"cause": "InitFailure", "action": "Restart"})
+    assert evaluate_rules(restart, Cause.INIT_FAILURE, 78, trained=False) == Ruling(True)
+
+
+@pytest.mark.parametrize("cause", [Cause.WORKER_FAILED, Cause.EXIT_CODE])
+def test_a_configuration_error_fails_a_job_that_never_made_a_step(cause: Cause) -> None:
+    for code in (2, 64, 70, 74, 76, 78):
+        ruled = evaluate_rules(spec(), cause, code, trained=False)
+        assert (ruled.fails, ruled.counted) == ("ConfigurationError", False)
+        assert f"exit code {code}" in ruled.why
+        assert evaluate_rules(spec(), cause, code, trained=True) == Ruling(True)
+    for code in (1, 3, 63, 75, 79, 130, 137):
+        assert evaluate_rules(spec(), cause, code, trained=False) == Ruling(True)
+    again = spec({"cause": "ExitCode", "exitCodes": [2], "action": "Restart"})
+    assert evaluate_rules(again, cause, 2, trained=False) == Ruling(True)
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    rules = spec(
+        {"cause": "ExitCode", "exitCodes": [3, 137], "action": "Fail"},
+        {"cause": "ExitCode", "exitCodes": [4], "action": "RestartUncounted"},
+        {"cause": "OOMKilled", "action": "RestartUncounted"},
+        {"cause": "Disruption", "action": "Restart"},
+    )
+    for cause in (Cause.WORKER_FAILED, Cause.EXIT_CODE):
+        failed = evaluate_rules(rules, cause, 3, trained=True)
+        assert (failed.fails, failed.why) == ("RuleFailed", "recovery.rules[0] (cause ExitCode) fails the job")
+        assert evaluate_rules(rules, cause, 4, trained=True) == Ruling(False)
+        assert evaluate_rules(rules, cause, 5, trained=True) == Ruling(True)
+        assert evaluate_rules(rules, cause, None, trained=True) == Ruling(True)
+    assert evaluate_rules(rules, Cause.OOM_KILLED, 137, trained=True) == Ruling(False), "not an ExitCode"
+    for cause in (Cause.DISRUPTION, Cause.PREEMPTED, Cause.EVICTED):
+        assert evaluate_rules(rules, cause, 143, trained=True) == Ruling(True)
+    assert evaluate_rules(rules, Cause.NODE_LOST, None, trained=True) == Ruling(False)
+    assert evaluate_rules(rules, Cause.DELETED, 143, trained=True) == Ruling(False)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signal", "code"),
+    [(3, None, 3), (-9, "SIGKILL", 137), (None, "SIGSEGV", 139), (None, None, None), (None, "SIGNOPE", None)],
+)
+def test_exit_codes_are_as_a_shell_shows_them(exit_code: int | None, signal: str | None, code: int | None) -> None:
+    assert shell_code(exit_code, signal) == code
+
+
+def test_backoff_doubles_from_the_second_failure_on() -> None:
+    backoff = Backoff(initial=0.5, maximum=3)
+    assert [backoff.seconds(n) for n in range(7)] == [0, 0, 0.5, 1, 2, 3, 3]
+    assert backoff.seconds(10_000) == 3

@@ -1,0 +1,58 @@
+"""A coordinator that is replaced, and may run on, is asked to exit; that of a generation which is over, to stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from ddpjob.core.decision import Decision, Notify
+from ddpjob.core.world import ContainerView, HostView, PodView, World
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
+from worlds import COORDINATOR, decide, job_of, later, pod, report, running, seen
+
+ENDPOINT = "10.0.0.1:29401"
+
+
+def messages(decision: Decision) -> list[tuple[str, str]]:
+    return [(a.endpoint, str(a.verb)) for a in decision.actions if isinstance(a, Notify) and a.verb in ("exit", "stop")]
+
+
+def on_a_dead_host(mode: str) -> Decision:
+    """The kubelet of the coordinator's host, which no node is on, has been silent for long."""
+    job, pods = running(2, recovery={"mode": mode})
+    hosts = {name: HostView(name=name, ready=True, since=None, out_of_service=False) for name in ("n0", "n1", "n9")}
+    hosts["n9"] = replace(hosts["n9"], ready=False, since=later(3))
+    pods = (*pods[:2], replace(COORDINATOR, host="n9"))
+    last = report(CoordinatorState.RUNNING, MemberState.RUNNING, MemberState.RUNNING)
+    world = World(pods=pods, runtime="r", runtime_offered="r", report=last, hosts=hosts, has_service=True)
+    return decide(job, world, later(40))
+
+
+def test_in_fast_it_exits_so_that_its_members_look_for_the_next_one() -> None:
+    decision = on_a_dead_host("Fast")
+    assert decision.status.rendezvous.attempt == 1
+    assert messages(decision) == [(ENDPOINT, "exit")]
+    assert [a.body["before"] for a in decision.actions if isinstance(a, Notify)] == [1]
+
+
+def test_in_standard_its_members_end_with_their_generation() -> None:
+    decision = on_a_dead_host("Standard")
+    assert decision.status.rendezvous.generation == 1
+    assert messages(decision) == [(ENDPOINT, "stop")]
+
+
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+def test_one_that_serves_pods_which_are_saving_is_left_alone(mode: str) -> None:
+    job, pods = running(2, recovery={"mode": mode})
+    changed = job_of(2, recovery={"mode": mode}, env=[{"name": "LR", "value": "2"}])
+    last = report(CoordinatorState.RUNNING, MemberState.RUNNING, MemberState.RUNNING)
+    _, decision = seen(replace(changed, status=job.status), 5, pods, last)
+    assert decision.status.rendezvous.generation == 1 and messages(decision) == []
+
+
+def test_nothing_is_sent_while_the_coordinator_stays() -> None:
+    job, pods = running(2, recovery={"mode": "Fast"})
+    last = report(CoordinatorState.RUNNING, MemberState.RUNNING)
+    ended: PodView = pod(1, ContainerView(started=later(0), exit_code=1, finished=later(4)))
+    _, decision = seen(job, 5, (pods[0], ended, COORDINATOR), last)
+    assert decision.status.slots[1].attempt == 1 and messages(decision) == []

@@ -1,0 +1,173 @@
+"""Jobs that another release of the operator began: what runs stays, and what must be made again is made with ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from ddpjob.api.types import DDPJob, Json, SlotState
+from ddpjob.core.decide import decide
+from ddpjob.core.decision import CreateCoordinator, CreateNode, CreateRuntime, Creation, Decision, DeletePod
+from ddpjob.core.world import ContainerView, PodView, Role, World
+from ddpjob_runtime import protocol
+
+NOW = datetime(2026, 11, 22, 14, 40, tzinfo=UTC)
+OFFERED = "ddpjob-runtime-new"
+KEY = "1fdbc9"
+FIRST = {
+    "conditions": [
+        {
+            "lastTransitionTime": "2026-11-22T14:34:53Z",
+            "message": "2 of 2 pods have a node",
+            "observedGeneration": 1,
+            "reason": "AllPlaced",
+            "status": "True",
+            "type": "Scheduled",
+        },
+        {
+            "lastTransitionTime": "2026-11-22T14:35:07Z",
+            "message": "2 nodes train as one group",
+            "observedGeneration": 1,
+            "reason": "GroupRuns",
+            "status": "True",
+            "type": "Running",
+        },
+    ],
+    "highestAttempt": 0,
+    "nodes": {"active": 2, "display": "2/2", "ready": 2, "spare": 0, "wanted": 2},
+    "observedGeneration": 1,
+    "phase": "Running",
+    "podFiles": "fast-podfiles-47bacb09",
+    "progress": {"display": "step 61", "metrics": {"stepsPerSecond": 9.961}, "step": 61},
+    "rendezvous": {"endpoint": "198.19.49.3:29401", "generation": 0, "nodes": 2, "state": "Running"},
+    "restarts": {
+        "counted": 0,
+        "display": "0/10",
+        "max": 10,
+        "recent": [],
+        "seen": {"generation": 0, "incident": 0, "round": 0},
+        "total": 0,
+        "uncounted": 0,
+    },
+    "round": 0,
+    "slots": [{"attempt": 0, "node": "n2", "state": "Running"}, {"attempt": 0, "node": "n1", "state": "Running"}],
+    "startTime": "2026-11-22T14:34:53Z",
+}
+"""A status as the first operator wrote it, which had no versions of the protocol and files beside each job."""
+
+
+def begun(release: str, **fields: Any) -> DDPJob:
+    """A running job of two nodes whose pods another release made: the first one, or one of a protocol's version."""
+    spec = {"image": "image", "nodes": 2, **({} if "command" in fields else {"script": "train.py"}), **fields}
+    body: Json = {"metadata": {"name": "job", "namespace": "space", "uid": "uid", "generation": 1}, "spec": spec}
+    job = DDPJob.read({**body, "status": FIRST})
+    mark = f"{job.spec.template_hash}-{KEY}"
+    if release == "first":
+        return replace(job, status=replace(job.status, template_hash=mark))
+    return replace(job, status=replace(job.status, template_hash=f"{mark}-{release}", runtime="ddpjob-runtime-other"))
+
+
+def pods(*indices: int) -> tuple[PodView, ...]:
+    ran = {"created": NOW - timedelta(minutes=5), "phase": "Running", "address": "198.19.49.3"}
+    made = [
+        PodView(
+            name=f"job-{i}-0",
+            uid=f"n{i}",
+            role=Role.NODE,
+            index=i,
+            host=f"n{i}",
+            containers={"trainer": ContainerView(started=NOW)},
+            **ran,
+        )
+        for i in indices
+    ]
+    containers = {"coordinator": ContainerView(started=NOW)}
+    made.append(PodView(name="job-coordinator-0", uid="c", role=Role.COORDINATOR, containers=containers, **ran))
+    return tuple(made)
+
+
+def after(job: DDPJob, *seen: PodView, **world: Any) -> Decision:
+    objects = {"has_service": True, "has_budget": True, "has_policy": True, "key_mark": KEY}
+    return decide(job, World(pods=seen, runtime_offered=OFFERED, **(objects | world)), NOW)
+
+
+RELEASES = ["first", "2", str(protocol.VERSION), "99"]
+"""The first one, an earlier one and one of our own protocol whose runtime cannot be mounted any more, and a later one,
+before a way back.
+"""
+
+
+@pytest.mark.parametrize("kind", [{}, {"recovery": {"mode": "Fast"}}, {"command": ["train"]}], ids=str)
+@pytest.mark.parametrize("release", RELEASES)
+def test_pods_of_another_release_stay(release: str, kind: Json) -> None:
+    job = begun(release, **kind)
+    decision = after(job, *pods(0, 1))
+    assert not [a for a in decision.actions if isinstance(a, Creation | DeletePod)], "not even a ConfigMap"
+    assert decision.status.rendezvous.generation == 0 and not decision.status.restarts.total
+    assert decision.status.template_hash == job.status.template_hash, "the other release may come back"
+    assert decision.status.runtime == job.status.runtime
+    again = after(replace(job, status=decision.status), *pods(0, 1))
+    assert again.status == decision.status and not again.actions
+
+
+@pytest.mark.parametrize("kind", [{}, {"recovery": {"mode": "Fast"}}, {"command": ["train"]}], ids=str)
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_lost_pod_of_theirs_is_a_generation_with_our_runtime(release: str, kind: Json) -> None:
+    """A pod of ours alone could not speak with its peers."""
+    decision = after(begun(release, **kind), *pods(0))
+    status = decision.status
+    assert [(r.pod, r.reason, r.counted) for r in status.restarts.recent] == [("job-1-0", "Deleted", False)]
+    assert (status.rendezvous.generation, status.runtime) == (1, OFFERED)
+    assert status.template_hash.endswith(f"-{KEY}-{protocol.VERSION}")
+    assert [slot.attempt for slot in status.slots] == [1, 1] and CreateRuntime() in decision.actions
+    assert {a.name for a in decision.actions if isinstance(a, DeletePod)} == {"job-0-0"}
+    later = after(replace(begun(release, **kind), status=status), runtime=OFFERED)
+    assert {CreateCoordinator(), CreateNode(0, 1), CreateNode(1, 1)} <= set(later.actions)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_so_is_a_lost_coordinator_in_fast(release: str) -> None:
+    decision = after(begun(release, recovery={"mode": "Fast"}), *pods(0, 1)[:2])
+    assert [(r.reason, r.round) for r in decision.status.restarts.recent] == [("CoordinatorLost", 1)]
+    assert decision.status.rendezvous.generation == 1
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_and_so_are_more_nodes_but_not_fewer(release: str) -> None:
+    more, fewer = begun(release, nodes=3), begun(release, nodes=1)
+    assert after(more, *pods(0, 1)).status.rendezvous.generation == 1
+    decision = after(fewer, *pods(0, 1))
+    assert decision.status.rendezvous.generation == 0
+    assert {a.name for a in decision.actions if isinstance(a, DeletePod)} == {"job-1-0"}
+
+
+def test_pods_that_the_other_operator_had_only_planned_begin_a_generation_too() -> None:
+    job = begun("first")
+    planned = replace(job.status.slots[1], state=SlotState.PLANNED, attempt=1)
+    job = replace(job, status=replace(job.status, slots=(job.status.slots[0], planned)))
+    decision = after(job, *pods(0))
+    assert decision.status.restarts.recent[-1].reason == "RuntimeChanged"
+    assert decision.status.rendezvous.generation == 1
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_job_of_theirs_that_was_suspended_resumes_with_our_runtime(release: str) -> None:
+    job = begun(release)
+    suspend = replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True))
+    suspended = after(replace(job, spec=suspend), *pods(0, 1)).status
+    assert suspended.template_hash == job.status.template_hash
+    resumed = after(replace(job, status=suspended))
+    assert (resumed.status.runtime, resumed.status.restarts.total) == (OFFERED, 0)
+    assert resumed.status.template_hash.endswith(f"-{protocol.VERSION}")
+    later = after(replace(job, status=resumed.status), runtime=OFFERED)
+    assert later.status.rendezvous.generation == resumed.status.rendezvous.generation
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_another_spec_or_key_replaces_their_pods_as_it_does_ours(release: str) -> None:
+    assert after(begun(release), *pods(0, 1), key_mark="other").status.restarts.recent[-1].reason == "KeyChanged"
+    job = begun(release)
+    changed = replace(job, spec=begun(release, image="another").spec)
+    assert after(changed, *pods(0, 1)).status.restarts.recent[-1].reason == "SpecChanged"

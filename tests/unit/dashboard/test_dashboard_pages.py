@@ -1,0 +1,518 @@
+"""The dashboard over HTTP, with records of this machine's jobs: what pages show, who may ask, and hostile jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import threading
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from ddpjob.api.types import DDPJob
+from ddpjob.client.backend import LogOptions, Mistake, PodLine
+from ddpjob.client.log_follower import LogFollower
+from ddpjob.client.metric_series import read_metrics
+from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.dashboard import web_server
+from ddpjob.dashboard.fleet import Fleet, Samples, fleet_row
+from ddpjob.dashboard.job_views import Choice, listed, plain, reported_curves, timeline, trained_curves
+from ddpjob.dashboard.web_server import _own_host
+from ddpjob.local.paths import RUNS_VARIABLE, JobFolder
+from ddpjob.local.record import write_record
+from machine import slowness
+
+from benchmarks.dashboard_views import record, runs, served
+
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
+EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def names(folder: Path) -> Iterator[list[str]]:
+    with runs(folder, 30) as written:
+        yield written
+
+
+class Web:
+    """A browser's requests with the session's cookie."""
+
+    def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
+        self.address, self.session = address, session
+        self.port = int(address.rpartition(":")[2])
+
+    async def get(self, path: str, status: int = 200, **headers: str) -> str:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.session.get(self.address + path, headers=named, allow_redirects=False) as answer:
+            assert answer.status == status, (answer.status, await answer.text())
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+            return await answer.text()
+
+
+@contextlib.asynccontextmanager
+async def opened(*, signed_in: bool = True) -> AsyncIterator[Web]:
+    with Fleet(ProcessBackend()) as fleet:
+        async with (
+            served(fleet, "secret") as address,
+            aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session,
+        ):
+            web = Web(address, session)
+            if signed_in:
+                await web.get("/?token=secret", 303)
+            yield web
+
+
+def text(page: str) -> str:
+    """What a reader sees, roughly."""
+    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
+
+
+async def raw(web: Web, header: bytes, wanted: bytes) -> None:
+    """Asks with a header that no client would send."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", web.port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % header)
+    assert wanted in await reader.readline()
+    writer.close()
+
+
+async def soon(read: Any, wanted: Any) -> Any:
+    """The first answer of `read` that is wanted."""
+    async with asyncio.timeout(20 * slowness()):
+        while not wanted(answer := await read()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return answer
+
+
+async def test_the_list_has_every_job_with_its_numbers(names: list[str]) -> None:
+    async with opened() as web:
+        page = await web.get("/")
+        assert all(f'href="/jobs/default/{name}"' in page for name in names)
+        assert "Jobs 30" in text(page) and "GPUs idle" in page
+        failed = next(name for name in names if record_of(name)["status"]["phase"] == "Failed")
+        line = next(row for row in page.split("<tr ") if f"/{failed}" in row)
+        assert "RestartBudgetSpent" in text(line) and record_of(failed)["status"]["restarts"]["display"] in text(line)
+
+
+def record_of(name: str) -> dict[str, Any]:
+    return record(int(name.rpartition("-")[2]), NOW)
+
+
+async def test_filters_sorting_and_wrong_queries(names: list[str]) -> None:
+    async with opened() as web:
+        page = await web.get("/?state=Failed&sort=name")
+        shown = re.findall(r'href="/jobs/default/([^"]+)"', page)
+        assert shown == sorted(name for name in names if record_of(name)["status"]["phase"] == "Failed")
+        assert re.findall(r'href="/jobs/default/([^"]+)"', await web.get("/?q=RESNET50+0008")) == [
+            "resnet50-imagenet-0008"
+        ]
+        assert "No job fits" in await web.get("/?q=nowhere")
+        for query in (
+            "page=99999999",
+            "page=-1",
+            "sort=evil",
+            "state=evil",
+            "q=%22%3E%3Cscript%3E",
+            "dir=" + "x" * 500,
+        ):
+            assert "<script>" not in (await web.get(f"/?{query}")).replace("<script src", "")
+
+
+async def test_a_job_has_its_restarts_pods_events_and_manifest(names: list[str]) -> None:
+    name = next(name for name in names if record_of(name)["status"]["restarts"]["total"] >= 3)
+    restarts = record_of(name)["status"]["restarts"]["recent"]
+    async with opened() as web:
+        page = text(await web.get(f"/jobs/default/{name}"))
+        for restart in restarts:
+            assert restart["reason"] in page and restart["pod"] in page
+        assert "ValueError: loss is NaN at step 4121" in page or all(r["reason"] != "WorkerFailed" for r in restarts)
+        assert "script: train.py" in await web.get(f"/jobs/default/{name}/manifest")
+        assert "managedFields" not in await web.get(f"/jobs/default/{name}/manifest")
+        await web.get(f"/jobs/other/{name}", 404)
+        await web.get("/jobs/default/nobody", 404)
+        for path in (
+            "/jobs/default/..",
+            "/jobs/default/%2e%2e%2fx",
+            "/static/..%2fweb_server.py",
+            "/static/x",
+            "/nothing",
+        ):
+            await web.get(path, 404)
+
+
+async def test_what_a_job_has_written_is_text(folder: Path) -> None:
+    body = record(4, datetime.now(UTC))  # with restarts
+    name = body["metadata"]["name"]
+    status = body["status"]
+    status["progress"] |= {
+        "display": EVIL,
+        "lossDisplay": EVIL,
+        "speedDisplay": EVIL,
+        "eta": EVIL,
+        "metrics": {EVIL: 1},
+    }
+    for part in (*status["conditions"], *status["restarts"]["recent"]):
+        part |= {"reason": "Evil" + EVIL, "message": f"{EVIL}\n{EVIL}\x1b[31m"}
+    body["spec"] |= {"args": [EVIL], "image": EVIL}
+    run = JobFolder(folder / name).run("1")
+    run.pods.mkdir(parents=True)
+    body["local"] |= {"folder": str(run.path)}
+    body["local"]["pods"] = [{"name": f"{name}-0-0", "role": EVIL, "state": EVIL}]
+    happened = {"time": status["conditions"][0]["lastTransitionTime"], "warning": True, "reason": EVIL, "message": EVIL}
+    run.events.write_text(json.dumps(happened) + "\n")
+    write_record(JobFolder(folder / name), body)
+    async with opened() as web:
+        for path in ("/", f"/jobs/default/{name}", f"/jobs/default/{name}/manifest", f"/jobs/default/{name}/logs"):
+            page = await web.get(path)
+            assert "<img src=x" not in page and "<script>" not in page and "\x1b" not in page, path
+        assert "&lt;img src=x" in page or "&lt;img src=x" in await web.get("/")
+
+
+async def test_a_message_that_only_commands_a_terminal_is_empty(folder: Path) -> None:
+    body = record(0, datetime.now(UTC))
+    run = JobFolder(folder / body["metadata"]["name"]).run("1")
+    run.pods.mkdir(parents=True)
+    body["local"]["folder"] = str(run.path)
+    for condition in body["status"]["conditions"]:
+        condition["message"] = "\x1b[31m"
+    happened = {"time": "2026-01-01T00:00:00Z", "warning": True, "reason": "Odd", "message": "\x1b[0m"}
+    run.events.write_text(json.dumps(happened) + "\n")
+    write_record(JobFolder(folder / body["metadata"]["name"]), body)
+    async with opened() as web:
+        assert "Odd" in await web.get(f"/jobs/default/{body['metadata']['name']}")
+
+
+async def test_records_that_cannot_be_read_cost_only_themselves(names: list[str], folder: Path) -> None:
+    body = record(1, datetime.now(UTC))
+    for number, spec in enumerate(({}, {"nodes": "x" * 100_000}, {"image": 1, "nodes": []})):
+        broken = {**body, "metadata": {"name": f"broken-{number}"}, "spec": spec, "status": {"phase": {"a": 1}}}
+        (folder / f"broken-{number}").mkdir()
+        write_record(JobFolder(folder / f"broken-{number}"), broken)
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "status.json").write_text("[1]")
+    odd: tuple[dict[str, Any], ...] = (
+        {"status": {"nodes": "x"}}, {"status": {"restarts": [1]}}, {"status": {"progress": {"metrics": [1]}}},
+        {"metadata": {"creationTimestamp": 5}}, {"status": {"conditions": 5}},
+    )  # fmt: skip
+    for number, part in enumerate(odd):
+        (folder / f"odd-{number}").mkdir()
+        metadata = {"name": f"odd-{number}", **part.get("metadata", {})}
+        write_record(JobFolder(folder / f"odd-{number}"), {**body, **part, "metadata": metadata})
+    for name, part in {"words": {"status": "x"}, "empty": {"spec": None}, "list": {"spec": []}}.items():
+        (folder / name).mkdir()
+        write_record(JobFolder(folder / name), {**body, **part, "metadata": {"name": name}})
+    async with opened() as web:
+        page = await web.get("/")
+        assert "Jobs 38" in text(page) and "Unreadable" in page and page.count("not the record of a job") == 3
+        (folder / "odd-9").mkdir()
+        write_record(JobFolder(folder / "odd-9"), {**body, "metadata": {"name": "odd-9"}, "status": {"nodes": [1]}})
+        await soon(lambda: web.get("/"), lambda page: "odd-9" in page)
+        assert "cannot be read" in text(await web.get("/jobs/default/odd-3", 502))
+        assert "cannot be read" in text(await web.get("/jobs/default/broken-1", 502))
+
+
+async def test_only_who_has_the_token_may_ask_and_only_for_this_server(names: list[str]) -> None:
+    async with opened(signed_in=False) as web:
+        for path in (
+            "/",
+            f"/jobs/default/{names[0]}",
+            "/live",
+            f"/jobs/default/{names[0]}/log",
+            "/?token=wrong",
+            "/?token=",
+        ):
+            said = await web.get(path, 401)
+            assert names[0] not in said and "runs" not in said.replace("href", "")
+        await raw(web, b"Cookie: ddpjob-dashboard-%d=\xff\xfe\r\n" % web.port, b" 401 ")
+        assert "DDPJob" not in await web.get("/healthz")
+        moved = "/?q=a"
+        async with web.session.get(f"{web.address}{moved}&token=secret", allow_redirects=False) as answer:
+            cookie = answer.headers["Set-Cookie"]
+            assert answer.headers["Location"] == moved and "HttpOnly" in cookie and "SameSite=Lax" in cookie
+        await web.get("/")
+        await web.get("/", 421, Host="evil.example")
+        await web.get("/healthz", 421, Host="127.0.0.1.evil.example:8300")
+        await web.get("/live", 403, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")
+        await web.get("/", 200, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")
+        for method in ("post", "put", "delete", "patch"):
+            async with web.session.request(method, web.address + "/", data=b"x") as answer:
+                assert answer.status == 405
+
+
+def test_names_of_this_server() -> None:
+    own = ("localhost:1", "127.0.0.1:8300", "[::1]:8300", "10.1.2.3")
+    names = {"localhost", "gpu-1", ""}
+    assert all(_own_host(host, names) for host in (*own, "GPU-1:8300"))
+    foreign = ("", "evil.example", "localhost.evil.example", "a@localhost", "127.0.0.1.x", "[")
+    assert not any(_own_host(host, names) for host in foreign)
+
+
+async def events(answer: aiohttp.ClientResponse, wanted: bytes) -> str:
+    """The stream up to a text."""
+    said = b""
+    async with asyncio.timeout(30 * slowness()):
+        while wanted not in said:
+            said += await answer.content.readany()
+    return said.decode()
+
+
+async def test_a_change_is_announced_and_the_page_has_it(names: list[str], folder: Path) -> None:
+    name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
+    place = JobFolder(folder / name)
+    async with opened() as web, web.session.get(f"{web.address}/live?job=default/{name}") as live:
+        await events(live, b"event: changed\n")
+        body = json.loads(place.status.read_text())
+        assert "epoch 77/99" not in await web.get(f"/jobs/default/{name}")
+        body["status"]["progress"] |= {"display": "epoch 77/99", "step": 10**6, "loss": 7.5, "lossDisplay": "7.5"}
+        write_record(place, body)
+        await events(live, b"event: changed\n")
+        assert "epoch 77/99" in await web.get(f"/jobs/default/{name}")
+        curves = json.loads(await web.get(f"/jobs/default/{name}/curves"))["curves"]
+        assert next(curve["y"] for curve in curves if curve["title"] == "loss")[-1] == 7.5
+        place.status.unlink()
+        await soon(lambda: web.get("/"), lambda page: f"/{name}" not in page)
+        await web.get(f"/jobs/default/{name}", 404)
+
+
+async def test_a_log_follows_until_its_reader_leaves(names: list[str], folder: Path) -> None:
+    name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
+    [pod, *_] = record_of(name)["local"]["pods"]
+    log = JobFolder(folder / name).run("1").log(pod["name"], "trainer")
+    others = set(threading.enumerate())
+
+    async def readers() -> list[str]:
+        return [each.name for each in set(threading.enumerate()) - others if each.name.startswith("log")]
+
+    async with opened() as web:
+        async with web.session.get(f"{web.address}/jobs/default/{name}/log?pod={pod['name']}") as answer:
+            await events(answer, b"step 59")
+            assert await readers()
+            with log.open("a") as file:
+                file.write(f"{EVIL}\x1b[31mred\x1b[0m{'x' * 9000}\n" + "old\r" * 9000 + "100%\r\n")
+            said = await events(answer, b"100%")
+            assert "\\u001b" not in said and "red" in said and "old" not in said and "x" * 4001 not in said
+        await soon(readers, lambda left: not left)
+
+
+async def test_the_log_of_an_ended_job_has_an_end(folder: Path) -> None:
+    body = record(0, datetime.now(UTC))
+    body["status"]["conditions"] = [c | {"type": "Complete", "status": "True"} for c in body["status"]["conditions"]]
+    body["status"]["phase"] = "Complete"
+    place = JobFolder(folder / body["metadata"]["name"])
+    run = place.run("1")
+    run.pods.mkdir(parents=True)
+    body["local"]["folder"] = str(run.path)
+    run.log(f"{place.name}-0-0", "trainer").write_text("".join(f"line {n}\n" for n in range(2000)))
+    write_record(place, body)
+    async with opened() as web, web.session.get(f"{web.address}/jobs/default/{place.name}/log") as answer:
+        said = await events(answer, b"event: end")
+        assert "line 1500" in said and "line 1999" in said and "line 1499" not in said
+
+
+async def test_a_fault_of_ours_ends_a_log_and_is_a_page(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a fault")
+
+    name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
+    monkeypatch.setattr(LogFollower, "lines", fail)
+    monkeypatch.setattr(web_server, "slot_rows", fail)
+    async with opened() as web:
+        async with web.session.get(f"{web.address}/jobs/default/{name}/log") as answer:
+            assert "-- the log cannot be read: RuntimeError: a fault" in await events(answer, b"event: end")
+        assert "a fault" in text(await web.get(f"/jobs/default/{name}", 500))
+
+
+async def test_the_log_of_a_whole_job_is_that_of_few_slots(names: list[str], folder: Path) -> None:
+    name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
+    place, body = JobFolder(folder / name), record_of(name)
+    run = place.run("1")
+    for attempt in range(20):
+        run.log(f"{name}-0-{attempt}", "trainer").write_text("")
+    body["local"] |= {"folder": str(run.path), "pods": [{"name": f"{name}-0-20", "role": "node", "state": "Running"}]}
+    write_record(place, body)
+    async with opened() as web:
+        assert 'log?pod="' in await web.get(f"/jobs/default/{name}/logs")
+        body["local"]["pods"] = [{"name": f"{name}-{n}-20", "role": "node", "state": "Running"} for n in range(17)]
+        body["status"]["round"] = 77
+        write_record(place, body)
+        page = await soon(lambda: web.get(f"/jobs/default/{name}/logs"), lambda page: f"{name}-16-20" in page)
+        assert f'log?pod={name}-0-20"' in page
+        assert "choose a pod" in text(await web.get(f"/jobs/default/{name}/log", 400))
+
+
+async def test_streams_are_limited(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "STREAMS", 1)
+    async with opened() as web:
+        async with web.session.get(f"{web.address}/live"):
+            await web.get("/live", 503)
+
+        async def status() -> int:
+            async with web.session.get(f"{web.address}/live") as answer:
+                return answer.status
+
+        await soon(status, lambda code: code == 200)
+
+
+def test_the_place_is_gone_and_comes_back(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpjob.dashboard import fleet as module
+
+    monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
+    backend, answers = ProcessBackend(), threading.Event()
+
+    def changes(name: str | None, seconds: float | None = None) -> Iterator[Any]:
+        raise Mistake("the API server does not answer")
+        yield
+
+    jobs = backend.jobs
+
+    def read() -> Any:
+        if started and not answers.is_set():
+            raise Mistake("still away")
+        return jobs()
+
+    started: list[int] = []
+    monkeypatch.setattr(backend, "jobs", read)
+    monkeypatch.setattr(backend, "changes", changes)
+    with Fleet(backend) as fleet:
+        started.append(1)
+        wait(lambda: "does not answer" in fleet.problem)
+        monkeypatch.setattr(backend, "changes", ProcessBackend().changes)
+        answers.set()
+        wait(lambda: not fleet.problem)
+        assert len(fleet.rows()) == 30
+
+
+def wait(true: Any) -> None:
+    end = threading.Event()
+    for _ in range(int(2000 * slowness())):
+        if true():
+            return
+        end.wait(0.01)
+    raise AssertionError("not within 20 s")
+
+
+# --- what pages show --------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_pages_counts_all_of_them() -> None:
+    rows = [fleet_row(record(number, NOW)) for number in range(250)]
+    found = listed(rows, Choice(sort="name", page=9), NOW)
+    assert found.pages == found.page == 3 and len(found.rows) == 50 and found.total == sum(found.states.values()) == 250
+    assert found.active == sum(row.state not in ("Complete", "Failed") for row in rows)
+    for sort in ("state", "progress", "restarts", "gpus", "runtime", "age", "namespace"):
+        upward = listed(rows, Choice(sort=sort), NOW).rows
+        assert len(upward) == 100 and upward[0] != listed(rows, Choice(sort=sort, descending=True), NOW).rows[0]
+    held = next(row for row in rows if row.state == "Running")
+    assert held.gpus == held.gpus_training == 8 * held.pods > 0
+
+
+def test_the_spans_of_a_timeline_fill_the_time_in_their_order() -> None:
+    for number in range(60):
+        body = record(number, NOW)
+        job = DDPJob.read({**body, "metadata": {**body["metadata"]}})
+        drawn = timeline(job, body["status"]["phase"], NOW)
+        if job.status.start_time is None:
+            assert drawn is None
+            continue
+        assert drawn is not None
+        at = 0.0
+        for span in drawn.spans:
+            assert span.begin == pytest.approx(at) and span.width > 0
+            at = span.begin + span.width
+        assert at == pytest.approx(1000)
+        broken = sum(span.kind == "restart" for span in drawn.spans)
+        listed_there = [r for r in job.status.restarts.recent if drawn.begin <= r.time <= drawn.end]
+        assert broken == len(listed_there)
+
+
+def test_curves_keep_their_peaks_and_leave_out_what_is_no_number() -> None:
+    lines = [
+        {"event": "start", "step": 0},
+        *({"event": "step", "step": n, "loss": 1.0, "round": 1} for n in range(9000)),
+    ]
+    lines += [
+        {"event": "step", "step": 4567, "loss": 99.0},
+        {"event": "start", "step": 8000},
+        {"event": "eval", "step": 9, "accuracy": 0.5},
+    ]
+    lines += [
+        {"event": "step", "step": 9, "loss": 10**400},
+        {"event": "step", "step": "x", "loss": 1},
+        {"event": "step"},
+    ]
+    drawn = trained_curves(read_metrics("\n".join(map(json.dumps, lines)) + '\n{"cut'))
+    assert [curve["title"] for curve in drawn["curves"]] == ["loss", "test accuracy"] and drawn["starts"] == [8000]
+    loss = drawn["curves"][0]
+    assert len(loss["x"]) <= 1201 and loss["x"] == sorted(loss["x"]) and max(loss["y"]) == 99.0
+    json.dumps(drawn, allow_nan=False)
+
+
+def test_reported_samples_are_bounded() -> None:
+    samples = Samples()
+    for step in range(5000):
+        samples.add(
+            {"progress": {"step": step, "loss": step if step % 2 else float("nan"), "samplesPerSecond": 10**400}}
+        )
+    samples.add({"progress": {"step": "x"}})
+    assert len(samples.steps) == len(samples.losses) == len(samples.speeds) <= 512
+    [curve] = reported_curves(samples, "samples/s")["curves"]
+    assert curve["title"] == "loss" and curve["x"][-1] == 4999
+    json.dumps(curve, allow_nan=False)
+
+
+def test_another_job_of_the_same_name_has_curves_of_its_own(names: list[str]) -> None:
+    fleet, body = Fleet(ProcessBackend()), record(0, NOW)
+    for step in (1, 2):
+        fleet._keep({**body, "status": {**body["status"], "progress": {"step": step, "loss": 1.0}}})
+    later = {**body, "metadata": {**body["metadata"], "creationTimestamp": "2026-02-01T00:00:00Z"}}
+    fleet._keep({**later, "status": {**body["status"], "progress": {"step": 9, "loss": 1.0}}})
+    assert list(fleet.samples(("default", body["metadata"]["name"])).steps) == [9]
+
+
+def test_plain_text_commands_no_terminal() -> None:
+    assert plain("a\x1b[1;31mred\x1b[0m\tb\r\n\x1b]0;title\x07c\x00\u202ed") == "ared\tb\ncd"
+
+
+# --- logs -------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_large_log_is_read_without_its_beginning(names: list[str], folder: Path) -> None:
+    name = names[0]
+    log = JobFolder(folder / name).run("1").log(f"{name}-0-9", "trainer")
+    log.write_bytes(b"".join(b"line %d %s\n" % (n, b"x" * (n % 300)) for n in range(20_000)) + b"no end")
+    pod = PodLine(f"{name}-0-9", "node", 0, "Ended", ended=True)
+    whole = log.read_bytes().splitlines(keepends=True)
+    for tail in (0, 1, 2, 700, 19_999, 30_000):
+        read = b"".join(ProcessBackend().log(pod, LogOptions(tail=tail)))
+        assert read.splitlines(keepends=True) == (whole[-tail:] if tail else [])
+
+
+def test_a_line_without_an_end_is_cut_off() -> None:
+    class Endless(ProcessBackend):
+        def job(self, name: str) -> dict[str, Any]:
+            return {"metadata": {"name": name}, "spec": {}, "status": {"phase": "Interrupted"}}
+
+        def pods(self, name: str) -> list[PodLine]:
+            return [PodLine("j-0-0", "node", 0, "Running")]
+
+        def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+            for _ in range(80):
+                yield b"x" * 65536
+            yield b"\nnext"
+
+    backend = Endless()
+    for options, most in ((LogOptions(follow=True), 1 << 20), (LogOptions(follow=True, line_bytes=16_000), 16_000)):
+        follower = LogFollower(backend, backend.job("j"), options)
+        lines = [line.text for line in follower.lines()]
+        assert len(lines) == 2 and len(lines[0]) == most and lines[1] == b"next"
+        assert follower.notes == [f"pod j-0-0: lines of more than {most:,} bytes were cut off"]

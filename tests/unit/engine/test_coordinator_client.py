@@ -1,0 +1,341 @@
+"""The coordinators' HTTP client, against servers on loopback: what it sends, and that no answer is an exception."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from aiohttp import web
+from ddpjob.engine.coordinator_client import CoordinatorClient, Target, read_report
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator.server import Server
+from ddpjob_runtime.coordinator.settings import Settings
+from machine import slowness
+
+TOKEN = "the job's token"
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+REPORT: dict[str, Any] = {
+    "generation": 3,
+    "state": "Running",
+    "nodes": 2,
+    "minNodes": 2,
+    "backoff": [1, 60],
+    "world": 2,
+    "progress": {"step": 5},
+}
+Handler = Callable[[web.Request], Any]
+
+
+@asynccontextmanager
+async def listening(handle: Handler, host: str = "127.0.0.1") -> AsyncIterator[str]:
+    """host:port of a server that answers every request by this function."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, 0).start()
+        port = runner.addresses[0][1]
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def older_coordinator(answer: Any, status: int = 200) -> AsyncIterator[tuple[Target, list[Any]]]:
+    """(target, received requests) of a coordinator of protocol 2 that gives one answer: JSON, or the text of it."""
+    received: list[Any] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        received.append((request.method, request.path, request.headers.get("Authorization"), body))
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        return web.Response(text=text, status=status, content_type="application/json")
+
+    async with listening(handle) as endpoint:
+        yield Target(endpoint, TOKEN, version=2), received
+
+
+@asynccontextmanager
+async def coordinator(token: str = TOKEN, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, Server]]:
+    """host:port of the coordinator itself."""
+    server = Server(Settings(2, 2, 3), token, store_ready=True)
+    listener = await asyncio.start_server(server.serve, host, 0, limit=protocol.MAX_LINE)
+    port = listener.sockets[0].getsockname()[1]
+    try:
+        yield (f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), server
+    finally:
+        listener.close()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[CoordinatorClient]:
+    made = CoordinatorClient()
+    yield made
+    await made.close()
+
+
+async def test_a_coordinator_and_the_operator_prove_that_they_know_the_token(client: CoordinatorClient) -> None:
+    async with coordinator() as (endpoint, server):
+        target = Target(endpoint, TOKEN)
+        report = await client.report(target)
+        assert report is not None and report.generation == 3
+        await client.notify(target, "size", {"nodes": 5, "minNodes": 4})
+        report = await client.report(target)
+        assert report is not None and (report.nodes, report.min_nodes) == (5, 4)
+        server.instance = "another start of the coordinator"
+        assert await client.report(target) is not None
+
+
+async def test_a_change_between_asking_and_waiting_is_seen() -> None:
+    """Else a long poll is held until the change after it."""
+    server = Server(Settings(2, 2, 3), TOKEN, store_ready=True)
+    waiting = asyncio.ensure_future(server.wait_for_change())
+    server.coordinator.resize(5, 4)
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_messages_at_the_same_time_arrive(client: CoordinatorClient, caplog: pytest.LogCaptureFixture) -> None:
+    """All of them meet a coordinator that is not known yet."""
+    async with coordinator() as (endpoint, server):
+        target = Target(endpoint, TOKEN)
+        sizes = client.notify(target, "size", {"nodes": 5, "minNodes": 4})
+        patience = client.notify(target, "patience", {"hangAfter": 60, "backoff": [2, 30]})
+        await asyncio.gather(sizes, patience, client.report(target))
+        report = server.coordinator.report()
+        assert (report.nodes, report.hang_after) == (5, 60) and caplog.messages == []
+
+
+async def test_the_report_of_another_job_is_not_believed(
+    client: CoordinatorClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An address is given to another pod. Nor does its coordinator do what this operator says."""
+    async with coordinator("another job's token") as (endpoint, server):
+        assert await client.report(Target(endpoint, TOKEN)) is None
+        await client.notify(Target(endpoint, TOKEN), "stop", {"ok": False, "why": ""})
+        assert server.coordinator.rounds.state == "Forming"
+    assert "does not prove" in caplog.records[0].getMessage()
+
+
+async def test_a_stranger_gets_neither_the_token_nor_what_serves_it_elsewhere(client: CoordinatorClient) -> None:
+    heard: list[tuple[str, str, dict[str, str]]] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        heard.append((request.method, request.path_qs, dict(request.headers)))
+        return web.json_response(REPORT)
+
+    async with listening(handle) as endpoint, coordinator() as (own, _):
+        assert await client.report(Target(endpoint, TOKEN)) is None
+        await client.notify(Target(endpoint, TOKEN), "stop", {"ok": False, "why": ""})
+        assert TOKEN not in str(heard)
+        async with client.session.get(f"http://{own}/status", headers=heard[0][2]) as answer:
+            assert answer.status == 401, "the proof was made for another coordinator"
+
+
+async def test_a_report_of_an_older_coordinator_is_read(client: CoordinatorClient) -> None:
+    async with older_coordinator(REPORT) as (target, received):
+        report = await client.report(target)
+    assert report is not None and (report.generation, report.world, report.progress) == (3, 2, {"step": 5})
+    assert received == [("GET", "/status", None, None)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (REPORT, 503),
+        ({"state": "Running"}, 200),
+        ([], 200),
+        ({"generation": "x"}, 200),
+        (REPORT | {"recovery": 5}, 200),
+        (REPORT | {"startedAt": "0001-01-01T00:00:00.000Z"}, 200),
+        (REPORT | {"now": "9999-12-31T23:59:59.000Z", "startedAt": "0001-01-01T00:00:00.000Z"}, 200),
+        (
+            REPORT | {"incidents": [{"id": n, "time": "2026-01-01T00:00:00.000Z", "kind": "Hang"} for n in range(51)]},
+            200,
+        ),
+        (json.dumps(REPORT | {"nodes": float("nan")}), 200),
+        ("[" * 100_000, 200),
+        ("9" * 5000, 200),
+        (" " * protocol.MAX_REPORT + json.dumps(REPORT), 200),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_an_answer_that_breaks_the_contract_is_no_report(
+    client: CoordinatorClient, answer: Any, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with older_coordinator(answer, status) as (target, _):
+        assert await client.report(target) is None
+    [record] = caplog.records
+    assert len(record.getMessage()) <= 200 and "\n" not in record.getMessage()
+
+
+async def test_an_answer_is_not_unpacked(client: CoordinatorClient) -> None:
+    """A few hundred kilobytes would become gigabytes."""
+    asked: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(request.headers["Accept-Encoding"])
+        body = gzip.compress(json.dumps(REPORT).encode())
+        return web.Response(body=body, headers={"Content-Encoding": "gzip"})
+
+    async with listening(handle) as endpoint:
+        assert await client.report(Target(endpoint, TOKEN, version=2)) is None
+    assert asked == ["identity"]
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05], ids=["flood", "drip"])
+async def test_an_answer_without_an_end_is_given_up(
+    client: CoordinatorClient, pause: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpjob.engine.coordinator_client.SECONDS", 0.5)
+    sent = 0
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await answer.write(b" " * (1 if pause else 65536))
+                sent += 65536
+                await asyncio.sleep(pause)
+        return answer
+
+    async with listening(handle) as endpoint:
+        began = asyncio.get_running_loop().time()
+        assert await client.report(Target(endpoint, TOKEN, version=2)) is None
+        assert asyncio.get_running_loop().time() - began < 5 * slowness()
+    assert sent < 20 * protocol.MAX_REPORT
+
+
+@pytest.mark.parametrize("status", [302, 307])
+async def test_no_redirect_is_followed(client: CoordinatorClient, status: int) -> None:
+    seen: list[str] = []
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        return web.json_response(REPORT)
+
+    async with listening(elsewhere) as other:
+
+        async def handle(request: web.Request) -> web.Response:
+            return web.Response(status=status, headers={"Location": f"http://{other}/metadata"})
+
+        async with listening(handle) as endpoint:
+            target = Target(endpoint, TOKEN, version=2)
+            assert await client.report(target) is None
+            await client.notify(target, "size", {})
+    assert seen == []
+
+
+async def test_nobody_listens(client: CoordinatorClient) -> None:
+    async with older_coordinator(REPORT) as (target, _):
+        pass
+    assert await client.report(target) is None
+    await client.notify(target, "size", {})
+
+
+async def test_an_ipv6_address_stands_in_brackets(client: CoordinatorClient) -> None:
+    try:
+        async with coordinator(host="::1") as (endpoint, _):
+            assert await client.report(Target(endpoint, TOKEN)) is not None
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+
+
+async def test_a_message_to_an_older_coordinator_carries_the_token(
+    client: CoordinatorClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with older_coordinator({}) as (target, received):
+        await client.notify(target, "size", {"nodes": 2})
+    assert received == [("POST", "/v1/size", f"Bearer {TOKEN}", {"nodes": 2})]
+    assert not caplog.records
+    async with older_coordinator({"error": "nodes\n" * 1000}, 400) as (target, _):
+        await client.notify(target, "size", {})
+    [record] = caplog.records
+    text = record.getMessage()
+    assert record.levelno == logging.WARNING and "rejects size" in text and "400" in text
+    assert len(text) <= 200 and "\n" not in text
+
+
+async def test_it_is_made_outside_of_an_event_loop_and_closed_unused() -> None:
+    await CoordinatorClient().close()
+
+
+# --- reading
+
+
+def written(**changes: Any) -> bytes:
+    return json.dumps(REPORT | changes).encode()
+
+
+def test_times_of_another_clock_become_ours() -> None:
+    """The coordinator's is 40 s behind; what happened 2 s ago by it happened 2 s ago by ours."""
+    behind = NOW - timedelta(seconds=40)
+    ago = protocol.iso(behind - timedelta(seconds=2))
+    report = read_report(
+        written(
+            now=protocol.iso(behind),
+            lost=[{"pod": "job-0-0", "since": ago}],
+            incidents=[{"id": 1, "time": ago, "kind": "Hang"}],
+            backoffUntil=protocol.iso(behind + timedelta(seconds=5)),
+            recovery={"downSince": ago},
+        ),
+        NOW,
+    )
+    then = NOW - timedelta(seconds=2)
+    assert (report.lost[0].since, report.incidents[0].time, report.recovery.down_since) == (then, then, then)
+    assert report.backoff_until == NOW + timedelta(seconds=5)
+
+
+def test_a_difference_that_may_be_the_way_of_the_answer_changes_nothing() -> None:
+    """Else the same times would differ a little with each report, and each would be a write of the status."""
+    since = protocol.iso(NOW - timedelta(seconds=9))
+    for late in (0.0, 0.3, 0.9):
+        now = protocol.iso(NOW - timedelta(seconds=late))
+        report = read_report(written(now=now, lost=[{"pod": "p", "since": since}]), NOW)
+        assert report.lost[0].since == NOW - timedelta(seconds=9)
+
+
+def test_without_the_coordinators_clock_nothing_is_in_the_future() -> None:
+    later = protocol.iso(NOW + timedelta(hours=1))
+    report = read_report(written(lost=[{"pod": "p", "since": later}]), NOW)
+    assert report.lost[0].since == NOW
+
+
+def test_a_report_of_the_first_release_is_read() -> None:
+    """As its coordinator wrote it: other names, and nulls where an incident has no text."""
+    report = {key: value for key, value in REPORT.items() if key not in ("minNodes", "now", "news")}
+    texts = dict.fromkeys(("index", "rank", "localRank", "exitCode", "signal", "message", "traceback"))
+    incident = {**texts, "id": 1, "time": "2026-01-01T00:00:00.000Z", "kind": "Left", "pod": "job-1-0"}
+    first = report | {"wanted": 2, "minimum": 1, "version": 7, "incidents": [incident]}
+    read = read_report(json.dumps(first).encode(), NOW, version=1)
+    assert (read.nodes, read.min_nodes, read.version) == (REPORT["nodes"], 1, 7)
+    assert (read.incidents[0].kind, read.incidents[0].message) == ("Left", "")
+    for broken in ([], {"incidents": 5}, {"incidents": [5]}, {"minimum": "x"}):
+        body = first | broken if isinstance(broken, dict) else broken
+        with pytest.raises(ValueError, match="report"):
+            read_report(json.dumps(body).encode(), NOW, version=1)
+
+
+def test_what_is_kept_of_a_report_is_bounded() -> None:
+    incident = {"time": protocol.iso(NOW), "kind": "Hang", "message": "m" * 9999, "traceback": "t" * 99999}
+    members = [{"pod": f"job-{n}-0", "state": "Ready"} for n in range(1124)]
+    progress = {"step": 10**400, "loss": 1, "x" * 101: 1, "metrics": {f"m{n}": n for n in range(300)} | {"deep": [1]}}
+    report = read_report(
+        written(incidents=[{"id": n, **incident} for n in range(1, 21)], members=members, progress=progress),
+        NOW,
+        pods=1,
+    )
+    assert [i.id for i in report.incidents] == list(range(1, 21))
+    assert sum(len(i.message) + len(i.traceback) for i in report.incidents) <= 70_000
+    assert report.incidents[-1].traceback and len(report.members) <= 20
+    assert set(report.progress) == {"loss", "metrics"} and len(report.progress["metrics"]) == 100

@@ -1,0 +1,107 @@
+"""What of a spec one machine honours, and what it says about the rest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddpjob.api.reader import with_defaults
+from ddpjob.api.types import DDPJob
+from ddpjob.engine.reconcile import utc_now
+from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec, usable_gpus
+from ddpjob.local.paths import JobFolder
+from ddpjob.local.runner import new_body
+
+
+def fitted(tmp_path: Path, options: Options | None = None, **spec: Any) -> LocalSpec:
+    manifest = with_defaults(
+        {"metadata": {"name": "j"}, "spec": {"image": "i", "script": "s.py", "gpusPerNode": 0, **spec}}
+    )
+    return adapt_spec(DDPJob.read(new_body(manifest, utc_now())), JobFolder(tmp_path / "j"), options or Options())
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with four GPUs, as its nvidia-smi reports it."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nprintf '0\\n1\\n2\\n3\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_gpus_are_shared_out(tmp_path: Path) -> None:
+    found = fitted(tmp_path, nodes=2, gpusPerNode=2)
+    assert [found.visible_gpus(index) for index in (0, 1)] == ["0,1", "2,3"]
+    assert not any("gpusPerNode" in warning for warning in found.warnings)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_only_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert usable_gpus() == ("3", "1")
+    assert fitted(tmp_path, nodes=2, gpusPerNode=1).visible_gpus(1) == "1"
+
+
+@pytest.mark.usefixtures("gpus")
+def test_too_few_gpus_train_on_the_cpu_and_say_so(tmp_path: Path) -> None:
+    found = fitted(tmp_path, nodes=3, gpusPerNode=2, backend="nccl")
+    assert found.visible_gpus(0) == "" and found.spec.backend == "auto"
+    assert any("spec.gpusPerNode" in warning and "has 4" in warning for warning in found.warnings)
+
+
+def test_no_gpu_is_seen_where_none_is_asked_for(tmp_path: Path) -> None:
+    assert fitted(tmp_path).visible_gpus(0) == ""
+
+
+def test_data_of_a_claim_is_read_from_the_jobs_folder(tmp_path: Path) -> None:
+    found = fitted(tmp_path, storage={"data": {"claimName": "c"}})
+    assert found.data == tmp_path / "j" / "data"
+    assert any("spec.storage.data" in warning and "--data" in warning for warning in found.warnings)
+
+
+def test_data_of_a_host_path_that_is_here_is_used(tmp_path: Path) -> None:
+    found = fitted(tmp_path, storage={"data": {"hostPath": str(tmp_path)}})
+    assert found.data == tmp_path
+    assert not any("spec.storage.data" in warning for warning in found.warnings)
+
+
+def test_data_by_option_counts_most(tmp_path: Path) -> None:
+    found = fitted(tmp_path, Options(data=tmp_path))
+    assert found.data == tmp_path
+    assert found.spec.storage.data is not None and not found.problems
+    assert fitted(tmp_path, Options(data=tmp_path / "no")).problems == (f"--data {tmp_path / 'no'}: no such folder",)
+
+
+def test_a_working_folder_that_is_not_here(tmp_path: Path) -> None:
+    assert (
+        "spec.workingDir: /no/such: no such folder on this machine"
+        in fitted(tmp_path, workingDir="/no/such").problems[0]
+    )
+    assert fitted(tmp_path, Options(working_dir=tmp_path), workingDir="/no/such").working_dir == tmp_path
+
+
+def test_what_only_a_cluster_has_is_named_by_its_field(tmp_path: Path) -> None:
+    template = {
+        "spec": {
+            "containers": [{"name": "trainer"}, {"name": "proxy", "image": "p"}],
+            "volumes": [{"name": "v", "emptyDir": {}}],
+        }
+    }
+    found = fitted(tmp_path, envFrom=[{"secretRef": {"name": "wandb"}}], podTemplate=template)
+    fields = {warning.split(":")[0] for warning in found.warnings}
+    expected = {
+        "spec.image",
+        "spec.envFrom[0].secretRef",
+        "spec.podTemplate.spec.containers[1]",
+        "spec.podTemplate.spec.volumes",
+    }
+    assert fields == expected and not found.problems
+
+
+def test_a_time_to_live_does_not_count(tmp_path: Path) -> None:
+    assert fitted(tmp_path, runPolicy={"ttlSecondsAfterFinished": 0}).spec.run_policy.ttl_seconds_after_finished is None

@@ -1,0 +1,214 @@
+"""What keeps a job to itself: the Secret with its token, and its NetworkPolicy, evaluated as a network does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from built import PLATFORM, job
+from ddpjob.api.types import DDPJob, Json
+from ddpjob.local.local_platform import LocalPlatform
+from ddpjob.objects import isolation
+from ddpjob.objects.isolation import build_policy, build_token, policy_name
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.pods import build_coordinator, build_node
+
+
+def pods(platform: Platform, **spec: Any) -> list[Json]:
+    made = job(**spec)
+    return [
+        build_node(made, made.status, platform, 0, 0),
+        build_node(made, made.status, platform, 1, 0),
+        build_coordinator(made, made.status, platform),
+    ]
+
+
+def token_variables(pod: Json) -> list[Json]:
+    return [e for c in pod["spec"]["containers"] for e in c["env"] if e["name"] == "DDPJOB_TOKEN"]
+
+
+# --- the token --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["Dedicated", "Master"])
+def test_no_pod_contains_the_token(placement: str) -> None:
+    made, secret = job(), build_token(job(), PLATFORM)
+    for pod in pods(PLATFORM, rendezvous={"placement": placement}):
+        assert PLATFORM.token(made) not in json.dumps(pod)
+        assert len(token_variables(pod)) == len(pod["spec"]["containers"])
+        for variable in token_variables(pod):
+            reference = variable["valueFrom"]["secretKeyRef"]
+            assert reference["name"] == secret["metadata"]["name"]
+            assert secret["stringData"][reference["key"]] == PLATFORM.token(made)
+
+
+def test_the_token_s_secret_goes_with_its_job_and_its_name_stands_for_its_content() -> None:
+    made = job()
+    secret = build_token(made, PLATFORM)
+    assert secret["metadata"]["ownerReferences"] == [made.owner_reference] and secret["immutable"]
+    again = DDPJob(name=made.name, namespace=made.namespace, uid="another", spec=made.spec, status=made.status)
+    names = {
+        secret["metadata"]["name"],
+        build_token(again, PLATFORM)["metadata"]["name"],
+        build_token(made, Platform(operator_key=b"another key of the operator"))["metadata"]["name"],
+    }
+    assert len(names) == 3 and all(name.startswith("job-token-") for name in names)
+    assert PLATFORM.key_mark not in secret["metadata"]["name"], "the mark is in the status, for all to read"
+
+
+def test_processes_of_this_machine_have_the_token_in_their_environment() -> None:
+    platform = LocalPlatform(operator_key=b"0123456789abcdef")
+    for pod in pods(platform):
+        assert [v["value"] for v in token_variables(pod)] == [platform.token(job())]
+
+
+# --- the NetworkPolicy ------------------------------------------------------------------------------------------
+
+NAMESPACES = {
+    "space": {"kubernetes.io/metadata.name": "space"},
+    "elsewhere": {"kubernetes.io/metadata.name": "elsewhere"},
+    "ddpjob": {"kubernetes.io/metadata.name": "ddpjob"},
+    "monitoring": {"kubernetes.io/metadata.name": "monitoring", "team": "monitoring"},
+}
+OPERATOR = {"app.kubernetes.io/name": "ddpjob-operator", "app.kubernetes.io/instance": "ddpjob"}
+INSTALLED = replace(
+    PLATFORM,
+    operator_peer={
+        "namespaceSelector": {"matchLabels": NAMESPACES["ddpjob"]},
+        "podSelector": {"matchLabels": OPERATOR},
+    },
+    metrics_peers=({"namespaceSelector": {"matchLabels": {"team": "monitoring"}}},),
+)
+STORE, COORDINATOR, SSH = 29400, 29401, 22
+
+
+@dataclass(frozen=True)
+class At:
+    """A pod on the network."""
+
+    namespace: str
+    labels: Json
+
+
+def selects(selector: Json, labels: Json) -> bool:
+    assert selector.keys() <= {"matchLabels"}, "the evaluator knows nothing else"
+    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+
+
+def is_peer(peer: Json, source: At, namespace: str) -> bool:
+    """Both selectors of one peer must match; without one for namespaces, the policy's own is meant."""
+    assert peer and peer.keys() <= {"namespaceSelector", "podSelector"}
+    there = peer.get("namespaceSelector")
+    if there is None and source.namespace != namespace:
+        return False
+    if there is not None and not selects(there, NAMESPACES[source.namespace]):
+        return False
+    return selects(peer.get("podSelector", {}), source.labels)
+
+
+def reaches(policies: list[Json], source: At, target: At, port: int) -> bool:
+    """Whether a TCP connection is admitted: by any rule of any policy, or since no policy selects the target."""
+    applying = [
+        p
+        for p in policies
+        if p["metadata"]["namespace"] == target.namespace and selects(p["spec"]["podSelector"], target.labels)
+    ]
+    for policy in applying:
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        for rule in policy["spec"]["ingress"]:
+            ports = rule.get("ports")
+            open_here = ports is None or {"protocol": "TCP", "port": port} in ports
+            if open_here and ("from" not in rule or any(is_peer(p, source, target.namespace) for p in rule["from"])):
+                return True
+    return not applying
+
+
+def at(pod: Json) -> At:
+    return At(pod["metadata"]["namespace"], pod["metadata"]["labels"])
+
+
+def check_who_reaches_whom() -> None:
+    ours = job()
+    other = replace(ours, name="other", uid="other-uid")
+    policies = [build_policy(j, INSTALLED) for j in (ours, other)]
+    members = [at(pod) for pod in pods(INSTALLED)]
+    stranger = at(build_node(other, other.status, INSTALLED, 0, 0))
+    operator, monitoring = At("ddpjob", OPERATOR), At("monitoring", {"app": "prometheus"})
+    for target in members:
+        for port in (STORE, COORDINATOR, SSH):
+            assert all(reaches(policies, member, target, port) for member in members), "the job's own pods"
+            for source, who in (
+                (stranger, "another job of the namespace"),
+                (At("space", {"app": "web"}), "any pod of the namespace"),
+                (At("space", OPERATOR), "a pod of the namespace that is labelled as the operator"),
+                (At("elsewhere", {}), "a pod elsewhere"),
+                (At("elsewhere", target.labels), "a pod elsewhere that is labelled as the job's"),
+                (At("elsewhere", OPERATOR), "a pod elsewhere that is labelled as the operator"),
+                (At("ddpjob", {"app": "other"}), "another pod of the operator's namespace"),
+            ):
+                assert not reaches(policies, source, target, port), f"{who} reaches port {port}"
+        for source in (operator, monitoring):
+            assert reaches(policies, source, target, COORDINATOR)
+            assert not reaches(policies, source, target, STORE) and not reaches(policies, source, target, SSH)
+    assert reaches(policies, members[0], operator, 443), "a policy of a job closes nothing else"
+
+
+def test_a_job_is_reached_by_its_own_pods_and_the_operator_alone() -> None:
+    check_who_reaches_whom()
+
+
+def _two_peers(policy: Json) -> None:
+    """The classic mistake: the selectors as two peers, either of which suffices."""
+    policy["ingress"][1]["from"][:1] = [{key: value} for key, value in policy["ingress"][1]["from"][0].items()]
+
+
+DEFECTS: dict[str, Callable[[Json], Any]] = {
+    "the selectors of the operator are two peers": _two_peers,
+    "every pod of the namespace": lambda policy: policy["ingress"][0]["from"][0].update(podSelector={}),
+    "the job's labels anywhere": lambda policy: policy["ingress"][0]["from"][0].update(namespaceSelector={}),
+    "no ports for the operator": lambda policy: policy["ingress"][1].pop("ports"),
+    "no peers": lambda policy: policy["ingress"][0].pop("from"),
+    "selects no pod": lambda policy: policy["podSelector"]["matchLabels"].update(typo="true"),
+    "selects every pod": lambda policy: policy.update(podSelector={}) or policy["ingress"].pop(0),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_deliberate_defect_of_the_policy_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = isolation._policy
+
+    def wrong(made: DDPJob, platform: Platform) -> Json:
+        policy = json.loads(json.dumps(right(made, platform)))
+        DEFECTS[name](policy)
+        return policy
+
+    monkeypatch.setattr(isolation, "_policy", wrong)
+    with pytest.raises(AssertionError):
+        check_who_reaches_whom()
+
+
+def test_pods_of_an_earlier_release_and_jobs_that_ask_for_it_stay_open() -> None:
+    ours = job()
+    policy = build_policy(ours, INSTALLED)
+    before = At("space", {k: v for k, v in at(pods(INSTALLED)[0]).labels.items() if k != "ddpjob.io/isolated"})
+    assert reaches([policy], At("elsewhere", {}), before, STORE)
+    for spec in ({"network": {"isolate": False}}, {"podTemplate": {"spec": {"hostNetwork": True}}}):
+        assert policy_name(job(**spec), INSTALLED) == ""
+        assert all(reaches([policy], At("elsewhere", {}), at(pod), STORE) for pod in pods(INSTALLED, **spec))
+    assert policy_name(ours, PLATFORM) == "", (
+        "an operator outside of the cluster has no address that a policy could name"
+    )
+
+
+def test_another_place_of_the_operator_is_another_policy() -> None:
+    names = {
+        policy_name(job(), INSTALLED),
+        policy_name(job(), replace(INSTALLED, operator_peer={"podSelector": {}})),
+        policy_name(job(), replace(INSTALLED, metrics_peers=())),
+        policy_name(job(rendezvous={"port": 4000}), INSTALLED),
+    }
+    assert len(names) == 4 and policy_name(job(), INSTALLED) in names
+    assert build_policy(job(), INSTALLED)["metadata"]["ownerReferences"] == [job().owner_reference]

@@ -1,0 +1,306 @@
+"""spec.podTemplate: what is refused with which remedy, and what is laid over which pod."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from built import NOW, PLATFORM, container, environment, job, node
+from ddpjob.api.types import AvoidedNode, Json
+from ddpjob.core.decision import CreateBudget
+from ddpjob.core.plan.actions import plan_actions
+from ddpjob.core.view import View
+from ddpjob.core.world import World
+from ddpjob.objects.budget import build_budget
+from ddpjob.objects.pod_template import problems
+from ddpjob.objects.pods import build_coordinator, build_node
+from ddpjob.objects.strategic_merge import merge
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ({"spec": {"tolerationz": []}}, "spec.podTemplate.spec.tolerationz: no such field; did you mean tolerations?"),
+        ({"spec": {"tolerations": {}}}, "spec.podTemplate.spec.tolerations: must be a list, not a mapping"),
+        (
+            {"spec": {"hostNetwork": "yes"}},
+            "spec.podTemplate.spec.hostNetwork: must be true or false, not a string ('yes')",
+        ),
+        ({"metadata": {"labels": {"a": 1}}}, "spec.podTemplate.metadata.labels: values must be strings"),
+        (
+            {"metadata": {"labels": {"ddpjob.io/index": "1"}}},
+            "spec.podTemplate.metadata.labels.ddpjob.io/index: belongs to the operator",
+        ),
+        ({"metadata": {"name": "x"}}, "spec.podTemplate.metadata.name: belongs to the operator"),
+        ({"spec": {"hostname": "x"}}, "spec.podTemplate.spec.hostname: belongs to the operator"),
+        (
+            {"spec": {"volumes": [{"name": "ddpjob-shm"}]}},
+            "spec.podTemplate.spec.volumes[0].name: names that begin with ddpjob-",
+        ),
+        ({"spec": {"containers": [{"image": "x"}]}}, "spec.podTemplate.spec.containers[0].name: missing"),
+        (
+            {"spec": {"containers": [{"name": "side"}]}},
+            "spec.podTemplate.spec.containers[0].image: missing for the sidecar side",
+        ),
+        ({"spec": {"containers": [{"name": "coordinator", "image": "x"}]}}, "coordinator belongs to the operator"),
+        (
+            {"spec": {"containers": [{"name": "trainer", "command": ["x"]}]}},
+            "(use spec.command, spec.script or spec.module)",
+        ),
+        (
+            {"spec": {"containers": [{"name": "trainer", "env": [{"name": "DDPJOB_UID", "value": "1"}]}]}},
+            "DDPJOB_UID is set by the operator",
+        ),
+        (
+            {"spec": {"containers": [{"name": "trainer", "volumeMounts": [{"name": "a", "mountPath": "/dev/shm/"}]}]}},
+            "/dev/shm/ holds spec.storage.sharedMemory",
+        ),
+        (
+            {"spec": {"containers": [{"name": "trainer", "restartPolicy": "Always"}]}},
+            "spec.podTemplate.spec.containers[0].restartPolicy: belongs to the operator; remove it (what ends is",
+        ),
+        (
+            {"spec": {"containers": [{"name": "trainer", "restartPolicyRules": [{"action": "Restart"}]}]}},
+            "spec.podTemplate.spec.containers[0].restartPolicyRules: belongs to the operator",
+        ),
+        ({"spec": {"containers": [None]}}, "spec.podTemplate.spec.containers[0]: must not be null; remove it"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_remedy(template: Json, message: str) -> None:
+    found = problems(template)
+    assert len(found) == 1 and message in found[0]
+
+
+def test_a_right_template_has_no_problems() -> None:
+    template = {
+        "metadata": {"labels": {"team": "vision"}},
+        "spec": {
+            "nodeSelector": {"gpu": "a100"},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "containers": [
+                {"name": "trainer", "securityContext": {"runAsUser": 1000}, "env": [{"name": "A", "value": "1"}]},
+                {"name": "side", "image": "x", "ports": [{"containerPort": 80}], "resources": {"limits": {"cpu": 1}}},
+            ],
+        },
+    }
+    assert problems(template) == ()
+
+
+def test_the_overlay_adds_to_the_node_and_the_coordinator_takes_what_the_image_needs() -> None:
+    template = {
+        "metadata": {"labels": {"team": "vision"}},
+        "spec": {
+            "nodeSelector": {"gpu": "a100", "kubernetes.io/arch": "arm64"},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "volumes": [
+                {"name": "tools", "hostPath": {"path": "/opt/tools"}},
+                {"name": "big", "persistentVolumeClaim": {"claimName": "big"}},
+            ],
+            "containers": [
+                {
+                    "name": "trainer",
+                    "env": [{"name": "PATH", "value": "/opt/tools/bin"}],
+                    "volumeMounts": [
+                        {"name": "tools", "mountPath": "/opt/tools"},
+                        {"name": "big", "mountPath": "/big"},
+                    ],
+                },
+                {"name": "side", "image": "x"},
+            ],
+        },
+    }
+    made = job(podTemplate=template)
+    pod, host = build_node(made, made.status, PLATFORM, 1, 0), build_coordinator(made, made.status, PLATFORM)
+    assert [c["name"] for c in pod["spec"]["containers"]] == ["trainer", "side"]
+    assert pod["metadata"]["labels"]["team"] == host["metadata"]["labels"]["team"] == "vision"
+    assert environment(pod)["PATH"] == "/opt/tools/bin" and environment(pod)["DDPJOB_INDEX"] == "1"
+    assert {m["mountPath"] for m in container(pod)["volumeMounts"]} == {
+        "/opt/ddpjob",
+        "/dev/shm",
+        "/checkpoints",
+        "/opt/tools",
+        "/big",
+    }
+    assert {m["mountPath"] for m in container(host, "coordinator")["volumeMounts"]} == {"/opt/ddpjob", "/opt/tools"}
+    assert host["spec"]["nodeSelector"] == {"kubernetes.io/arch": "arm64"}, (
+        "it needs no GPU node, but the image's architecture"
+    )
+    assert {"key": "gpu", "operator": "Exists"} in host["spec"]["tolerations"]
+    assert [c["name"] for c in host["spec"]["containers"]] == ["coordinator"]
+
+
+def test_gpus_shared_memory_and_the_spread() -> None:
+    pod = node(gpusPerNode=4, gpuResource="amd.com/gpu", storage={"sharedMemory": "8Gi"})
+    assert container(pod)["resources"]["limits"] == {"amd.com/gpu": 4}
+    assert environment(pod)["DDPJOB_PROCS_PER_NODE"] == "4", "a process per GPU"
+    shm = next(v for v in pod["spec"]["volumes"] if v["name"] == "ddpjob-shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert "podAntiAffinity" in pod["spec"]["affinity"]
+    assert "affinity" not in node(scheduling={"onePodPerNode": False})["spec"]
+    made = job(gpusPerNode=4)
+    host = build_coordinator(made, made.status, PLATFORM)
+    assert "nvidia.com/gpu" not in container(host, "coordinator").get("resources", {}).get("limits", {}), (
+        "the coordinator asks no GPU"
+    )
+
+
+def test_placement_master_has_the_coordinator_beside_node_0_only() -> None:
+    names = [[c["name"] for c in node(i, rendezvous={"placement": "Master"})["spec"]["containers"]] for i in (0, 1)]
+    assert names == [["trainer", "coordinator"], ["trainer"]]
+    assert environment(node(1, rendezvous={"placement": "Master"}))["DDPJOB_COORDINATOR"] == "job-0-0.job:29401"
+
+
+def test_a_command_gets_what_torchrun_reads_and_a_script_gets_arguments() -> None:
+    given = environment(node(script=None, command=["bash"], procsPerNode=2))
+    assert (
+        given["PET_NNODES"] == "2:2"
+        and given["PET_NPROC_PER_NODE"] == "2"
+        and given["PET_RDZV_ENDPOINT"] == "job-coordinator-0.job:29400"
+    )
+    pod = node(args=["--lr", "0.1"], torchrunArgs=["--tee=3"])
+    assert container(pod)["args"][-4:] == ["--tee=3", "train.py", "--lr", "0.1"]
+    assert not any(name.startswith("PET_") for name in environment(pod))
+
+
+def test_storage_says_whether_all_nodes_see_the_same_checkpoints() -> None:
+    assert environment(node())["DDPJOB_CHECKPOINT_SHARED"] == "0"
+    shared = {"claimName": "c", "mountPath": "/save"}
+    assert environment(node(storage={"checkpoints": shared}))["DDPJOB_CHECKPOINT_SHARED"] == "1"
+    assert environment(node(storage={"checkpoints": shared}))["DDPJOB_CHECKPOINT_DIR"] == "/save"
+    assert environment(node(storage={"checkpoints": {"hostPath": "/h"}}))["DDPJOB_CHECKPOINT_SHARED"] == "0"
+    assert (
+        environment(node(storage={"checkpoints": {"hostPath": "/h", "shared": True}}))["DDPJOB_CHECKPOINT_SHARED"]
+        == "1"
+    )
+
+
+def test_merge_replaces_by_key() -> None:
+    base = {"volumes": [{"name": "a", "emptyDir": {}}], "x": {"y": 1, "z": 2}, "plain": [1]}
+    merged = merge(
+        base,
+        {"volumes": [{"name": "a", "emptyDir": {"medium": "Memory"}}, {"name": "b"}], "x": {"y": 3}, "plain": [2]},
+    )
+    assert merged == {
+        "volumes": [{"name": "a", "emptyDir": {"medium": "Memory"}}, {"name": "b"}],
+        "x": {"y": 3, "z": 2},
+        "plain": [2],
+    }
+    assert base["x"] == {"y": 1, "z": 2}
+
+
+def paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every field of an object and of the first items of its lists."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield (*path, key)
+            yield from paths(item, (*path, key))
+
+
+POD_FIELDS = (
+    *paths(
+        {
+            "metadata": {"labels": {"team": 1}, "annotations": {}},
+            "spec": dict.fromkeys(
+                (
+                    *("terminationGracePeriodSeconds", "volumes", "containers", "initContainers", "tolerations"),
+                    *("nodeSelector", "securityContext", "hostNetwork", "imagePullSecrets", "restartPolicy"),
+                    *("dnsConfig", "topologySpreadConstraints", "serviceAccountName", "hostname"),
+                )
+            )
+            | {"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": 1}}},
+        }
+    ),
+)
+TRAINER_FIELDS = ("volumeMounts", "env", "resources", "command", "image", "ports", "securityContext", "restartPolicy")
+
+
+@pytest.mark.parametrize("path", POD_FIELDS, ids=".".join)
+def test_a_null_in_the_template_changes_nothing(path: tuple[str, ...]) -> None:
+    template: Any = None
+    for key in reversed(path):
+        template = {key: template}
+    assert problems(template) == ()
+    made, plain = job(podTemplate=template), job()
+    for index in (0, 1):
+        assert build_node(made, made.status, PLATFORM, index, 0) == build_node(plain, plain.status, PLATFORM, index, 0)
+    assert build_coordinator(made, made.status, PLATFORM) == build_coordinator(plain, plain.status, PLATFORM)
+
+
+@pytest.mark.parametrize("field", TRAINER_FIELDS)
+@pytest.mark.parametrize("placement", ["Dedicated", "Master"])
+def test_a_null_in_the_trainer_changes_nothing(field: str, placement: str) -> None:
+    template = {"spec": {"containers": [{"name": "trainer", field: None}]}}
+    assert problems(template) == ()
+    made, plain = (job(rendezvous={"placement": placement}, **given) for given in ({"podTemplate": template}, {}))
+    assert build_node(made, made.status, PLATFORM, 0, 0) == build_node(plain, plain.status, PLATFORM, 0, 0)
+    assert build_coordinator(made, made.status, PLATFORM) == build_coordinator(plain, plain.status, PLATFORM)
+
+
+def test_affinity_of_the_template_is_added_to_the_operator_s_own() -> None:
+    required, preferred = (f"{kind}DuringSchedulingIgnoredDuringExecution" for kind in ("required", "preferred"))
+    away: Json = {"topologyKey": "rack", "labelSelector": {"matchLabels": {"app": "noisy"}}}
+    fast: Json = {"weight": 1, "preference": {"matchExpressions": [{"key": "fast", "operator": "Exists"}]}}
+    zone: Json = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "Exists"}]}]}
+    template = {
+        "spec": {
+            "affinity": {
+                "podAntiAffinity": {required: [away]},
+                "nodeAffinity": {preferred: [fast], required: zone},
+            }
+        }
+    }
+    made = job(podTemplate=template)
+    avoided = replace(made.status, avoided_nodes=(AvoidedNode(node="bad", until=NOW),))
+    affinity = build_node(made, avoided, PLATFORM, 0, 0)["spec"]["affinity"]
+    own = build_node(job(), avoided, PLATFORM, 0, 0)["spec"]["affinity"]
+    assert affinity["podAntiAffinity"][required] == [*own["podAntiAffinity"][required], away]
+    assert affinity["nodeAffinity"][preferred] == [*own["nodeAffinity"][preferred], fast]
+    assert affinity["nodeAffinity"][required] == zone
+
+
+def test_the_coordinator_keeps_away_from_the_same_kubernetes_nodes_and_from_no_pod() -> None:
+    made = job(podTemplate={"spec": {"affinity": {"podAffinity": {}}}})
+    assert "affinity" not in build_coordinator(made, made.status, PLATFORM)["spec"]
+    avoided = replace(made.status, avoided_nodes=(AvoidedNode(node="bad", until=NOW),))
+    affinity = build_coordinator(made, avoided, PLATFORM)["spec"]["affinity"]
+    assert affinity == {"nodeAffinity": build_node(job(), avoided, PLATFORM, 0, 0)["spec"]["affinity"]["nodeAffinity"]}
+    assert '"bad"' in json.dumps(affinity)
+
+
+def test_on_the_hosts_network_pods_still_find_each_other_by_name() -> None:
+    assert node(podTemplate={"spec": {"hostNetwork": True}})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert node(podTemplate={"spec": {"hostNetwork": True, "dnsPolicy": "Default"}})["spec"]["dnsPolicy"] == "Default"
+    assert "dnsPolicy" not in node()["spec"]
+
+
+def test_the_budget_selects_training_pods_unless_the_spec_says_otherwise() -> None:
+    def selected(pod: Json) -> bool:
+        wanted = build_budget(job())["spec"]["selector"]["matchLabels"]
+        return wanted.items() <= pod["metadata"]["labels"].items()
+
+    made = job(spares=1)
+    nodes = [build_node(made, made.status, PLATFORM, index, 0) for index in range(3)]
+    assert [selected(pod) for pod in nodes] == [True, True, False], "not the spare"
+    assert not selected(build_coordinator(made, made.status, PLATFORM))
+    assert not selected(node(scheduling={"disruptionBudget": False}))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_budget_is_made_where_it_is_wanted(wanted: bool) -> None:
+    made = job(scheduling={"disruptionBudget": wanted})
+    actions, _ = plan_actions(View(made, made.status, World(), NOW), frozenset())
+    assert (CreateBudget() in actions) == wanted
+
+
+def test_a_merge_changes_neither_of_its_arguments() -> None:
+    base = {"spec": {"containers": [{"name": "a", "env": [{"name": "x"}]}, {"name": "b"}], "affinity": {"k": {}}}}
+    overlay = {"spec": {"containers": [{"name": "a", "env": [{"name": "y"}]}, {"name": "c"}], "affinity": {"l": {}}}}
+    before = deepcopy((base, overlay))
+    merged = merge(base, overlay)
+    merged["spec"]["containers"][0]["env"].append({"name": "z"})
+    merged["spec"]["affinity"]["l"]["m"] = 1
+    assert (base, overlay) == before

@@ -1,0 +1,413 @@
+"""`ddpjob_report` in one process: outside of a job, with wrong arguments, without a coordinator; where it is found."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import ddpjob_report
+import pytest
+from ddpjob_report import link, resume, stop
+from ddpjob_runtime import protocol
+
+
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `report` would send."""
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(link, "post", sent.append)
+    return sent
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is asked, and SIGTERM is as it was afterwards."""
+    monkeypatch.setattr(stop, "_State", type("_State", (), dict(vars(stop._State))))
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+class Scalar:
+    """A tensor of one element, as far as it matters here."""
+
+    def __init__(self, value: float, elements: int = 1) -> None:
+        self.value, self.elements = value, elements
+
+    def __float__(self) -> float:
+        if self.elements != 1:
+            raise RuntimeError("a Tensor with 3 elements cannot be converted to Scalar")
+        return self.value
+
+    def detach(self) -> Scalar:
+        return self
+
+
+def test_figures_are_sent_under_the_protocol_s_names(posted: list[dict[str, Any]]) -> None:
+    ddpjob_report.report(
+        epoch=2, epochs=9, step=7, steps=70, loss=Scalar(0.25), accuracy=Decimal("0.5"), samples_per_second=3, eta=1.5,
+        learning_rate=1e-3,
+    )  # fmt: skip
+    [figures] = posted
+    assert figures == {
+        "epoch": 2, "epochs": 9, "step": 7, "steps": 70, "loss": 0.25, "samplesPerSecond": 3, "eta": 1.5,
+        "metrics": {"accuracy": 0.5, "learning_rate": 1e-3},
+    }  # fmt: skip
+    from ddpjob_runtime.coordinator import progress
+
+    assert progress.check(json.loads(json.dumps(figures))) == figures
+
+
+def test_what_no_status_can_hold_is_unknown(posted: list[dict[str, Any]]) -> None:
+    ddpjob_report.report(loss=float("nan"), step=10**400, accuracy=float("inf"), epoch=None, other=2.0**63)
+    assert posted == [{"loss": None, "step": None}]
+    ddpjob_report.report(accuracy=float("nan"))
+    ddpjob_report.report()
+    assert len(posted) == 1, "there is nothing to send"
+
+
+@pytest.mark.parametrize("value", ["0.5", b"1", True, [1.0], {}, object(), Scalar(1.0, elements=3), 1j])
+@pytest.mark.parametrize("name", ["loss", "accuracy", "learning_rate"])
+def test_what_is_no_number_is_refused_by_name(name: str, value: Any, posted: list[dict[str, Any]]) -> None:
+    with pytest.raises(TypeError, match=rf"^ddpjob_report\.report: {name} must be a number or a tensor of one element"):
+        ddpjob_report.report(**{name: value})
+    assert not posted
+
+
+def test_metrics_are_bounded(posted: list[dict[str, Any]]) -> None:
+    with pytest.raises(ValueError, match="at most 100 metrics, not 101"):
+        ddpjob_report.report(**{f"m{i}": i for i in range(101)})
+    with pytest.raises(ValueError, match="the name of a metric has at most 100 characters, not 101: nnn"):
+        ddpjob_report.report(**{"n" * 101: 1})
+    ddpjob_report.report(**{"n" * 100: 1})
+    assert len(posted) == 1
+
+
+def test_torch_s_numbers_are_figures(posted: list[dict[str, Any]]) -> None:
+    torch = pytest.importorskip("torch")
+    loss = (torch.ones(1, requires_grad=True) * 0.5).sum()
+    ddpjob_report.report(loss=loss, step=torch.tensor(3), accuracy=torch.tensor([0.25], dtype=torch.float16))
+    assert posted == [{"loss": 0.5, "step": 3, "metrics": {"accuracy": 0.25}}]
+    assert isinstance(posted[0]["step"], int)
+    with pytest.raises(TypeError, match="loss must be a number or a tensor of one element, not a Tensor"):
+        ddpjob_report.report(loss=torch.zeros(3))
+
+
+def test_newer_figures_replace_older_ones_of_their_names_within_bounds() -> None:
+    older = {"epoch": 1, "loss": 2.0, "metrics": {f"m{i}": i for i in range(99)}}
+    both = link.merged(older, {"loss": 1.0, "metrics": {"m0": 7, "a": 1, "b": 2}})
+    assert (both["epoch"], both["loss"], len(both["metrics"])) == (1, 1.0, protocol.MAX_FIGURES)
+    assert (both["metrics"]["m0"], both["metrics"]["b"]) == (7, 2) and "m1" not in both["metrics"]
+
+
+def program(text: str, folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "program.py"
+    path.write_text(text)
+    return subprocess.run(
+        [sys.executable, *words, str(path)], capture_output=True, text=True, cwd=folder, timeout=120, check=False,
+        env={**{k: v for k, v in os.environ.items() if k not in ("RANK", "DDPJOB_COORDINATOR")}, **env},
+    )  # fmt: skip
+
+
+def test_outside_of_a_job_it_changes_nothing(tmp_path: Path) -> None:
+    text = """
+import signal, sys, threading
+import ddpjob_report
+ddpjob_report.report(epoch=1, loss=0.5, accuracy=0.1)
+print(ddpjob_report.checkpoint_dir(), ddpjob_report.checkpoint_dir("a/b").is_dir(), ddpjob_report.should_stop())
+print(threading.active_count(), [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "yaml")])
+signal.raise_signal(signal.SIGTERM)
+print(ddpjob_report.should_stop())
+ddpjob_report.saved_and_leave()
+"""
+    done = program(text, tmp_path)
+    assert done.stdout == "checkpoints True False\n1 []\nTrue\n"
+    assert done.returncode == protocol.EXIT_STEPPED_ASIDE
+    what = "is asked to end; saves at its next should_stop(), if it comes in time"
+    assert done.stderr == f"ddpjob_report: SIGTERM: rank 0 {what}\n"
+
+
+def test_without_its_coordinator_training_is_not_delayed(tmp_path: Path) -> None:
+    """One that accepts and never answers: the end waits for two seconds, no step for any."""
+    import socket
+
+    text = """
+import time, ddpjob_report
+began = time.monotonic()
+for step in range(2000):
+    ddpjob_report.report(step=step, loss=1.0)
+print(time.monotonic() - began)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = program(text, tmp_path, DDPJOB_COORDINATOR=address, DDPJOB_TOKEN="token", RANK="0")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert float(done.stdout) < 20, "2,000 steps: one wait for the coordinator each would be more than an hour"
+    for address in ("no port", "::1:x", "127.0.0.1:1"):
+        done = program(text, tmp_path, DDPJOB_COORDINATOR=address, DDPJOB_TOKEN="token", RANK="0")
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_checkpoint_folder_of_a_job_is_not_created(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path / "unmounted"))
+    assert ddpjob_report.checkpoint_dir() == tmp_path / "unmounted" and not any(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_framework_s_handler_is_replaced_and_a_child_is_ended_by_sigterm() -> None:
+    called: list[int] = []
+    assert not ddpjob_report.should_stop()
+    signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    assert not ddpjob_report.should_stop()
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    signal.raise_signal(signal.SIGTERM)
+    assert ddpjob_report.should_stop() and not called
+
+
+@pytest.mark.usefixtures("fresh")
+def test_in_another_thread_it_says_that_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
+    answers: list[bool] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: answers.append(ddpjob_report.should_stop()))
+        thread.start()
+        thread.join()
+    assert answers == [False, False]
+    assert capsys.readouterr().err.count("call should_stop() in the main thread") == 1
+
+
+def test_the_newest_whole_checkpoint_is_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-200", "checkpoint-x", "epoch=0-step=30.ckpt"):
+        (tmp_path / name).mkdir()
+    paths = [*tmp_path.iterdir()]
+    assert resume.newest(paths, lambda path: "200" not in path.name) == tmp_path / "epoch=0-step=30.ckpt"
+    assert (
+        resume.newest(tmp_path.glob("checkpoint-*"), lambda path: "200" not in path.name) == tmp_path / "checkpoint-10"
+    )
+    assert resume.newest(paths, lambda path: False) is None
+    versions = [Path(f"epoch=0-step={name}.ckpt") for name in ("9", "30-v2", "30", "30-v10", "7-v50")]
+    assert resume.newest(versions, lambda path: True) == Path("epoch=0-step=30-v10.ckpt")
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "0")
+    assert resume.newest(paths, Path.is_dir) == tmp_path / "checkpoint-200", "one node has one folder"
+    monkeypatch.setenv("DDPJOB_NODES", "2")
+    assert resume.newest(paths, Path.is_dir) is None
+    assert "set spec.storage.checkpoints to a volume that every node sees" in capsys.readouterr().err
+
+
+def test_what_a_framework_logs_is_read_as_far_as_it_is_a_figure() -> None:
+    logged = {"loss": Scalar(0.5), "mode": "text", "flag": True, "many": Scalar(1.0, elements=3), "n" * 200: 1}
+    assert resume.figures(logged) == {"loss": 0.5, "n" * 100: 1}
+    assert len(resume.figures({str(i): i for i in range(1000)})) < protocol.MAX_FIGURES
+
+
+@pytest.mark.parametrize(("name", "needs"), [("huggingface", "transformers"), ("accelerate", "accelerate")])
+def test_a_callback_without_its_framework_says_what_is_missing(
+    name: str, needs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, needs, None)
+    monkeypatch.setitem(sys.modules, f"{needs}.tracking", None)
+    monkeypatch.delitem(sys.modules, f"ddpjob_report.{name}", raising=False)
+    with pytest.raises(ImportError, match=needs):
+        importlib.import_module(f"ddpjob_report.{name}")
+
+
+def forget_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of its names was imported, nor its callback."""
+    for name in [key for key in sys.modules if key.split(".")[0] in ("lightning", "pytorch_lightning")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "ddpjob_report.lightning", raising=False)
+
+
+def imitated_lightning(monkeypatch: pytest.MonkeyPatch, top: str = "lightning") -> ModuleType:
+    """The module of the callback, with a Lightning of this name that has nothing but the base class."""
+    forget_lightning(monkeypatch)
+    inner = "lightning.pytorch" if top == "lightning" else top
+    callbacks = ModuleType(f"{inner}.callbacks")
+    callbacks.Callback = type("Callback", (), {"of": top})  # type: ignore[attr-defined]
+    for name in {top, inner}:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, callbacks.__name__, callbacks)
+    importlib.import_module("ddpjob_report.lightning")
+    return sys.modules.pop("ddpjob_report.lightning")
+
+
+def test_lightning_has_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import lightning` and `import pytorch_lightning` bring classes that do not know each other."""
+    for top in ("lightning", "pytorch_lightning"):
+        assert imitated_lightning(monkeypatch, top).DDPJobCallback.of == top
+
+
+@pytest.mark.parametrize("installed", [["lightning"], ["pytorch_lightning"], ["lightning", "pytorch_lightning"]])
+def test_the_installed_lightning_is_used_where_none_was_imported_yet(
+    installed: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    forget_lightning(monkeypatch)
+    for top in installed:
+        inner = tmp_path / ("lightning/pytorch" if top == "lightning" else top)
+        inner.mkdir(parents=True)
+        (tmp_path / top / "__init__.py").touch()
+        (inner / "__init__.py").touch()
+        (inner / "callbacks.py").write_text(f"class Callback:\n    of = {top!r}\n")
+    found = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name.endswith("lightning") and name not in installed else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert importlib.import_module("ddpjob_report.lightning").DDPJobCallback.of == installed[0]
+    finally:
+        for name in [key for key in sys.modules if "lightning" in key.split(".")]:
+            del sys.modules[name]
+
+
+class Trainer:
+    """Lightning's, as far as the callback reads it. Outside of `fit` it knows no data to train with."""
+
+    sanity_checking, max_epochs, current_epoch, global_step = False, 2, 1, 45
+
+    def __init__(self, doing: str, steps: float) -> None:
+        self.state, self.steps = SimpleNamespace(fn=doing), steps
+        self.callback_metrics = {"val_acc": Scalar(0.5)}
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        if self.state.fn != "fit":
+            raise ValueError("`train_dataloader` must be implemented to be used with the Lightning Trainer")
+        return self.steps
+
+
+def test_lightning_s_separate_validation_is_no_progress(
+    posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = imitated_lightning(monkeypatch).DDPJobCallback()
+    callback.on_validation_end(Trainer("validate", 100), None)
+    assert not posted
+    callback.on_validation_end(Trainer("fit", 100), None)
+    metrics = {"val_acc": 0.5, "accuracy": 0.5}
+    assert posted == [{"epoch": 2, "epochs": 2, "step": 45, "steps": 100, "metrics": metrics}]
+
+
+@pytest.mark.parametrize("steps", [-1, float("inf")])
+def test_data_whose_length_lightning_does_not_know_have_no_steps(
+    steps: float, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """-1: an IterableDataset."""
+    imitated_lightning(monkeypatch).DDPJobCallback().on_validation_end(Trainer("fit", steps), None)
+    assert posted[0].keys() == {"epoch", "epochs", "step", "metrics"}
+
+
+def measured(*reports: dict[str, Any]) -> dict[str, Any]:
+    """The last of the reports, which come a second apart, as it is sent."""
+    sender, seconds = object.__new__(link.Link), iter(range(1000))
+    sender._counted = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+        return [sender._with_speed(figures) for figures in reports][-1]
+
+
+def test_of_no_steps_there_is_no_time_left() -> None:
+    assert measured({"step": 10, "steps": 100}, {"step": 20, "steps": 100})["eta"] == 8.0
+    for steps in (0, -1, None):
+        assert "eta" not in measured({"step": 10, "steps": steps}, {"step": 20, "steps": steps})
+
+
+def test_a_script_with_all_the_metrics_that_are_allowed_is_not_refused_for_its_speed() -> None:
+    full = {f"m{i}": 0.5 for i in range(protocol.MAX_FIGURES)}
+    assert measured({"step": 10, "metrics": full}, {"step": 20, "metrics": full})["metrics"] == full
+    del full["m0"]
+    assert measured({"step": 10, "metrics": full}, {"step": 20, "metrics": full})["metrics"] == {
+        **full,
+        link.SPEED: 10.0,
+    }
+
+
+def imitated(monkeypatch: pytest.MonkeyPatch, name: str, base: str) -> ModuleType:
+    """The module of a framework's callback, with a framework that has nothing but the base class `module:class`."""
+    inner, _, kind = base.partition(":")
+    for each in {inner.split(".")[0], inner}:
+        monkeypatch.setitem(sys.modules, each, ModuleType(each))
+    setattr(sys.modules[inner], kind, type(kind, (), {}))
+    monkeypatch.delitem(sys.modules, f"ddpjob_report.{name}", raising=False)
+    importlib.import_module(f"ddpjob_report.{name}")
+    return sys.modules.pop(f"ddpjob_report.{name}")
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(("done", "shown"), [(0.01, 1), (1.0, 1), (1.01, 2), (2.5, 3), (None, 1)])
+def test_the_epoch_that_runs_is_shown_to_its_end(
+    done: float | None, shown: int, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer counts done epochs; the last one may be a part."""
+    callback = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
+    args, state = SimpleNamespace(num_train_epochs=2.5, max_steps=-1), SimpleNamespace(global_step=7, max_steps=20)
+    state.epoch = done
+    callback.on_step_end(args, state, SimpleNamespace())
+    assert posted == [{"epoch": shown, "epochs": 3, "step": 7, "steps": 20}]
+
+
+class Accelerator:
+    """Accelerate's, of one process."""
+
+    is_main_process = True
+
+    def __init__(self, own_names: bool = False) -> None:
+        self.project_configuration = SimpleNamespace(automatic_checkpoint_naming=own_names)
+        self.loaded = ""
+
+    def wait_for_everyone(self) -> None:
+        """There is no other."""
+
+    def save_state(self, folder: str) -> None:
+        Path(folder).mkdir()
+
+    def load_state(self, folder: str) -> None:
+        self.loaded = Path(folder).name
+
+
+def test_accelerate_s_checkpoints_are_kept_apart_from_what_others_put_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, accelerator = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker"), Accelerator()
+    others = {
+        "accelerate-step-10.bak",
+        "accelerate-step-x",
+        "accelerate-step-50-copy60",
+        "accelerate-step-70.unfinished",
+    }
+    for name in others:
+        (tmp_path / name).mkdir()
+    for step in (9, 10, 20):
+        module.save(accelerator, step, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "accelerate-step-10", "accelerate-step-20"}
+    assert module.resume(accelerator, tmp_path) == 20 and accelerator.loaded == "accelerate-step-20"
+
+
+def test_accelerate_must_not_choose_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker")
+    named = pytest.raises(ValueError, match="set automatic_checkpoint_naming=False in ProjectConfiguration")
+    with named:
+        module.save(Accelerator(own_names=True), 1, tmp_path)
+    with named:
+        module.resume(Accelerator(own_names=True), tmp_path)
+    assert not any(tmp_path.iterdir())

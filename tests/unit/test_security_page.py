@@ -1,0 +1,34 @@
+"""SECURITY.md: every protection that it claims names a test, and these exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "SECURITY.md").read_text()
+NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def protections(text: str) -> list[str]:
+    """The rows of the tables of what somebody cannot do."""
+    tables = re.findall(r"^\| cannot \| held by \|\n\| --- \| --- \|\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    return [row for table in tables for row in table.splitlines()]
+
+
+def test_the_protections_are_found() -> None:
+    assert len(protections(TEXT)) >= 15
+    assert protections("| cannot | held by |\n| --- | --- |\n| a | b |\n\n| c | d |\n") == ["| a | b |"]
+
+
+@pytest.mark.parametrize("row", protections(TEXT), ids=lambda row: row[2:40])
+def test_a_protection_names_the_test_that_holds_it(row: str) -> None:
+    _, held_by = row.strip("| ").rsplit(" | ", 1)
+    assert NAMED.search(held_by), f"no test is named: {row}"
+
+
+@pytest.mark.parametrize(("path", "function"), sorted(set(NAMED.findall(TEXT))))
+def test_a_named_test_exists(path: str, function: str) -> None:
+    assert re.search(rf"^(async )?def {function}\(", (ROOT / path).read_text(), flags=re.MULTILINE)

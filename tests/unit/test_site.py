@@ -1,0 +1,86 @@
+"""The documentation as a site: every page has its place, and a strict build finds no broken link or anchor."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+HOOKS = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))
+
+
+class Loader(yaml.SafeLoader):
+    """Reads mkdocs' own tags as nothing."""
+
+
+Loader.add_multi_constructor("", lambda loader, tag, node: None)
+CONFIG = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+
+
+def named(nav: Any) -> Iterator[str]:
+    for entry in nav:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for below in entry.values():
+                yield from named(below)
+
+
+def test_every_page_has_one_place_in_the_navigation() -> None:
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named(CONFIG["nav"])) == sorted([*pages, *HOOKS["PAGES"]])
+    assert [next(iter(entry)) for entry in CONFIG["nav"][1:]] == [
+        "Tutorials",
+        "How-to guides",
+        "Reference",
+        "Explanation",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "on_the_site"),
+    [
+        ("index.md", "[a](docs/cli.md#b)", "[a](cli.md#b)"),
+        ("index.md", "![a](docs/images/demo.png)", "![a](images/demo.png)"),
+        ("index.md", "[a](#b) and [c](https://d/e.md)", "[a](#b) and [c](https://d/e.md)"),
+        ("cli.md", "[a](../README.md#b)", "[a](index.md#b)"),
+        ("cli.md", "[a](../examples/x.yaml)", "a (`examples/x.yaml`)"),
+        ("index.md", "[examples/x.yaml](examples/x.yaml)", "examples/x.yaml"),
+        ("decisions/README.md", "[a](../cli.md)", "[a](../cli.md)"),
+        ("decisions/0001.md", "[a](../../SECURITY.md)", "[a](../security.md)"),
+        ("benchmarks.md", "[a](../docs/cli.md)", "[a](cli.md)"),
+        ("benchmarks.md", "[a](recovery/steps.py)", "a (`benchmarks/recovery/steps.py`)"),
+    ],
+)
+def test_links_of_the_repository_lead_to_the_site(page: str, link: str, on_the_site: str) -> None:
+    assert HOOKS["rewritten"](link, page, "") == on_the_site
+
+
+def test_other_files_are_linked_where_the_repository_is_known() -> None:
+    made = HOOKS["rewritten"]("[a](../examples/x.yaml)", "cli.md", "https://host/me/ddpjob/")
+    assert made == "[a](https://host/me/ddpjob/blob/main/examples/x.yaml)"
+
+
+def test_the_strict_build_finds_nothing(tmp_path: Path) -> None:
+    for package in ("mkdocs", "material"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip("mkdocs and mkdocs-material are not installed; they are in the extra dev")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "<h1" in (tmp_path / "first-job-on-kind.html").read_text()
+    assert "helm show crds" in (tmp_path / "chart.html").read_text()
+    foreign = re.compile(r"""\bsrc=["']?(?:https?:)?//""")
+    assert [page.name for page in tmp_path.rglob("*.html") if foreign.search(page.read_text())] == []

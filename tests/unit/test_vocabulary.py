@@ -1,0 +1,97 @@
+"""One vocabulary: words that must not return, one meaning per module name, every module in the map, equal figures."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("operator/ddpjob", "runtime/ddpjob_runtime", "runtime/ddpjob_report", "trainer/ddpjob_trainer")
+MAP = runpy.run_path(str(ROOT / "docs" / "generate_map.py"))
+
+UNWANTED = {
+    "told, tells": (r"(?:told|tells)(?! apart)", "reported, notified, logged, shows"),
+    "anew": (r"anew", "again, a new ..."),
+    "goes on": (r"go(?:es|ing)? on|went on|gone on", "continues"),
+    "mended": (r"mend(?:s|ed|ing)?", "repaired, fixed"),
+    "life": (r"li(?:fe|ves) of (?:the|a) job", "incarnation"),
+    "buries": (r"bur(?:y|ies|ied)", "reaps"),
+    "otherwise than": (r"otherwise than", "differently from"),
+    "British spelling": (
+        r"(?:normal|synchron|initial|serial|minim|maxim|optim)is(?:e|ed|es|ing|ation)",
+        "-ize, as in torch",
+    ),
+}
+"""Name of a rule: (what must not return, what to write instead)."""
+SHARED_NAMES = {"__init__", "__main__", "main"}
+"""Module names whose meaning is the same in every package."""
+
+
+def sources() -> list[Path]:
+    """All texts that a user or a contributor reads."""
+    code = [path for top in PACKAGES for path in (ROOT / top).rglob("*.py")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    chart = [path for path in (ROOT / "charts").rglob("*") if path.suffix in (".yaml", ".txt", ".json", ".tpl")]
+    return sorted(set(code + pages + chart + list((ROOT / "examples").iterdir())))
+
+
+def unwanted(text: str) -> list[str]:
+    """Each line with a word that must not return, with its number and the word to write instead."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        for name, (pattern, instead) in UNWANTED.items():
+            if re.search(rf"\b(?:{pattern})\b", line, re.IGNORECASE):
+                found.append(f"{number}: {line.strip()[:90]!r}: {name}; write: {instead}")
+    return found
+
+
+def test_the_check_finds_unwanted_words() -> None:
+    assert len(unwanted("it is told\nand goes on\nNormalised anew\nfine")) == 4
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_unwanted_words_do_not_return(path: Path) -> None:
+    found = unwanted(path.read_text())
+    assert not found, "\n".join([str(path.relative_to(ROOT)), *found])
+
+
+def test_no_two_modules_of_one_name() -> None:
+    places = defaultdict(list)
+    for top in PACKAGES:
+        for path in (ROOT / top).rglob("*.py"):
+            if path.stem not in SHARED_NAMES:
+                places[path.stem].append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_every_module_is_in_the_map() -> None:
+    assert MAP["PAGE"].read_text() == MAP["page"](MAP["PAGE"].read_text()), "run: python docs/generate_map.py"
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = re.findall(r"^- `(\S+)`: $", MAP["render"](), flags=re.MULTILINE)
+    assert silent == []
+    assert not re.search(r"^### .*\n\n\n", MAP["render"](), flags=re.MULTILINE), "a package without a docstring"
+
+
+CASES = {
+    "fast-spare": "DDPJob `Fast`, a spare takes over",
+    "fast-shrink": "DDPJob `Fast`, continues with fewer nodes",
+    "fast-replaced": "DDPJob `Fast`, the pod is replaced",
+    "standard-replaced": "DDPJob `Standard`, the pod is replaced",
+}
+"""Case of docs/recovery.md: row of README.md."""
+
+
+def test_the_readme_gives_the_figures_of_the_recovery_page() -> None:
+    measured = (ROOT / "docs" / "recovery.md").read_text().partition("<!-- cluster: begin -->")[2]
+    readme = (ROOT / "README.md").read_text()
+    for case, row in CASES.items():
+        match = re.search(rf"^\| {case} \| cluster \|.*?\| \d+ \| ([\d.]+) \| ([\d.]+) \|", measured, re.MULTILINE)
+        assert match, case
+        shown = [f"{float(text):.2f} s" if float(text) < 1 else f"{float(text):.1f} s" for text in match.groups()]
+        assert f"| {row} | {shown[0]} | {shown[1]} |" in readme, (case, shown)

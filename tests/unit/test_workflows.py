@@ -1,0 +1,148 @@
+"""The workflows are valid by actionlint, name only what the repository has, and pin every action by its commit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+MODULE = Path(__file__).parent / "actionlint"
+
+# A path of this repository: one of its top-level entries, then anything up to a space or a quote. Not in a URL.
+TOP = r"\.github|benchmarks|charts|docs|examples|operator|runtime|scripts|tests|trainer"
+PATH = re.compile(
+    rf"(?<![\w/.:-])(?:\./)?((?:{TOP})/[\w./*-]+|pyproject\.toml|Dockerfile|CONTRIBUTING\.md|CHANGELOG\.md)"
+)
+PINNED = re.compile(r"uses: (?:\./[\w./-]+|[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d[\w.]*)$")
+
+
+def texts(node: Any) -> list[str]:
+    """Every text in a document, keys left out."""
+    if isinstance(node, dict):
+        return [text for value in node.values() for text in texts(value)]
+    if isinstance(node, list):
+        return [text for value in node for text in texts(value)]
+    return [node] if isinstance(node, str) else []
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def missing_paths(text: str) -> list[str]:
+    """The paths named in a text that the repository does not have; a star stands for anything."""
+    return [path for path in PATH.findall(text) if not any(ROOT.glob(path.rstrip("/.")))]
+
+
+def unknown_targets(text: str) -> list[str]:
+    """The targets of `make` in a text that the Makefile does not have; a comma ends a sentence's mention of one."""
+    return sorted(set(re.findall(r"\bmake ([a-z][a-z-]*)", text)) - make_targets())
+
+
+def refuse(why: str) -> None:
+    """Skip, or fail where CI=true."""
+    if os.environ.get("CI", "").lower() in ("true", "1"):
+        pytest.fail(f"CI=true, and actionlint cannot be built: {why}", pytrace=False)
+    pytest.skip(f"actionlint cannot be built: {why}")
+
+
+@pytest.fixture(scope="session")
+def actionlint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, built from the pinned module: half a minute at first, then from Go's cache."""
+    if shutil.which("go") is None:
+        refuse("no Go on this machine")
+    program = tmp_path_factory.mktemp("actionlint") / "actionlint"
+    command = ["go", "build", "-o", str(program), "github.com/rhysd/actionlint/cmd/actionlint"]
+    done = subprocess.run(command, cwd=MODULE, text=True, capture_output=True, check=False)
+    if done.returncode != 0:
+        refuse(done.stderr.strip())
+    return program
+
+
+def findings(actionlint: Path, *files: Path) -> str:
+    """What actionlint has to say, without the checkers of shell and Python that a machine may or may not have."""
+    command = [str(actionlint), "-no-color", "-shellcheck=", "-pyflakes=", *map(str, files)]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False).stdout
+
+
+def test_workflows_are_valid(actionlint: Path) -> None:
+    assert findings(actionlint, *WORKFLOWS) == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ("runs-on: ubuntu-24.04", "runs-on: ubuntu-24.40", 'label "ubuntu-24.40" is unknown'),
+        ("needs: [lint, unit]", "needs: [lint, units]", 'job "cluster" needs job "units" which does not exist'),
+        ("${{ matrix.python }}", "${{ matrix.pyton }}", 'property "pyton" is not defined'),
+        ("fail-fast: false", "fail-fast: maybe", "fail-fast"),
+    ],
+)
+def test_a_mistake_in_a_workflow_is_found(actionlint: Path, tmp_path: Path, old: str, new: str, part: str) -> None:
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert old in text
+    broken = tmp_path / "ci.yml"
+    broken.write_text(text.replace(old, new, 1))
+    assert part in findings(actionlint, broken)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_what_a_workflow_names_exists(workflow: Path) -> None:
+    text = "\n".join(texts(yaml.safe_load(workflow.read_text())))
+    assert missing_paths(text) == []
+    assert unknown_targets(text) == []
+
+
+def test_a_path_or_a_target_that_is_gone_is_found() -> None:
+    assert (
+        missing_paths("python scripts/release_notes.py, ./.github/workflows/ci.yml, tests/cluster/binaries/*.sum") == []
+    )
+    assert missing_paths("hashFiles('tests/nothing/**', 'docs/trainer.md')") == ["tests/nothing/**"]
+    assert missing_paths("https://example.org/docs/none") == []
+    assert unknown_targets("make lint\nmake demolish") == ["demolish"]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_and_rights_are_narrow(workflow: Path) -> None:
+    """A tag can be moved to other code; rights are given job by job, to jobs that publish."""
+    lines = [line.strip().removeprefix("- ") for line in workflow.read_text().splitlines()]
+    assert [line for line in lines if line.startswith("uses: ") and not PINNED.match(line)] == []
+    assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
+
+
+def test_the_oldest_python_of_the_tests_is_the_oldest_supported() -> None:
+    ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    [oldest] = re.findall(r'^requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert ci["jobs"]["unit"]["strategy"]["matrix"]["python"][0] == oldest
+
+
+@pytest.mark.parametrize("name", ["dependabot.yml", "ISSUE_TEMPLATE/bug.yml", "ISSUE_TEMPLATE/feature.yml"])
+def test_the_forms_are_yaml_and_name_what_exists(name: str) -> None:
+    text = "\n".join(texts(yaml.safe_load((ROOT / ".github" / name).read_text())))
+    assert missing_paths(text) == []
+
+
+def test_dependabot_sees_every_folder_that_pins_something() -> None:
+    updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
+    watched = {
+        folder
+        for update in updates
+        if update["package-ecosystem"] == "gomod"
+        for pattern in update["directories"]
+        for folder in ROOT.glob(pattern.lstrip("/"))
+    }
+    assert {path.parent for path in ROOT.glob("tests/**/go.mod")} <= watched
+
+
+def test_pre_commit_runs_the_same_actionlint() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    [pinned] = [repo["rev"] for repo in hooks if repo["repo"].endswith("/actionlint")]
+    assert f"github.com/rhysd/actionlint {pinned} " in (MODULE / "go.mod").read_text()
