@@ -1,12 +1,27 @@
 # Two commands to begin with:
-#   make demo    trains digits on this machine, kills a node in the middle, shows that it goes on. Needs Python 3.11 or newer, nothing else.
-#   make test    all tests. Those on a real Kubernetes build and start it; where the machine cannot run one they are skipped with the reason.
+#   make demo         trains digits on this machine, kills a node in the middle and shows the recovery (Python 3.11 or newer)
+#   make test         lint and all tests; those on a real Kubernetes are skipped, with the reason, where none can run
+# The tests in parts (tests/README.md):
+#   make unit         a minute: units and the quick part of the simulation
+#   make test-local   everything that needs neither root nor Kubernetes
+# And:
+#   make matrix       the runtime's tests on every Python from 3.9 and torch from 2.6 that this machine can get;
+#                     MATRIX="--python=3.9 --torch=none" chooses rows, MATRIX=--all takes every pair and all tests
+#   make lint         ruff, mypy, import-linter
+#   make docs         the documentation as a site in build/site, links checked; no network
+#   make cluster-up   start the test cluster, or find it running; prints how to use it (root, Go)
+#   make cluster-down
+#   make demo-cluster digits on the test cluster, by Helm and kubectl
 PYTHON ?= python3
 VENV ?= .venv
 # An index of smaller torch wheels (CPU only), where one can be reached.
 TORCH_INDEX_URL ?=
-# More of pytest's options, for instance: make test PYTEST='-m "not cluster"'
+# More of pytest's options, for instance: make test PYTEST=--durations=20
 PYTEST ?=
+# Options of make matrix.
+MATRIX ?=
+# Tests that run at once. Each worker of the cluster's tests has a cluster of its own.
+WORKERS ?= 2
 
 # Bytecode is written at the first import: compiling all of torch and sympy would take a minute for modules that nobody imports. Where the
 # environment forbids to write it, each process would compile what it imports, which doubles the time that torch takes.
@@ -15,25 +30,41 @@ PIP_INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check install --no
 DEMO_READY = $(VENV)/.ddpjob-demo
 DEV_READY = $(VENV)/.ddpjob-dev
 IN_VENV = $(VENV)/bin/python -m
-TESTCLUSTER = PYTHONPATH=tests/cluster $(IN_VENV) testcluster
+TESTS = $(IN_VENV) pytest --numprocesses=$(WORKERS) --dist=loadfile $(PYTEST)
+TESTCLUSTER = PYTHONPATH=tests:tests/cluster $(IN_VENV) testcluster
 
-.PHONY: help demo test lint cluster-up cluster-down demo-cluster
+.PHONY: help demo unit test-local test matrix lint docs cluster-up cluster-down demo-cluster
 
 help:
-	@sed -n '2,3s/^# //p' Makefile
-	@echo '  make lint, cluster-up, cluster-down, demo-cluster (digits on the test cluster, by Helm and kubectl)'
+	@sed -n '/^[^#]/q; s/^# \{0,1\}//p' Makefile
 
 demo: $(DEMO_READY)
 	$(IN_VENV) ddpjob.cli.demo examples/digits.yaml
 
+unit: $(DEV_READY)
+	$(TESTS) -m "not slow" tests/unit tests/simulation $(wildcard tests/runtime)
+
+test-local: $(DEV_READY)
+	$(TESTS) -m "not cluster"
+
+# In two parts: tests that keep the processor busy would disturb those of the cluster, which measure how fast it reacts.
 test: lint
-	$(IN_VENV) pytest $(PYTEST)
+	$(TESTS) -m "not cluster"; local=$$?; $(TESTS) -m cluster && exit $$local
+
+# Its rows have environments of their own: neither torch nor any other package is needed here.
+matrix: | $(VENV)/bin/python
+	TORCH_INDEX_URL="$(TORCH_INDEX_URL)" $(VENV)/bin/python scripts/matrix.py $(MATRIX)
 
 lint: $(DEV_READY)
 	$(IN_VENV) ruff check .
 	$(IN_VENV) ruff format --check .
-	$(IN_VENV) mypy operator/ddpjob trainer/ddpjob_trainer
+	$(IN_VENV) mypy operator/ddpjob runtime/ddpjob_runtime runtime/ddpjob_report trainer/ddpjob_trainer
 	$(VENV)/bin/lint-imports
+
+# Not --quiet: it would swallow the warnings that --strict counts. The variable silences a notice of the theme about its successor.
+docs: $(DEV_READY)
+	NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict
+	@echo "build/site/index.html"
 
 cluster-up: $(DEV_READY)
 	$(TESTCLUSTER) up
