@@ -48,8 +48,14 @@ test-local: $(DEV_READY)
 	$(TESTS) -m "not cluster"
 
 # In two parts: tests that keep the processor busy would disturb those of the cluster, which measure how fast it reacts.
+# What failed in either is named at the very end: the output is long, and who reads a CI's record sees its last lines.
+test: SHELL = /bin/bash -o pipefail
 test: lint
-	$(TESTS) -m "not cluster"; local=$$?; $(TESTS) -m cluster && exit $$local
+	@mkdir -p build
+	$(TESTS) -m "not cluster" | tee build/tests-local.txt; local=$$?; \
+	$(TESTS) -m cluster | tee build/tests-cluster.txt; cluster=$$?; \
+	grep -hE "^(FAILED|ERROR) |^=+ .*(passed|failed|error).* =+$$" build/tests-local.txt build/tests-cluster.txt; \
+	exit $$((local || cluster))
 
 # Its rows have environments of their own: neither torch nor any other package is needed here.
 matrix: | $(VENV)/bin/python

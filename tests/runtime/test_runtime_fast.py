@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import slowness
 from runtime_harness import SCRIPTS, Job
 
 pytest.importorskip("torch")
@@ -77,7 +78,7 @@ def test_a_spare_takes_over_at_once(job: Job) -> None:
     job.kill(victim)
     took = recovery_seconds(job, killed)
     print(f"a spare took over in {took:.3f} s")
-    assert took < 10, "the figure is the benchmark's; here only that nothing waits for a time-out"
+    assert took < 10 * slowness(), "the figure is the benchmark's; here only that nothing waits for a time-out"
     index = int(victim.split("-")[1])
     job.start_node(index, *script, attempt=1)
     left = [f"job-{i}-0" for i in range(3) if i != index]
