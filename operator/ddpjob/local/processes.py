@@ -99,7 +99,7 @@ def send_group(leader: int, number: signal.Signals) -> None:
 
 def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
     """Reaps adopted children that have ended; those in `own` are polled, which reaps them for their owners."""
-    by_pid = {process.pid: process for process in own}
+    by_pid = {process.pid: process for process in own if process.returncode is None}  # others' ids may be in use again
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

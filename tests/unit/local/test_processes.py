@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
+import pytest
 from ddpjob.local import processes
 
 CHANGING = 'exec sh -c "$0" "$0"'
@@ -32,3 +33,15 @@ def test_a_process_without_any_environment_is_none_of_them() -> None:
             assert process.pid not in processes.find({"DDPJOB_UID": "any"})
         finally:
             process.kill()
+
+
+def test_an_orphan_with_the_id_of_a_process_that_was_reaped_is_reaped_too() -> None:
+    """Process ids come again: the orphan was taken for the owner's, whose poll() reaps nothing any more, for ever."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    orphan = os.spawnvp(os.P_NOWAIT, "true", ["true"])
+    os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+    ended.pid = orphan
+    processes.reap_orphans([ended])
+    with pytest.raises(ChildProcessError):
+        os.waitpid(orphan, os.WNOHANG)
