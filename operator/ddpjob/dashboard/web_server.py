@@ -367,19 +367,15 @@ class Dashboard:
         def version() -> int:
             return self.fleet.job_version((namespace, name)) if name else self.fleet.version
 
-        async with self._stream(request) as response:
-            known, silent = (-1, ""), 0.0
+        async with self._stream(request) as stream:
+            known = (-1, "")
             while not self._closing.is_set():
                 now = (version(), self.fleet.problem)
                 if now != known:
-                    known, silent = now, 0.0
-                    await response.write(b"event: changed\ndata: {}\n\n")
-                elif silent >= _SILENCE_SECONDS:
-                    silent = 0.0
-                    await response.write(b": waiting\n\n")
-                await asyncio.sleep(_LOOK_SECONDS)
-                silent += _LOOK_SECONDS
-        return response
+                    known = now
+                    await stream.write("event: changed\ndata: {}\n\n")
+                await stream.wait(_LOOK_SECONDS)
+        return stream.response
 
     async def log(self, request: web.Request) -> web.StreamResponse:
         """Events of lines, as JSON, of one pod or of the whole job; `end` when there will be no more."""
@@ -394,21 +390,20 @@ class Dashboard:
         stop = threading.Event()
         lines: queue.Queue[str | None] = queue.Queue(_BATCH)
         try:
-            async with self._stream(request) as response:
+            async with self._stream(request) as stream:
                 options = LogOptions(
                     follow=phase(read.body) not in ENDED, tail=_LOG_LINES, stop=stop, line_bytes=4 * _LINE
                 )
                 threading.Thread(
                     target=_copy_log, args=(backend, key[1], read.body, pod, options, lines), name="log", daemon=True
                 ).start()
-                await self._send_lines(response, lines)
-            return response
+                await self._send_lines(stream, lines)
+            return stream.response
         finally:
             stop.set()
             self._log_streams -= 1
 
-    async def _send_lines(self, response: web.StreamResponse, lines: queue.Queue[str | None]) -> None:
-        silent = 0.0
+    async def _send_lines(self, stream: _EventStream, lines: queue.Queue[str | None]) -> None:
         while not self._closing.is_set():
             batch: list[str] = []
             over = False
@@ -420,19 +415,14 @@ class Dashboard:
                 over = line is None
                 batch += [line] if line is not None else []
             if batch:
-                silent = 0.0
-                await response.write(f"data: {json.dumps(batch)}\n\n".encode())
+                await stream.write(f"data: {json.dumps(batch)}\n\n")
             if over:
-                await response.write(b"event: end\ndata: {}\n\n")
+                await stream.write("event: end\ndata: {}\n\n")
                 return
-            if silent >= _SILENCE_SECONDS:
-                silent = 0.0
-                await response.write(b": waiting\n\n")
-            await asyncio.sleep(0.2)
-            silent += 0.2
+            await stream.wait(0.2)
 
     @contextlib.asynccontextmanager
-    async def _stream(self, request: web.Request) -> AsyncIterator[web.StreamResponse]:
+    async def _stream(self, request: web.Request) -> AsyncIterator[_EventStream]:
         if self._streams >= STREAMS:
             raise web.HTTPServiceUnavailable(reason=f"{STREAMS} pages are open already")
         self._streams += 1
@@ -441,9 +431,28 @@ class Dashboard:
             response = web.StreamResponse(headers={**HEADERS, **headers})
             await response.prepare(request)
             with contextlib.suppress(ConnectionError):  # The viewer is gone.
-                yield response
+                yield _EventStream(response)
         finally:
             self._streams -= 1
+
+
+class _EventStream:
+    """Server-sent events to one viewer."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        self.response = response
+        self._silent = 0.0
+
+    async def write(self, text: str) -> None:
+        self._silent = 0.0
+        await self.response.write(text.encode())
+
+    async def wait(self, seconds: float) -> None:
+        """Before the next look for news. A silence that lasts is broken by a comment."""
+        if self._silent >= _SILENCE_SECONDS:
+            await self.write(": waiting\n\n")
+        await asyncio.sleep(seconds)
+        self._silent += seconds
 
 
 def _copy_log(
