@@ -22,7 +22,7 @@ from ddpjob.local import processes
 from ddpjob.local.pod import CONTAINER_VARIABLE
 from ddpjob.local.processes import end_all
 
-from benchmarks.marks import write_between
+from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm
 
 WORKERS = 2
@@ -88,9 +88,7 @@ def table(found: dict[str, list[tuple[str, float, float, float]]]) -> str:
 def main() -> int:
     """0."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument(
-        "--table", type=Path, metavar="FILE", help="write the table between the marks `memory` of a document"
-    )
+    add_table_option(made, "memory")
     options = made.parse_args()
     with tempfile.TemporaryDirectory(prefix="memory-") as folder:
         text = table({mode: measure(mode, Path(folder)) for mode in ("Standard", "Fast")})

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+
+
+def add_table_option(parser: argparse.ArgumentParser, name: str, more: str = "") -> None:
+    """`--table FILE`, None by default: where `write_between` puts what was measured. `more`: the help's last words."""
+    where = f"write the table between <!-- {name}: begin --> and <!-- {name}: end --> of a document"
+    parser.add_argument("--table", type=Path, metavar="FILE", help=f"{where}{more}")
 
 
 def write_between(path: Path, name: str, text: str) -> None:

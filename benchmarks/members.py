@@ -25,7 +25,7 @@ from typing import Any
 from ddpjob_runtime import protocol
 
 from benchmarks import CHECKOUT
-from benchmarks.marks import write_between
+from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm, free_port
 
 TOKEN = "a benchmark"
@@ -149,9 +149,7 @@ def main() -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--members", type=int, default=1024, help="of a round (default 1024)")
     made.add_argument("--runs", type=int, default=3, help="(default 3)")
-    made.add_argument(
-        "--table", type=Path, metavar="FILE", help="write the table between the marks `members` of a document"
-    )
+    add_table_option(made, "members")
     options = made.parse_args()
     wanted = options.members + 100
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

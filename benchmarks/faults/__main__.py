@@ -21,7 +21,7 @@ from statistics import median
 
 from benchmarks.faults.faults import FAULTS, Fault
 from benchmarks.faults.scene import Scene, scene
-from benchmarks.marks import write_between
+from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.testbed import Cluster
 
@@ -59,12 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--runs", type=int, default=3, help="of each fault (default 3)")
     made.add_argument("--only", default="", help="faults whose names contain one of these words, separated by commas")
-    made.add_argument(
-        "--table",
-        type=Path,
-        metavar="FILE",
-        help="write the table between the marks of a document",
-    )
+    add_table_option(made, "faults")
     return made
 
 

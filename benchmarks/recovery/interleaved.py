@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.marks import write_between
+from benchmarks.marks import add_table_option, write_between
 from benchmarks.recovery.cases import Backend, Case, Sample
 from benchmarks.recovery.groups import NotRecovered
 from benchmarks.recovery.tables import CsvFile, markdown
@@ -24,12 +24,7 @@ def add_options(parser: argparse.ArgumentParser, cases: Sequence[Case]) -> None:
         "--patience", type=float, default=60.0, help="seconds after which a group counts as not recovered (default 60)"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
-    parser.add_argument(
-        "--table",
-        type=Path,
-        metavar="FILE",
-        help="write the table between <!-- BACKEND: begin --> and <!-- BACKEND: end --> of a document",
-    )
+    add_table_option(parser, "BACKEND")
 
 
 def chosen(names: str, cases: Sequence[Case]) -> list[Case]:

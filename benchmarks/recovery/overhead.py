@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.marks import write_between
+from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import descendants
 from benchmarks.recovery.cases import Loopback, Shape, System
 from benchmarks.recovery.groups import Coordinated, Group, NotRecovered
@@ -112,12 +112,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=40, help="turns per group (default 40)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
-    parser.add_argument(
-        "--table",
-        type=Path,
-        metavar="FILE",
-        help="write the table between <!-- overhead: begin --> and <!-- overhead: end --> of a document",
-    )
+    add_table_option(parser, "overhead")
     options = parser.parse_args(arguments)
     rows = measure(options.windows, 60)
     if options.csv:

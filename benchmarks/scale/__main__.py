@@ -27,7 +27,7 @@ from pathlib import Path
 from ddpjob.controller.rest import Rest
 from kubernetes.aio import client, config
 
-from benchmarks.marks import write_between
+from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.scale.chart import draw
 from benchmarks.scale.hollow import Hollow
@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hostile", type=int, default=150, help="hostile coordinators (default 150)")
     made.add_argument("--csv", type=Path, metavar="FILE", help="write the figures here")
     made.add_argument("--chart", type=Path, metavar="FILE", help="draw them here")
-    made.add_argument("--table", type=Path, metavar="FILE", help="write the table between the marks of this document")
+    add_table_option(made, "scale")
     return made
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.marks import write_between
+from benchmarks.marks import add_table_option, write_between
 from benchmarks.strategies import report
 from benchmarks.strategies.cases import CASES, accelerators
 from benchmarks.strategies.runs import Measured, NotMeasured, arguments, run, samples
@@ -37,12 +37,7 @@ def main() -> int:
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
     parser.add_argument("--chart", type=Path, metavar="FILE.png", help="write the chart here")
-    parser.add_argument(
-        "--table",
-        type=Path,
-        metavar="FILE",
-        help="write the table between <!-- strategies: begin --> and <!-- strategies: end --> of a document",
-    )
+    add_table_option(parser, "strategies")
     given = parser.parse_args()
     wanted = [name.strip() for name in given.strategies.split(",")]
     if unknown := [name for name in wanted if name not in names]:

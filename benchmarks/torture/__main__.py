@@ -22,7 +22,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.marks import write_between
+from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.torture.arena import Arena, Processes
 from benchmarks.torture.defective import DEFECTS
@@ -48,13 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--defect", choices=list(DEFECTS), default="", help="break the trainer on purpose: a check must fail"
     )
-    made.add_argument(
-        "--table",
-        type=Path,
-        metavar="FILE",
-        help="write the table between <!-- torture: begin --> and <!-- torture: end --> of a document"
-        " (torture-local without --cluster)",
-    )
+    add_table_option(made, "torture", " (torture-local without --cluster)")
     return made
 
 

@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.marks import write_between
+from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.trainer import bookkeeping, elasticity, pipelines
 
@@ -43,12 +43,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=4.0, help="overhead: length of a turn in seconds (default 4)")
     parser.add_argument("--width", type=int, default=32, help="overhead: the network's width (default 32)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
-    parser.add_argument(
-        "--table",
-        type=Path,
-        metavar="FILE",
-        help="write the tables between <!-- speed: begin --> and <!-- speed: end --> of a document",
-    )
+    add_table_option(parser, "speed")
     parser.add_argument(
         "--elasticity",
         type=Path,
