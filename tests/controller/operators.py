@@ -27,7 +27,7 @@ from simulation.simulated import Simulation
 from simulation.story import Story
 
 from .api_server import ApiServer, RandomFaults
-from .world import LoopClock, loop_moment
+from .world import LoopClock, ReplicaTasks, loop_moment
 
 COORDINATOR_PORT = 29401
 
@@ -78,12 +78,11 @@ class HttpSimulation(Simulation):
             server.close()
 
 
-class Replicas:
+class Replicas(ReplicaTasks):
     """Replicas of the operator, each `ddpjob.controller.main.run` itself."""
 
     def __init__(self, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.server = server
-        self.tasks: dict[str, asyncio.Task[None]] = {}
+        super().__init__(server)
         self.rests: dict[str, list[MortalRest]] = {}
         self._connecting = ""
         self.acting: dict[tuple[int, int], str] = {}
@@ -142,9 +141,7 @@ class Replicas:
         """By SIGTERM, or by SIGKILL: then nothing of it reaches the server any more."""
         for rest in self.rests.pop(name, []):
             rest.dead = crash
-        task = self.tasks.pop(name)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await super().stop(name)
 
     def check(self) -> None:
         """No replica has ended, and no two have acted at once."""

@@ -19,19 +19,18 @@ from ddpjob.controller.election import (
 
 from .api_server import ApiServer, Fault, RandomFaults
 from .virtual_loop import run
-from .world import api_server, connected
+from .world import ReplicaTasks, api_server, connected
 
 
-class Replicas:
+class Candidates(ReplicaTasks):
     """Replicas of the operator that only take part in the election. `acting` are those that act now."""
 
     def __init__(self, server: ApiServer) -> None:
-        self.server = server
+        super().__init__(server)
         self.acting: set[str] = set()
         self.terms = 0
         self.idle_since = 0.0
         self.longest_idle = 0.0
-        self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def replica(self, name: str) -> None:
         """For ever: no fault of the API server ends it."""
@@ -56,25 +55,13 @@ class Replicas:
         """Its process begins."""
         self.tasks[name] = asyncio.create_task(self.replica(name))
 
-    async def stop(self, name: str) -> None:
-        """Its process ends in order, and gives the Lease back."""
-        task = self.tasks.pop(name)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
-    def check(self) -> None:
-        """No replica has ended by itself."""
-        for name, task in self.tasks.items():
-            if task.done():
-                raise AssertionError(f"replica {name} has ended: {task.exception()!r}") from task.exception()
-
-
-async def elect(seed: int, minutes: float = 4.0) -> Replicas:
+async def elect(seed: int, minutes: float = 4.0) -> Candidates:
     """Two or three replicas under random faults, and then a calm minute."""
     chance = random.Random(seed)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(api_server())
-        replicas = Replicas(server)
+        replicas = Candidates(server)
         server.faults = RandomFaults(chance, chance.choice((0.05, 0.3, 0.7)))
         names = ["a", "b", "c"][: chance.choice((2, 3))]
         for name in names:
@@ -103,7 +90,7 @@ def test_one_replica_acts_at_any_time(seed: int) -> None:
 def test_a_replica_that_is_stopped_hands_over_within_seconds() -> None:
     async def main() -> float:
         async with api_server() as server:
-            replicas = Replicas(server)
+            replicas = Candidates(server)
             replicas.start("a")
             await asyncio.sleep(1)
             replicas.start("b")
@@ -121,7 +108,7 @@ def test_a_replica_that_is_stopped_hands_over_within_seconds() -> None:
 def test_a_replica_that_dies_is_replaced_after_its_lease() -> None:
     async def main() -> None:
         async with api_server() as server:
-            replicas = Replicas(server)
+            replicas = Candidates(server)
             server.faults = lambda method, path: None
             replicas.start("b")
             await asyncio.sleep(0.5)
@@ -142,7 +129,7 @@ def test_a_replica_that_dies_is_replaced_after_its_lease() -> None:
 def test_an_api_server_that_is_away_for_a_minute_ends_nothing(fault: Fault) -> None:
     async def main() -> None:
         async with api_server() as server:
-            replicas = Replicas(server)
+            replicas = Candidates(server)
             replicas.start("a")
             await asyncio.sleep(5)
             server.faults = lambda method, path: fault
@@ -162,7 +149,7 @@ def test_an_api_server_that_is_away_for_a_minute_ends_nothing(fault: Fault) -> N
 def test_a_renewal_that_succeeded_without_an_answer_loses_nothing() -> None:
     async def main() -> None:
         async with api_server() as server:
-            replicas = Replicas(server)
+            replicas = Candidates(server)
             replicas.start("a")
             await asyncio.sleep(0.5)
             # The HTTP client itself repeats a PUT over a new connection, which then meets its own write as a conflict.

@@ -19,19 +19,18 @@ from .api_server import ApiServer, Fault, RandomFaults
 from .operators import MortalRest, Replicas
 from .test_leader import add
 from .virtual_loop import run
-from .world import api_server
+from .world import ReplicaTasks, api_server
 
 SURE = 4 * LEASE_SECONDS
 """Seconds after which every shard is acted for again, and by all replicas alike."""
 
 
-class Dealt:
+class Dealt(ReplicaTasks):
     """Replicas that only take part in the election. `acting`: who acts, by (shard, number of shards)."""
 
     def __init__(self, server: ApiServer) -> None:
-        self.server = server
+        super().__init__(server)
         self.acting: dict[tuple[int, int], str] = {}
-        self.tasks: dict[str, asyncio.Task[None]] = {}
         self.rests: dict[str, MortalRest] = {}
         self.ended: list[str] = []
 
@@ -60,14 +59,7 @@ class Dealt:
 
     async def stop(self, name: str, *, crash: bool = False) -> None:
         self.rests[name].dead = crash
-        task = self.tasks.pop(name)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    def check(self) -> None:
-        for name, task in self.tasks.items():
-            if task.done():
-                raise AssertionError(f"replica {name} has ended: {task.exception()!r}") from task.exception()
+        await super().stop(name)
 
     def shares(self) -> list[int]:
         """How many shards each replica acts for, in ascending order."""

@@ -15,6 +15,26 @@ from simulation.store import Store
 from .api_server import ApiServer
 
 
+class ReplicaTasks:
+    """Replicas of the operator as tasks, by name."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self.server = server
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def stop(self, name: str) -> None:
+        """Its process ends in order, and gives the Lease back."""
+        task = self.tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def check(self) -> None:
+        """No replica has ended by itself."""
+        for name, task in self.tasks.items():
+            if task.done():
+                raise AssertionError(f"replica {name} has ended: {task.exception()!r}") from task.exception()
+
+
 class LoopClock(Clock):
     """The simulation's clock, driven by the event loop: HTTP and the simulated world share one time."""
 

@@ -67,12 +67,18 @@ def kinds(report: Report) -> list[tuple[str, str]]:
     return [(i["kind"], i["pod"]) for i in report["incidents"]]
 
 
-def test_a_spare_takes_over_at_once(job: Job) -> None:
+def with_a_spare(job: Job, steps: int) -> tuple[str, ...]:
+    """Two of three nodes have made more than `steps` steps. Returns their script with its arguments."""
     script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
     job.start_coordinator()
     for index in range(3):
         job.start_node(index, *script)
-    job.wait_until(lambda r: states(r) == ["Ready", "Running", "Running"] and len(made(job, 0)) > 5)
+    job.wait_until(lambda r: states(r) == ["Ready", "Running", "Running"] and len(made(job, 0)) > steps)
+    return script
+
+
+def test_a_spare_takes_over_at_once(job: Job) -> None:
+    script = with_a_spare(job, steps=5)
     victim = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running" and m["rank"] == 0)
     killed = time.time()
     job.kill(victim)
@@ -169,11 +175,7 @@ def test_a_hang_is_seen_and_shown(job: Job) -> None:
 
 def test_a_frozen_node_is_fenced(job: Job) -> None:
     """Its peers continue with another one; when it wakes up it ends."""
-    script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
-    job.start_coordinator()
-    for index in range(3):
-        job.start_node(index, *script)
-    job.wait_until(lambda r: states(r) == ["Ready", "Running", "Running"] and len(made(job, 0)) > 3)
+    with_a_spare(job, steps=3)
     victim = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running")
     frozen = [
         job.processes[victim].pid,

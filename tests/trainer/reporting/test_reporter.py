@@ -242,7 +242,7 @@ def test_an_exploding_loss_stops_the_run(tmp_path: Path) -> None:
     assert ended.code == 1 and "3 steps in a row were skipped" in ended.error and "Lower optim.lr" in ended.error
 
 
-def test_lines_tell_what_is_odd_only_when_there_is_some() -> None:
+def test_lines_show_what_is_odd_only_when_there_is_some() -> None:
     usual = TrainingStatus(
         epoch=1,
         epochs=2,
