@@ -3,11 +3,13 @@
     import ddpjob_report
 
     folder = ddpjob_report.checkpoint_dir()
+    newest = ddpjob_report.restore_checkpoint()  # from the job's bucket, where it has one
+    first = load(newest) if newest else 0
     for step in range(first, steps):
         ...
         ddpjob_report.report(epoch=epoch, step=step, loss=loss, accuracy=accuracy)
         if ddpjob_report.should_stop():  # the same answer on every rank
-            save(folder)
+            save(folder / "snapshot.pt")  # and of rank 0: ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step)
             ddpjob_report.saved_and_leave()
 
 Job pods have it beside the runtime; elsewhere `pip install ddpjob` brings it. `ddpjob_report.huggingface`, `.lightning`
@@ -24,9 +26,11 @@ from typing import Any, NoReturn
 
 from ddpjob_runtime import protocol
 
-from ddpjob_report import link, stop
+from ddpjob_report import curve_file, link, stop
 
-__all__ = ["checkpoint_dir", "report", "saved_and_leave", "should_stop"]
+__all__ = [
+    *("checkpoint_dir", "copy_checkpoint", "report", "restore_checkpoint", "saved_and_leave", "should_stop"),
+]
 
 _NUMBERS = {"samples_per_second": "samplesPerSecond"}
 """Figures that the protocol spells differently from Python."""
@@ -51,7 +55,7 @@ def report(
         step: steps done since the training began, before a restart as well; of `steps`. Without it DDPJob counts the
             optimizer's steps since the restart.
         loss: the training loss.
-        accuracy: from 0 to 1.
+        accuracy: on the test set, from 0 to 1.
         samples_per_second: over all ranks.
         eta: seconds left.
         metrics: any other figures, by name.
@@ -59,7 +63,8 @@ def report(
     A figure is a number, or what `float()` makes one of: a tensor or an array of one element (a tensor on a GPU is
     waited for, as by `item()`: report every few steps). Infinite and undefined figures are shown as unknown. It
     returns at once: the newest figures are sent in the background, at most twice a second, and a coordinator that
-    is away costs nothing but them.
+    is away costs nothing but them. Figures that have a `step` are kept in the checkpoint folder as well, as curves for
+    `ddpjob plot` and the dashboard (run/metrics.jsonl, at first two lines a second, fewer as the script runs on).
 
     Raises:
         TypeError: an argument is no number; the message names it.
@@ -72,7 +77,7 @@ def report(
     figures: dict[str, Any] = {
         _NUMBERS.get(name, name): _number(name, value) for name, value in given.items() if value is not None
     }
-    others = {"accuracy": accuracy, **metrics}
+    others = {"accuracy": accuracy, **metrics, **_copied()}
     read = {name: _number(name, value) for name, value in others.items() if value is not None}
     _check_names(read)
     known = {name: value for name, value in read.items() if value is not None}
@@ -80,6 +85,7 @@ def report(
         figures["metrics"] = known
     if figures:
         link.post(figures)
+        curve_file.add(figures)
 
 
 def checkpoint_dir(default: str | Path = "checkpoints") -> Path:
@@ -90,6 +96,89 @@ def checkpoint_dir(default: str | Path = "checkpoints") -> Path:
     made = Path(default)
     made.mkdir(parents=True, exist_ok=True)
     return made
+
+
+def restore_checkpoint() -> Path | None:
+    """The newest checkpoint that `copy_checkpoint` was given and that is complete; None: there is none.
+
+    In a job with storage.checkpoints.url it is fetched from the bucket into `checkpoint_dir()`, where it has the name
+    that it had, once per pod. All ranks call it before training, and all get the same checkpoint. Elsewhere it is in
+    the folder itself.
+
+    Raises:
+        ddpjob_bucket.BucketError: the bucket cannot be read, or the image lacks obstore. A start that does not know
+            what there is must not begin from scratch.
+    """
+    folder = checkpoint_dir()
+    copies = _copies()
+    if copies is not None:
+        found: Path | None = copies.restore(folder)
+        return found
+    from ddpjob_report.copies import recorded
+
+    if os.environ.get("DDPJOB_CHECKPOINT_SHARED") == "0" and os.environ.get("DDPJOB_NODES", "1") != "1":
+        return None  # Each node has its own: ranks would continue from different steps.
+    return recorded(folder)
+
+
+def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = False) -> None:
+    """Copy a checkpoint, a file or a folder of files, to the job's bucket while training continues.
+
+    Every rank may call it; rank 0's is copied.
+
+    Args:
+        path: a complete checkpoint, in `checkpoint_dir()`. It may be replaced or removed afterwards, but not written
+            in place: write to another name first, then os.replace.
+        step: steps done, which orders the checkpoints: of a job's start the highest is the newest.
+        keep: so many of the newest stay in the bucket.
+        wait: return when it is in the bucket. Without it the end of the script waits for the last one.
+
+    One is uploaded at a time; of those that come meanwhile the newest is next. An upload that fails is tried again
+    after 1, 2, 4, ... 60 s. A reader sees a checkpoint whole or not at all. Outside of a job with
+    storage.checkpoints.url nothing is copied: the folder itself keeps it, and `restore_checkpoint` finds it there.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it.
+        ddpjob_bucket.BucketError: the bucket cannot be read, the image lacks obstore, or a name has characters that a
+            bucket's should not have.
+        OSError: the checkpoint cannot be read.
+    """
+    number = as_number(step)
+    if not isinstance(number, int) or not 0 <= number < 10**9:
+        raise ValueError(
+            f"ddpjob_report.copy_checkpoint: step must be a whole number from 0 to 999999999, not {step!r:.80}"
+        )
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"ddpjob_report.copy_checkpoint: keep must be a whole number of at least 1, not {keep!r:.80}")
+    if os.environ.get("RANK", os.environ.get("DDPJOB_INDEX", "0")) != "0":
+        return
+    saved, copies = Path(path), _copies()
+    if not saved.exists():
+        raise ValueError(f"ddpjob_report.copy_checkpoint: path {saved} does not exist")
+    if copies is None:
+        from ddpjob_report.copies import record
+
+        record(checkpoint_dir(), saved, number)
+        return
+    copies.copy(saved, number, keep)
+    if wait:
+        copies.finish(None)
+    link.post({"metrics": _copied()})
+
+
+def _copies() -> Any:
+    """The part that copies to a bucket; None: the job has none."""
+    if not os.environ.get("DDPJOB_CHECKPOINT_URL"):
+        return None
+    from ddpjob_report import copies
+
+    return copies
+
+
+def _copied() -> dict[str, float]:
+    """How far the copies are, once there are any."""
+    copies = sys.modules.get("ddpjob_report.copies")
+    return {} if copies is None else copies.figures()
 
 
 def should_stop() -> bool:
@@ -107,9 +196,14 @@ def should_stop() -> bool:
 def saved_and_leave() -> NoReturn:
     """End this process, after `should_stop()`, as one that has saved: it does not count as a failure.
 
-    All ranks call it. It waits for those that are still saving.
+    All ranks call it. It waits for those that are still saving, and for the last copy in the job's bucket as long as
+    the pod's grace period allows.
     """
+    copies = sys.modules.get("ddpjob_report.copies")
+    if copies is not None and not copies.finish(stop.seconds_left()):
+        sys.stderr.write("ddpjob_report: the last checkpoint is not in the bucket when the grace period ends\n")
     link.close()
+    curve_file.close()
     stop.wait_for_others()
     sys.exit(protocol.EXIT_STEPPED_ASIDE)
 

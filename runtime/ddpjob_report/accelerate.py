@@ -16,6 +16,7 @@ for step in range(first, steps):
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker
 
-from ddpjob_report import checkpoint_dir, report
+from ddpjob_report import checkpoint_dir, copy_checkpoint, report
 from ddpjob_report.resume import figures, newest
 
 _NAME, _UNFINISHED = "accelerate-step-", ".unfinished"
@@ -54,7 +55,8 @@ class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
 def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: int = 2) -> None:
     """Save all that `accelerator.prepare` has seen, as the state after `step` steps. All ranks call it.
 
-    It is written under another name first, so that what is found after a crash is whole. The newest `keep` stay.
+    It is written under another name first, so that what is found after a crash is whole. The newest `keep` stay. In a
+    job with a bucket it is copied as well.
 
     Raises:
         ValueError: Accelerate names its checkpoints by itself.
@@ -71,6 +73,8 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
         if made.exists():
             shutil.rmtree(made)
         unfinished.rename(made)
+        if os.environ.get("DDPJOB_CHECKPOINT_URL"):
+            copy_checkpoint(made, step, keep=keep)
         for old in sorted(_all(home), key=_step, reverse=True)[keep:]:
             shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from ddpjob_report import report, saved_and_leave, should_stop
+from ddpjob_report import copy_checkpoint, report, saved_and_leave, should_stop
 from ddpjob_report.resume import figures, newest
 
 
@@ -43,7 +44,10 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         report(**values)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After a checkpoint, on all ranks."""
+        """After a checkpoint, on all ranks. In a job with a bucket it is copied."""
+        made = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and os.environ.get("DDPJOB_CHECKPOINT_URL") and made.is_dir():
+            copy_checkpoint(made, state.global_step)
         if self._leaving:
             saved_and_leave()
 

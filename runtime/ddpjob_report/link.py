@@ -21,26 +21,20 @@ INTERVAL_SECONDS, TIMEOUT_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 2.0, 15.0
 SPEED = "stepsPerSecond"  # protocol.COUNTED_SPEED, which an older runtime in the image may lack
 
 
-class Link:
-    """Posts with a proof that it knows the job's token. What could not be posted is posted with the next figures."""
+class Outbox:
+    """Figures on their way out by a thread of its own, the newest of each name: the script never waits."""
 
-    def __init__(self, address: str, token: str) -> None:
-        self._address, self._token, self._instance = address, token, ""
+    def __init__(self, thread: str) -> None:
         self._pending: dict[str, Any] = {}
         self._changed = threading.Condition()
-        self._closing = self._refused = False
-        self._counted: tuple[float, float] | None = None  # (step, time) as last posted
+        self._closing = False
         self._process = os.getpid()
-        with contextlib.suppress(OSError):
-            # A process' first look-up makes glibc read the environment, and crashes in a thread if the script sets a
-            # variable meanwhile.
-            socket.getaddrinfo("localhost", None)
-        self._thread = threading.Thread(target=self._work, name="ddpjob-report", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=thread, daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
-    def post(self, figures: dict[str, Any]) -> None:
-        """Send the figures with the next post, in place of older ones of the same names."""
+    def add(self, figures: dict[str, Any]) -> None:
+        """Send the figures with the next ones, in place of older ones of the same names."""
         if os.getpid() != self._process:
             return  # A loader's process, which has no thread of this kind, and another rank's lock.
         with self._changed:
@@ -48,13 +42,30 @@ class Link:
             self._changed.notify()
 
     def close(self) -> None:
-        """Post what is left, for at most two seconds."""
+        """Send what is left, for at most two seconds."""
         if os.getpid() != self._process:
             return
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(TIMEOUT_SECONDS)
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+
+class Link(Outbox):
+    """Posts with a proof that it knows the job's token. What could not be posted is posted with the next figures."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address, self._token, self._instance = address, token, ""
+        self._refused = False
+        self._counted: tuple[float, float] | None = None  # (step, time) as last posted
+        with contextlib.suppress(OSError):
+            # A process' first look-up makes glibc read the environment, and crashes in a thread if the script sets a
+            # variable meanwhile.
+            socket.getaddrinfo("localhost", None)
+        super().__init__("ddpjob-report")
 
     def _work(self) -> None:
         pause = INTERVAL_SECONDS
@@ -140,7 +151,12 @@ def post(figures: dict[str, Any]) -> None:
         if not address or not token or rank != "0":
             return
         _link = Link(address, token)
-    _link.post(figures)
+    _link.add(figures)
+
+
+def is_reporting() -> bool:
+    """Whether figures are posted here: this is rank 0 of a job."""
+    return _link is not None
 
 
 def close() -> None:

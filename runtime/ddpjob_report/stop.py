@@ -7,13 +7,19 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
+
+_MARGIN = 5.0
+"""Seconds of the grace period for all that comes after saving."""
 
 
 class _State:
     asked = False
     """This process was asked to end."""
+    since: float | None = None
+    """When this process learned that a rank was, by time.monotonic()."""
     agreed = False
     """All ranks know that one of them was."""
     warned = False
@@ -29,7 +35,19 @@ def agreed() -> bool:
     if not _State.agreed:
         distributed = _distributed()
         _State.agreed = _State.asked if distributed is None else _any_rank(distributed)
+        if _State.agreed and _State.since is None:
+            _State.since = time.monotonic()
     return _State.agreed
+
+
+def seconds_left() -> float:
+    """What is left of the pod's grace period, without a margin; all of it where nobody was asked to end."""
+    try:
+        grace = float(os.environ.get("DDPJOB_GRACE_SECONDS") or 30)
+    except ValueError:
+        grace = 30.0
+    spent = 0.0 if _State.since is None else time.monotonic() - _State.since
+    return max(0.0, grace - _MARGIN - spent)
 
 
 def wait_for_others() -> None:
@@ -59,7 +77,7 @@ def _listen() -> None:
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     if not _State.asked:
-        _State.asked = True
+        _State.asked, _State.since = True, time.monotonic()
         rank = os.environ.get("RANK", "0")
         what = "is asked to end; saves at its next should_stop(), if it comes in time"
         with contextlib.suppress(OSError):  # Not by sys.stderr, which the signal may have interrupted.

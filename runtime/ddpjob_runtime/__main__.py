@@ -1,6 +1,6 @@
 """Runs one of the runtime's programs by the path of this package.
 
-    python3 PATH/ddpjob_runtime coordinator|launcher|store ARGUMENTS
+    python3 PATH/ddpjob_runtime coordinator|launcher|store|check ARGUMENTS
 
 By path, since neither PYTHONPATH nor the working directory may be used for it: the user's program inherits both.
 """
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+import zipimport
 from pathlib import Path
 
 PROGRAMS = {
     "coordinator": "ddpjob_runtime.coordinator.__main__",
     "launcher": "ddpjob_runtime.launcher.__main__",
     "store": "ddpjob_runtime.store",
+    "check": "ddpjob_runtime.hardware_check",
 }
 
 
@@ -24,15 +26,29 @@ def main() -> None:
     if name not in PROGRAMS:
         sys.exit(f"usage: python3 {sys.argv[0]} {'|'.join(PROGRAMS)} ARGUMENTS")
     del sys.argv[1]
-    importlib.import_module(PROGRAMS[name]).main()
+    sys.path_hooks.insert(0, Archive)
+    program = importlib.import_module(PROGRAMS[name])
+    sys.path_hooks.remove(Archive)
+    program.main()
+
+
+class Archive(zipimport.zipimporter):
+    """Python's own compiles a module to say what its file is called, and then once more to run it."""
+
+    def get_filename(self, fullname: str) -> str:
+        """The path of the module's source in the archive."""
+        path = f"{self.archive}/{self.prefix}{fullname.rpartition('.')[2]}"
+        return path + ("/__init__.py" if self.is_package(fullname) else ".py")
 
 
 def find_package() -> None:
     """Make the package importable and leave nothing of it on `sys.path`, where the user's modules are looked for.
 
-    Python has put this folder on the path; submodules are found by the package's own path once it is imported.
+    Python has put this folder on the path, or in job pods the archive that holds this file; submodules are found by
+    the package's own path once it is imported.
     """
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    folder = Path(__file__).resolve().parent
+    sys.path[0] = str(folder.parent if folder.is_dir() else folder)
     importlib.import_module("ddpjob_runtime")
     del sys.path[0]
 

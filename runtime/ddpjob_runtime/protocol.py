@@ -12,7 +12,7 @@ import hmac
 import json
 import typing
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from enum import Enum
 from functools import cache
@@ -40,6 +40,8 @@ EXIT_STOPPED = 77
 EXIT_INIT_FAILURE = 78
 EXIT_FENCED = 79
 """The round continued without this node."""
+EXIT_UNFIT = 80
+"""The node has not passed spec.preflight."""
 
 
 # --- modes, states and kinds
@@ -87,6 +89,12 @@ class IncidentKind(Word):
 
 COLD_WORKERS = "ColdWorkers"
 """Kind of a note: the workers of a node are not forked from a process that has imported torch."""
+PREFLIGHT = "Preflight"
+"""Kind of a note: what the check of the links has measured, of the node with rank 0."""
+DATA = "Data"
+"""Kind of a note: how far a node has come that fetches storage.data.url; empty: it is done."""
+DATA_WAITS = "waits for another pod of this node, which fetches the data"
+"""The text of such a note where another one says more."""
 
 
 # --- lines between members and the coordinator
@@ -120,6 +128,7 @@ class ToMember(Word):
     DUMP = "dump"
     DONE = "done"
     STOP = "stop"
+    RECORD = "record"
     ERROR = "error"
     HEARTBEAT = "hb"
 
@@ -137,14 +146,27 @@ MAX_TRACEBACK = 32 * 1024
 MAX_REPORT = 1024 * 1024
 """Bytes of a report."""
 MAX_INCIDENTS = 50
+ROUNDS_FILE = ".ddpjob-rounds.jsonl"
+"""In the checkpoint folder: what a member was asked to write down of rounds and breaks, a line each. Hidden, since
+scripts take the newest or last of the files that they see there for their checkpoint."""
+MAX_RECORDED = 5
+"""Incidents of one such line, which is half as long as a line may be: a longer one would end the connection."""
 MAX_PODS = 1024 + 100
 """Of one job: its nodes and spares."""
 MAX_FIGURES = 100
 """Entries of a progress report and of its metrics, and characters of their names."""
+STRAGGLERS = "stragglers"
+"""In a progress report: ranks that lag, `[{"rank": 3, "slowdown": 1.8}]`."""
+MAX_STRAGGLERS = 8
+ROUND = "round"
+"""In a progress report: the round whose ranks its stragglers are, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
 COUNTED_SPEED = "stepsPerSecond"
 """The metric of a script that reports no samples per second; the step counter's only one."""
 CHECKPOINT_TIME = "checkpointTime"
 """The metric by which a script says when its newest checkpoint was on disk, in Unix seconds."""
+COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
+"""Metrics of the copies in a bucket: the newest one's step, when it was saved (Unix seconds), and for how many seconds
+a checkpoint has been on its machine alone while none reached the bucket."""
 
 
 def encode(verb: str, **values: Any) -> bytes:
@@ -327,7 +349,21 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
     figures = _figures(value)
     if isinstance(value.get("metrics"), dict):
         figures["metrics"] = _figures(value["metrics"])
+    if stragglers := read_stragglers(value.get(STRAGGLERS)):
+        figures[STRAGGLERS] = stragglers
     return figures
+
+
+def read_stragglers(value: Any) -> list[dict[str, Any]]:
+    """Ranks that lag, each at most once; what is none is left out."""
+    found: dict[int, dict[str, Any]] = {}
+    for item in value[:MAX_STRAGGLERS] if isinstance(value, list) else []:
+        if not isinstance(item, dict) or not is_number(item.get("slowdown")) or item["slowdown"] < 1:
+            continue
+        rank = item.get("rank")
+        if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 2**31:
+            found.setdefault(rank, {"rank": rank, "slowdown": item["slowdown"]})
+    return list(found.values())
 
 
 def _figures(value: dict[str, Any]) -> dict[str, Any]:
@@ -425,6 +461,11 @@ class Incident(Record):
     consequences: int = 0
     backoff_seconds: float = 0.0
     """How long the coordinator waits before the next round."""
+
+    def short(self, traceback: int = MAX_TEXT) -> Incident:
+        """With so many characters of its traceback, and few of its message."""
+        trace = clip(self.traceback, traceback) if traceback else ""
+        return replace(self, message=clip(self.message, 500), traceback=trace)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def offer_report() -> None:
 
 
 class ReportImport:
-    """Import hook for `ddpjob_report`: its folder is on sys.path once a program asks for it, and not before.
+    """Import hook for `ddpjob_report`: its folder or archive is on sys.path once a program asks for it, and not before.
 
     From then on it has to be: processes that multiprocessing spawns find modules by sys.path alone.
     """
@@ -112,7 +112,9 @@ class ReportImport:
         from importlib.machinery import PathFinder
 
         sys.meta_path.remove(self)
-        sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+        folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+        archive = os.path.join(folder, "ddpjob_runtime")  # noqa: PTH118
+        sys.path.append(archive if os.path.isfile(archive) else os.path.dirname(folder))  # noqa: PTH113, PTH120
         return PathFinder.find_spec(name)
 
 

@@ -15,22 +15,20 @@ import os
 import resource
 import signal
 import sys
-from pathlib import Path
 
-from ddpjob_runtime import protocol
+from ddpjob_runtime import PROGRAM, protocol
 from ddpjob_runtime.coordinator.server import Server, log
 from ddpjob_runtime.coordinator.settings import Settings
 from ddpjob_runtime.protocol import IncidentKind, Mode
 from ddpjob_runtime.termination_log import write_termination_log
 
 OPEN_FILES = 65536
-PACKAGE = Path(__file__).resolve().parent.parent
 
 
 async def _host_store(server: Server, port: int) -> int:
     """Run the store's process until it ends; returns the coordinator's exit code."""
     child = await asyncio.create_subprocess_exec(
-        sys.executable, str(PACKAGE), "store", "--port", str(port),
+        sys.executable, str(PROGRAM), "store", "--port", str(port),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert child.stdout is not None

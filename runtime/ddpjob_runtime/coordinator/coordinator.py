@@ -13,7 +13,18 @@ from ddpjob_runtime.coordinator.progress import ACTIVITY, Progress
 from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.coordinator.settings import Settings
 from ddpjob_runtime.coordinator.takeover import Resume, Takeover
-from ddpjob_runtime.protocol import CoordinatorState, MemberState, Note, Recovery, Report, ToMember, time_of
+from ddpjob_runtime.protocol import (
+    ROUND,
+    STRAGGLERS,
+    CoordinatorState,
+    MemberState,
+    Note,
+    Recovery,
+    Report,
+    ToMember,
+    clip,
+    time_of,
+)
 
 MAX_NOTES = 100
 """In a report. They are of a few kinds, and of as many pods as a job has."""
@@ -38,9 +49,9 @@ class Coordinator:
         self._now, self._notify = clock, changed
         loop = Loop(clock, later, self._bump, log)
         self.members = Members(loop)
-        self.rounds = Rounds(settings, self.members, loop)
-        self._takeover = Takeover(self.rounds, self.members, loop, settings.attempt)
         self._progress = Progress()
+        self.rounds = Rounds(settings, self.members, loop, self._progress)
+        self._takeover = Takeover(self.rounds, self.members, loop, settings.attempt)
         self._notes: dict[tuple[str, str], str] = {}  # (pod, kind) -> why
         self._stop: dict[str, Any] | None = None
         self.version = self.news = 0
@@ -138,9 +149,9 @@ class Coordinator:
 
     # ---- what members report
 
-    def ready(self, member: Member, after: int, host: str, port: int) -> None:
+    def ready(self, member: Member, after: int, host: str, port: int, check: int = 0) -> None:
         """The member has no workers and could begin a round; `after` is the last one that it knows of."""
-        self.rounds.ready(member, after, host, port)
+        self.rounds.ready(member, after, host, port, check)
         self._advance()
 
     def joined(self, member: Member, number: int) -> None:
@@ -212,6 +223,7 @@ class Coordinator:
         if self.rounds.over:
             return
         self._stop = {"ok": ok, "why": why}
+        self.rounds.record("end", ok=ok, why=clip(why, 500))
         self.rounds.end(CoordinatorState.STOPPED)
         for member in self.members:
             member.send(ToMember.STOP, self._stop)
@@ -233,11 +245,17 @@ class Coordinator:
         self.exit(f"the coordinator of generation {generation}, attempt {attempt}, has taken over")
 
     def report_progress(self, report: dict[str, Any]) -> None:
-        """A checked progress report; the first one after a restart ends the downtime."""
+        """A checked progress report; the first one after a restart ends the downtime.
+
+        One that names another round than the present one is from a rank that is fenced, and changes nothing.
+        """
+        current = self.rounds.current
+        if current is not None and report.get(ROUND, now := f"{self.settings.generation}.{current.number}") != now:
+            return
         down, begun = self.rounds.downtime.since, self._progress.position is not None
         alive = self._progress.shows_life(report)
         merged = self._progress.merge(report, self._now())
-        self.rounds.progress(alive, self._progress.activity, report.keys() != {ACTIVITY})
+        self.rounds.progress(alive, self._progress.activity, bool(report.keys() - {ACTIVITY, STRAGGLERS, ROUND}))
         if merged:
             if self._progress.position is not None:
                 self.rounds.backoff.step(self._progress.position)

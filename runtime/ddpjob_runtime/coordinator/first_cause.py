@@ -13,7 +13,7 @@ from ddpjob_runtime.protocol import IncidentKind
 COMMUNICATION_ERROR = re.compile(
     r"Connection (closed|reset|aborted|refused)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
     r"Broken pipe|Socket Timeout|remote process exited|peer closed|TCPStore|recvValue|Timed out (after|waiting)|"
-    r"\bRDMA\b|UCC|\bMPI\b",
+    r"\bRDMA\b|UCC|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
     re.I,
 )
 SIGABRT = 6

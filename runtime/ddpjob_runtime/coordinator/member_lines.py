@@ -13,13 +13,16 @@ from ddpjob_runtime.protocol import FromMember
 
 LONGEST_AGE = 600.0
 """Seconds from a failure until its report is sent; more is a clock that was set meanwhile."""
+LONGEST_CHECK = 4 * 3600
+"""Seconds that a round may check its links for."""
 
 
 def _ready(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
     host = message.get("host", "")
     if not isinstance(host, str):
         raise ValueError(f"host: must be a name or an address, not {host!r}")
-    coordinator.ready(member, whole(message, "after"), host, whole(message, "port"))
+    check = min(_whole_or_none(message, "check") or 0, LONGEST_CHECK)
+    coordinator.ready(member, whole(message, "after"), host, whole(message, "port"), check)
 
 
 def _joined(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:

@@ -26,6 +26,8 @@ class Member:
         """The last round it was sent into; `rank` is its group rank there."""
         self.rank: int | None = None
         self.host, self.port, self.ready_at = "", 0, 0.0
+        self.check = 0
+        """Seconds for which its next round may check the links before its workers start; 0: it asks for no check."""
         self.drain_by: float | None = None
         """When it was asked to end its workers: not later than this."""
         self.given_up = False
@@ -57,12 +59,12 @@ class Member:
         """The same process over a new connection."""
         self.send, self.heard = send, now
 
-    def become_ready(self, host: str, port: int, now: float) -> None:
+    def become_ready(self, host: str, port: int, now: float, check: int = 0) -> None:
         """It has no workers and can begin a round; `host` and `port`: of the store that it would host."""
         if self.state != MemberState.READY:
             self.ready_at = now
         self._state.become(MemberState.READY)
-        self.host, self.port, self.drain_by = host, port, None
+        self.host, self.port, self.check, self.drain_by = host, port, check, None
 
     def enter(self, number: int, rank: int) -> None:
         """It is sent into a round."""

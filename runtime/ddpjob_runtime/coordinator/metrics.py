@@ -6,7 +6,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ddpjob_runtime.protocol import CHECKPOINT_TIME, CoordinatorState, IncidentKind, MemberState, Report
+from ddpjob_runtime.protocol import (
+    CHECKPOINT_TIME,
+    COPY_BEHIND,
+    COPY_TIME,
+    CoordinatorState,
+    IncidentKind,
+    MemberState,
+    Report,
+)
 
 FAMILIES = {
     "ddpjob_nodes": ("gauge", "Nodes wanted"),
@@ -34,11 +42,25 @@ FAMILIES = {
         "gauge",
         "Unix time at which the newest checkpoint was on disk, as reported",
     ),
+    "ddpjob_train_copy_timestamp_seconds": (
+        "gauge",
+        "Unix time at which the newest checkpoint that is in the bucket was saved, as reported",
+    ),
+    "ddpjob_train_copy_behind_seconds": (
+        "gauge",
+        "For how long a checkpoint has been on its machine alone while none reached the bucket, as reported",
+    ),
     "ddpjob_progress_metric": ("gauge", "Further figures that the script reports, by their names"),
 }  # fmt: skip
 """Type and meaning by name. Operator and trainer use the same names for the same figures."""
 LABELS = {"ddpjob_members": "state", "ddpjob_incidents_total": "kind", "ddpjob_progress_metric": "name"}
 """The label beside namespace and job_name."""
+SAVED = {
+    CHECKPOINT_TIME: "ddpjob_train_checkpoint_timestamp_seconds",
+    COPY_TIME: "ddpjob_train_copy_timestamp_seconds",
+    COPY_BEHIND: "ddpjob_train_copy_behind_seconds",
+}
+"""Metrics of a script that have a series of their own."""
 PROGRESS = {
     "epoch": "ddpjob_train_epoch", "step": "ddpjob_train_step", "steps": "ddpjob_train_planned_steps",
     "loss": "ddpjob_train_loss", "samplesPerSecond": "ddpjob_train_samples_per_second",
@@ -51,7 +73,7 @@ def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
     lines: list[str] = []
     states = [m.state for m in report.members]
     own = dict(report.progress.get("metrics", {}))
-    saved = own.pop(CHECKPOINT_TIME, None)
+    moments = {name: own.pop(metric, None) for metric, name in SAVED.items()}
     _family(lines, "ddpjob_nodes", report.nodes)
     _family(lines, "ddpjob_world_nodes", report.world if report.state == CoordinatorState.RUNNING else 0)
     _labelled(lines, "ddpjob_members", {s: states.count(s) for s in MemberState if s is not MemberState.LOST})
@@ -63,7 +85,8 @@ def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
     _family(lines, "ddpjob_last_recovery_seconds", report.recovery.last_seconds)
     for name, metric in PROGRESS.items():
         _family(lines, metric, report.progress.get(name))
-    _family(lines, "ddpjob_train_checkpoint_timestamp_seconds", saved)
+    for name, value in moments.items():
+        _family(lines, name, value)
     _labelled(lines, "ddpjob_progress_metric", own)
     return "\n".join(lines) + "\n"
 

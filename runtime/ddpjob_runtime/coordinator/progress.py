@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from ddpjob_runtime.protocol import COUNTED_SPEED, MAX_FIGURES, is_number, iso, time_of
+from ddpjob_runtime.protocol import (
+    COUNTED_SPEED,
+    MAX_FIGURES,
+    ROUND,
+    STRAGGLERS,
+    is_number,
+    iso,
+    read_stragglers,
+    time_of,
+)
 
 NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta")
 AUTOMATIC = "automatic"
@@ -30,8 +40,15 @@ def check(body: Any) -> dict[str, Any]:
         elif name == ACTIVITY:
             if value is not None and not (isinstance(value, str) and len(value) <= MAX_FIGURES):
                 raise ValueError(f"{ACTIVITY}: must be a text of at most {MAX_FIGURES} characters, or null")
+        elif name == STRAGGLERS:
+            if not isinstance(value, list):
+                raise ValueError(f"{STRAGGLERS}: must be a list, not {value!r:.80}")
+        elif name == ROUND:
+            if not isinstance(value, str) or not re.fullmatch(r"[0-9]{1,19}\.[0-9]{1,19}", value):
+                raise ValueError(f"{ROUND}: must be GENERATION.ROUND, as in DDPJOB_FENCE, not {value!r:.80}")
         elif name not in NUMBERS:
-            raise ValueError("{}: unknown field; known: {}, metrics, {}".format(name, ", ".join(NUMBERS), ACTIVITY))
+            known = ", ".join([*NUMBERS, "metrics", STRAGGLERS, ROUND, ACTIVITY])
+            raise ValueError(f"{name}: unknown field; known: {known}")
         elif value is not None and not _may_be_number(value):
             raise ValueError(f"{name}: must be a number, not {value!r:.80}")
     return body
@@ -55,7 +72,9 @@ def _may_be_number(value: Any) -> bool:
 
 
 class Progress:
-    """Merges reports. Infinite and undefined figures are left out: JSON has none."""
+    """Merges reports. Infinite and undefined figures are left out (JSON has none), and so are entries that name no
+    rank that lags: the others count.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -84,13 +103,19 @@ class Progress:
                 kept = {k: v for k, v in value.items() if is_number(v)}
                 old = {k: v for k, v in self.values.get("metrics", {}).items() if k not in kept}
                 self.values["metrics"] = dict([*old.items(), *kept.items()][-MAX_FIGURES:])
-            elif name not in (AUTOMATIC, ACTIVITY):
+            elif name == STRAGGLERS:
+                self.values[name] = read_stragglers(value)
+            elif name not in (AUTOMATIC, ACTIVITY, ROUND):
                 self.values[name] = value if is_number(value) else None
         self._note_activity(report.get(ACTIVITY))
         if "step" in report or "epoch" in report:
             self.position = (self.values.get("epoch") or 0.0, self.values.get("step") or 0.0)
         self.updated_at = now
         return True
+
+    def forget_ranks(self) -> None:
+        """A round is over: in the next one the ranks are others, and the script names again who lags."""
+        self.values.pop(STRAGGLERS, None)
 
     def _note_activity(self, activity: str | None) -> None:
         self.values.pop(ACTIVITY, None)

@@ -111,16 +111,19 @@ class Round:
         first = self.members[0]
         # The others' addresses go to nobody: with 1,024 nodes they were a megabyte for each member.
         host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
+        # One that was not in a round with these links yet has all of them checked, by everybody.
+        check = max(member.check for member in self.members.values())
+        common = {"round": self.number, "world": self.world, "members": host, **({"check": True} if check else {})}
         for rank, member in self.members.items():
-            member.send(ToMember.GO, {"round": self.number, "rank": rank, "world": self.world, "members": host})
+            member.send(ToMember.GO, {**common, "rank": rank})
         pods = ", ".join(m.pod for m in self.members.values())
         self._loop.log(f"round {self.number} begins with {self.world} nodes: {pods}")
-        self._loop.later(BUILD_SECONDS, self._check_built)
+        self._loop.later(BUILD_SECONDS + check, lambda: self._check_built(BUILD_SECONDS + check))
 
-    def _check_built(self) -> None:
+    def _check_built(self, seconds: float) -> None:
         if self.state is RoundState.BUILDING and not self.complete and not self._owner.held:
             late = [m for rank, m in self.members.items() if rank not in self._joined]
-            self._owner.fence(late, f"it did not start its workers within {BUILD_SECONDS:.0f} s")
+            self._owner.fence(late, f"it did not start its workers within {seconds:.0f} s")
 
     def join(self, member: Member) -> None:
         """The member has started its workers."""

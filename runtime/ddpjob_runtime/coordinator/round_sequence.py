@@ -6,6 +6,8 @@ fenced: it is dismissed, and the group continues without it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpjob_runtime.coordinator import formation
 from ddpjob_runtime.coordinator.backoff import Backoff
 from ddpjob_runtime.coordinator.downtime import Downtime
@@ -16,17 +18,28 @@ from ddpjob_runtime.coordinator.hang import HangWatch
 from ddpjob_runtime.coordinator.incidents import IDS_PER_ATTEMPT, Incidents
 from ddpjob_runtime.coordinator.loop import Alarm, Loop
 from ddpjob_runtime.coordinator.members import Member, Members
+from ddpjob_runtime.coordinator.progress import Progress
 from ddpjob_runtime.coordinator.round import Round
 from ddpjob_runtime.coordinator.settings import Settings
 from ddpjob_runtime.coordinator.states import COORDINATOR_TRANSITIONS, RoundState, State
-from ddpjob_runtime.protocol import CoordinatorState, MemberState, Overdue, ToMember, time_of
+from ddpjob_runtime.protocol import (
+    MAX_LINE,
+    MAX_RECORDED,
+    CoordinatorState,
+    MemberState,
+    Overdue,
+    ToMember,
+    encode,
+    iso,
+    time_of,
+)
 
 
 class Rounds:
-    """Decides when a round begins and when it ends."""
+    """Decides when a round begins and when it ends. `progress`: what the script has reported last."""
 
-    def __init__(self, settings: Settings, members: Members, loop: Loop) -> None:
-        self._members, self._loop, self._mode = members, loop, settings.mode
+    def __init__(self, settings: Settings, members: Members, loop: Loop, progress: Progress) -> None:
+        self._members, self._loop, self._mode, self._progress = members, loop, settings.mode, progress
         self._state = State(CoordinatorState.FORMING, COORDINATOR_TRANSITIONS)
         self.size = Size(settings.nodes, settings.min_nodes)
         self.current: Round | None = None
@@ -40,6 +53,7 @@ class Rounds:
         """The step that the present round should have made long ago."""
         self._looked_at: float | None = None  # the last step when the stacks were asked for
         self.downtime = Downtime()
+        self._recorded = 0  # the number of the last incident that a member was asked to write down
         self.held = False
         """Whether an earlier coordinator's round may be running: as long as that is open, none begins or is judged."""
         self._enough_since: float | None = None
@@ -96,8 +110,30 @@ class Rounds:
         self.current = Round(self.last_number, len(chosen), dict(enumerate(chosen)), self, self._loop)
         self._enough_since = None
         self.backoff.clear()
+        self._progress.forget_ranks()
+        self.record("round", world=self.current.world)
         self.current.begin()
         self._loop.changed()
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Have the member with rank 0, or another, write down what shall outlive the job's pods: one line.
+
+        The coordinator sees no volume, and is gone soon after the job's end.
+        """
+        connected = list(self._members)
+        ranked = list(self.current.members.values()) if self.current is not None else []
+        writer = next((m for m in [*ranked, *connected] if m in connected), None)
+        if writer is None:
+            return
+        new = [i for i in self.incidents.recent if i.id > self._recorded]
+        line = {"event": event, "time": iso(time_of(self._now())), "round": self.last_number, **fields}
+        line["incidents"] = [i.short().write() for i in new[-MAX_RECORDED:]]
+        line["progress"] = self._progress.report()
+        if len(encode(ToMember.RECORD, **line)) > MAX_LINE // 2:  # Scripts may report anything.
+            line["incidents"] = [i.short(traceback=0).write() for i in new[-MAX_RECORDED:]]
+            line["progress"] = {}
+        writer.send(ToMember.RECORD, line)
+        self._recorded = new[-1].id if new else self._recorded
 
     def _resize(self, current: Round) -> None:
         ready = self._members.ready()
@@ -136,8 +172,10 @@ class Rounds:
 
     # ---- what members report
 
-    def ready(self, member: Member, after: int, host: str, port: int) -> None:
-        """The member has no workers and could begin a round. `after`: the last one that it knows of."""
+    def ready(self, member: Member, after: int, host: str, port: int, check: int = 0) -> None:
+        """The member has no workers and could begin a round. `after`: the last one that it knows of. `check`: the
+        seconds for which that round may check the links.
+        """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
         if member.has_workers and member.round is not None and member.round > after:
@@ -145,7 +183,7 @@ class Rounds:
         self.last_number = max(self.last_number, after)
         current = self.current
         left = current is not None and current.holds(member) and not current.broken
-        member.become_ready(host, port, self._now())
+        member.become_ready(host, port, self._now(), check)
         if left and current is not None and not self.over:
             current.come_apart(member)
         self._loop.changed()
@@ -179,6 +217,7 @@ class Rounds:
             return
         current.finish(member)
         if current.state is RoundState.SUCCEEDED:
+            self.record("end", ok=True, why="every node has finished")
             self.end(CoordinatorState.SUCCEEDED)
             for other in self._members:
                 other.send(ToMember.DONE, {})
@@ -250,6 +289,7 @@ class Rounds:
     def on_break(self, broken: Round) -> None:
         """The present round can no longer succeed."""
         self._state.become(CoordinatorState.RESTARTING)
+        self._progress.forget_ranks()
         self.downtime.begin(self._now())
         self._end_watch()
         self._loop.changed()
@@ -284,6 +324,7 @@ class Rounds:
         if self.current is not None:
             self.current.supersede()
             self._state.become(CoordinatorState.FORMING)
+            self._progress.forget_ranks()
             self.downtime.forget()
             self._end_watch()
         self.current = Round(number, world, {}, self, self._loop)

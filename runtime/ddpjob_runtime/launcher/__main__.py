@@ -3,8 +3,8 @@
     python3 PATH/ddpjob_runtime launcher TORCHRUN_ARGUMENTS
 
 Exit codes: 0 every node has finished; 76 rendezvous lost; 77 stopped by the coordinator; 78 the entry point cannot
-start; 79 fenced, the group continued without this node; 128+N ended by signal N (143: SIGTERM); anything else is a
-failure of this node.
+start; 79 fenced, the group continued without this node; 80 the node has not passed spec.preflight; 128+N ended by
+signal N (143: SIGTERM); anything else is a failure of this node.
 
 DDPJOB_RECOVERY=Fast: rounds without c10d, and workers forked from a process that has imported torch (DDPJOB_PRELOAD
 names more modules).
@@ -19,14 +19,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
+import ddpjob_runtime
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher import pid1, stacks
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
 from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.conduct_preflight import Abandoned, Preflight, Settings
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
+from ddpjob_runtime.launcher.round_log import RoundLog
 from ddpjob_runtime.launcher.shutdown import Shutdown, die_with_parent, ignore_signal, log, watch_signals
 from ddpjob_runtime.protocol import FromMember, Mode
 
@@ -34,7 +36,7 @@ LOST_GRACE = 3.0
 """For workers when the coordinator is gone: time to save if they know how."""
 REPORT_SECONDS = 15.0
 """How long a node that cannot start tries to report that."""
-WORKER = str(Path(__file__).resolve().parent.parent / "worker.py")
+WORKER = str(ddpjob_runtime.WORKER)
 REQUIRED = ("DDPJOB_COORDINATOR", "DDPJOB_TOKEN", "DDPJOB_POD", "DDPJOB_INDEX", "DDPJOB_ATTEMPT")
 
 
@@ -48,19 +50,33 @@ def main() -> NoReturn:
     try:
         mode = recovery_mode()
         client = connect(shutdown, mode)
+        settings = Settings.read()
+        data = data_to_fetch()
     except InitFailure as error:
         shutdown.exit(protocol.EXIT_INIT_FAILURE, "InitFailure", str(error))
         raise
     fork_server, cold = warm_up() if mode == Mode.FAST else (None, "")  # before any thread is started
     stacks.prepare()
-    shutdown.clean_up = stacks.remove
+    preflight = Preflight(settings, processes_per_node()) if settings is not None else None
+    records = RoundLog()
+    client.on_record = records.write
+
+    def clean_up() -> None:
+        records.close()
+        stacks.remove()
+        if preflight is not None:
+            preflight.kill()
+
+    shutdown.clean_up = clean_up
     watch_signals(lambda number: on_signal(number, client, shutdown))
     shutdown.close_client = client.close
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a replaced node never finds rank 0's store
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
+    if preflight is not None:
+        preflight.begin()
     client.start()
     try:
-        torchrun(sys.argv[1:], client, shutdown, mode, fork_server, cold)
+        torchrun(sys.argv[1:], client, shutdown, mode, fork_server, cold, preflight, data)
         if not client.done:
             raise RuntimeError("torchrun has given up, and the group has not finished")
         shutdown.exit(protocol.EXIT_DONE, "Done", "")
@@ -144,7 +160,14 @@ def on_signal(number: signal.Signals, client: CoordinatorClient, shutdown: Shutd
 
 
 def torchrun(
-    arguments: list[str], client: CoordinatorClient, shutdown: Shutdown, mode: Mode, fork_server: Any, cold: str
+    arguments: list[str],
+    client: CoordinatorClient,
+    shutdown: Shutdown,
+    mode: Mode,
+    fork_server: Any,
+    cold: str,
+    preflight: Preflight | None = None,
+    data: Any = None,
 ) -> None:
     """torch.distributed.run's `main` with the launcher's agent and entry point; returns when all nodes are done."""
     run = require_torchrun()
@@ -158,7 +181,11 @@ def torchrun(
     client.wait_welcome()
     if client.done:
         return
-    patch_torch(run, client, shutdown, mode)
+    if preflight is not None:
+        pass_node(preflight, client, shutdown)
+    if data is not None:
+        fetch_data(data, client, shutdown)
+    patch_torch(run, client, shutdown, mode, preflight)
     if mode == Mode.FAST:
         reported: list[str] = []
 
@@ -168,10 +195,50 @@ def torchrun(
                 log(f"workers of this node are not pre-warmed: {why}")
                 client.send(FromMember.NOTE, kind=protocol.COLD_WORKERS, why=why)
 
-        cold = cold or why_cold(parsed) or warm_workers(fork_server, report_cold)
+        cold = cold or why_cold(parsed) or fork_server.why_not() or warm_workers(fork_server, report_cold)
         if cold:
             report_cold(cold)
     run.run(parsed)
+
+
+def pass_node(preflight: Preflight, client: CoordinatorClient, shutdown: Shutdown) -> None:
+    """Wait for the check of this node, and end the launcher if that has found something."""
+    try:
+        problem = preflight.node_problem(lambda: shutdown.begun or client.done)
+    except Abandoned:
+        shutdown.block_if_begun()
+        return
+    if problem:
+        shutdown.exit(protocol.EXIT_UNFIT, "PreflightFailed", problem)
+
+
+def data_to_fetch() -> Any:
+    """Settings of storage.data.url; None: there is none. Before anything inherits its keys. Raises InitFailure."""
+    if not os.environ.get("DDPJOB_DATA_URL"):
+        return None
+    from ddpjob_runtime.launcher import fetch_data as fetching
+
+    try:
+        return fetching.Settings.take()
+    except fetching.Refused as error:
+        raise InitFailure(f"storage.data: {error}") from None
+
+
+def fetch_data(data: Any, client: CoordinatorClient, shutdown: Shutdown) -> None:
+    """Have storage.data.url in its folder, however long that takes: the coordinator hears this node meanwhile."""
+    from ddpjob_runtime.launcher import fetch_data as fetching
+
+    def report(text: str) -> None:
+        client.send(FromMember.NOTE, kind=protocol.DATA, why=text)
+
+    try:
+        fetching.Fetch(data, lambda: shutdown.begun or client.done, report).run()
+    except fetching.Refused as error:
+        raise InitFailure(f"storage.data: {error}") from None
+    except fetching.Unfit as error:
+        shutdown.exit(protocol.EXIT_UNFIT, "PreflightFailed", f"storage.data: {error}")
+    except fetching.Abandoned:
+        shutdown.block_if_begun()
 
 
 def warm_up() -> tuple[Any, str]:
@@ -186,8 +253,7 @@ def warm_up() -> tuple[Any, str]:
         forkserver.preload()
     except Exception as error:
         return None, str(error)
-    fork_server = forkserver.ForkServer(os.environ.get("DDPJOB_PRELOAD", ""))
-    return fork_server, fork_server.why_not()
+    return forkserver.ForkServer(os.environ.get("DDPJOB_PRELOAD", "")), ""
 
 
 def processes_per_node() -> int:
@@ -258,7 +324,9 @@ def check_entry_point(parsed: Any) -> None:
         check_script(parsed.training_script)
 
 
-def patch_torch(run: Any, client: CoordinatorClient, shutdown: Shutdown, mode: Mode) -> None:
+def patch_torch(
+    run: Any, client: CoordinatorClient, shutdown: Shutdown, mode: Mode, preflight: Preflight | None
+) -> None:
     """Replace torchrun's agent, entry point and signal handling by the launcher's."""
     import torch.distributed.elastic.multiprocessing.api as processes
     import torch.distributed.launcher.api as launcher_api
@@ -267,10 +335,10 @@ def patch_torch(run: Any, client: CoordinatorClient, shutdown: Shutdown, mode: M
 
     configs: list[Any] = []
     launcher_api.LocalElasticAgent = agent.agent_class(
-        client, shutdown, mode, lambda: agent.rendezvous_parameters(configs[-1])
+        client, shutdown, mode, lambda: agent.rendezvous_parameters(configs[-1]), preflight
     )
     if mode == Mode.FAST:
-        rendezvous.register_fast(client, shutdown)
+        rendezvous.register_fast(client, shutdown, preflight)
     processes._terminate_process_handler = (
         ignore_signal  # set by torchrun for the signals that watch_signals has seen already
     )

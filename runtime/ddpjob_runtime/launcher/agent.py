@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher import oom, stacks
 from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.conduct_preflight import Preflight
 from ddpjob_runtime.launcher.rendezvous import FastRendezvous, StandardRendezvous
 from ddpjob_runtime.launcher.shutdown import Shutdown, log
 from ddpjob_runtime.protocol import FromMember, Mode
@@ -40,7 +41,9 @@ RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 """Seconds between SIGTERM and SIGKILL when the round is broken: its step can no longer be completed."""
 
 
-def agent_class(client: CoordinatorClient, shutdown: Shutdown, mode: Mode, parameters: Any) -> type[Any]:
+def agent_class(
+    client: CoordinatorClient, shutdown: Shutdown, mode: Mode, parameters: Any, preflight: Preflight | None = None
+) -> type[Any]:
     """A LocalElasticAgent for one launcher. `parameters()`: those of torchrun's own rendezvous (Standard)."""
 
     class Agent(LocalElasticAgent):  # type: ignore[misc]
@@ -55,7 +58,9 @@ def agent_class(client: CoordinatorClient, shutdown: Shutdown, mode: Mode, param
             client.on_dump, client.on_hurry = self._dump, self._hurry
             spec = self._worker_group.spec
             if not isinstance(spec.rdzv_handler, FastRendezvous):
-                spec.rdzv_handler = StandardRendezvous(client, shutdown, str(spec.local_addr or ""), parameters())
+                spec.rdzv_handler = StandardRendezvous(
+                    client, shutdown, str(spec.local_addr or ""), parameters(), preflight
+                )
 
         # ---- rendezvous
 

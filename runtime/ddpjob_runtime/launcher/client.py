@@ -72,6 +72,7 @@ class CoordinatorClient:
             None
         )  # a planned restart has lost a member: nobody can save any more
         self.on_dump: Callable[[int], None] = lambda number: None
+        self.on_record: Callable[[dict[str, Any]], None] = lambda line: None
 
     def start(self) -> None:
         """Begin to connect; returns at once."""
@@ -108,14 +109,17 @@ class CoordinatorClient:
             self.changed.wait_for(lambda: self.done or self.must_restart(number))
             return self.done
 
-    def wait_go(self, host: str, port: int) -> dict[str, Any] | None:
+    def wait_go(self, host: str, port: int, check: int = 0) -> dict[str, Any] | None:
         """This node has no workers and can begin a round. Returns the coordinator's `go`; None: nothing is left to do.
 
-        `port`: of the store that this node would host as rank 0; 0 where it would not.
+        `port`: of the store that this node would host as rank 0; 0 where it would not. `check`: seconds for which the
+        round may check its links first; 0: this node asks for no check.
         """
         with self.changed:
             self._go, self._idle_since = None, time.monotonic()
             self._ready = {"after": self._position.get("round", 0), "host": host, "port": port}
+            if check:
+                self._ready["check"] = check
             if self._position:
                 self._position["state"] = MemberState.READY
         self.send_now(FromMember.READY, **self._ready)
@@ -342,6 +346,8 @@ class CoordinatorClient:
             self._on_restart(message)
         elif verb == ToMember.DUMP:
             self.on_dump(int(message["round"]))
+        elif verb == ToMember.RECORD:
+            self.on_record(message)
         elif verb == ToMember.DONE:
             with self.changed:
                 self.done = True

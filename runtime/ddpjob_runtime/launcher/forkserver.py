@@ -24,18 +24,22 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from ddpjob_runtime import worker
+from ddpjob_runtime.launcher import late_dynamo
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
 from ddpjob_runtime.launcher.late_environment import hide_torch
 from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, log
 
-# What every DDP script imports; torch._dynamo is loaded by the first optimizer.
-PRELOADED = ("torch", "torch._dynamo", "torch.optim", "torch.nn.parallel", "torch.utils.data")
+PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
+"""What every DDP script imports."""
+IDLE_SECONDS = 30.0
+"""Without an order for so long, the fork server imports torch's compiler, which some scripts need: see late_dynamo.
+An order that comes meanwhile waits for it, and the losses of a job's first seconds are no rarity."""
 POLL_SECONDS = 0.002
 PRELOAD_SECONDS = 300.0
 """For the modules of DDPJOB_PRELOAD; cold workers import them in their own time."""
@@ -48,13 +52,28 @@ DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")
 
 def preload() -> None:
     """Import what every worker needs. Raises ImportError, or whatever an image with a broken torch raises."""
+    with _traces_removed():
+        import_torchrun()
+        for name in PRELOADED:
+            importlib.import_module(name)
+    late_dynamo.put_off()
+
+
+@contextlib.contextmanager
+def _traces_removed() -> Iterator[None]:
+    """Around imports of torch: takes back what they set in the environment, and notes what they add to sys.path.
+
+    Garbage is not collected meanwhile: that takes a fifth of the time, and modules are there to stay.
+    """
     before, paths = dict(os.environ), list(sys.path)
-    import_torchrun()
-    for name in PRELOADED:
-        importlib.import_module(name)
-    os.environ.clear()  # of what inductor has set
-    os.environ.update(before)
-    TORCH_PATHS[:] = [path for path in sys.path if path not in paths]
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        os.environ.clear()
+        os.environ.update(before)
+        TORCH_PATHS.extend(path for path in sys.path if path not in paths)
 
 
 class ForkServer:
@@ -62,7 +81,6 @@ class ForkServer:
 
     def __init__(self, more: str = "") -> None:
         ours, theirs = socket.socketpair()
-        gc.collect()
         gc.freeze()  # a collection in a worker would copy the pages that all of them share
         sys.stdout.flush()
         sys.stderr.flush()
@@ -119,6 +137,12 @@ class ForkServer:
             while number not in self._started:
                 self._hear(block=True)
             return Worker(self, self._started.pop(number), words)
+
+    def refusal(self) -> str:
+        """Why it cannot fork workers any more, by what it has said so far; empty if it can."""
+        with self._lock:
+            self._hear(block=False)
+            return self._refusal
 
     def exit_code(self, pid: int) -> int | None:
         """As Popen.returncode: None while the worker runs."""
@@ -185,7 +209,11 @@ def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Calla
     class WarmHandler(base):  # type: ignore[misc]
         def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
             if list(args[:3]) != [sys.executable, "-u", entry]:
-                on_cold(f"torchrun starts them by {args[0]}; remove --numa-binding or PYTHON_EXEC")
+                why = f"torchrun starts them by {args[0]}; remove --numa-binding or PYTHON_EXEC"
+            else:
+                why = fork_server.refusal()
+            if why:
+                on_cold(why)
                 return super()._popen(args, env)
             files = [getattr(stream, "name", None) for stream in (self._stdout, self._stderr)]
             return fork_server.spawn(args[3:], env, files[0], files[1])
@@ -210,7 +238,11 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     buffer = b""
     while True:
-        ready, _, _ = select.select([orders.fileno(), reader], [], [])
+        ready, _, _ = select.select(
+            [orders.fileno(), reader], [], [], IDLE_SECONDS if late_dynamo.is_put_off() else None
+        )
+        if not ready:
+            _import_compiler(orders)
         if reader in ready:
             os.read(reader, 4096)
             _reap(orders)
@@ -253,6 +285,18 @@ def _import(modules: list[str], orders: socket.socket) -> str:
     if asked is not None:
         os.environ[NVML_CHECK] = asked
     return ""
+
+
+def _import_compiler(orders: socket.socket) -> None:
+    """Import what was put off, while nobody waits for a worker; refuse to serve if no fork survives it."""
+    try:
+        with _traces_removed():
+            late_dynamo.load()
+    except BaseException as error:  # Scripts that need it fail with it, as they would otherwise.
+        log(f"torch._dynamo cannot be imported: {type(error).__name__}: {error}")
+    gc.freeze()
+    if why := _unfit():
+        _send(orders, ready=f"{why} when torch._dynamo is imported in this image, and no fork survives that")
 
 
 def _unfit() -> str:

@@ -28,7 +28,9 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.conduct_preflight import Abandoned, Preflight
 from ddpjob_runtime.launcher.shutdown import Shutdown, log
+from ddpjob_runtime.protocol import FromMember
 
 FAST_BACKEND = "ddpjob"
 STORE_SECONDS = 15.0
@@ -36,6 +38,8 @@ STORE_SECONDS = 15.0
 CONNECT_SECONDS = 2.0
 LONGEST_PAUSE = 0.5
 """Between two looks for a key that is not there yet: a store's own wait cannot be ended when the round is over."""
+VERDICT_SECONDS = 30.0
+"""For the round to end once a check has found a node at fault, which ends then."""
 KEEP_ALIVE_ATTEMPTS = "10800"
 """c10d's heartbeats are compared with the reader's clock, and end with the forming: nobody is given up by them."""
 C10D_NODES = 32
@@ -47,26 +51,59 @@ CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError
 class CoordinatedRendezvous(RendezvousHandler):
     """What both modes share. `number`: the round that this node is in, 0 before the first."""
 
-    def __init__(self, client: CoordinatorClient, shutdown: Shutdown, host: str) -> None:
-        self._client, self._shutdown, self._host = client, shutdown, host
+    def __init__(
+        self, client: CoordinatorClient, shutdown: Shutdown, host: str, preflight: Preflight | None = None
+    ) -> None:
+        self._client, self._shutdown, self._host, self._preflight = client, shutdown, host, preflight
         self.number = 0
 
     def next_rendezvous(self) -> Any:
         """Block until a round is complete; end the process if nothing is left to do."""
         while True:
             self._shutdown.block_if_begun()
-            go = self._client.wait_go(self._host, self._offer())
+            wanted = self._preflight.wanted_seconds if self._preflight is not None else 0
+            go = self._client.wait_go(self._host, self._offer(), wanted)
             self._shutdown.block_if_begun()
             if go is None:
                 self._shutdown.exit(protocol.EXIT_DONE, "Done", "")
             self.number = int(go["round"])
             try:
-                return self._join(go)
+                info = self._join(go)
+                if go.get("check") and self._preflight is not None:
+                    self._check_links(self._preflight, info)
+                return info
             except CAME_APART as error:
                 if self._client.must_restart(self.number):
                     log(f"round {self.number} is over before it began: {self._client.why}")
                 else:
                     log(f"round {self.number} came apart: {str(error)[:200]}")
+
+    def _check_links(self, preflight: Preflight, info: Any) -> None:
+        """Before the workers start. Raises RendezvousClosedError where the round is over, or is about to be."""
+
+        def over() -> bool:
+            return self._shutdown.begun or self._client.must_restart(self.number)
+
+        store = dist.PrefixStore("preflight/", info.store)
+        try:
+            verdict = preflight.check_links(store, info.rank, info.world_size, self._host, over)
+        except Abandoned:
+            raise RendezvousClosedError(self._client.why) from None
+        except RuntimeError as error:  # torch's: rank 0, which has the store, is gone
+            raise RendezvousClosedError(f"the check of the links lost its store: {error}") from error
+        log(f"preflight: {verdict.failed or verdict.passed}")
+        if not verdict.failed:
+            if info.rank == 0:
+                self._client.send(FromMember.NOTE, kind=protocol.PREFLIGHT, why=protocol.clip(verdict.passed, 1000))
+            return
+        if info.rank in verdict.culprits:
+            self._shutdown.exit(protocol.EXIT_UNFIT, "PreflightFailed", verdict.culprits[info.rank])
+        if info.rank == verdict.ends:
+            self._shutdown.exit(1, "Error", f"preflight: {verdict.failed}")
+        until = time.monotonic() + VERDICT_SECONDS
+        while not over() and time.monotonic() < until:
+            time.sleep(0.05)
+        raise RendezvousClosedError(verdict.failed)
 
     def _offer(self) -> int:
         """Port of the store that this node would host as rank 0; 0: none."""
@@ -97,8 +134,15 @@ class CoordinatedRendezvous(RendezvousHandler):
 class StandardRendezvous(CoordinatedRendezvous):
     """c10d at the coordinator's store."""
 
-    def __init__(self, client: CoordinatorClient, shutdown: Shutdown, host: str, parameters: Any) -> None:
-        super().__init__(client, shutdown, host)
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        shutdown: Shutdown,
+        host: str,
+        parameters: Any,
+        preflight: Preflight | None = None,
+    ) -> None:
+        super().__init__(client, shutdown, host, preflight)
         self._parameters = parameters
         self._inner: Any = None
         client.on_restart = self._abandon
@@ -193,8 +237,15 @@ class StandardRendezvous(CoordinatedRendezvous):
 class FastRendezvous(CoordinatedRendezvous):
     """A store for the round in the agent of its rank 0."""
 
-    def __init__(self, client: CoordinatorClient, shutdown: Shutdown, host: str, run_id: str) -> None:
-        super().__init__(client, shutdown, host)
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        shutdown: Shutdown,
+        host: str,
+        run_id: str,
+        preflight: Preflight | None = None,
+    ) -> None:
+        super().__init__(client, shutdown, host, preflight)
         self._run_id = run_id
         self._server: Any = None
         self._store: Any = None
@@ -245,10 +296,11 @@ class FastRendezvous(CoordinatedRendezvous):
             return store
 
 
-def register_fast(client: CoordinatorClient, shutdown: Shutdown) -> None:
+def register_fast(client: CoordinatorClient, shutdown: Shutdown, preflight: Preflight | None = None) -> None:
     """Make `--rdzv-backend=ddpjob` known to torchrun."""
 
     def create(parameters: Any) -> Any:
-        return FastRendezvous(client, shutdown, str(parameters.local_addr or "127.0.0.1"), str(parameters.run_id))
+        host = str(parameters.local_addr or "127.0.0.1")
+        return FastRendezvous(client, shutdown, host, str(parameters.run_id), preflight)
 
     rendezvous_handler_registry.register(FAST_BACKEND, create)

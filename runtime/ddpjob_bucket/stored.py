@@ -1,0 +1,392 @@
+"""Whole checkpoints in an object store, files or folders: complete or absent for every reader.
+
+    complete/TERM-STEP.json     written last: the files of one checkpoint, with sizes and checksums
+    data/TERM-STEP-RANDOM/FILE  what it names; without it, the rest of an upload that was cut off
+    terms/TERM                  one per incarnation of a job: who came later has the higher one
+    scores.json                 the evaluations that choose the best
+
+A term orders what incarnations write without any clock: a process that was cut off and comes back puts its
+checkpoints below those of the one that continued, whatever their steps.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+_COMPLETE, _DATA, _TERMS, _SCORES = "complete", "data", "terms", "scores.json"
+_MANIFEST = re.compile(rf"{_COMPLETE}/(\d{{9}})-(\d{{9}})\.json")
+_NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
+_MANIFEST_BYTES = 2**20
+MOST_FILES = 5000
+_PIECE = 2**20
+_TRIES = 100
+"""Starts of other incarnations in the time of one's own start."""
+URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]+")
+
+
+class BucketError(Exception):
+    """What failed, with the object's URL and the reason."""
+
+
+class LibraryMissing(BucketError):
+    """The image lacks obstore."""
+
+
+@dataclass(frozen=True, order=True)
+class Stored:
+    """A complete checkpoint in the bucket; a later one is greater."""
+
+    term: int
+    step: int
+
+    @property
+    def key(self) -> str:
+        return f"{_COMPLETE}/{self.term:09d}-{self.step:09d}.json"
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a checkpoint: its path from the folder that the checkpoint is in, bytes, SHA-256."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in a checkpoint: `name` is that of its file or folder, `data` the key below which its files are."""
+
+    name: str
+    data: str
+    files: tuple[File, ...]
+    epoch: int | None = None
+
+
+class Bucket:
+    """Checkpoints below one prefix. `store`: any of obstore's. Methods raise BucketError, naming url and reason."""
+
+    def __init__(self, store: Any, url: str) -> None:
+        import obstore
+
+        self._obs, self._store, self.url = obstore, store, url
+        self.term = 0
+
+    @classmethod
+    def open(cls, url: str) -> Bucket:
+        """By its URL, s3://BUCKET/PREFIX or file:///FOLDER.
+
+        Credentials, endpoint and region are AWS's variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+        AWS_ENDPOINT_URL, AWS_REGION, and what pods get by their service account.
+
+        Raises:
+            LibraryMissing: there is no obstore.
+            BucketError: another URL.
+        """
+        if not URL.fullmatch(url):
+            raise BucketError(f"{url}: write s3://BUCKET/PREFIX, or file:///FOLDER")
+        try:
+            from obstore.store import LocalStore, S3Store
+        except ImportError:
+            raise LibraryMissing(
+                f"{url} needs the library obstore, which this image lacks: add `pip install obstore` to the image"
+            ) from None
+        if url.startswith("file:"):
+            return cls(LocalStore(url[len("file://") :], mkdir=True), url)
+        options: dict[str, Any] = {"client_options": {"connect_timeout": "10s", "timeout": "120s"}}
+        options["retry_config"] = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=60)}
+        endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+        if endpoint.startswith("http://"):
+            options["client_options"]["allow_http"] = True
+        return cls(S3Store.from_url(url, **options), url)
+
+    # --- reading
+
+    def entries(self) -> list[Stored]:
+        """The complete ones, newest first, without those that a later incarnation has overtaken."""
+        found: list[Stored] = []
+        for one in sorted(self._listed(), reverse=True):
+            if not found or one.step < found[-1].step:
+                found.append(one)
+        return found
+
+    def _listed(self) -> list[Stored]:
+        matches = [_MANIFEST.fullmatch(key) for key in self._keys(_COMPLETE)]
+        return [Stored(int(m[1]), int(m[2])) for m in matches if m]
+
+    def _keys(self, prefix: str) -> list[str]:
+        def listed() -> list[str]:
+            return [item["path"] for page in self._obs.list(self._store, prefix) for item in page]
+
+        return list(self._try("listed", prefix, listed))
+
+    def fetch(self, entry: Stored, folder: Path) -> Path:
+        """Download a checkpoint into the folder, whole or not at all, in place of one of its name.
+
+        Raises BucketError, OSError.
+        """
+        manifest = self.manifest(entry)
+        target = folder / manifest.name
+        temporary = folder / f".{manifest.name}.{os.getpid()}.fetch.tmp"
+        replaced = folder / f".{manifest.name}.{os.getpid()}.old.tmp"
+        try:
+            for file in manifest.files:
+                to = Path(str(temporary) + file.path[len(manifest.name) :])
+                to.parent.mkdir(parents=True, exist_ok=True)
+                self._download(f"{manifest.data}/{file.path}", to, file)
+            if temporary.is_dir() or target.is_dir():
+                if target.exists():
+                    target.rename(replaced)
+                temporary.rename(target)
+            else:
+                temporary.replace(target)
+        finally:
+            _discard(temporary)
+            _discard(replaced)
+        return target
+
+    def manifest(self, entry: Stored) -> Manifest:
+        """What is in a checkpoint. Raises BucketError if nobody wrote it so."""
+        read = self._json(entry.key)
+        try:
+            files = tuple(File(f["path"], f["size"], f["sha256"]) for f in read["files"])
+            found = Manifest(read["name"], read["data"], files, read.get("epoch"))
+            good = read["step"] == entry.step and _NAME.fullmatch(found.name) and 0 < len(files) <= MOST_FILES
+            mine = re.fullmatch(rf"{_DATA}/{entry.term:09d}-{entry.step:09d}-[0-9a-f]{{8}}", found.data)
+            if good and mine and all(_is_of(found.name, file) for file in files):
+                return found
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass
+        raise BucketError(f"{self.url}/{entry.key} is not a checkpoint's list of files")
+
+    def _download(self, key: str, to: Path, expected: File) -> None:
+        digest, size = hashlib.sha256(), 0
+        with to.open("wb") as file:
+
+            def pieces() -> None:
+                nonlocal size
+                for piece in self._obs.get(self._store, key).stream(min_chunk_size=_PIECE):
+                    size += len(piece)
+                    if size > expected.size:
+                        return
+                    digest.update(piece)
+                    file.write(piece)
+
+            self._try("read", key, pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        if size != expected.size or digest.hexdigest() != expected.sha256:
+            raise BucketError(f"{self.url}/{key} is not what was uploaded: its size or checksum differs")
+
+    def scores(self) -> dict[int, float]:
+        """step -> score, as `put_scores` wrote it last; empty where there are none."""
+        try:
+            return {int(step): float(value) for step, value in self._json(_SCORES).items()}
+        except (BucketError, ValueError, TypeError, AttributeError):
+            return {}
+
+    # --- writing
+
+    def take_term(self) -> int:
+        """Become the newest incarnation: `publish` writes under this term. Of two at once the second gets the next."""
+        self.term = self._highest_term() + 1
+        while not self._create(f"{_TERMS}/{self.term:09d}", b""):
+            self.term += 1
+        return self.term
+
+    def join(self, job: str, order: tuple[int, ...]) -> Stored | None:
+        """Become part of an incarnation of `job`, and learn what it continues from: the same for all its ranks.
+
+        The first rank decides, by a write that the server refuses to the others, who then read it: no rank needs to
+        reach another one. `order`: of the incarnation among those of the job, the same on all ranks.
+
+        Returns the newest complete checkpoint as the first rank saw it; None: there was none. Raises BucketError, also
+        where a later incarnation of the job has begun.
+        """
+        for _ in range(_TRIES):
+            highest = self._highest_term()
+            begun = self._begun(highest)
+            others = begun.get("order")
+            if begun.get("job") == job and isinstance(others, list) and all(type(number) is int for number in others):
+                if tuple(others) == order:
+                    self.term = highest
+                    return self._source(begun)
+                if tuple(others) > order:
+                    raise BucketError(f"{self.url}: a later start of this job continues there; this process ends")
+            whole = self.entries()
+            source = [whole[0].term, whole[0].step] if whole else None
+            text = json.dumps({"job": job, "order": order, "from": source}).encode()
+            if self._create(f"{_TERMS}/{highest + 1:09d}", text):
+                self.term = highest + 1
+                return whole[0] if whole else None
+        raise BucketError(
+            f"{self.url}/{_TERMS} changes all the time: more than one job writes there; use another folder"
+        )
+
+    def _highest_term(self) -> int:
+        taken = [int(key.rpartition("/")[2]) for key in self._keys(_TERMS) if key.rpartition("/")[2].isdecimal()]
+        return max([*taken, *(one.term for one in self._listed())], default=0)
+
+    def _begun(self, term: int) -> dict[str, Any]:
+        key = f"{_TERMS}/{term:09d}"
+        if key not in self._keys(_TERMS):
+            return {}
+        try:
+            read = json.loads(self._get(key) or b"{}")
+        except ValueError:
+            return {}
+        return read if isinstance(read, dict) else {}
+
+    def _source(self, begun: dict[str, Any]) -> Stored | None:
+        source = begun.get("from")
+        if source is None:
+            return None
+        try:
+            term, step = source
+            return Stored(int(term), int(step))
+        except (TypeError, ValueError):
+            raise BucketError(f"{self.url}/{_TERMS}/{self.term:09d} does not name a checkpoint") from None
+
+    def _create(self, key: str, text: bytes) -> bool:
+        from obstore.exceptions import AlreadyExistsError
+
+        def create() -> bool:
+            try:
+                self._obs.put(self._store, key, text, mode="create")
+            except AlreadyExistsError:
+                return False
+            return True
+
+        return bool(self._try("created", key, create))
+
+    def publish(self, path: Path, step: int, epoch: int | None = None) -> Stored:
+        """Upload a file or a folder, and then what says that it is complete. Raises BucketError, OSError."""
+        entry = Stored(self.term, step)
+        data = f"{_DATA}/{entry.term:09d}-{step:09d}-{secrets.token_hex(4)}"
+        files = []
+        for file in files_of(path):
+            below = file.relative_to(path.parent).as_posix()
+            before = _signature(file)
+            files.append({"path": below, "size": before[0], "sha256": _sha256(file)})
+            self._try("written", data, partial(self._obs.put, self._store, f"{data}/{below}", file))
+            if _signature(file) != before:
+                raise BucketError(
+                    f"{file} has changed while it was copied to {self.url}: write each checkpoint to another name"
+                    " first, then os.replace"
+                )
+        manifest = {"step": step, "epoch": epoch, "name": path.name, "data": data, "files": files}
+        text = json.dumps(manifest).encode()
+        self._try("written", entry.key, lambda: self._obs.put(self._store, entry.key, text))
+        return entry
+
+    def put_scores(self, scores: dict[int, float]) -> None:
+        text = json.dumps({str(step): value for step, value in scores.items()}).encode()
+        self._try("written", _SCORES, lambda: self._obs.put(self._store, _SCORES, text))
+
+    def remove(self, entries: Iterable[Stored]) -> None:
+        """Delete checkpoints: what says that they are complete goes first."""
+        for entry in entries:
+            self._delete([entry.key])
+            self._delete(self._of(entry))
+
+    def sweep(self) -> None:
+        """Delete what incarnations before this one have left: uploads that were cut off, and overtaken checkpoints."""
+        whole = self.entries()
+        self.remove(set(self._listed()) - set(whole))
+        named = set[str]()
+        for entry in whole:
+            try:
+                named.add(self.manifest(entry).data)
+            except BucketError:
+                return  # One that cannot be read: what it names is not known.
+        for key in self._keys(_DATA):
+            folder = "/".join(key.split("/")[:2])
+            term = re.fullmatch(rf"{_DATA}/(\d{{9}})-.*", folder)
+            if term and int(term[1]) < self.term and folder not in named:
+                self._delete([key])
+        self._delete(key for key in self._keys(_TERMS) if key < f"{_TERMS}/{self.term:09d}")
+
+    def _of(self, entry: Stored) -> list[str]:
+        start = f"{_DATA}/{entry.term:09d}-{entry.step:09d}-"
+        return [key for key in self._keys(_DATA) if key.startswith(start)]
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._try("deleted", key, partial(self._obs.delete, self._store, key))
+
+    def _json(self, key: str) -> Any:
+        try:
+            return json.loads(self._get(key))
+        except ValueError:
+            return None
+
+    def _get(self, key: str) -> bytes:
+        def get() -> bytes:
+            found = self._obs.get(self._store, key)
+            if found.meta["size"] > _MANIFEST_BYTES:
+                raise BucketError(f"{self.url}/{key} is too large for what it should be")
+            return bytes(found.bytes())
+
+        read: bytes = self._try("read", key, get)
+        return read
+
+    def _try(self, what: str, key: str, act: Callable[[], Any]) -> Any:
+        from obstore.exceptions import BaseError
+
+        try:
+            return act()
+        except (BaseError, FileNotFoundError, PermissionError) as error:
+            why = str(error).split("\n")[0][:500]
+            raise BucketError(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {why}") from None
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a checkpoint, a file or a folder of files. Raises BucketError for what no bucket holds."""
+    found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if not file.is_dir())
+    if not found or len(found) > MOST_FILES:
+        raise BucketError(f"{path}: {len(found)} files; a checkpoint is a file, or a folder of 1 to {MOST_FILES} files")
+    for file in found:
+        names = file.relative_to(path.parent).parts
+        if not file.is_file() or not all(_NAME.fullmatch(name) for name in names):
+            raise BucketError(
+                f"{file}: files of letters, digits and -_.=+@, in their names can be copied, and nothing else"
+            )
+    return found
+
+
+def _is_of(name: str, file: File) -> bool:
+    """Whether a list's entry is one that `publish` writes: below the checkpoint's name, and nowhere else."""
+    parts = file.path.split("/")
+    named = parts[0] == name and all(_NAME.fullmatch(part) for part in parts)
+    return named and type(file.size) is int and file.size >= 0 and isinstance(file.sha256, str)
+
+
+def _signature(file: Path) -> tuple[int, int, int]:
+    state = file.stat()
+    return state.st_size, state.st_mtime_ns, state.st_ino
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,142 @@
+"""Uploads checkpoints to a bucket beside training, the newest first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob_bucket.stored import Bucket, BucketError
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds between two tries of an upload that fails; doubled each time."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A checkpoint on this machine's disk that is to be uploaded."""
+
+    path: Path
+    step: int
+    epoch: int | None = None
+    time: float = 0.0
+    """When it was saved, in Unix seconds."""
+
+
+class Uploads:
+    """Uploads checkpoints beside training, the newest first; one that waits gives way to a newer one.
+
+    `tidy` is called after each upload, in the thread; `release` with each that is not needed any more. A failure is
+    tried again with growing pauses and never ends anything.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        tidy: Callable[[], None],
+        say: Callable[[str], None],
+        release: Callable[[Waiting], None] = lambda waiting: None,
+    ) -> None:
+        self._bucket, self._tidy, self._say, self._release = bucket, tidy, say, release
+        self._changed = threading.Condition()
+        self._waiting: Waiting | None = None
+        self._current: Waiting | None = None
+        self._closing = False
+        self._newest: Waiting | None = None
+        self.completed = deque[int]()
+        """Steps of those that nobody has asked for yet."""
+        self.failures = 0
+        """Uploads that have failed in a row."""
+        self._behind_since: float | None = None
+        self._thread = threading.Thread(target=self._work, name="checkpoint-upload", daemon=True)
+        self._thread.start()
+
+    @property
+    def newest(self) -> int | None:
+        """Step of the newest checkpoint that this process has uploaded."""
+        return self._newest.step if self._newest is not None else None
+
+    def offer(self, waiting: Waiting) -> None:
+        """Upload this checkpoint when it is its turn, unless a newer one is offered before."""
+        with self._changed:
+            passed, self._waiting = self._waiting, waiting
+            if self._behind_since is None:
+                self._behind_since = time.monotonic()
+            self._changed.notify_all()
+        if passed is not None:
+            self._release(passed)
+
+    def holds(self, path: Path) -> bool:
+        """Whether a file is still needed: it is being uploaded, or waits."""
+        with self._changed:
+            return any(one is not None and one.path == path for one in (self._waiting, self._current))
+
+    @property
+    def behind_seconds(self) -> float:
+        """For how long a checkpoint has been on this machine alone while none reached the bucket; 0: none is."""
+        with self._changed:
+            return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
+
+    def figures(self) -> dict[str, float]:
+        """What is reported: step and time of the newest in the bucket, once there is one, and how far it is behind."""
+        newest, behind = self._newest, {"copyBehind": round(self.behind_seconds, 1)}
+        return behind if newest is None else {"copyStep": newest.step, "copyTime": round(newest.time), **behind}
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait until nothing is left to upload, at most so long (None: without a limit). Returns whether that is so."""
+        limit = None if seconds is None else max(0.0, seconds)
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting is None and self._current is None, limit)
+
+    def close(self) -> None:
+        """Begin no more uploads. One in progress ends with the process: without its list it does not exist."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+                if self._closing:
+                    return
+                current, self._current, self._waiting = self._waiting, self._waiting, None
+            assert current is not None
+            problem = self._upload(current)
+            if not problem:
+                self._release(current)  # Before those who wait for it are woken.
+            with self._changed:
+                passed = bool(problem) and self._waiting is not None
+                if problem:
+                    # Tried again unless a newer one waits, after a pause.
+                    self._waiting = self._waiting or current
+                    self.failures += 1
+                else:
+                    self.failures = 0
+                    self._behind_since = None if self._waiting is None else time.monotonic()
+                self._current = None
+                self._changed.notify_all()
+            if passed:
+                self._release(current)
+            if problem:
+                pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.failures - 1, 10))
+                self._say(f"warning: {problem}; training continues, and the upload is tried again in {pause:.0f} s")
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, pause)
+
+    def _upload(self, waiting: Waiting) -> str:
+        """Why it failed; empty: it is complete."""
+        try:
+            self._bucket.publish(waiting.path, waiting.step, waiting.epoch)
+            self._newest = waiting
+            self.completed.append(waiting.step)
+        except (BucketError, OSError) as error:
+            return str(error)
+        try:
+            self._tidy()
+        except BucketError as error:
+            self._say(f"warning: {error}; older checkpoints stay in the bucket until the next upload")
+        return ""

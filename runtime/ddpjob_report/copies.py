@@ -1,0 +1,230 @@
+"""Copies of a script's checkpoints in the job's bucket (storage.checkpoints.url), and what a start continues from."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ddpjob_bucket import Bucket, BucketError, Stored, Uploads, Waiting
+from ddpjob_bucket.stored import files_of
+
+RECORD = ".ddpjob-newest.json"
+"""Without a bucket: names the newest checkpoint in the folder."""
+_FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
+LAST_SECONDS = 600.0
+"""How long the end of the script waits for its last copy."""
+_TRIES, _PAUSE = 5, 1.0
+LARGEST_STEP = 10**9 - 1
+
+
+class _State:
+    bucket: Bucket | None = None
+    uploads: Uploads | None = None
+    keep = 3
+    restored: Stored | None = None
+    """What all ranks continue from; None: nothing is there."""
+    process = 0
+
+
+def url() -> str:
+    """The job's folder in the bucket; empty: checkpoints are not copied."""
+    return os.environ.get("DDPJOB_CHECKPOINT_URL", "")
+
+
+# ---- a start
+
+
+def restore(folder: Path) -> Path | None:
+    """The newest checkpoint of the bucket, in the folder; None: there is none. The same on all ranks.
+
+    Raises BucketError, OSError.
+    """
+    bucket = _joined()
+    entry = _State.restored
+    if entry is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        found = _fetched(folder, entry)
+        if found is None:
+            found = _patiently(lambda: bucket.fetch(entry, folder))
+            _note_fetched(folder, entry, found)
+            sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")
+    return found
+
+
+def _joined() -> Bucket:
+    """The bucket, where this process is one of the ranks that have agreed on what they continue from."""
+    if _State.bucket is None or _State.process != os.getpid():
+        opened = Bucket.open(url())
+        _State.restored = _patiently(lambda: opened.join(os.environ.get("DDPJOB_UID", ""), _order()))
+        _State.bucket, _State.uploads, _State.process = opened, None, os.getpid()
+    return _State.bucket
+
+
+def _order() -> tuple[int, ...]:
+    """Of this start among the job's: generation and round, as the launcher gives them to all ranks alike.
+
+    A program of `command` starts its ranks itself: torchrun there counts its restarts.
+    """
+    fence = os.environ.get("DDPJOB_FENCE", "") or "{}.{}".format(os.environ.get("DDPJOB_GENERATION", "0"), 0)
+    numbers = [*fence.split("."), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
+    try:
+        return tuple(int(number) for number in numbers)
+    except ValueError:
+        raise BucketError(f"DDPJOB_FENCE={fence!r} and TORCHELASTIC_RESTART_COUNT must be numbers") from None
+
+
+def _patiently(act: Callable[[], Any]) -> Any:
+    """What a moment's absence of the bucket should not end."""
+    for number in range(_TRIES):
+        try:
+            return act()
+        except BucketError as error:
+            if number == _TRIES - 1:
+                raise
+            _say(f"{error}; tried again")
+            time.sleep(_PAUSE * 2**number)
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process of the folder at a time: the ranks of a node share what one of them has fetched."""
+    with (folder / _LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _fetched(folder: Path, entry: Stored) -> Path | None:
+    """What an earlier process has fetched, if nothing of it has changed since."""
+    try:
+        known = json.loads((folder / _FETCHED).read_text())
+        path = folder / known["name"]
+        same = known["key"] == entry.key and known["url"] == url() and known["files"] == _signatures(path)
+    except (OSError, ValueError, KeyError, TypeError, BucketError):
+        return None
+    return path if same else None
+
+
+def _note_fetched(folder: Path, entry: Stored, path: Path) -> None:
+    known = {"url": url(), "key": entry.key, "name": path.name, "files": _signatures(path)}
+    (folder / _FETCHED).write_text(json.dumps(known))
+
+
+def _signatures(path: Path) -> dict[str, list[int]]:
+    states = {str(file.relative_to(path.parent)): file.stat() for file in files_of(path)}
+    return {name: [state.st_size, state.st_mtime_ns, state.st_ino] for name, state in states.items()}
+
+
+# ---- copies
+
+
+def copy(path: Path, step: int, keep: int) -> None:
+    """Upload a checkpoint in the background, as it is now. Raises BucketError, OSError."""
+    bucket = _joined()
+    _State.keep = keep
+    if _State.uploads is None:
+        for leftover in path.parent.glob(f"{_LINKS}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        _State.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release)
+        atexit.register(_at_exit)
+    _State.uploads.offer(Waiting(_linked(path), step, None, time.time()))
+
+
+def _linked(path: Path) -> Path:
+    """The checkpoint under another name, by links: the script may replace or remove its own while this is uploaded."""
+    files = files_of(path)
+    folder = path.parent / f"{_LINKS}{secrets.token_hex(4)}"
+    try:
+        for file in files:
+            to = folder / file.relative_to(path.parent)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file.resolve(), to)
+            except OSError:
+                shutil.copy2(file, to)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder / path.name
+
+
+def _release(waiting: Waiting) -> None:
+    shutil.rmtree(waiting.path.parent, ignore_errors=True)
+
+
+def _tidy(bucket: Bucket) -> None:
+    bucket.remove(bucket.entries()[_State.keep :])
+    bucket.sweep()
+
+
+def finish(seconds: float | None) -> bool:
+    """Wait until the last copy is in the bucket, at most so long (None: without a limit). Returns whether it is."""
+    uploads = _State.uploads
+    return uploads is None or _State.process != os.getpid() or uploads.wait(seconds)
+
+
+def figures() -> dict[str, float]:
+    """What is reported of the copies; empty: this process makes none."""
+    if _State.process != os.getpid():
+        return {}
+    found = _State.uploads.figures() if _State.uploads is not None else {}
+    return {"copyStep": _State.restored.step, **found} if found and _State.restored is not None else found
+
+
+def _at_exit() -> None:
+    """A script has not ended well before its result is in the bucket: the folder goes with the pod."""
+    if _State.process != os.getpid() or finish(0) or _has_failed():
+        return
+    if not finish(LAST_SECONDS):
+        _say(
+            f"error: the last checkpoint is not in {url()} after {LAST_SECONDS:.0f} s: the job must not end without it"
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _has_failed() -> bool:
+    """Whether an exception ends the script: then its job restarts at once, from the copy before."""
+    written = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    return hasattr(sys, "last_type") or (bool(written) and Path(written).exists())
+
+
+# ---- without a bucket
+
+
+def record(folder: Path, path: Path, step: int) -> None:
+    """Note a checkpoint of the folder as its newest. Raises OSError; ValueError where it is elsewhere."""
+    name = path.resolve().relative_to(folder.resolve()).as_posix()
+    descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=RECORD)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({"name": name, "step": step}, file)
+    os.replace(temporary, folder / RECORD)  # noqa: PTH105
+
+
+def recorded(folder: Path) -> Path | None:
+    """The checkpoint that was noted last, if it is still there."""
+    try:
+        path = folder / json.loads((folder / RECORD).read_text())["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return path if path.exists() else None
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"ddpjob_report: {text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,229 @@
+"""Checks a node, or the links between ranks, before training: what `spec.preflight` runs in a job's pods.
+
+    python3 PATH/ddpjob_runtime check JSON
+
+A process of its own: a device's context ends with it, and a driver that hangs holds nobody else. It writes lines of
+JSON: `{"step": NAME}` before each part, and at the end `{"problem": TEXT, ...}`, empty when all is well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+FILE_BYTES = 1 << 20
+"""Written to the checkpoint folder, synced, read back."""
+SUM_BYTES = 16 << 20
+"""Of the all-reduce that is timed."""
+FREE_SHARE = 0.5
+"""Of a GPU's memory; with less, another process holds it. A share, since time-sliced GPUs are never quite free."""
+_SIDE = 1024
+_SIOCGIFADDR = 0x8915
+
+
+def main() -> None:
+    """Run the check that the argument describes; end at once when the launcher is gone, which closes stdin."""
+    settings = json.loads(sys.argv[1])
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    try:
+        found = check_node(settings) if settings["what"] == "node" else check_links(settings)
+    except Exception as error:
+        found = {"problem": f"{type(error).__name__}: {str(error)[:1000]}"}
+    _say(**found)
+    os._exit(0)  # A group that has failed may not come to an end.
+
+
+def _end_with_launcher() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _say(**fields: Any) -> None:
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+# --- a node
+
+
+def check_node(settings: dict[str, Any]) -> dict[str, Any]:
+    """`folder`: of the checkpoints, empty: not looked at; `pod`; `gpus`: how many there must be; `resource`: theirs."""
+    folder = settings["folder"]
+    if folder:
+        _say(step=f"checkpoint folder {folder}")
+        problem = folder_problem(Path(folder), settings["pod"])
+        if problem:
+            return {"problem": problem}
+    _say(step="import of torch")
+    try:
+        import torch
+    except ImportError:
+        return {"problem": ""}  # The launcher says so, and what to do.
+    devices, problem = _devices(torch, settings["gpus"], settings["resource"])
+    for device in devices:
+        _say(step=device)
+        problem = problem or device_problem(torch, device)
+    return {"problem": problem}
+
+
+def folder_problem(folder: Path, pod: str) -> str:
+    """Why the folder takes no checkpoints; empty: it does."""
+    path, content = folder / f".ddpjob-preflight-{pod}-{os.urandom(4).hex()}", os.urandom(FILE_BYTES)
+    try:
+        try:
+            with path.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            same = path.read_bytes() == content
+        finally:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        return f"the checkpoint folder {folder} takes no file of 1 MiB: {error.strerror or error}"
+    return "" if same else f"the checkpoint folder {folder} returns other bytes than were written"
+
+
+def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
+    """The node's devices by torch's names, and what is wrong with their number."""
+    if not wanted or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return ["cpu"], ""
+    kind = "xpu" if resource.startswith("gpu.intel.com/") else "cuda"
+    if kind == "cuda" and resource.partition("/")[0] not in ("nvidia.com", "amd.com") and not torch.cuda.is_available():
+        return ["cpu"], ""  # A device whose torch is a plugin: nothing here knows it.
+    module = getattr(torch, kind, None)
+    there = module.device_count() if module is not None and module.is_available() else 0
+    problem = f"torch sees {there} of {wanted} devices ({resource})" if there < wanted else ""
+    return [f"{kind}:{number}" for number in range(min(there, wanted))], problem
+
+
+def device_problem(torch: Any, device: str) -> str:
+    """What is wrong with a device: no memory, or a result that is not the right one; empty: nothing.
+
+    All sums are of whole numbers below 2**24, which float32 and TF32 hold exactly.
+    """
+    if device.startswith("cuda"):
+        free, total = torch.cuda.mem_get_info(device)
+        if free < FREE_SHARE * total:
+            return f"{device}: {free >> 20} of {total >> 20} MiB are free: another process holds the rest"
+    count = (64 if device != "cpu" else 1) << 20
+    try:
+        filled = torch.full((count,), 3, dtype=torch.int32, device=device)
+        if int(filled.sum()) != 3 * count:
+            return f"{device}: memory returns other numbers than were written"
+        numbers = torch.arange(_SIDE, device=device)
+        a = ((numbers[:, None] * 7 + numbers * 3) % 7 - 3).float()
+        b = ((numbers[:, None] * 5 + numbers * 11) % 5 - 2).float()
+        v = ((torch.arange(_SIDE) * 13) % 7 - 3).double()
+        product = torch.mm(a, b).cpu().double()
+        wrong = int((torch.mv(product, v) != torch.mv(a.cpu().double(), torch.mv(b.cpu().double(), v))).sum())
+    except RuntimeError as error:  # torch's, for whatever the driver says
+        return f"{device}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
+    return f"{device}: {wrong} of {_SIDE} rows of a matrix product are wrong" if wrong else ""
+
+
+# --- links
+
+
+def check_links(settings: dict[str, Any]) -> dict[str, Any]:
+    """One rank of an all-reduce of whole numbers, verified and timed: `rank`, `world`, `local`, `host` and `port` of
+    the store, `backend`, `gpus`, `seconds`. Returns also `rate`, the bus bandwidth of nccl-tests in 10^6 bytes a second
+    (None with one rank), and `transport`.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, world, host, port = (settings[name] for name in ("rank", "world", "host", "port"))
+    on_gpu = settings["gpus"] > 0 and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and torch.cuda.is_available()
+    backend = "nccl" if on_gpu and settings["backend"] in ("auto", "nccl") else "gloo"
+    log = _keep_nccl_log() if backend == "nccl" else None
+    device = torch.device("cuda", settings["local"]) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    patience = timedelta(seconds=settings["seconds"])
+    _say(step=f"connection to the store at {host}:{port}")
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+    _say(step=f"forming a group of {world} by {backend}")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
+    pattern = torch.arange(SUM_BYTES // 4, dtype=torch.int32, device=device) % 1000
+    expected = pattern * sum(other % 8 + 1 for other in range(world))
+    shortest, problem = float("inf"), ""
+    for count in (1000, SUM_BYTES // 4, SUM_BYTES // 4):  # The first one makes the connections.
+        _say(step=f"all-reduce of {4 * count} bytes by {backend}")
+        numbers = pattern[:count] * (rank % 8 + 1)
+        began = time.monotonic()
+        dist.all_reduce(numbers)
+        wrong = int((numbers != expected[:count]).sum())  # Also waits for the device.
+        if count > 1000:
+            shortest = min(shortest, time.monotonic() - began)
+        if wrong and not problem:  # To end here would break the connections of the others, which may be well.
+            problem = f"{wrong} of {count} sums of an all-reduce by {backend} are wrong"
+    rate = 2 * (world - 1) / world * SUM_BYTES / shortest / 1e6 if world > 1 else None
+    if log is not None:
+        transport = nccl_transport(log.read_text(errors="replace"))
+        log.unlink()
+    else:
+        transport = f"gloo over TCP on {_gloo_interface()}"
+    return {"problem": problem, "rate": rate, "transport": transport}
+
+
+def _keep_nccl_log() -> Path:
+    """Have NCCL write what it chooses into a file; before it is used for the first time."""
+    handle, name = tempfile.mkstemp(prefix="ddpjob-nccl-")
+    os.close(handle)
+    os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET,GRAPH", NCCL_DEBUG_FILE=name)
+    return Path(name)
+
+
+def nccl_transport(log: str) -> str:
+    """What NCCL's log (NCCL_DEBUG=INFO) says of the network, its devices, and how channels reach their peers."""
+    network = re.search(r"NET/(IB|Socket) : Using (.*)", log) or re.search(r"Using network (\S+)()", log)
+    how = sorted(
+        {"/".join(found.split("/")[:2]) for found in re.findall(r"\bvia ((?:P2P|SHM|NET|COLLNET|NVLS)\S*)", log)}
+    )
+    parts = ["NCCL"]
+    if network is not None:
+        name = {"IB": "InfiniBand or RoCE", "Socket": "TCP"}.get(network[1], network[1])
+        devices = re.findall(r"\[\d+\]([^\s<]+)", network[2].partition(";")[0])
+        devices = [name.partition(":")[0] for name in devices] if network[1] == "Socket" else devices
+        interface = re.search(r"OOB (\w+)", network[2])
+        parts.append(f"network {name}" + (f" on {', '.join(devices)}" if devices else ""))
+        parts += [f"sockets on {interface[1]}"] if interface else []
+    return ", ".join([*parts, *([f"channels via {' and '.join(how)}"] if how else [])])
+
+
+def _gloo_interface() -> str:
+    """GLOO_SOCKET_IFNAME, else the interface of the host's name's address, as torch chooses it; else the loopback."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if named:
+        return named
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return "lo"
+    own = _interfaces()
+    return next((own[str(entry[4][0])] for entry in found if str(entry[4][0]) in own), "lo")
+
+
+def _interfaces() -> dict[str, str]:
+    """IPv4 address -> interface."""
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+            except OSError:
+                continue  # without an IPv4 address
+            found[socket.inet_ntoa(answer[20:24])] = name
+    return found

@@ -1,0 +1,359 @@
+"""The launcher's part of `spec.preflight`: starts checks, waits for them, and finds the node that is at fault.
+
+A new pod checks its own node before it is ready. With scope Group the first round of a new pod begins with a check of
+the links: all nodes sum up together, and only if that fails, pairs of neighbours in a ring. Results meet in the store
+of the round; rank 0 judges, and all obey its verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher.check_entrypoint import InitFailure
+from ddpjob_runtime.launcher.shutdown import log
+
+PACKAGE = Path(__file__).resolve().parent.parent
+STAGES = 5
+"""At most, each with its time: the group, each node alone, and three of pairs."""
+MARGIN_SECONDS = 15.0
+"""Beyond the time of a check: for the address to meet at, once more for the results, and twice for the verdict."""
+_POLL_SECONDS = 0.05
+_MAX_OUTPUT = 64 * 1024
+
+Cancelled = Callable[[], bool]
+Group = tuple[int, ...]
+"""Ranks of nodes."""
+
+
+class Abandoned(Exception):
+    """The round is over before its check was."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """DDPJOB_PREFLIGHT. `least`: of 10^6 bytes a second, 0: any will do."""
+
+    group: bool
+    seconds: float
+    least: float
+    gpus: int
+    resource: str
+    backend: str
+    folder: str
+
+    @classmethod
+    def read(cls) -> Settings | None:
+        """None: the job has no preflight. Raises InitFailure."""
+        text = os.environ.get("DDPJOB_PREFLIGHT", "")
+        if not text:
+            return None
+        try:
+            known = json.loads(text)
+            return cls(
+                bool(known["group"]), float(known["seconds"]), float(known["least"]), int(known["gpus"]),
+                str(known["resource"]), str(known["backend"]), str(known["folder"]),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError) as error:
+            raise InitFailure(f"DDPJOB_PREFLIGHT cannot be read ({error!r}): {text[:200]!r}") from None
+
+
+class Check:
+    """One process of `hardware_check`."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        command = [sys.executable, str(PACKAGE), "check", json.dumps(settings)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._output, self._ended = b"", False
+
+    def wait(self, until: float, cancelled: Cancelled) -> dict[str, Any]:
+        """Its result by then (monotonic seconds), else the part that it did not come out of. Raises Abandoned."""
+        assert self._process.stdout is not None
+        try:
+            while not self._ended and time.monotonic() < until:
+                if cancelled():
+                    raise Abandoned
+                if select.select([self._process.stdout], [], [], _POLL_SECONDS)[0]:
+                    part = os.read(self._process.stdout.fileno(), _MAX_OUTPUT)
+                    self._output = (self._output + part)[-_MAX_OUTPUT:]
+                    self._ended = not part
+        finally:
+            self.kill()
+        return self._result()
+
+    def _result(self) -> dict[str, Any]:
+        step = "its start"
+        for line in self._output.splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                said = json.loads(line)
+                if "problem" in said:
+                    return dict(said)
+                step = str(said["step"])
+        if not self._ended:
+            return {"problem": f"no answer in time from: {step}"}
+        return {"problem": f"the check ended with exit code {self._process.returncode} in: {step}"}
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # A driver may hold it: then it is left behind.
+            self._process.wait(1)
+
+
+class Preflight:
+    """What a node must pass before it trains."""
+
+    def __init__(self, settings: Settings, procs: int) -> None:
+        self.settings, self._procs = settings, procs
+        self._checks: list[Check] = []
+        self.passed_group = False
+
+    @property
+    def wanted_seconds(self) -> int:
+        """How much longer than others this node's next round takes to begin, at most; 0: it needs no check."""
+        if not self.settings.group or self.passed_group:
+            return 0
+        return int(STAGES * (self.settings.seconds + 4 * MARGIN_SECONDS))
+
+    def begin(self) -> None:
+        """Start the check of this node; returns at once."""
+        known = self.settings
+        what = {"what": "node", "folder": known.folder, "pod": os.environ.get("DDPJOB_POD", "")}
+        self._checks = [Check({**what, "gpus": known.gpus, "resource": known.resource})]
+        self._until = time.monotonic() + known.seconds
+
+    def node_problem(self, cancelled: Cancelled) -> str:
+        """What is wrong with this node; empty: nothing. Blocks until the check is over. Raises Abandoned."""
+        began = self._until - self.settings.seconds
+        problem = str(self._checks[0].wait(self._until, cancelled)["problem"])
+        took = time.monotonic() - began
+        log(f"preflight: {problem}" if problem else f"preflight: this node is well ({took:.1f} s)")
+        return problem
+
+    def kill(self) -> None:
+        """End what runs."""
+        for check in self._checks:
+            check.kill()
+
+    def check_links(self, store: Any, rank: int, world: int, host: str, cancelled: Cancelled) -> Verdict:
+        """The verdict on the links of a round, the same on every node. `host`: this node's address.
+
+        Raises Abandoned, and torch's errors of the store.
+        """
+        results: dict[str, dict[int, Result]] = {}
+        for stage, groups in stages(world, self._procs):
+            until = time.monotonic() + self.settings.seconds + 2 * MARGIN_SECONDS
+            own = next((group for group in groups if rank in group), ())
+            result = self._join(store, stage, own, rank, host, cancelled) if own else Result()
+            store.set(f"{stage}/{rank}", json.dumps(asdict(result)))
+            if rank == 0:
+                among = sorted(member for group in groups for member in group)
+                results[stage] = {other: _collect(store, stage, other, until, cancelled) for other in among}
+                verdict = judge(world, self._procs, results, self.settings.least)
+                store.set(f"{stage}/verdict", json.dumps(None if verdict is None else verdict.write()))
+            text = _await(store, f"{stage}/verdict", until + 2 * MARGIN_SECONDS, cancelled)
+            known = json.loads(text) if text else Verdict(failed="rank 0 gave no verdict", ends=0).write()
+            if known is not None:
+                verdict = Verdict.read(known)
+                self.passed_group = not verdict.failed
+                return verdict
+        raise AssertionError("the last stage has a verdict")
+
+    def _join(self, store: Any, stage: str, group: Group, rank: int, host: str, cancelled: Cancelled) -> Result:
+        """This node's part of one all-reduce among the nodes of `group`."""
+        import torch.distributed as dist
+
+        known, place, key = self.settings, group.index(rank), f"{stage}/{group[0]}/store"
+        pod = os.environ.get("DDPJOB_POD", "")
+        on = os.environ.get("NODE_NAME", "")
+        server = None
+        if place == 0:
+            wait = timedelta(seconds=known.seconds)
+            server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+            store.set(key, json.dumps([host, server.port]))
+        address = _await(store, key, time.monotonic() + MARGIN_SECONDS, cancelled)
+        if not address:
+            return Result(pod, on, "the first node of its group is silent")
+        where, port = json.loads(address)
+        common = {"what": "links", "world": len(group) * self._procs, "host": where, "port": port}
+        common |= {"backend": known.backend, "gpus": known.gpus, "seconds": known.seconds}
+        self._checks = [
+            Check({**common, "rank": place * self._procs + local, "local": local}) for local in range(self._procs)
+        ]
+        until = time.monotonic() + known.seconds
+        try:
+            found = [check.wait(until, cancelled) for check in self._checks]
+        finally:
+            self.kill()
+        if server is not None and len(group) > 1:
+            self._linger(store, stage, group, cancelled)
+        problem = next((f"local rank {i}: {f['problem']}" for i, f in enumerate(found) if f["problem"]), "")
+        rates = [float(f["rate"]) for f in found if f.get("rate")]
+        return Result(pod, on, problem, min(rates, default=0.0), str(found[0].get("transport", "")))
+
+    def _linger(self, store: Any, stage: str, group: Group, cancelled: Cancelled) -> None:
+        """Keep the store of a group until the others of it are done: to lose it looks like a broken link."""
+        until = time.monotonic() + MARGIN_SECONDS
+        while time.monotonic() < until and not store.check([f"{stage}/{other}" for other in group[1:]]):
+            if cancelled():
+                raise Abandoned
+            time.sleep(_POLL_SECONDS)
+
+
+def _collect(store: Any, stage: str, rank: int, until: float, cancelled: Cancelled) -> Result:
+    text = _await(store, f"{stage}/{rank}", until, cancelled)
+    return Result(**json.loads(text)) if text else Result(f"of rank {rank}", problem="it has left no result")
+
+
+def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
+    """The value of a key; empty: it is not written by then (monotonic seconds). Raises Abandoned."""
+    pause = 0.01
+    while not store.check([key]):
+        if cancelled():
+            raise Abandoned
+        if time.monotonic() > until:
+            return ""
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+    return bytes(store.get(key)).decode()
+
+
+# --- who is at fault; pure
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a node found in one stage. `rate`: in 10^6 bytes a second, 0: not measured."""
+
+    pod: str = ""
+    node: str = ""
+    problem: str = ""
+    rate: float = 0.0
+    transport: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"pod {self.pod}" + (f" on Kubernetes node {self.node}" if self.node else "")
+
+    def fault(self, least: float) -> str:
+        """Why it is not good enough; empty: it is."""
+        if self.problem:
+            return self.problem
+        return f"{self.rate:.0f} MB/s, less than {least:.0f}" if self.rate and self.rate < least else ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`culprits`: by rank, why it may not train. `failed`: empty: all may train, and `passed` says over what.
+
+    `ends`: the rank that ends with an ordinary failure where no culprit is known.
+    """
+
+    passed: str = ""
+    failed: str = ""
+    culprits: dict[int, str] = field(default_factory=dict)
+    ends: int | None = None
+
+    def write(self) -> dict[str, Any]:
+        """As JSON, whose keys are text."""
+        return {**asdict(self), "culprits": {str(rank): why for rank, why in self.culprits.items()}}
+
+    @classmethod
+    def read(cls, body: dict[str, Any]) -> Verdict:
+        """The inverse of `write`."""
+        return cls(**{**body, "culprits": {int(rank): why for rank, why in body["culprits"].items()}})
+
+
+def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
+    """The stages in their order, by name, each with its groups of nodes: no node is in two of them."""
+    yield "group", [tuple(range(world))]
+    if procs > 1 and world > 1:
+        yield "alone", [(rank,) for rank in range(world)]
+    if world > 2:
+        last: list[Group] = [(world - 1, 0)]
+        odd: list[Group] = [(rank, rank + 1) for rank in range(1, world - 1, 2)]
+        yield "pairs0", [(rank, rank + 1) for rank in range(0, world - 1, 2)]
+        yield "pairs1", odd + (last if world % 2 == 0 else [])
+        if world % 2:
+            yield "pairs2", last
+
+
+def judge(world: int, procs: int, results: Mapping[str, Mapping[int, Result]], least: float) -> Verdict | None:
+    """The verdict after these stages; None: the next one is needed.
+
+    A culprit fails alone, or with both of its neighbours in the ring while others do not. Of nodes in a row the fewest
+    that explain it are named: the next check looks at the others again.
+    """
+    group = results["group"]
+    faults = {rank: fault for rank, result in group.items() if (fault := result.fault(least))}
+    if not faults:
+        return Verdict(passed=_summary(world, procs, group))
+    if any(stage not in results for stage, _ in stages(world, procs)):
+        return None
+    first = min(faults)
+    alone = results.get("alone", group if world == 1 else {})
+    culprits = {
+        rank: f"the ranks of {result.name} fail among themselves: {fault}"
+        for rank, result in alone.items()
+        if (fault := result.fault(least))
+    }
+    broken: dict[Group, str] = {}
+    for stage, groups in stages(world, procs):
+        for pair in groups if stage.startswith("pairs") else ():
+            found = [results[stage][rank].fault(least) for rank in pair]
+            if any(found) and culprits.keys().isdisjoint(pair):
+                broken[pair] = next(fault for fault in found if fault)
+    if len(broken) < world:
+        culprits |= _middles(world, group, broken)
+    left = {pair: why for pair, why in broken.items() if culprits.keys().isdisjoint(pair)}
+    what = f"an all-reduce over {world} nodes fails at {group[first].name}: {faults[first]}"
+    if culprits:
+        return Verdict(failed="; ".join(culprits[rank] for rank in sorted(culprits)), culprits=culprits)
+    if left:
+        (a, b), why = next(iter(left.items()))
+        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        link = f"the link between {group[a].name} and {group[b].name}{more} fails: {why}"
+        return Verdict(failed=f"{link}; nothing shows which of the two it is", ends=max(a, b))
+    if world > 2 and not any(result.problem for result in group.values()):
+        return Verdict(passed=f"{_summary(world, procs, group)}, although each pair of nodes reaches {least:.0f} MB/s")
+    why = "; nothing shows which of the two it is" if world == 2 else ", although each pair of nodes is well"
+    return Verdict(failed=what + why, ends=world - 1)
+
+
+def _middles(world: int, group: Mapping[int, Result], broken: Mapping[Group, str]) -> dict[int, str]:
+    """Every second node along a row of broken links, beginning with the first that has one on both sides."""
+    culprits: dict[int, str] = {}
+    start = next(rank for rank in range(world) if not _broken(broken, world, rank - 1))
+    for step in range(world):
+        rank = (start + step) % world
+        before, after = _broken(broken, world, rank - 1), _broken(broken, world, rank)
+        if before and after and (rank - 1) % world not in culprits:
+            left, right = group[(rank - 1) % world], group[(rank + 1) % world]
+            neighbours = f"{left.name} and {right.name}"
+            culprits[rank] = f"the links of {group[rank].name} to {neighbours} fail: {before}"
+    return culprits
+
+
+def _broken(broken: Mapping[Group, str], world: int, rank: int) -> str:
+    """Why the link from a node to the next in the ring is broken; empty: it is not."""
+    a, b = rank % world, (rank + 1) % world
+    return broken.get((a, b), "")
+
+
+def _summary(world: int, procs: int, group: Mapping[int, Result]) -> str:
+    rates = [result.rate for result in group.values() if result.rate]
+    speed = f", {min(rates):.0f} MB/s" if rates else ""
+    transports = sorted({result.transport for result in group.values()})
+    return f"{world} x {procs} ranks add up right{speed}, by {protocol.clip('; '.join(transports), 500)}"

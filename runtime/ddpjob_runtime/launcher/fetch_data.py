@@ -1,0 +1,471 @@
+"""Fetches spec.storage.data.url before the workers start: once per folder, checked, continued where it was cut off.
+
+    NAME                      an object, whole: renamed to this name when size and checksum, where there is one, match
+    .ddpjob-fetched.jsonl     a line for each object that is there: name, ETag, size, time of the file
+    .ddpjob-part-HASH         an object that is being fetched
+    .ddpjob-lock              held by the one that fetches; the kernel releases it when that ends, however it ends
+
+All pods that mount the folder meet at the lock: the first one fetches, the others find everything there.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher.s3_reader import (
+    MOST_OBJECTS,
+    PIECE,
+    Away,
+    Changed,
+    Credentials,
+    Place,
+    Reader,
+    Refused,
+    Remote,
+)
+from ddpjob_runtime.launcher.shutdown import log
+
+THREADS = 8
+"""Objects at a time, each with a connection and at most two pieces in memory."""
+OWN = ".ddpjob-"
+LONGEST_PAUSE = 60.0
+LOG_SECONDS = 30.0
+FIRST_NEWS_SECONDS = 3.0
+"""What is over sooner is not worth a word to the coordinator."""
+WRONG_TRIES = 3
+"""Downloads of one object whose checksum differs."""
+LISTINGS = 5
+"""In one start, of a bucket that changes while it is read."""
+_RECORD, _PART, _LOCK = OWN + "fetched.jsonl", OWN + "part-", OWN + "lock"
+_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+_Found = TypeVar("_Found")
+
+
+class Unfit(Exception):
+    """This node's disk cannot hold the data; another one's may."""
+
+
+class Abandoned(Exception):
+    """Nobody waits for the data any more."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to fetch, and where to."""
+
+    place: Place
+    credentials: Credentials
+    folder: Path
+
+    @classmethod
+    def take(cls) -> Settings | None:
+        """From the variables DDPJOB_DATA_*; keys are removed there: no worker gets them. None: nothing is fetched.
+
+        Raises Refused.
+        """
+        known = os.environ.get
+        keys = {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_DATA_{name}", ""))}
+        url = known("DDPJOB_DATA_URL", "")
+        if not url:
+            return None
+        region = known("DDPJOB_DATA_REGION", "") or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
+        place = Place.read(url, known("DDPJOB_DATA_ENDPOINT", ""), region)
+        return cls(place, Credentials(keys or dict(os.environ), place.region), Path(os.environ["DDPJOB_DATA_DIR"]))
+
+
+class Fetch:
+    """One start's fetch. `report(text)`: for the job's status, now and then; empty: it is over."""
+
+    def __init__(self, settings: Settings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
+        self._settings, self._cancelled, self._report = settings, cancelled, report
+        self._folder, self._url = settings.folder, settings.place.url
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._problem = ""
+        self._record: Any = None
+        self._objects = self._total = self._had = self._done = 0
+        self._began = self._logged = time.monotonic()
+        self._reported = ""
+
+    def run(self) -> None:
+        """Returns when the folder holds what the bucket does. Raises Refused, Unfit, Abandoned, OSError."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._alone():
+                self._fetch()
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise Unfit(f"the disk of {self._folder} is full: {error.strerror}") from None
+            if error.errno in _NOT_ALLOWED:
+                text = f"{error.filename or self._folder}: {error.strerror}"
+                raise Unfit(f"{text}; storage.data.cache must be a folder that the pods' user may write to") from None
+            raise
+        finally:
+            if self._reported:
+                self._report("")
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No clock decides who holds it, and a killed holder's is free at once."""
+        with (self._folder / _LOCK).open("a") as file:
+            self._began, waited = time.monotonic(), False
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not waited:
+                        log(f"data: another pod of this node fetches {self._url}; waits for it")
+                    waited = True
+                self._pause(0.5, self._cancelled)
+                self._say(protocol.DATA_WAITS)
+            yield
+
+    def _fetch(self) -> None:
+        for attempt in range(LISTINGS):
+            try:
+                return self._fetch_listed()
+            except Changed as error:
+                log(f"data: {error}: the bucket is listed again")
+                self._pause(min(LONGEST_PAUSE, 2.0**attempt), self._cancelled)
+        raise Refused(f"{self._url} changes all the time; name a folder whose objects stay as they are")
+
+    def _fetch_listed(self) -> None:
+        reader = Reader(self._settings.place, self._settings.credentials)
+        try:
+            objects = self._patiently(lambda: list(reader.objects()), self._cancelled)
+        finally:
+            reader.close()
+        check_names(objects, self._url)
+        known = self._read_record()
+        kept = {o.name: known[o.name] for o in objects if self._is_there(o, known)}
+        self._forget(known, {o.name for o in objects})
+        missing = [o for o in objects if o.name not in kept]
+        self._objects, self._total = len(objects), sum(o.size for o in objects)
+        self._had = self._done = self._total - sum(o.size for o in missing)
+        self._began = self._logged = time.monotonic()
+        if missing:
+            self._clear_parts({self._part(o).name for o in missing})
+            self._check_room(missing)
+            log(f"data: {len(missing)} of {len(objects)} objects of {self._url} are fetched, {self._figures()} there")
+        self._write_record(kept)
+        if missing:
+            self._download_all(missing)
+        took = time.monotonic() - self._began
+        fetched = f"{size_text(self._total - self._had)} fetched in {took:.1f} s" if missing else "all were there"
+        log(f"data: {len(objects)} objects, {size_text(self._total)}, in {self._folder}; {fetched}")
+
+    # --- what is there
+
+    def _read_record(self) -> dict[str, list[Any]]:
+        """name -> [name, ETag, size, nanoseconds]; lines that are cut or foreign are left out."""
+        found: dict[str, list[Any]] = {}
+        with contextlib.suppress(FileNotFoundError), (self._folder / _RECORD).open("rb") as file:
+            while line := file.readline(16384):
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue
+                ours = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str)
+                if ours and len(found) < 2 * MOST_OBJECTS and not why_not_a_file(entry[0]):
+                    found[entry[0]] = entry
+        return found
+
+    def _write_record(self, kept: Mapping[str, list[Any]]) -> None:
+        new = self._folder / f"{_RECORD}.new"
+        with new.open("w") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in kept.values())
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._folder / _RECORD)
+
+    def _is_there(self, remote: Remote, known: Mapping[str, list[Any]]) -> bool:
+        entry = known.get(remote.name)
+        if entry is None or entry[1:3] != [remote.etag, remote.size]:
+            return False
+        try:
+            found = os.lstat(self._folder / remote.name)
+        except OSError:
+            return False
+        return [found.st_size, found.st_mtime_ns] == [remote.size, entry[3]]
+
+    def _forget(self, known: Iterable[str], wanted: set[str]) -> None:
+        """Remove what was fetched and the bucket has no longer; nothing that was not fetched is touched."""
+        for name in known:
+            if name in wanted:
+                continue
+            with contextlib.suppress(OSError):
+                (self._folder / name).unlink()
+                for folder in list((self._folder / name).parents)[: name.count("/")]:
+                    folder.rmdir()  # Fails, and ends here, where something is left in it.
+
+    def _part(self, remote: Remote) -> Path:
+        """Of this object, this version and this boot: what a power cut has left of a file is not trusted."""
+        text = f"{remote.name}\0{remote.etag}\0{_boot()}"
+        return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
+
+    def _clear_parts(self, wanted: set[str]) -> None:
+        for path in self._folder.glob(f"{_PART}*"):
+            if path.name not in wanted:
+                path.unlink()
+
+    def _check_room(self, missing: list[Remote]) -> None:
+        begun = sum(path.stat().st_size for path in self._folder.glob(f"{_PART}*"))
+        disk = os.statvfs(self._folder)
+        free, needed = disk.f_bavail * disk.f_frsize, sum(o.size for o in missing) - begun
+        if needed > free:
+            text = f"the disk of {self._folder} has {size_text(free)} free"
+            raise Unfit(f"{text}, and {size_text(needed)} of {self._url} are missing there; see storage.data.cache")
+
+    # --- downloads
+
+    def _download_all(self, missing: list[Remote]) -> None:
+        left, problems = iter(missing), list[BaseException]()
+
+        def work() -> None:
+            reader = Reader(self._settings.place, self._settings.credentials)
+            try:
+                while not self._stop.is_set():
+                    with self._lock:
+                        remote = next(left, None)
+                    if remote is None:
+                        return
+                    self._download(reader, remote)
+            except BaseException as error:
+                problems.append(error)
+                self._stop.set()
+            finally:
+                reader.close()
+
+        self._stop.clear()
+        with (self._folder / _RECORD).open("a") as self._record:
+            threads = [
+                threading.Thread(target=work, name=f"ddpjob-data-{n}", daemon=True)
+                for n in range(min(THREADS, len(missing)))
+            ]
+            for thread in threads:
+                thread.start()
+            try:
+                while any(thread.is_alive() for thread in threads):
+                    self._pause(0.1, self._cancelled)
+                    self._say(f"fetching data {self._figures()}{self._trouble()}")
+            finally:
+                self._stop.set()
+                for thread in threads:
+                    thread.join()
+        if problems:
+            raise problems[0]
+
+    def _download(self, reader: Reader, remote: Remote) -> None:
+        for tried in range(1, WRONG_TRIES + 1):
+            part = self._part(remote)
+            problem = self._patiently(partial(self._fill, reader, remote, part), self._stop.is_set)
+            if not problem:
+                return self._keep(remote, part)
+            part.unlink()
+            with self._lock:
+                self._done -= remote.size
+            log(f"data: {self._url}/{remote.name}: {problem}, download {tried} of {WRONG_TRIES}")
+        raise Refused(f"{self._url}/{remote.name}: {problem}, {WRONG_TRIES} times: the object is damaged there")
+
+    def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
+        """Complete the part. Returns what is wrong with it, empty: nothing. Raises Away, Changed, Refused, OSError."""
+        sums, counted = Sums(remote), 0
+        with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
+            try:
+                if os.fstat(file.fileno()).st_size > remote.size:
+                    file.truncate(0)  # Nobody of ours wrote that.
+                while piece := file.read(PIECE):
+                    sums.update(piece)
+                    counted = self._count(counted, piece)
+                if counted < remote.size or not remote.size:
+                    headers, pieces = reader.open(remote, counted)
+                    sums.expect(headers)
+                    for piece in pieces:
+                        if counted + len(piece) > remote.size:
+                            reader.close()
+                            raise Changed(f"{self._url}/{remote.name} is longer than the listing says")
+                        sums.update(piece)
+                        file.write(piece)
+                        counted = self._count(counted, piece)
+                        if self._stop.is_set():
+                            raise Abandoned
+                if counted < remote.size:
+                    reader.close()
+                    raise Away(f"{self._url}/{remote.name} has ended after {counted} of {remote.size} bytes")
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                with self._lock:
+                    self._done -= counted
+                raise
+        return sums.problem()
+
+    def _keep(self, remote: Remote, part: Path) -> None:
+        target = self._folder / remote.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir() and not target.is_symlink():
+            target.rmdir()  # The bucket had a folder of this name before.
+        part.replace(target)
+        line = json.dumps([remote.name, remote.etag, remote.size, target.stat().st_mtime_ns])
+        with self._lock:
+            self._record.write(line + "\n")
+            self._record.flush()
+            self._problem = ""
+
+    def _count(self, before: int, piece: bytes) -> int:
+        """The bytes of an object with these."""
+        with self._lock:
+            self._done += len(piece)
+        return before + len(piece)
+
+    # --- patience
+
+    def _patiently(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
+        """The result of `act`, tried for as long as the bucket is away. Raises Refused, Changed, Abandoned, OSError."""
+        failures = 0
+        while True:
+            try:
+                return act()
+            except Away as error:
+                failures += 1
+                pause = min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1))
+                with self._lock:
+                    known, self._problem = self._problem, str(error)
+                if not known or failures > 3:  # One of eight downloads says it.
+                    log(f"data: {error}; tries again in {pause:.0f} s")
+                if not self._total:
+                    self._say(f"waits for the bucket with the data: {error}")
+            self._pause(pause, ended)
+
+    def _pause(self, seconds: float, ended: Callable[[], bool]) -> None:
+        """Raises Abandoned."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if ended():
+                raise Abandoned
+            time.sleep(min(0.1, left))
+
+    def _figures(self) -> str:
+        return f"{size_text(self._done)} of {size_text(self._total)}"
+
+    def _trouble(self) -> str:
+        return f" ({self._problem})" if self._problem else ""
+
+    def _say(self, text: str) -> None:
+        """Into the log twice a minute; to the coordinator when it is news: a twentieth more, or another problem."""
+        now = time.monotonic()
+        if now - self._logged >= LOG_SECONDS:
+            self._logged = now
+            log(f"data: {text}")
+        news = f"{20 * self._done // max(1, self._total)} {self._problem}" if self._total else text
+        if now - self._began >= FIRST_NEWS_SECONDS and news != self._reported:
+            self._reported = news
+            self._report(text)
+
+
+class Sums:
+    """Checksums of one object: what the server says of it, against the bytes."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._etag = remote.etag
+        self._md5 = hashlib.new("md5", usedforsecurity=False) if re.fullmatch("[0-9a-f]{32}", self._etag) else None
+        self._sha256, self._crc32 = hashlib.sha256(), 0
+        self._headers: Mapping[str, str] = {}
+
+    def update(self, piece: bytes) -> None:
+        """The next bytes."""
+        if self._md5 is not None:
+            self._md5.update(piece)
+        self._sha256.update(piece)
+        self._crc32 = zlib.crc32(piece, self._crc32)
+
+    def expect(self, headers: Mapping[str, str]) -> None:
+        """What the server says, of the whole object."""
+        self._headers = headers
+
+    def problem(self) -> str:
+        """What differs; empty: nothing does.
+
+        The ETag is the MD5 of an object that was uploaded in one part, unless a key of the customer's encrypts it.
+        """
+        said = self._headers.get
+        encrypted = said("x-amz-server-side-encryption", "AES256") != "AES256"
+        encrypted = encrypted or "x-amz-server-side-encryption-customer-algorithm" in self._headers
+        if self._md5 is not None and not encrypted and self._md5.hexdigest() != self._etag:
+            return f"its MD5 is {self._md5.hexdigest()}, and its ETag {self._etag}"
+        for kind, found in (("sha256", self._sha256.digest()), ("crc32", self._crc32.to_bytes(4, "big"))):
+            text, own = said(f"x-amz-checksum-{kind}", ""), base64.b64encode(found).decode()
+            if text and "-" not in text and said("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT" and text != own:
+                return f"its {kind.upper()} is {own}, and the server says {text[:100]}"
+        return ""
+
+
+def check_names(objects: list[Remote], url: str) -> None:
+    """Raises Refused where objects cannot be files below a folder, each with its own name."""
+    if not objects:
+        raise Refused(f"{url} has no objects: check storage.data.url, which names a folder of the bucket")
+    names = set[str]()
+    for remote in objects:
+        why = why_not_a_file(remote.name)
+        if not why and remote.name in names:
+            why = "it is listed twice"
+        if why:
+            raise Refused(f"{url}: the object {remote.name[:200]!r} cannot be a file: {why}; rename or remove it")
+        names.add(remote.name)
+    for name in names:
+        above = name
+        while "/" in above:
+            above = above.rpartition("/")[0]
+            if above in names:
+                raise Refused(f"{url}: the object {above[:200]!r} cannot be a file and the folder of {name[:200]!r}")
+
+
+def why_not_a_file(name: str) -> str:
+    """Why an object's name cannot be a path below a folder; empty: it can."""
+    if re.search(r"[\x00-\x1f\x7f]", name):
+        return "its name has a control character"
+    if "\\" in name or re.match(r"[A-Za-z]:", name):
+        return "its name is a path of Windows"
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        return "its name has an empty part, '.' or '..'"
+    if parts[0].startswith(OWN):
+        return f"names that begin with {OWN} are the runtime's own"
+    if any(len(part.encode(errors="surrogatepass")) > 255 for part in parts):
+        return "a part of its name has more than 255 bytes"
+    return ""
+
+
+def size_text(size: float) -> str:
+    """3.2 GiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

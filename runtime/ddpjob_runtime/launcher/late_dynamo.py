@@ -1,0 +1,156 @@
+"""Puts the import of torch._dynamo off until something needs it: a replaced node trains that much sooner.
+
+DistributedDataParallel and torch.optim import torch's compiler, with sympy and half of torch.distributed, only to ask
+whether it is in use: as much work as `import torch` itself. Until then the module is there, answers those questions as
+it would, and runs its own code in itself as soon as anything else is asked of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import re
+import sys
+import threading
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+NAME = "torch._dynamo"
+COMPILER = "torch._compile"
+"""The module of torch that keeps the compiler from functions such as Optimizer.add_param_group."""
+_KEPT = "__dynamo_disable"
+"""The attribute in which it keeps what `disable` has made of a function."""
+_lock = threading.RLock()
+
+
+def put_off() -> None:
+    """Have torch._dynamo imported later, unless it is imported already. torch is."""
+    if NAME in sys.modules:
+        return
+    spec = importlib.util.find_spec(NAME)
+    if spec is None or spec.loader is None or not spec.origin:
+        return
+    module = _Late(spec)
+    sys.modules[NAME] = vars(sys.modules["torch"])["_dynamo"] = module
+    sys.meta_path.insert(0, vars(module)["_finder"])
+
+
+def is_put_off() -> bool:
+    """Whether it is not imported yet."""
+    return isinstance(sys.modules.get(NAME), _Late)
+
+
+def load() -> None:
+    """Import it now, if it was put off. Raises what the import raises."""
+    module = sys.modules.get(NAME)
+    if isinstance(module, _Late):
+        _load(module)
+
+
+class _Late(ModuleType):
+    """The module before its code has run. What it is asked for and does not have makes that run."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        super().__init__(NAME)
+        vars(self).update(
+            __spec__=spec, __loader__=spec.loader, __package__=NAME, __file__=spec.origin, __cached__=spec.cached,
+            __path__=spec.submodule_search_locations, _finder=_Submodules(), _disabled=[],
+            graph_break=lambda msg="": None, disable=self._disable,
+            trace_rules=_Part(self, "trace_rules", clear_lru_cache=lambda: None),
+            utils=_Part(self, "utils", **_ddp_mode(Path(str(spec.origin)).with_name("config.py"))),
+        )  # fmt: skip
+
+    def _disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The function itself, for torch's own use: nothing is compiled yet that could be kept from it."""
+        if fn is None or sys._getframe(1).f_globals.get("__name__") != COMPILER:
+            return _load(self).disable(fn, *args, **kwargs)
+        vars(self)["_disabled"].append(fn)
+        return fn
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":  # Asked of any module, by inspect and by warnings.
+            raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
+        return getattr(_load(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__spec__":
+            vars(self)[name] = value
+        else:
+            setattr(_load(self), name, value)
+
+    def __dir__(self) -> list[str]:
+        return dir(_load(self))
+
+
+class _Part(SimpleNamespace):
+    """A submodule of which some functions are known; any other name leads to the real one."""
+
+    def __init__(self, parent: _Late, name: str, **known: Callable[..., Any]) -> None:
+        super().__init__(**known)
+        self._whole: Callable[[], Any] = lambda: getattr(_load(parent), name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._whole(), name)
+
+
+class _Submodules:
+    """Import hook: runs the package's own code before one of its submodules is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Called first."""
+        if not name.startswith(NAME + "."):
+            return None
+        load()
+        return ModuleSpec(name, self) if name in sys.modules else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The package has imported it, and it must not be there twice."""
+        module = sys.modules[spec.name]
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """In place of running it again."""
+        module.__spec__ = self._spec
+
+
+def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
+    """What DistributedDataParallel asks for, if that has the default that is known here: a program that changes the
+    setting imports the module for it."""
+    try:
+        known = re.search(r"^optimize_ddp\b(?:[^=\n]|\n(?!\w))*=\s*True$", settings.read_text(), re.M)
+    except (OSError, ValueError):
+        return {}
+    return {"get_optimize_ddp_mode": lambda: "ddp_optimizer"} if known else {}
+
+
+def _load(module: _Late) -> Any:
+    """Run the module's own code in it. Raises what that raises; it is then imported as ever at the next attempt."""
+    with _lock:
+        if not isinstance(module, _Late):
+            return module  # Another thread was faster, or this one is within it.
+        names = vars(module)
+        spec, disabled = names["__spec__"], names["_disabled"]
+        sys.meta_path.remove(names["_finder"])
+        for name in ("_finder", "_disabled", "graph_break", "disable", "trace_rules", "utils"):
+            del names[name]
+        object.__setattr__(module, "__class__", ModuleType)
+        collects = gc.isenabled()
+        gc.disable()  # A fifth of the time of an import that makes a million objects, of which it drops none.
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            sys.modules.pop(NAME, None)
+            vars(sys.modules["torch"]).pop("_dynamo", None)
+            raise
+        finally:
+            if collects:
+                gc.enable()
+        for function in disabled:
+            vars(function).pop(_KEPT, None)  # Its next call asks again.
+        return module

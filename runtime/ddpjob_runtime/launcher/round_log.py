@@ -1,0 +1,76 @@
+"""Writes the record of rounds into the checkpoint folder, as the coordinator asks, where it outlives the job's pods."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher.shutdown import log
+
+MAX_BYTES = 4 << 20
+"""Of the file; then it becomes .ddpjob-rounds.jsonl.1, in place of an earlier one."""
+_WAITING = 100
+_CLOSE_SECONDS = 2.0
+"""For what is left at the end: a volume that does not answer must not keep the pod."""
+
+
+class RoundLog:
+    """Appends lines in a thread of its own; a volume that hangs, or is full, costs lines and nothing else."""
+
+    def __init__(self) -> None:
+        folder = os.environ.get("DDPJOB_CHECKPOINT_DIR", "")
+        self._path = Path(folder) / protocol.ROUNDS_FILE if folder else None
+        names = {"job": "NAME", "namespace": "NAMESPACE", "uid": "UID", "generation": "GENERATION", "pod": "POD"}
+        self._identity = {key: os.environ.get("DDPJOB_" + name, "") for key, name in names.items()}
+        self._lines: queue.Queue[bytes | None] = queue.Queue(_WAITING)
+        self._thread: threading.Thread | None = None
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line soon, with the names of job and pod. Returns at once."""
+        if self._path is None:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ddpjob-rounds", daemon=True)
+            self._thread.start()
+        fields = {key: value for key, value in line.items() if key != "t"}
+        self._put((json.dumps({**self._identity, **fields}) + "\n").encode())
+
+    def close(self) -> None:
+        """Write what is left, for at most two seconds."""
+        if self._thread is not None:
+            self._put(None)
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _put(self, line: bytes | None) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            log(f"{self._path} takes no lines: one is lost")
+
+    def _work(self) -> None:
+        while True:
+            line = self._lines.get()
+            if line is None:
+                return
+            try:
+                self._append(line)
+            except OSError as error:
+                log(f"cannot write {self._path}: {error.strerror}: a line is lost")
+
+    def _append(self, line: bytes) -> None:
+        path = self._path
+        if path is None or not path.parent.is_dir():
+            return  # Not created: under a volume that is not mounted would be the node's own disk.
+        with path.open("ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size:
+                file.seek(size - 1)
+                line = line if file.read(1) == b"\n" else b"\n" + line  # A writer was killed within a line.
+            file.write(line)
+        if size + len(line) > MAX_BYTES:
+            path.replace(path.with_name(path.name + ".1"))

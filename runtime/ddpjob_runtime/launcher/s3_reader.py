@@ -1,0 +1,372 @@
+"""Reads objects from a bucket by the S3 protocol, with the standard library alone: any image can.
+
+What a server answers is bounded and checked: it may be anybody's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import http.client
+import json
+import os
+import re
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlencode, urlsplit
+
+MOST_OBJECTS = 500_000
+"""Some 150 MiB of memory. A larger set of files is packed into shards by those who want it read quickly."""
+MOST_BYTES = 2**60
+PIECE = 2**20
+"""Bytes that one download holds in memory."""
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 60.0
+"""Without a single byte for so long, a connection is given up. However slow, it is kept."""
+_MOST_PAGES = 10_000
+_PAGE_BYTES = 16 * 2**20
+_ERROR_BYTES = 64 * 1024
+_RENEW_SECONDS = 300.0
+"""Before credentials expire."""
+_NO_BODY = hashlib.sha256(b"").hexdigest()
+_PASSING = frozenset({"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted"})
+_UNRESERVED = "-_.~"
+
+
+class Refused(Exception):
+    """Nothing helps but a change of the job, its credentials or the bucket. Names the URL and the reason."""
+
+
+class Away(Exception):
+    """The bucket cannot be read for now."""
+
+
+class Changed(Exception):
+    """An object is not what the listing said."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """An object. `name`: below the place's prefix; `etag`: without its quotes."""
+
+    name: str
+    size: int
+    etag: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where objects are: a bucket of a server, and what their keys begin with, empty or ending with `/`."""
+
+    url: str
+    bucket: str
+    prefix: str
+    server: str
+    region: str
+
+    @classmethod
+    def read(cls, url: str, endpoint: str, region: str) -> Place:
+        """By s3://BUCKET/PREFIX, the server's URL (empty: AWS) and the region (empty: us-east-1). Raises Refused."""
+        split = urlsplit(url)
+        if split.scheme != "s3" or not split.netloc:
+            raise Refused(f"{url!r}: write s3://BUCKET/FOLDER")
+        where = region or "us-east-1"
+        prefix, server = split.path.strip("/"), endpoint.rstrip("/") or _aws("s3", where)
+        return cls(url.rstrip("/"), split.netloc, f"{prefix}/" if prefix else "", server, where)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Credentials of AWS's kind. `until`: Unix seconds."""
+
+    access: str
+    secret: str = field(repr=False)
+    token: str = field(default="", repr=False)
+    until: float = float("inf")
+
+
+class Credentials:
+    """The keys that requests are signed with, from variables of a container, renewed before they expire.
+
+    In this order: keys themselves, a role for the service account's token (IRSA), EKS Pod Identity. None of them:
+    requests are not signed, which a public bucket allows.
+    """
+
+    def __init__(self, variables: Mapping[str, str], region: str) -> None:
+        self._variables, self._region = variables, region
+        self._keys: Keys | None = None
+        self._lock = threading.Lock()
+
+    def keys(self) -> Keys | None:
+        """Raises Refused, Away."""
+        with self._lock:
+            if self._keys is None or self._keys.until < time.time() + _RENEW_SECONDS:
+                self._keys = self._read()
+            return self._keys
+
+    def _read(self) -> Keys | None:
+        known = self._variables.get
+        access, secret = known("AWS_ACCESS_KEY_ID", ""), known("AWS_SECRET_ACCESS_KEY", "")
+        if access and secret:
+            return Keys(access, secret, known("AWS_SESSION_TOKEN", ""))
+        role, file = known("AWS_ROLE_ARN", ""), known("AWS_WEB_IDENTITY_TOKEN_FILE", "")
+        if role and file:
+            return self._of_role(role, _text_of(file))
+        uri = known("AWS_CONTAINER_CREDENTIALS_FULL_URI", "")
+        if uri:
+            file = known("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "")
+            headers = {"Authorization": _text_of(file)} if file else {}
+            found = json.loads(_answer(urllib.request.Request(uri, headers=headers), "EKS Pod Identity"))
+            return _keys_of(found, "Token", "EKS Pod Identity")
+        return None
+
+    def _of_role(self, role: str, token: str) -> Keys:
+        query = {
+            "Action": "AssumeRoleWithWebIdentity",
+            "Version": "2011-06-15",
+            "RoleArn": role,
+            "RoleSessionName": self._variables.get("AWS_ROLE_SESSION_NAME", "ddpjob"),
+            "WebIdentityToken": token,
+        }
+        server = self._variables.get("AWS_ENDPOINT_URL_STS", _aws("sts", self._region))
+        body = _answer(urllib.request.Request(server, data=urlencode(query).encode()), f"the role {role}")
+        found = {_tag(element): element.text or "" for element in _xml(body, "STS").iter()}
+        return _keys_of(found, "SessionToken", f"the role {role}")
+
+
+def _aws(service: str, region: str) -> str:
+    """The URL of a service of AWS."""
+    return f"https://{service}.{region}.amazonaws.com" + (".cn" if region.startswith("cn-") else "")
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise Refused(f"the token of the service account cannot be read: {error}") from None
+
+
+def _answer(request: urllib.request.Request, what: str) -> bytes:
+    try:
+        with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
+            return bytes(answer.read(_ERROR_BYTES))
+    except urllib.error.HTTPError as error:
+        text = error.read(_ERROR_BYTES).decode(errors="replace")
+        kind = Away if error.code >= 500 or error.code == 429 else Refused
+        raise kind(f"no credentials by {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise Away(f"no credentials by {what}: {error}") from None
+
+
+def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
+    try:
+        until = datetime.datetime.fromisoformat(str(found["Expiration"]).replace("Z", "+00:00")).timestamp()
+        return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
+    except (KeyError, ValueError, TypeError):
+        raise Refused(f"no credentials by {what}: the answer has none") from None
+
+
+class Reader:
+    """One connection to a place, renewed when it breaks. Methods raise Refused, Away, Changed."""
+
+    def __init__(self, place: Place, credentials: Credentials) -> None:
+        self._place, self._credentials = place, credentials
+        self._connection: http.client.HTTPConnection | None = None
+
+    def objects(self) -> Iterator[Remote]:
+        """All below the prefix, without the markers of folders, in the server's order."""
+        token, count, place = "", 0, self._place
+        for _ in range(_MOST_PAGES):
+            query = {"list-type": "2", "prefix": place.prefix, "encoding-type": "url", "max-keys": "1000"}
+            if token:
+                query["continuation-token"] = token
+            page = self._page(query)
+            values = {_tag(element): element.text or "" for element in page}
+            for element in page:
+                if _tag(element) != "Contents":
+                    continue
+                found = _object(element, place, quoted=values.get("EncodingType") == "url")
+                if found.name and not (found.name.endswith("/") and found.size == 0):
+                    yield found
+                    count += 1
+                if count > MOST_OBJECTS:
+                    text = f"{place.url} has more than {MOST_OBJECTS} objects"
+                    raise Refused(f"{text}; name a folder with fewer, or pack the files into shards")
+            if values.get("IsTruncated") != "true":
+                return
+            token = values.get("NextContinuationToken", "")
+            if not token:
+                raise Refused(f"{place.server} does not speak S3: its listing has no continuation")
+        raise Refused(f"the listing of {place.url} does not end")
+
+    def _page(self, query: dict[str, str]) -> ET.Element:
+        response = self._request("", query, {})
+        body = self._read(response.read, _PAGE_BYTES + 1)
+        if len(body) > _PAGE_BYTES:
+            raise Refused(f"{self._place.server} does not speak S3: its listing is too large")
+        found = _xml(body, self._place.server)
+        if _tag(found) != "ListBucketResult":
+            raise Refused(f"{self._place.server} does not speak S3: its answer is a {_tag(found)[:100]}")
+        return found
+
+    def open(self, remote: Remote, offset: int) -> tuple[Mapping[str, str], Iterator[bytes]]:
+        """The headers, by their names in lower case, and the pieces of an object from a byte on, to its end."""
+        headers = {"If-Match": f'"{remote.etag}"', "x-amz-checksum-mode": "ENABLED"}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+        response = self._request(self._place.prefix + remote.name, {}, headers)
+        expected = f"bytes {offset}-{remote.size - 1}/{remote.size}"
+        if offset and (response.status != 206 or response.getheader("Content-Range") != expected):
+            self.close()
+            raise Changed(f"{self._place.url}/{remote.name}: asked for {expected}, the server has something else")
+        return {name.lower(): value for name, value in response.getheaders()}, self._pieces(response)
+
+    def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        while True:
+            piece = self._read(response.read1, PIECE)  # What has come: on a slow line a whole piece takes minutes.
+            if not piece:
+                return
+            yield piece
+
+    def _read(self, read: Callable[[int], bytes], size: int) -> bytes:
+        try:
+            return read(size)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
+            raise Away(f"{self._place.server} has broken off: {_why(error)}") from None
+
+    def close(self) -> None:
+        """Give up the connection; the next request makes another."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _request(self, key: str, query: dict[str, str], headers: dict[str, str]) -> http.client.HTTPResponse:
+        place = self._place
+        path = quote(f"/{place.bucket}/{key}" if key else f"/{place.bucket}", safe="/" + _UNRESERVED)
+        text = "&".join(f"{quote(k, safe=_UNRESERVED)}={quote(v, safe=_UNRESERVED)}" for k, v in sorted(query.items()))
+        keys = self._credentials.keys()
+        all_headers = {"Host": urlsplit(place.server).netloc, **headers}
+        if keys is not None:
+            all_headers = sign(keys, place.region, path, text, all_headers, time.gmtime())
+        try:
+            if self._connection is None:
+                self._connection = _connection(place.server)
+                self._connection.connect()
+                self._connection.sock.settimeout(SILENCE_SECONDS)
+            self._connection.request("GET", f"{path}?{text}" if text else path, headers=all_headers)
+            response = self._connection.getresponse()
+        except ssl.SSLCertVerificationError as error:
+            self.close()
+            text = f"the certificate of {place.server} is not trusted: {error.verify_message}"
+            raise Refused(f"{text}; set AWS_CA_BUNDLE in env to a file of its authority") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
+            raise Away(f"{place.server} does not answer: {_why(error)}") from None
+        if response.status in (200, 206):
+            return response
+        body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
+        self.close()  # What is left of the answer is not read.
+        raise self._problem(response, key, body, signed=keys is not None)
+
+    def _problem(self, response: http.client.HTTPResponse, key: str, body: str, *, signed: bool) -> Exception:
+        place, status = self._place, response.status
+        found = re.search(r"<Code>([A-Za-z0-9.]{1,100})</Code>", body)
+        said = re.search(r"<Message>([^<]{1,500})</Message>", body)
+        code = found[1] if found else ""
+        text = f"{place.server} answers HTTP {status} {code or response.reason}".rstrip()
+        text += f" ({said[1].strip()})" if said else ""
+        text += f" for {place.url}" + (f", object {key[len(place.prefix) :][:200]!r}" if key else "")
+        if status >= 500 or status in (408, 425, 429) or code in _PASSING:
+            return Away(text)
+        if key and (status in (404, 412, 416)) and code != "NoSuchBucket":
+            return Changed(text)
+        region = re.sub(r"[^-a-z0-9]", "", response.getheader("x-amz-bucket-region") or "")[:30]
+        if region and region != place.region:
+            return Refused(f"{text}; the bucket is in another region: set storage.data.region to {region}")
+        if status in (401, 403):
+            hint = "check the keys in storage.data.secretName and what they may read (s3:ListBucket, s3:GetObject)"
+            none = "there are no credentials, so that the request was not signed: set storage.data.secretName"
+            return Refused(f"{text}; {hint if signed else none}")
+        return Refused(f"{text}; check storage.data.url, endpoint and region")
+
+
+def _connection(server: str) -> http.client.HTTPConnection:
+    split = urlsplit(server)
+    host, port = split.hostname or "", split.port
+    if split.scheme == "http":
+        return http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
+    context = ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE") or None)
+    proxy = "" if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get("https", "")
+    if not proxy:
+        return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=context)
+    through = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    made = http.client.HTTPSConnection(through.hostname or "", through.port, timeout=CONNECT_SECONDS, context=context)
+    made.set_tunnel(host, port or 443)
+    return made
+
+
+def sign(
+    keys: Keys, region: str, path: str, query: str, headers: Mapping[str, str], now: time.struct_time
+) -> dict[str, str]:
+    """The headers of a GET with a signature of version 4 (docs.aws.amazon.com, "Signature Version 4 signing process").
+
+    `path` and `query` are quoted, the query's names in order.
+    """
+    moment, day = time.strftime("%Y%m%dT%H%M%SZ", now), time.strftime("%Y%m%d", now)
+    signed = {**headers, "x-amz-content-sha256": _NO_BODY, "x-amz-date": moment}
+    if keys.token:
+        signed["x-amz-security-token"] = keys.token
+    lower = sorted((name.lower(), value.strip()) for name, value in signed.items())
+    names = ";".join(name for name, _ in lower)
+    lines = "".join(f"{name}:{value}\n" for name, value in lower)
+    request = f"GET\n{path}\n{query}\n{lines}\n{names}\n{_NO_BODY}"
+    scope = f"{day}/{region}/s3/aws4_request"
+    text = f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
+    key = f"AWS4{keys.secret}".encode()
+    for part in (*scope.split("/"), text):
+        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+    value = f"AWS4-HMAC-SHA256 Credential={keys.access}/{scope}, SignedHeaders={names}, Signature={key.hex()}"
+    return {**signed, "Authorization": value}
+
+
+def _object(element: ET.Element, place: Place, *, quoted: bool) -> Remote:
+    values = {_tag(child): child.text or "" for child in element}
+    try:
+        key, size = values["Key"], int(values["Size"])
+        key = unquote(key.replace("+", " "), errors="strict") if quoted else key
+        if not key.startswith(place.prefix) or not 0 <= size <= MOST_BYTES or len(key.encode()) > 1024:
+            raise ValueError
+        etag = values["ETag"].strip('"')
+        if not re.fullmatch(r"[-A-Za-z0-9+/=_.]{1,128}", etag):
+            raise ValueError
+    except (KeyError, ValueError):
+        text = ET.tostring(element, encoding="unicode")[:300]
+        raise Refused(f"{place.server} does not speak S3: its listing has {text}") from None
+    return Remote(key[len(place.prefix) :], size, etag)
+
+
+def _xml(body: bytes, server: str) -> ET.Element:
+    try:
+        if b"<!DOCTYPE" in body or b"<!ENTITY" in body:
+            raise ValueError("it defines entities")
+        return ET.fromstring(body)
+    except (ET.ParseError, ValueError) as error:
+        raise Refused(f"{server} does not speak S3: its answer is no XML of S3 ({error})") from None
+
+
+def _tag(element: ET.Element) -> str:
+    return str(element.tag).rpartition("}")[2]
+
+
+def _why(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:300]

@@ -1,0 +1,18 @@
+"""In job pods this is `ddpjob_report.py`, beside the archive in which the package `ddpjob_report` is.
+
+A program with this folder in PYTHONPATH imports the package by it, which takes this module's place.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+
+archive = str(Path(__file__).with_name("ddpjob_runtime"))
+sys.path.append(archive)
+spec = PathFinder.find_spec(__name__, [archive])
+assert spec is not None and spec.loader is not None
+sys.modules[__name__] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules[__name__])
