@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpjob.api.job import API_VERSION, KIND
+from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import Problem, apply_defaults, check_schema, object_schema
-from ddpjob.api.types import API_VERSION, KIND, Json
 from ddpjob.api.yamltext import Document, YamlError, read_documents
 
 MAX_BYTES = 3 * 1024 * 1024

@@ -1,81 +1,27 @@
-"""The DDPJob of `ddpjob.io/v1alpha1` as frozen dataclasses, which pydantic reads and writes.
-
-The CRD file is the only source of names, defaults and ranges. A field that has a default there has none here:
-`JobSpec.read` fills in the CRD's defaults first, so that a spec can be read under a CRD of another release too.
-A default here is the value of a field that is absent.
-"""
+"""`status` of a DDPJob as frozen dataclasses, which pydantic reads and writes."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import groupby
-from operator import itemgetter, not_
+from operator import not_
 from typing import Annotated, Any
 
-from ddpjob_runtime.protocol import Mode
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     AliasPath,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     TypeAdapter,
     ValidationError,
 )
-from pydantic.alias_generators import to_camel
 
-from ddpjob.api.schema import apply_defaults, default_of, schema_of, without_nulls
-
-GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
-API_VERSION = f"{GROUP}/{VERSION}"
-
-POD_DEFAULTS = 1
-"""What new jobs' pods get where the spec is silent. 1: a security context, and limits of the coordinator."""
-
-Json = dict[str, Any]
-"""A JSON object at the edge: a manifest or a part of one."""
-
-
-class Placement(StrEnum):
-    """Where the coordinator and the rendezvous store run."""
-
-    DEDICATED = "Dedicated"
-    MASTER = "Master"
-
-
-class RuleCause(StrEnum):
-    """The cause that a rule of `recovery.rules` matches."""
-
-    OOM_KILLED = "OOMKilled"
-    EXIT_CODE = "ExitCode"
-    DISRUPTION = "Disruption"
-    NODE_LOST = "NodeLost"
-    HANG = "Hang"
-    INIT_FAILURE = "InitFailure"
-
-
-class RuleAction(StrEnum):
-    """What a matching rule does."""
-
-    RESTART = "Restart"
-    RESTART_UNCOUNTED = "RestartUncounted"
-    FAIL = "Fail"
-
-
-class CleanPodPolicy(StrEnum):
-    """Which pods are deleted when the job ends."""
-
-    RUNNING = "Running"
-    ALL = "All"
-    NONE = "None"
+from ddpjob.api.job_spec import CONFIG, JobSpec, Json, NotifyEvent
 
 
 class SlotState(StrEnum):
@@ -99,13 +45,34 @@ class ConditionType(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
     FAST_RECOVERY = "FastRecovery"
+    PREFLIGHT_PASSED = "PreflightPassed"
+    """Only set with spec.preflight."""
     ISOLATED = "Isolated"
     """Only set where something prevents the isolation that spec.network asks for."""
+    ADMITTED = "Admitted"
+    """Only set for a job in a queue of Kueue's: whether the queue has granted the quota to run."""
+    NODES_HEALTHY = "NodesHealthy"
+    """Only set where a pod stays on a Kubernetes node that a health agent calls unhealthy."""
+    CHECKPOINTS_COPIED = "CheckpointsCopied"
+    """Only set where checkpoints do not reach the bucket, although they should."""
+    NOTIFIES = "Notifies"
+    """Only set where the job's namespace may not use the receiver that spec.notify names."""
+    CLASS_APPLIED = "ClassApplied"
+    """Only set with spec.className: whether the job has what its class gives, and keeps to its limits."""
+
+
+class NotificationState(StrEnum):
+    """State of a notification."""
+
+    PENDING = "Pending"
+    DELIVERED = "Delivered"
+    GIVEN_UP = "GivenUp"
 
 
 class Phase(StrEnum):
     """Summary of the conditions for display; no decision depends on it."""
 
+    QUEUED = "Queued"
     PENDING = "Pending"
     STARTING = "Starting"
     RUNNING = "Running"
@@ -138,255 +105,6 @@ def format_time(moment: datetime | None) -> str | None:
     """An aware datetime as RFC 3339 in UTC, to the second; None stays None."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if moment else None
 
-
-_CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
-"""Applies to the dataclass that has it and to those nested in it. They are built for pydantic at the first read."""
-
-
-# --- spec -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Volume:
-    """A volume of the node pods: exactly one of claim_name, host_path and nfs is set."""
-
-    mount_path: str
-    claim_name: str | None = None
-    host_path: str | None = None
-    nfs: Json | None = None
-    sub_path: str | None = None
-    read_only: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointVolume(Volume):
-    """The volume of the checkpoints."""
-
-    shared: bool
-
-    @property
-    def seen_by_every_node(self) -> bool:
-        """Whether all pods see the same files."""
-        return self.host_path is None or self.shared
-
-
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    data: Volume | None = None
-    checkpoints: CheckpointVolume | None = None
-    shared_memory: Annotated[str, BeforeValidator(str)]
-
-    @property
-    def checkpoint_path(self) -> str:
-        """Path of the checkpoints in the container. Without `checkpoints` it holds a folder of the pod's own."""
-        return self.checkpoints.mount_path if self.checkpoints else default_of("spec.storage.checkpoints.mountPath")
-
-    @property
-    def claims(self) -> tuple[str, ...]:
-        """Names of the PersistentVolumeClaims, each once."""
-        volumes = (self.data, self.checkpoints)
-        return tuple(dict.fromkeys(v.claim_name for v in volumes if v and v.claim_name))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    placement: Placement
-    port: int
-    join_timeout_seconds: int
-    resources: Json
-
-    @property
-    def endpoint_port(self) -> int:
-        """The coordinator's own port; the store's is `port`."""
-        return self.port + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Elastic:
-    """Bounds of `nodes`."""
-
-    min_nodes: int
-    max_nodes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backoff:
-    """Seconds to wait before a restart after a repeated failure: `initial`, doubled each time, at most `maximum`."""
-
-    initial: Annotated[float, Field(alias="initialSeconds")]
-    maximum: Annotated[float, Field(alias="maxSeconds")]
-
-    def seconds(self, failures: int) -> float:
-        """The wait after this many failures in a row; none after the first."""
-        return 0.0 if failures < 2 else min(self.maximum, self.initial * 2.0 ** min(failures - 2, 40))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One entry of `recovery.rules`; without exit codes it matches all of them."""
-
-    cause: Annotated[RuleCause, Field(validation_alias=AliasChoices("cause", "on"))]
-    action: RuleAction
-    exit_codes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    mode: Mode
-    max_restarts: int
-    reset_after_seconds: int
-    backoff: Backoff
-    rules: tuple[Rule, ...] = ()
-    node_lost_after_seconds: int
-    hang_after_seconds: int | None = None
-    """None: a step that is overdue is reported, and the group is left alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPolicy:
-    suspend: bool
-    active_deadline_seconds: int | None = None
-    ttl_seconds_after_finished: int | None = None
-    clean_pod_policy: CleanPodPolicy
-    failed_pods_kept: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scheduling:
-    scheduler_name: str | None = None
-    priority_class_name: str | None = None
-    one_pod_per_node: bool
-    topology_key: str
-    disruption_budget: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """Who reaches the job's pods."""
-
-    isolate: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobSpec:
-    """`spec`, with the CRD's defaults."""
-
-    __pydantic_config__ = _CONFIG
-    image: str
-    image_pull_policy: str | None = None
-    image_pull_secrets: tuple[Annotated[str, BeforeValidator(itemgetter("name"))], ...] = ()
-    script: str | None = None
-    module: str | None = None
-    command: tuple[str, ...] = ()
-    args: tuple[str, ...] = ()
-    torchrun_args: tuple[str, ...] = ()
-    env: tuple[Json, ...] = ()
-    env_from: tuple[Json, ...] = ()
-    working_dir: str | None = None
-    nodes: int
-    elastic: Elastic | None = None
-    spares: int
-    procs_per_node: int
-    gpus_per_node: int
-    gpu_resource: str
-    resources: Json
-    backend: str
-    rendezvous: Rendezvous
-    recovery: Recovery
-    run_policy: RunPolicy
-    scheduling: Scheduling
-    network: Network
-    storage: Storage
-    pod_template: Json
-    template_hash: str
-    """Changes with every field that a running pod cannot adopt."""
-
-    @property
-    def under_torchrun(self) -> bool:
-        """False for `command`: then no process in the node pods talks to the coordinator."""
-        return not self.command
-
-    @property
-    def fast(self) -> bool:
-        """Whether recovery.mode is Fast."""
-        return self.recovery.mode is Mode.FAST
-
-    @property
-    def min_nodes(self) -> int:
-        """The least number of nodes to train with."""
-        return self.elastic.min_nodes if self.elastic else self.nodes
-
-    @property
-    def on_host_network(self) -> bool:
-        """Whether podTemplate puts the node pods on their hosts' network, where no NetworkPolicy applies."""
-        pod = self.pod_template.get("spec")
-        return isinstance(pod, Mapping) and bool(pod.get("hostNetwork"))
-
-    @property
-    def isolated(self) -> bool:
-        """Whether a NetworkPolicy closes the job's pods to others."""
-        return self.network.isolate and not self.on_host_network
-
-    @property
-    def pods(self) -> int:
-        """Node pods wanted, spares included."""
-        return self.nodes + self.spares
-
-    @classmethod
-    def read(cls, spec: Mapping[str, Any]) -> JobSpec:
-        """Read a `spec`, with or without the CRD's defaults. Raises ValueError for one that does not fit the CRD."""
-        full = apply_defaults(spec, schema_of("spec"))
-        full.setdefault("procsPerNode", max(full["gpusPerNode"], 1))
-        full["podTemplate"] = without_nulls(full["podTemplate"])
-        full["templateHash"] = _template_hash(spec, full["recovery"]["mode"])
-        return _SPEC.validate_python(full)
-
-
-_CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy")
-"""Fields that running pods adopt, but for recovery.mode."""
-_FIRST_DEFAULTS = frozenset(
-    {
-        *("gpusPerNode", "gpuResource", "resources", "backend", "podTemplate"),
-        *("rendezvous", "rendezvous.placement", "rendezvous.port", "rendezvous.joinTimeoutSeconds"),
-        *("rendezvous.resources", "rendezvous.resources.requests"),
-        *("scheduling", "scheduling.onePodPerNode", "scheduling.topologyKey"),
-        *("storage", "storage.data.mountPath", "storage.data.readOnly", "storage.sharedMemory"),
-        *("storage.checkpoints.mountPath", "storage.checkpoints.readOnly", "storage.checkpoints.shared"),
-    }
-)
-"""Fields that had a default in the first release: every stored spec holds them, and every hash does. Never add one."""
-
-
-def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
-    """Hash of what pods are made from: no upgrade of the CRD may change it, since that replaces all running pods.
-
-    A spec is read with the defaults of the CRD in the cluster. Left out are therefore later fields
-    that have their defaults, and fields that this operator does not know.
-    """
-    fixed = {key: value for key, value in spec.items() if key not in _CHANGEABLE}
-    hashed = _without_later(fixed, schema_of("spec"), "") | {"recovery.mode": mode}
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
-
-
-def _without_later(value: Any, schema: Mapping[str, Any], path: str) -> Any:
-    if isinstance(value, list):
-        return [_without_later(item, schema.get("items") or {}, path) for item in value]
-    properties = schema.get("properties")
-    if not isinstance(value, Mapping) or not properties or "x-kubernetes-preserve-unknown-fields" in schema:
-        return value
-    kept = {}
-    for name, item in value.items():
-        known, below = properties.get(name), f"{path}.{name}".lstrip(".")
-        if known is None:
-            continue
-        item = _without_later(item, known, below)
-        default = apply_defaults(known.get("default"), known)
-        if below in _FIRST_DEFAULTS or "default" not in known or item != _without_later(default, known, below):
-            kept[name] = item
-    return kept
-
-
-# --- status -----------------------------------------------------------------------------------------------------
 
 _OMIT_EMPTY = Field(exclude_if=not_)
 """Not written while it is None, empty or 0."""
@@ -448,6 +166,66 @@ class RendezvousStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GangStatus:
+    """The gang of a generation, as it was decided when the generation began."""
+
+    nodes: _Number = 0
+    """Slots 0 to nodes - 1 are in it."""
+    placed: Annotated[bool, _OMIT_EMPTY] = False
+    """Whether all of it has been scheduled. Pods that are made later are scheduled one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodChanges:
+    """What the queue's flavor, and its admission checks, add to the pods of one kind."""
+
+    node_selector: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
+    tolerations: Annotated[tuple[Json, ...], _OMIT_EMPTY] = ()
+    labels: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
+    annotations: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueStatus:
+    """The quota that the job has been granted by Kueue, and runs with."""
+
+    workload: str
+    """Name of the Workload that holds it."""
+    uid: str
+    """Of the Workload."""
+    cluster_queue: Annotated[str, _OMIT_EMPTY] = ""
+    pods: _Number = 0
+    """For so many pods of slots, and the coordinator's own."""
+    node: PodChanges = field(default_factory=PodChanges)
+    coordinator: PodChanges = field(default_factory=PodChanges)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassLimits:
+    """What no job of a class exceeds; None and empty: no limit."""
+
+    max_nodes: Annotated[_Number | None, _OMIT_NONE] = None
+    """Of nodes and spares."""
+    max_gpus_per_node: Annotated[_Number | None, _OMIT_NONE] = None
+    images: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
+    """Of all containers; with a final `*` a prefix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobClass:
+    """What the platform team gives to the jobs of a class, and withholds from them."""
+
+    name: str
+    mark: str
+    """Of the content: two of the same name and mark are equal."""
+    spec: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
+    """Values of some of CLASS_FIELDS."""
+    queue: Annotated[str, _OMIT_EMPTY] = ""
+    fixed: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
+    limits: ClassLimits = field(default_factory=ClassLimits)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Restart:
     """One entry of `status.restarts.recent`."""
 
@@ -496,10 +274,23 @@ class AvoidedNode:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Notification:
+    """One entry of `status.notifications`: the last one of its kind."""
+
+    event: NotifyEvent
+    id: str
+    """Of this notification alone, and the same whenever it is sent again."""
+    time: _Time
+    state: NotificationState = NotificationState.PENDING
+    message: Annotated[str, _OMIT_EMPTY] = ""
+    """Why it was given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobStatus:
     """`status`."""
 
-    __pydantic_config__ = _CONFIG
+    __pydantic_config__ = CONFIG
     observed_generation: _Number = 0
     phase: Annotated[Phase | None, _OMIT_EMPTY] = None
     conditions: tuple[Condition, ...] = ()
@@ -512,6 +303,12 @@ class JobStatus:
     template_hash: Annotated[str, _OMIT_EMPTY] = ""
     round: _Number = 0
     rendezvous: RendezvousStatus = field(default_factory=RendezvousStatus)
+    gang: Annotated[GangStatus | None, _OMIT_EMPTY] = None
+    """None: the generation's pods are scheduled one by one."""
+    queue: Annotated[QueueStatus | None, _OMIT_EMPTY] = None
+    """None: the job has no quota, since it is in no queue or waits in one."""
+    job_class: Annotated[JobClass | None, _OMIT_EMPTY] = None
+    """As it was when the job started or was last resumed; None: none has been taken."""
     active: Annotated[_Number, _below("nodes", "active")] = 0
     """Pods that exist and have not ended, spares left out."""
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
@@ -523,9 +320,12 @@ class JobStatus:
     """Of any slot so far."""
     avoided_nodes: Annotated[tuple[AvoidedNode, ...], _OMIT_EMPTY] = ()
     restarts: Restarts = field(default_factory=Restarts)
+    notifications: Annotated[tuple[Notification, ...], _OMIT_EMPTY] = ()
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     trained: Annotated[bool, _OMIT_EMPTY] = False
     """Whether it has made a step, or has run for so long that it must be assumed."""
+    claim_made: Annotated[bool, _OMIT_EMPTY] = False
+    """Whether the claim of its claimTemplate has existed: one that is gone then took the checkpoints with it."""
     schema: Annotated[_Number, _OMIT_EMPTY] = 0
     """Set by the CRD in the cluster, by a default. What a CRD below 1 does not hold is not written."""
 
@@ -553,6 +353,11 @@ class JobStatus:
         return self.rendezvous.nodes if self.terminal and self.rendezvous.nodes else spec.nodes
 
     @property
+    def gang_waits(self) -> bool:
+        """Whether the generation has a gang that has not been placed yet."""
+        return self.gang is not None and not self.gang.placed
+
+    @property
     def terminal(self) -> bool:
         """Whether the job is Complete or Failed."""
         return self.holds(ConditionType.COMPLETE) or self.holds(ConditionType.FAILED)
@@ -561,14 +366,15 @@ class JobStatus:
     def read(cls, status: Mapping[str, Any]) -> JobStatus:
         """Read a `status`, also of another release: unknown fields are ignored. An empty one is a new job's.
 
-        Never raises: what no operator writes, although the CRD may admit it, is left out.
+        Raises for no JSON object: a field that cannot be read is left out, and so is an object that lacks what it must
+        have. The CRD admits some of that, and a file with a job's record may hold anything.
         """
         read = _validated({**status, "slots": _expanded(status.get("slots") or ())})
         # Not written by early releases.
         if "highestAttempt" not in status:
             read = replace(read, highest_attempt=max((s.attempt for s in read.slots), default=0))
-        if "total" not in (status.get("restarts") or {}):
-            counts = read.restarts
+        counts, stored = read.restarts, status.get("restarts")
+        if not isinstance(stored, Mapping) or "total" not in stored:
             read = replace(read, restarts=replace(counts, total=counts.counted + counts.uncounted))
         return read
 
@@ -576,7 +382,8 @@ class JobStatus:
         """The object's `status`, with what is derived for display."""
         written: Json = _STATUS.dump_python(self, mode="json", by_alias=True)
         if not self.schema:
-            written.pop("trained", None)
+            for name in ("trained", "claimMade"):
+                written.pop(name, None)
         elif len(self.slots) >= COMPACT_FROM:
             written["slots"] = _compact(written["slots"])
         written["nodes"] = {
@@ -595,12 +402,10 @@ class JobStatus:
         return written
 
 
-SINCE_SCHEMA = frozenset({"status.schema", "status.trained", "status.slots.count", "status.slots.nodes"})
+SINCE_SCHEMA = frozenset(
+    {"status.schema", "status.trained", "status.claimMade", "status.slots.count", "status.slots.nodes"}
+)
 """Fields without which the operator works too: `JobStatus.schema` says whether the CRD in the cluster holds them."""
-
-
-# --- slots of large jobs ----------------------------------------------------------------------------------------
-
 COMPACT_FROM = 100
 """Slots from which on equal ones in a row are written as one entry; 1,024 of them would be 100 KB at each write."""
 _MOST_SLOTS = 4096
@@ -628,7 +433,8 @@ def _expanded(entries: Any) -> Any:
     for entry in entries[:_MOST_SLOTS]:
         if not isinstance(entry, Mapping):
             continue
-        count, nodes = entry.get("count", 1), entry.get("nodes") or ()
+        count, nodes = entry.get("count", 1), entry.get("nodes")
+        nodes = nodes if isinstance(nodes, list | tuple) else ()
         if not isinstance(count, int) or not 1 <= count <= _MOST_SLOTS - len(slots):
             count = 1
         alike = {key: value for key, value in entry.items() if key not in ("count", "nodes")}
@@ -660,51 +466,4 @@ def _leave_out(here: Any, path: tuple[int | str, ...]) -> None:
             here = here[key]
 
 
-_SPEC = TypeAdapter(JobSpec)
 _STATUS = TypeAdapter(JobStatus)
-
-
-# --- the object -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class DDPJob:
-    """A job as it was read: identity, spec and the status written last."""
-
-    name: str
-    namespace: str
-    uid: str
-    spec: JobSpec
-    status: JobStatus
-    generation: int = 1
-    resource_version: str = ""
-    created: datetime | None = None
-    deleting: bool = False
-
-    @classmethod
-    def read(cls, body: Mapping[str, Any]) -> DDPJob:
-        """Read a whole object with metadata, spec and status. Raises KeyError or ValueError if it does not fit."""
-        meta = body["metadata"]
-        return cls(
-            name=meta["name"],
-            namespace=meta.get("namespace", "default"),
-            uid=meta["uid"],
-            spec=JobSpec.read(body["spec"]),
-            status=JobStatus.read(body.get("status") or {}),
-            generation=meta.get("generation", 1),
-            resource_version=meta.get("resourceVersion", ""),
-            created=parse_time(meta.get("creationTimestamp")),
-            deleting="deletionTimestamp" in meta,
-        )
-
-    @property
-    def owner_reference(self) -> Json:
-        """For the metadata of the job's objects."""
-        return {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "name": self.name,
-            "uid": self.uid,
-            "controller": True,
-            "blockOwnerDeletion": False,
-        }

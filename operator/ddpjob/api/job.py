@@ -1,0 +1,124 @@
+"""The DDPJob of `ddpjob.io/v1alpha1`: identity, spec and status as one frozen dataclass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from ddpjob.api.job_spec import JobSpec, Json
+from ddpjob.api.job_status import ClassLimits, JobClass, JobStatus, parse_time
+from ddpjob.api.merging import QUEUE, with_class
+
+GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
+API_VERSION = f"{GROUP}/{VERSION}"
+QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
+"""Labels by which the jobs of all kinds name their LocalQueue and their WorkloadPriorityClass to Kueue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPJob:
+    """A job as it was read: identity, spec and the status written last."""
+
+    name: str
+    namespace: str
+    uid: str
+    spec: JobSpec
+    status: JobStatus
+    generation: int = 1
+    resource_version: str = ""
+    created: datetime | None = None
+    deleting: bool = False
+    queue: str = ""
+    """The LocalQueue that its label names; empty: it is in no queue."""
+    queue_priority: str = ""
+    """The WorkloadPriorityClass that its label names."""
+    written: Json = field(default_factory=dict, compare=False, repr=False)
+    """`spec` as it is in the object, of a job that names a class."""
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> DDPJob:
+        """Read a whole object with metadata, spec and status. Raises KeyError or ValueError if it does not fit.
+
+        `spec` is what runs: with the values of the class that the status holds, and within its limits.
+        """
+        meta, spec = body["metadata"], body["spec"]
+        status = JobStatus.read(body.get("status") or {})
+        taken = taken_class(spec, status)
+        queue, queue_priority = queue_labels(meta, taken)
+        return cls(
+            name=meta["name"],
+            namespace=meta.get("namespace", "default"),
+            uid=meta["uid"],
+            spec=JobSpec.read(spec) if taken is None else _within(JobSpec.read(classed(spec, taken)), taken.limits),
+            status=status,
+            generation=meta.get("generation", 1),
+            resource_version=meta.get("resourceVersion", ""),
+            created=parse_time(meta.get("creationTimestamp")),
+            deleting="deletionTimestamp" in meta,
+            queue=queue,
+            queue_priority=queue_priority,
+            written=spec if spec.get("className") else {},
+        )
+
+    def granted(self, status: JobStatus) -> DDPJob:
+        """The job at the size that its queue has granted, which may be less than its spec asks for."""
+        if status.queue is None or status.queue.pods >= self.spec.pods:
+            return self
+        nodes = max(1, min(self.spec.nodes, status.queue.pods))
+        return replace(self, spec=replace(self.spec, nodes=nodes, spares=max(0, status.queue.pods - nodes)))
+
+    @property
+    def made_claim(self) -> str:
+        """Name of the PersistentVolumeClaim that the job makes from its claimTemplate; empty: it makes none."""
+        return f"{self.name}-checkpoints" if self.spec.storage.claim_template else ""
+
+    @property
+    def claims(self) -> tuple[str, ...]:
+        """Names of the PersistentVolumeClaims that the pods mount, each once."""
+        volumes = (self.spec.storage.data, self.spec.storage.checkpoints)
+        named = [v.claim_name for v in volumes if v and v.claim_name]
+        return tuple(dict.fromkeys(name for name in (*named, self.made_claim) if name))
+
+    @property
+    def owner_reference(self) -> Json:
+        """For the metadata of the job's objects."""
+        return {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "name": self.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": False,
+        }
+
+
+def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
+    """The class whose values a job has, by its spec as written: the one that it names, once it has been taken."""
+    taken = status.job_class
+    return taken if taken is not None and taken.name == spec.get("className") else None
+
+
+def classed(spec: Mapping[str, Any], given: JobClass) -> Json:
+    """A spec as written with what a class gives."""
+    return with_class(spec, given.spec, given.fixed)
+
+
+def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
+    """Where a running job is scaled beyond its class: as many nodes as the class allows."""
+    most = limits.max_nodes
+    if most is None or spec.pods <= most:
+        return spec
+    nodes = max(1, min(spec.nodes, most))
+    elastic = spec.elastic and replace(spec.elastic, min_nodes=min(spec.elastic.min_nodes, nodes))
+    return replace(spec, nodes=nodes, spares=max(0, most - nodes), elastic=elastic)
+
+
+def queue_labels(meta: Mapping[str, Any], taken: JobClass | None) -> tuple[str, str]:
+    """`queue` and `queue_priority` of a DDPJob, by its metadata and class: labels change without another generation."""
+    labels = meta.get("labels") or {}
+    queue = labels.get(QUEUE_LABEL, "")
+    if taken is not None and (not queue or QUEUE in taken.fixed):
+        queue = taken.queue
+    return queue, labels.get(PRIORITY_LABEL, "")

@@ -1,0 +1,214 @@
+"""Classes of jobs: what the platform team gives to jobs that name a class, what these decide themselves, and limits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpjob.api.job import API_VERSION, KIND, DDPJob, classed
+from ddpjob.api.job_spec import JobSpec
+from ddpjob.api.job_status import ClassLimits, ConditionType, JobClass
+from ddpjob.api.merging import CLASS_FIELDS, QUEUE, at, is_empty
+from ddpjob.api.reader import validate, with_defaults
+from ddpjob.api.schema import Json, without_nulls
+
+MOST_CLASSES = 100
+LARGEST_CLASS = 32 * 1024
+"""Bytes of a class's JSON: the status of each of its jobs holds it."""
+_KEYS = ("namespaces", "spec", QUEUE, "fixed", "limits")
+_LIMITS = ("maxNodes", "maxGpusPerNode", "images")
+_SETTABLE = (*CLASS_FIELDS, QUEUE)
+_GROUPS = frozenset(path.split(".")[0] for path in CLASS_FIELDS if "." in path)
+_NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_QUEUE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_MOST = 4096
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a job that begins now would get of its class."""
+
+    job_class: JobClass | None = None
+    """None: the job's namespace may use no class of this name."""
+    known: tuple[str, ...] = ()
+    """Names of the classes that it may use."""
+    problems: tuple[str, ...] = ()
+    """Why the job cannot have it, one sentence each with the field and the remedy."""
+
+
+@dataclass(frozen=True)
+class JobClasses:
+    """All classes of an operator, and the namespaces whose jobs may use them."""
+
+    classes: Mapping[str, JobClass] = field(default_factory=dict)
+    namespaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> JobClasses:
+        """Of the chart's value jobClasses. Raises ValueError, with the place of the fault and the remedy."""
+        if len(found) > MOST_CLASSES:
+            raise ValueError(f"there are {len(found)} classes; at most {MOST_CLASSES} are possible")
+        classes = {str(name): _read(str(name), without_nulls(one)) for name, one in found.items()}
+        return cls(classes, {name: tuple(one.get("namespaces", ["*"])) for name, one in found.items()})
+
+    def offer(self, job: DDPJob) -> Offer:
+        """What the job would get; nothing where that is not the time to take a class."""
+        if not begins(job):
+            return Offer()
+        known = tuple(sorted(n for n, spaces in self.namespaces.items() if {"*", job.namespace} & set(spaces)))
+        if job.spec.class_name not in known:
+            return Offer(None, known)
+        given = self.classes[job.spec.class_name]
+        return Offer(given, known, (*violations(job, given), *_unfit(job, given)))
+
+
+def begins(job: DDPJob) -> bool:
+    """Whether the job has a class, and no pods that have been made with what it held before."""
+    fresh = not job.status.slots or job.status.holds(ConditionType.SUSPENDED)
+    return bool(job.spec.class_name) and fresh and not (job.spec.run_policy.suspend or job.status.terminal)
+
+
+def violations(job: DDPJob, given: JobClass) -> tuple[str, ...]:
+    """What the job has written itself and may not, or more than the class allows."""
+    return (*_fixed(job, given), *_exceeded(job, given))
+
+
+def _fixed(job: DDPJob, given: JobClass) -> Iterator[str]:
+    remedy = f"remove it, or have the platform team take it from fixed in class {given.name}"
+    for path in given.fixed:
+        mine = at(job.written, path)
+        if path == "env":
+            names = {variable["name"] for variable in given.spec.get("env", ())}
+            for variable in mine or ():
+                if variable["name"] in names:
+                    yield f"spec.env: class {given.name} sets {variable['name']}, which a job may not set; {remedy}"
+        elif path != QUEUE and not is_empty(path, mine) and mine != at(given.spec, path):
+            yield f"spec.{path}: is set by class {given.name}, and a job may not set it; {remedy}"
+
+
+def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
+    limits, spec = given.limits, JobSpec.read(classed(job.written, given))
+    of_class = f"class {given.name} allows at most"
+    if limits.max_nodes is not None and spec.pods > limits.max_nodes:
+        yield f"spec.nodes: {spec.pods} with the spares, and {of_class} {limits.max_nodes}; lower nodes or spares"
+    gpus = spec.gpus_per_node + sum(_gpus(container, spec.gpu_resource) for container in _containers(spec))
+    if limits.max_gpus_per_node is not None and gpus > limits.max_gpus_per_node:
+        yield f"spec.gpusPerNode: {gpus}, and {of_class} {limits.max_gpus_per_node}; lower gpusPerNode"
+    if limits.images:
+        images = {"spec.image": spec.image}
+        images |= {
+            f"spec.podTemplate, container {c.get('name')}": c["image"] for c in _containers(spec) if "image" in c
+        }
+        for where, image in images.items():
+            if not any(_fits(str(image), pattern) for pattern in limits.images):
+                allowed = f"none of the images that class {given.name} allows ({', '.join(limits.images[:10])})"
+                yield f"{where}: {image} is {allowed}; use one of them"
+
+
+def _containers(spec: JobSpec) -> Iterator[Json]:
+    """Of podTemplate, the trainer's too. A template with faults is refused for these."""
+    pod = spec.pod_template.get("spec")
+    for kind in ("containers", "initContainers"):
+        listed = pod.get(kind) if isinstance(pod, Mapping) else None
+        yield from (c for c in listed if isinstance(c, dict)) if isinstance(listed, list) else ()
+
+
+def _gpus(container: Json, resource: str) -> int:
+    """As many GPUs as a sidecar asks for."""
+    resources = container.get("resources")
+    limits = resources.get("limits") if isinstance(resources, Mapping) else None
+    value = str(limits.get(resource, 0)) if isinstance(limits, Mapping) else "0"
+    return int(value) if value.isdecimal() and len(value) < 10 else _MOST
+
+
+def _fits(image: str, pattern: str) -> bool:
+    return image.startswith(pattern[:-1]) if pattern.endswith("*") else image == pattern
+
+
+def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
+    """The CRD's rules for the job with its class: what they forbid may come about by halves."""
+    from ddpjob.api.cel import check_rules
+
+    spec = classed(job.written, given)
+    if not spec.get("image"):
+        yield f"spec.image: required, but neither the job nor class {given.name} names one; write it"
+        return
+    whole = with_defaults({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job.name}, "spec": spec})
+    if job.status.slots:
+        whole["status"] = {}  # Rules for new jobs only are not for this one.
+    for problem in check_rules(whole, None):
+        yield f"{problem} (with class {given.name})"
+
+
+# --- reading the platform team's ---------------------------------------------------------------------------------
+
+
+def _read(name: str, given: Any) -> JobClass:
+    """Raises ValueError."""
+    if not _NAME.fullmatch(name) or len(name) > 63:
+        raise ValueError(f"{name!r} cannot be a class's name; use at most 63 lower-case letters, digits and -")
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name}: must be a mapping with {', '.join(_KEYS)}")
+    for key in given:
+        if key not in _KEYS:
+            raise ValueError(f"{name}.{key}: unknown; the fields are {', '.join(_KEYS)}")
+    if len(json.dumps(given)) > LARGEST_CLASS:
+        raise ValueError(
+            f"{name}: larger than {LARGEST_CLASS} bytes, and the status of every job of the class holds it"
+        )
+    for key in ("namespaces", "fixed"):
+        _texts(given.get(key, []), f"{name}.{key}")
+    for path in given.get("fixed", ()):
+        if path not in _SETTABLE:
+            raise ValueError(f"{name}.fixed: {path} is no field of a class; those are {', '.join(_SETTABLE)}")
+    queue = given.get(QUEUE, "")
+    if not isinstance(queue, str) or (queue and not (_QUEUE_NAME.fullmatch(queue) and len(queue) <= 63)):
+        raise ValueError(f"{name}.{QUEUE}: {queue!r} is no name of a LocalQueue")
+    spec, limits = _spec(name, given.get("spec", {})), _limits(name, given.get("limits", {}))
+    content = json.dumps([spec, queue, given.get("fixed", []), given.get("limits", {})], sort_keys=True)
+    mark = hashlib.sha256(content.encode()).hexdigest()[:10]
+    return JobClass(name=name, mark=mark, spec=spec, queue=queue, fixed=tuple(given.get("fixed", ())), limits=limits)
+
+
+def _spec(name: str, spec: Any) -> Json:
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"{name}.spec: must be a mapping of fields of a DDPJob's spec")
+    for key, value in spec.items():
+        below = [f"{key}.{inner}" for inner in value] if key in _GROUPS and isinstance(value, Mapping) else [key]
+        for path in below:
+            if path not in CLASS_FIELDS:
+                remedy = f"a job decides it, or has the CRD's default; a class can set {', '.join(CLASS_FIELDS)}"
+                raise ValueError(f"{name}.spec.{path}: a class cannot set it: {remedy}")
+    # With the least of what the class leaves to its jobs.
+    whole = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}}
+    problems = validate({**whole, "spec": {"image": "image", "script": "script", **spec}})
+    if problems:
+        raise ValueError(f"{name}.{'; '.join(map(str, problems))}")
+    return dict(spec)
+
+
+def _limits(name: str, limits: Any) -> ClassLimits:
+    if not isinstance(limits, Mapping) or not limits.keys() <= set(_LIMITS):
+        raise ValueError(f"{name}.limits: must be a mapping of {', '.join(_LIMITS)}")
+    for key, least in (("maxNodes", 1), ("maxGpusPerNode", 0)):
+        value = limits.get(key, least)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+            raise ValueError(f"{name}.limits.{key}: {value!r} is no integer from {least} to {_MOST}")
+    for image in _texts(limits.get("images", []), f"{name}.limits.images"):
+        if "*" in image[:-1] or image in ("", "*"):
+            raise ValueError(f"{name}.limits.images: {image!r}; write an image, or a prefix that ends with *")
+    return ClassLimits(
+        max_nodes=limits.get("maxNodes"),
+        max_gpus_per_node=limits.get("maxGpusPerNode"),
+        images=tuple(limits.get("images", ())),
+    )
+
+
+def _texts(value: Any, path: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{path}: must be a list of texts, not {value!r}")
+    return value

@@ -1,0 +1,406 @@
+"""`spec` of a DDPJob as frozen dataclasses, which pydantic reads.
+
+The CRD file is the only source of names, defaults and ranges. A field that has a default there has none here:
+`JobSpec.read` fills in the CRD's defaults first, so that a spec can be read under a CRD of another release too.
+A default here is the value of a field that is absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from operator import itemgetter
+from typing import Annotated, Any
+
+from ddpjob_runtime.protocol import Mode
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic.alias_generators import to_camel
+
+from ddpjob.api.schema import apply_defaults, default_of, schema_of, without_nulls
+
+MANAGER = "ddpjob.io/operator"
+"""`spec.managedBy` of a job that this operator runs; it may as well be left out."""
+POD_DEFAULTS = 1
+"""What new jobs' pods get where the spec is silent. 1: a security context, and limits of the coordinator."""
+Json = dict[str, Any]
+"""A JSON object at the edge: a manifest or a part of one."""
+
+
+class Placement(StrEnum):
+    """Where the coordinator and the rendezvous store run."""
+
+    DEDICATED = "Dedicated"
+    MASTER = "Master"
+
+
+class WhenDeleted(StrEnum):
+    """What becomes of the claim that a job has made when the job is deleted."""
+
+    RETAIN = "Retain"
+    DELETE = "Delete"
+
+
+class RuleCause(StrEnum):
+    """The cause that a rule of `recovery.rules` matches."""
+
+    OOM_KILLED = "OOMKilled"
+    EXIT_CODE = "ExitCode"
+    DISRUPTION = "Disruption"
+    NODE_LOST = "NodeLost"
+    HANG = "Hang"
+    INIT_FAILURE = "InitFailure"
+
+
+class RuleAction(StrEnum):
+    """What a matching rule does."""
+
+    RESTART = "Restart"
+    RESTART_UNCOUNTED = "RestartUncounted"
+    FAIL = "Fail"
+
+
+class CleanPodPolicy(StrEnum):
+    """Which pods are deleted when the job ends."""
+
+    RUNNING = "Running"
+    ALL = "All"
+    NONE = "None"
+
+
+class NotifyEvent(StrEnum):
+    """What `notify.events` names: after what the job's receiver is notified."""
+
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    BUDGET_NEARLY_SPENT = "BudgetNearlySpent"
+
+
+CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
+"""Applies to the dataclass that has it and to those nested in it. They are built for pydantic at the first read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """A volume of the node pods: exactly one of claim_name, host_path and nfs is set."""
+
+    mount_path: str
+    claim_name: str | None = None
+    host_path: str | None = None
+    nfs: Json | None = None
+    sub_path: str | None = None
+    read_only: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimTemplate:
+    """A PersistentVolumeClaim that the job makes; `metadata` and `spec` as in its manifest."""
+
+    when_deleted: WhenDeleted
+    metadata: Json = field(default_factory=dict)
+    spec: Json
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketVolume(Volume):
+    """A volume, or in place of one a bucket: its URL, and how its server is reached."""
+
+    url: str | None = None
+    endpoint: str | None = None
+    region: str | None = None
+    secret_name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointVolume(BucketVolume):
+    """The volume of the checkpoints; in place of `claim_name`, `host_path` and `nfs` the job may make a claim, or copy
+    them to a bucket.
+    """
+
+    shared: bool
+    claim_template: ClaimTemplate | None = None
+
+    @property
+    def seen_by_every_node(self) -> bool:
+        """Whether all pods see the same files."""
+        return self.url is None and (self.host_path is None or self.shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataVolume(BucketVolume):
+    """The volume of the training data; in place of `claim_name`, `host_path` and `nfs` pods may fetch it from a bucket,
+    into `cache`, a folder of their Kubernetes node, or a disk of their own.
+    """
+
+    cache: str | None = None
+
+    @property
+    def fetched_folder(self) -> str:
+        """Name of the folder for what `url` has, of one server: no other source's files are there."""
+        text = f"{(self.endpoint or '').rstrip('/')} {(self.url or '').rstrip('/')}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    data: DataVolume | None = None
+    checkpoints: CheckpointVolume | None = None
+    shared_memory: Annotated[str, BeforeValidator(str)]
+
+    @property
+    def checkpoint_path(self) -> str:
+        """Path of the checkpoints in the container. Without `checkpoints` it holds a folder of the pod's own."""
+        return self.checkpoints.mount_path if self.checkpoints else default_of("spec.storage.checkpoints.mountPath")
+
+    @property
+    def url(self) -> str | None:
+        """Of the bucket that checkpoints are copied to, as the spec has it; None: they are not."""
+        return self.checkpoints.url if self.checkpoints else None
+
+    @property
+    def claim_template(self) -> ClaimTemplate | None:
+        """Of the claim that the job makes; None: it makes none."""
+        return self.checkpoints.claim_template if self.checkpoints else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    placement: Placement
+    port: int
+    join_timeout_seconds: int
+    resources: Json
+
+    @property
+    def endpoint_port(self) -> int:
+        """The coordinator's own port; the store's is `port`."""
+        return self.port + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """Bounds of `nodes`."""
+
+    min_nodes: int
+    max_nodes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backoff:
+    """Seconds to wait before a restart after a repeated failure: `initial`, doubled each time, at most `maximum`."""
+
+    initial: Annotated[float, Field(alias="initialSeconds")]
+    maximum: Annotated[float, Field(alias="maxSeconds")]
+
+    def seconds(self, failures: int) -> float:
+        """The wait after this many failures in a row; none after the first."""
+        return 0.0 if failures < 2 else min(self.maximum, self.initial * 2.0 ** min(failures - 2, 40))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One entry of `recovery.rules`; without exit codes it matches all of them."""
+
+    cause: Annotated[RuleCause, Field(validation_alias=AliasChoices("cause", "on"))]
+    action: RuleAction
+    exit_codes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    mode: Mode
+    max_restarts: int
+    reset_after_seconds: int
+    backoff: Backoff
+    rules: tuple[Rule, ...] = ()
+    node_lost_after_seconds: int
+    hang_after_seconds: int | None = None
+    """None: a step that is overdue is reported, and the group is left alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPolicy:
+    suspend: bool
+    active_deadline_seconds: int | None = None
+    ttl_seconds_after_finished: int | None = None
+    clean_pod_policy: CleanPodPolicy
+    failed_pods_kept: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduling:
+    scheduler_name: str | None = None
+    priority_class_name: str | None = None
+    one_pod_per_node: bool
+    topology_key: str
+    same_topology: str | None = None
+    """Label of Kubernetes nodes of which all node pods get the same value; None: they may differ."""
+    disruption_budget: bool
+    gang: bool | None = None
+    """None: where the cluster serves gangs."""
+
+
+class PreflightScope(StrEnum):
+    """What is checked before a pod trains."""
+
+    NODE = "Node"
+    GROUP = "Group"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """Checks of new pods; `min_megabytes_per_second` None: any speed will do."""
+
+    scope: PreflightScope
+    timeout_seconds: int
+    min_megabytes_per_second: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Who reaches the job's pods, and by which interface they reach each other."""
+
+    isolate: bool
+    interface: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notify:
+    """Which of the operator's receivers is notified, and after what."""
+
+    receiver: str
+    events: tuple[NotifyEvent, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """`spec`, with the CRD's defaults."""
+
+    __pydantic_config__ = CONFIG
+    managed_by: str | None = None
+    """The controller that runs the job; None: this operator."""
+    class_name: str = ""
+    image: str = ""
+    """Empty: the class that should name one has not been taken yet."""
+    image_pull_policy: str | None = None
+    image_pull_secrets: tuple[Annotated[str, BeforeValidator(itemgetter("name"))], ...] = ()
+    script: str | None = None
+    module: str | None = None
+    command: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+    torchrun_args: tuple[str, ...] = ()
+    env: tuple[Json, ...] = ()
+    env_from: tuple[Json, ...] = ()
+    working_dir: str | None = None
+    nodes: int
+    elastic: Elastic | None = None
+    spares: int
+    procs_per_node: int
+    gpus_per_node: int
+    gpu_resource: str
+    resources: Json
+    backend: str
+    rendezvous: Rendezvous
+    recovery: Recovery
+    run_policy: RunPolicy
+    scheduling: Scheduling
+    preflight: Preflight | None = None
+    network: Network
+    notify: Notify | None = None
+    storage: Storage
+    pod_template: Json
+    template_hash: str
+    """Changes with every field that a running pod cannot adopt."""
+
+    @property
+    def managed_elsewhere(self) -> bool:
+        """Whether another controller runs the job, and this operator leaves it alone."""
+        return self.managed_by not in (None, MANAGER)
+
+    @property
+    def under_torchrun(self) -> bool:
+        """False for `command`: then no process in the node pods talks to the coordinator."""
+        return not self.command
+
+    @property
+    def fast(self) -> bool:
+        """Whether recovery.mode is Fast."""
+        return self.recovery.mode is Mode.FAST
+
+    @property
+    def min_nodes(self) -> int:
+        """The least number of nodes to train with."""
+        return self.elastic.min_nodes if self.elastic else self.nodes
+
+    @property
+    def on_host_network(self) -> bool:
+        """Whether podTemplate puts the node pods on their hosts' network, where no NetworkPolicy applies."""
+        pod = self.pod_template.get("spec")
+        return isinstance(pod, Mapping) and bool(pod.get("hostNetwork"))
+
+    @property
+    def isolated(self) -> bool:
+        """Whether a NetworkPolicy closes the job's pods to others."""
+        return self.network.isolate and not self.on_host_network
+
+    @property
+    def pods(self) -> int:
+        """Node pods wanted, spares included."""
+        return self.nodes + self.spares
+
+    @classmethod
+    def read(cls, spec: Mapping[str, Any]) -> JobSpec:
+        """Read a `spec`, with or without the CRD's defaults. Raises ValueError for one that does not fit the CRD."""
+        full = apply_defaults(spec, schema_of("spec"))
+        full.setdefault("procsPerNode", max(full["gpusPerNode"], 1))
+        full["podTemplate"] = without_nulls(full["podTemplate"])
+        full["templateHash"] = _template_hash(spec, full["recovery"]["mode"])
+        return _SPEC.validate_python(full)
+
+
+_CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy", "notify")
+"""Fields that running pods adopt, but for recovery.mode."""
+_FIRST_DEFAULTS = frozenset(
+    {
+        *("gpusPerNode", "gpuResource", "resources", "backend", "podTemplate"),
+        *("rendezvous", "rendezvous.placement", "rendezvous.port", "rendezvous.joinTimeoutSeconds"),
+        *("rendezvous.resources", "rendezvous.resources.requests"),
+        *("scheduling", "scheduling.onePodPerNode", "scheduling.topologyKey"),
+        *("storage", "storage.data.mountPath", "storage.data.readOnly", "storage.sharedMemory"),
+        *("storage.checkpoints.mountPath", "storage.checkpoints.readOnly", "storage.checkpoints.shared"),
+    }
+)
+"""Fields that had a default in the first release: every stored spec holds them, and every hash does. Never add one."""
+
+
+def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
+    """Hash of what pods are made from: no upgrade of the CRD may change it, since that replaces all running pods.
+
+    A spec is read with the defaults of the CRD in the cluster. Left out are therefore later fields
+    that have their defaults, and fields that this operator does not know.
+    """
+    fixed = {key: value for key, value in spec.items() if key not in _CHANGEABLE}
+    hashed = _without_later(fixed, schema_of("spec"), "") | {"recovery.mode": mode}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _without_later(value: Any, schema: Mapping[str, Any], path: str) -> Any:
+    if isinstance(value, list):
+        return [_without_later(item, schema.get("items") or {}, path) for item in value]
+    properties = schema.get("properties")
+    if not isinstance(value, Mapping) or not properties or "x-kubernetes-preserve-unknown-fields" in schema:
+        return value
+    kept = {}
+    for name, item in value.items():
+        known, below = properties.get(name), f"{path}.{name}".lstrip(".")
+        if known is None:
+            continue
+        item = _without_later(item, known, below)
+        default = apply_defaults(known.get("default"), known)
+        if below in _FIRST_DEFAULTS or "default" not in known or item != _without_later(default, known, below):
+            kept[name] = item
+    return kept
+
+
+_SPEC = TypeAdapter(JobSpec)

@@ -1,0 +1,142 @@
+"""Merges parts of specs: pod templates as Kubernetes' strategic merge patch does, and a class into a job's spec.
+
+Lists merge by the keys that Kubernetes' strategic merge patch uses for them, so that a template
+adds a volume or changes the trainer's securityContext without repeating the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from typing import Any
+
+from ddpjob.api.schema import Json, without_nulls
+
+CLASS_FIELDS = (
+    *("image", "imagePullPolicy", "imagePullSecrets", "env", "envFrom", "workingDir", "resources", "preflight"),
+    *("notify", "scheduling.schedulerName", "scheduling.priorityClassName", "scheduling.sameTopology"),
+    *("scheduling.gang", "network.interface", "storage.data", "runPolicy.activeDeadlineSeconds"),
+    *("runPolicy.ttlSecondsAfterFinished", "podTemplate"),
+)
+"""Fields below spec that a class of jobs may set: those for which the CRD has no default, so that one which a job has
+not written is absent or empty, whatever the API server has added. env is fixed by name."""
+_MERGED = ("podTemplate", "resources")
+QUEUE = "queue"
+"""What a class may set and fix beside them: the queue that a job's label names."""
+
+_LIST_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "env": "name",
+    "ports": "containerPort",
+    "imagePullSecrets": "name",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+    "resourceClaims": "name",
+}
+_TERMS = ("requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution")
+"""Lists of affinity terms that all hold or all weigh: the overlay's come after the base's own."""
+
+
+def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collection[str] = ()) -> Json:
+    """A job's spec with the fields that its class gives. The job's own take precedence, unless they are fixed.
+
+    podTemplate and resources merge, lists of the trainer's environment and Secrets add up, and of equal names the
+    job's counts. Other fields are taken from the class as a whole where the job has none.
+    """
+    merged = deepcopy(dict(own))
+    for path in CLASS_FIELDS:
+        mine, theirs = at(own, path), at(given, path)
+        if path == "env":
+            first, second = (mine, theirs) if path in fixed else (theirs, mine)
+            value: Any = _by_name(first or [], second or []) if theirs else mine
+        elif path in fixed:
+            value = theirs
+        elif theirs is None:
+            value = mine
+        elif path == "imagePullSecrets":
+            value = _by_name(theirs, mine or [])
+        elif path == "envFrom":
+            value = [*theirs, *(mine or ())]
+        elif path in _MERGED:
+            value = merge(theirs, without_nulls(mine or {}))
+        else:
+            value = theirs if mine is None else mine
+        _put(merged, path, deepcopy(value))
+    return merged
+
+
+def at(spec: Mapping[str, Any], path: str) -> Any:
+    """What is at a path below spec; None: nothing."""
+    here: Any = spec
+    for name in path.split("."):
+        here = here.get(name) if isinstance(here, Mapping) else None
+    return here
+
+
+def is_empty(path: str, value: Any) -> bool:
+    """Whether a job has not written a field: the two that merge are {} then, since the API server adds that."""
+    return value is None or (path in _MERGED and not any(value.values()))
+
+
+def _put(spec: Json, path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if value is None and not isinstance(spec.get(parent), Mapping):
+            return
+        spec = spec.setdefault(parent, {})
+    if value is not None:
+        spec[name] = value
+    else:
+        spec.pop(name, None)
+
+
+def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
+    """Both, and of two with the same name the second, in the place of the first."""
+    later = {item["name"]: item for item in second}
+    known = {item["name"] for item in first}
+    return [later.get(item["name"], item) for item in first] + [i for i in second if i["name"] not in known]
+
+
+# --- as Kubernetes merges ---------------------------------------------------------------------------------------
+
+
+def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
+    """A new object: mappings merge, keyed lists merge by key, affinity terms add up, everything else is replaced.
+
+    What the overlay does not name is shared with `base`.
+    """
+    merged = dict(base)
+    for field, value in overlay.items():
+        old = merged.get(field)
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            merged[field] = merge(old, value)
+        elif isinstance(old, list) and isinstance(value, list) and field == "tolerations":
+            merged[field] = [item for item in old if not _answered(item, value)] + deepcopy(value)
+        elif isinstance(old, list) and isinstance(value, list) and field in _TERMS:
+            merged[field] = [*old, *deepcopy(value)]
+        elif isinstance(old, list) and isinstance(value, list) and field in _LIST_KEYS:
+            merged[field] = _merge_list(old, value, _LIST_KEYS[field])
+        else:
+            merged[field] = deepcopy(value)
+    return merged
+
+
+def _answered(toleration: Json, given: list[Json]) -> bool:
+    """Whether the overlay tolerates the same taint, and so replaces this toleration."""
+    return any(t.get("key") == toleration.get("key") for t in given)
+
+
+def _merge_list(old: list[Json], new: list[Json], key: str) -> list[Json]:
+    merged = list(old)
+    positions = {item.get(key): position for position, item in enumerate(merged)}
+    for item in new:
+        position = positions.get(item.get(key))
+        if position is None:
+            merged.append(deepcopy(item))
+        else:
+            merged[position] = merge(merged[position], item)
+    return merged
