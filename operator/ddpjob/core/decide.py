@@ -5,19 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Restart, SlotState
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Creation, Decision, DeletePod, Event, Failure
 from ddpjob.core.failures.classify import Cause
 from ddpjob.core.failures.liveness import lost_since
+from ddpjob.core.failures.node_health import next_judgement
 from ddpjob.core.group import follow, record
 from ddpjob.core.plan.actions import notifications, plan_actions
+from ddpjob.core.plan.gang import is_outdated, with_placed, yields
+from ddpjob.core.plan.job_class import CLASS_REFUSED, class_fault, takes_class, with_class_applied
+from ddpjob.core.plan.queue import drop_workloads, is_queued, queue_actions, waits_for, with_admitted, with_grant
 from ddpjob.core.plan.slots import can_replace, fits, new_generation, resized, with_rounds
 from ddpjob.core.plan.wind_down import complete, fail, wind_down
-from ddpjob.core.status.conditions import with_condition, with_phase
-from ddpjob.core.status.describe import describe
+from ddpjob.core.status.conditions import QUEUED, with_condition, with_phase, without_condition
+from ddpjob.core.status.describe import describe, preflight_passed
 from ddpjob.core.status.events import change_events, restart_events
-from ddpjob.core.status.messages import count
+from ddpjob.core.status.messages import count, event_text
+from ddpjob.core.status.notifications import with_notifications
 from ddpjob.core.view import View
+from ddpjob.core.volumes import FIELD
 from ddpjob.core.world import LABEL_ROLE, LABEL_UID, Role, World
 
 
@@ -34,16 +41,23 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
 
     In this order:
 
-    1. A job that is being deleted gets nothing; one that has ended is wound down.
+    1. A job that is being deleted, or is another controller's, gets nothing; one that has ended is wound down.
     2. A podTemplate with faults fails a job of which no pod has run; later the pods stay as they are.
-    3. A suspended job loses its pods.
+    3. A suspended job loses its pods, and so does one to which its queue grants no quota. One that begins takes its
+       class first: it is written, and nothing else is done.
     4. Slots are laid out by the spec, and the group is followed.
     5. The job ends by its deadline, an object that the API server rejects for good, a failure, or
        success.
-    6. Else: actions, conditions, events and notifications to the coordinator.
+    6. Else: actions, conditions, events and messages to the coordinator.
+
+    Last, whatever was decided: what the job's receiver is notified of.
     """
-    if job.deleting:
+    if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
+    return with_notifications(job, world, now, _decide(job, world, now))
+
+
+def _decide(job: DDPJob, world: World, now: datetime) -> Decision:
     status = replace(
         job.status,
         observed_generation=job.generation,
@@ -56,27 +70,83 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
         return fail(view, Failure("InvalidPodTemplate", "; ".join(world.problems)))
     if job.spec.run_policy.suspend:
         return _suspend(view)
-    return _drive(view)
+    fault = class_fault(view)
+    if fault is not None:
+        return _without_class(view, *fault)
+    taken = takes_class(view)
+    if taken is not None:
+        return Decision(taken, wake=0.0)  # The next reconcile reads the job with it.
+    view = with_grant(view.with_status(with_class_applied(view)))
+    queued = is_queued(view.with_status(job.status))
+    if queued:
+        view = view.with_status(with_admitted(view))
+        if view.status.queue is None:
+            return _queue(view)
+    driven = replace(world, rejections=tuple(r for r in world.rejections if not r.of_queue))
+    decision = _drive(View(job.granted(view.status), view.status, driven, now))
+    if decision.status.terminal:
+        return decision
+    asked = queue_actions(view.with_status(decision.status))
+    return replace(decision, actions=(*decision.actions, *asked))
+
+
+def _without_class(view: View, reason: str, message: str) -> Decision:
+    """The decision for a job that cannot have its class: a new one that breaks its rules fails, others wait."""
+    if reason == CLASS_REFUSED and not view.has_run:
+        return fail(view, Failure(reason, message))
+    known = view.status.condition(ConditionType.CLASS_APPLIED)
+    events = [Event(True, reason, event_text(message))] if known is None or known.reason != reason else []
+    view = view.with_status(with_condition(view.status, ConditionType.CLASS_APPLIED, False, reason, message, view.now))
+    if not view.status.slots:
+        return Decision(with_phase(view.status), events=tuple(events), wake=BLOCKED_POLL)
+    decision = _suspend(view, reason, message, events)
+    return replace(decision, wake=BLOCKED_POLL)
+
+
+def _queue(view: View) -> Decision:
+    """The decision for a job that waits in its queue, or has lost its quota: as one that is suspended."""
+    reason, message = waits_for(view)
+    events, lost = [], next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
+    if view.job.status.queue is not None:
+        why = lost.message if lost is not None else "its Workload is gone"
+        events.append(
+            Event(True, "Evicted", f"queue {view.job.queue} takes the quota back: {why}; checkpoints are kept")
+        )
+    elif not view.status.holds(ConditionType.SUSPENDED):
+        events.append(Event(False, reason, message))
+    decision = _suspend(view, reason, message, events)
+    if any(not pod.ended for pod in view.world.pods):
+        return decision
+    actions = queue_actions(view.with_status(decision.status))
+    blocked = view.world.rejections or not view.world.serves_queues
+    wake = BLOCKED_POLL if blocked else POLL if actions else None
+    return replace(decision, actions=(*decision.actions, *actions), wake=wake)
 
 
 def _drive(view: View) -> Decision:
     """The decision for a job that should run."""
     status, events = _begin(view)
     view = view.with_status(status)
+    view = view.with_status(with_placed(view))
     job, world, now = view.job, view.world, view.now
     deadline = _deadline(view)
     followed = follow(view)
     if deadline is not None and now >= deadline and not followed.complete:
         return fail(view, _too_late(job))
-    refused = next((r for r in world.rejections if r.final), None)
+    refused = next((r for r in world.rejections if r.final and not r.of_gang), None)
     if refused is not None and not view.has_run:
-        return fail(view, Failure("InvalidPod", f"the API server rejects {refused.object}: {refused.message}"))
+        where = f" ({FIELD})" if refused.is_claim else ""
+        message = f"the API server rejects {refused.object}{where}: {refused.message}"
+        return fail(view, Failure("InvalidClaim" if refused.is_claim else "InvalidPod", message))
     view = view.with_status(followed.status)
     events += restart_events(view, followed.restarts, failed=followed.failure is not None)
     if followed.failure is not None:
         return fail(view, followed.failure, events)
     if followed.complete:
-        return complete(view, events)
+        # A short training may begin and end between two looks.
+        return complete(view.with_status(preflight_passed(view, (), formed=True)), events)
+    view, given_up = _yielding(view)
+    events += given_up
     view = view.with_status(with_rounds(view))
     actions, held = plan_actions(view, followed.lost)
     creating = any(isinstance(a, Creation) for a in actions)
@@ -88,8 +158,17 @@ def _drive(view: View) -> Decision:
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None
     quiet = not actions and not followed.restarts and not _is_somebody_silent(view)
     wake = [BLOCKED_POLL if blocked else max(POLL, world.report_seconds) if quiet else POLL]
-    wake += [max(0.0, (moment - now).total_seconds()) for moment in (deadline, held) if moment is not None]
+    wake += [max(0.0, (moment - now).total_seconds()) for moment in (deadline, held, next_judgement(view)) if moment]
     return Decision(status, actions, tuple(events), min(wake))
+
+
+def _yielding(view: View) -> tuple[View, list[Event]]:
+    """A new generation, which waits as a gang, for a job that holds nodes and cannot train. It never counts."""
+    why = yields(view)
+    if not why:
+        return view, []
+    view = view.with_status(record(view.status, [_planned(view, Cause.YIELDED, why)]))
+    return view.with_status(new_generation(view)), [Event(True, Cause.YIELDED, why)]
 
 
 def _is_somebody_silent(view: View) -> bool:
@@ -106,10 +185,16 @@ def _begin(view: View) -> tuple[JobStatus, list[Event]]:
     world, now = view.world, view.now
     status, events = _laid_out(view)
     if status.holds(ConditionType.SUSPENDED):
+        before = status.condition(ConditionType.SUSPENDED)
+        queued = before is not None and before.reason in QUEUED
+        reason, why = "Resumed", "the job is in no queue" if queued else "runPolicy.suspend is false"
+        if queued and status.queue is not None:
+            reason, why = "Admitted", f"{status.queue.cluster_queue} has granted the quota"
         for kind in (ConditionType.SUSPENDED, ConditionType.RESTARTING):
             if status.condition(kind) is not None:
-                status = with_condition(status, kind, False, "Resumed", "runPolicy.suspend is false", now)
-        events.append(Event(False, "Resumed", "training continues from the newest checkpoint"))
+                status = with_condition(status, kind, False, reason, why, now)
+        first = not view.job.status.slots
+        events.append(Event(False, reason, why if first else "training continues from the newest checkpoint"))
     if (world.runtime != status.runtime or not status.runtime) and can_replace(view.with_status(status)):
         status = replace(status, runtime=world.runtime_offered)
     if status.start_time is None:
@@ -125,6 +210,8 @@ def _laid_out(view: View) -> tuple[JobStatus, list[Event]]:
     if view.world.problems:
         return status, []  # nothing can be built from this spec
     suspended = status.holds(ConditionType.SUSPENDED)
+    if is_outdated(view) and fits(view):
+        return new_generation(view), []  # nothing of it has been placed
     other_size = status.rendezvous.nodes != job.spec.nodes or len(status.slots) != job.spec.pods
     if not fits(view):
         cause, message = _change(view)
@@ -200,30 +287,40 @@ def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
     return replace(status, restarts=replace(counts, counted=0)), [Event(False, "BudgetRestored", message)]
 
 
-def _suspend(view: View) -> Decision:
+def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
     """Deletes all pods with their grace, so that scripts can save; the slots are planned again for the resume.
 
-    The coordinator goes last: nodes need it until they have ended.
+    The coordinator goes last: nodes need it until they have ended. `reason` and `waits` are those of a job that its
+    queue does not let run, with its `events`.
     """
-    status, now, events = view.status, view.now, list[Event]()
+    status, now = view.status, view.now
     states = [status.rendezvous.state, *(s.state for s in status.slots)]
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)
     if created or any(state is not SlotState.PLANNED for state in states):
         # Also for pods that no status shows yet: their names are used up. The spec is looked at when the job resumes.
         status = replace(new_generation(view), template_hash=status.template_hash, runtime=status.runtime)
     leaving = [p for p in view.world.pods if not p.ended]
-    if not status.holds(ConditionType.SUSPENDED):
-        events.append(Event(False, "Suspended", "runPolicy.suspend is true: pods are deleted, checkpoints are kept"))
+    if events is None:
+        already = status.condition(ConditionType.SUSPENDED)
+        fresh = already is None or not already.status or already.reason != reason
+        said = "runPolicy.suspend is true: pods are deleted, checkpoints are kept"
+        events = [Event(False, reason, said)] if fresh else []
     message = (
         f"{count(len(leaving), 'pod')} still terminating"
         if leaving
-        else "no pods run; set runPolicy.suspend to false to resume"
+        else waits or "no pods run; set runPolicy.suspend to false to resume"
     )
-    status = with_condition(status, ConditionType.SUSPENDED, True, "Suspended", message, now)
+    status = with_condition(status, ConditionType.SUSPENDED, True, reason, message, now)
     for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.FAST_RECOVERY):
         if status.condition(kind) is not None:
             status = with_condition(status, kind, False, "Suspended", "the job is suspended", now)
+    status = without_condition(status, ConditionType.NODES_HEALTHY)
+    status = without_condition(status, ConditionType.CHECKPOINTS_COPIED)
     status = with_phase(replace(status, start_time=None, active=0, ready=0, spare=0))
+    if reason not in QUEUED:
+        status = without_condition(replace(status, queue=None), ConditionType.ADMITTED)
     nodes_first = [p for p in leaving if p.role is not Role.COORDINATOR] or leaving
     actions: list[Action] = [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]
+    if not leaving and reason not in QUEUED:
+        actions += drop_workloads(view)
     return Decision(status, tuple(actions), tuple(events), BLOCKED_POLL if leaving else None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ddpjob.api.types import JobStatus, Json
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import JobStatus
 from ddpjob.core.world import Role
 
 POLL = 1.0
@@ -16,6 +17,11 @@ BLOCKED_POLL = 10.0
 @dataclass(frozen=True)
 class CreateService:
     """Create the headless service of the job."""
+
+
+@dataclass(frozen=True)
+class CreateClaim:
+    """Create the PersistentVolumeClaim of storage.checkpoints.claimTemplate."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,20 @@ class CreatePolicy:
 @dataclass(frozen=True)
 class CreateToken:
     """Create the Secret with the token of the job's pods, which is never read."""
+
+
+@dataclass(frozen=True)
+class CreateGang:
+    """Create the PodGroup of the generation: the scheduler places its pods at once or not at all."""
+
+
+@dataclass(frozen=True)
+class CreateWorkload:
+    """Create the Workload by which the job asks Kueue for the quota of all its pods."""
+
+    name: str
+    replaces: str = ""
+    """Name of the one that holds the job's quota until this one is admitted, for another number of pods."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,42 @@ class DeletePod:
 
 
 @dataclass(frozen=True)
+class DeleteGang:
+    """Delete the PodGroup of an earlier generation, with its uid as a precondition."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class DeleteWorkload:
+    """Delete a Workload, with its uid as a precondition."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class MarkWorkload:
+    """Let Kueue know what became of a Workload: that its pods run, or that they have ended for good."""
+
+    name: str
+    uid: str
+    condition: str
+    """Type of the condition that becomes True."""
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class ReleaseWorkload:
+    """Give back the quota of an evicted Workload, which then waits in its queue again."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
 class LabelPod:
     """Change the role label of a slot's pod, after the coordinator took it into the group or left it out."""
 
@@ -84,8 +140,21 @@ class Notify:
     body: Json = field(hash=False)
 
 
-Creation = CreateService | CreateRuntime | CreateBudget | CreatePolicy | CreateToken | CreateCoordinator | CreateNode
-Action = Creation | DeletePod | LabelPod | DeleteJob | Notify
+@dataclass(frozen=True)
+class SendNotification:
+    """Have a notification posted to a receiver. Nobody waits for it: a later World holds the outcome."""
+
+    id: str
+    receiver: str
+    body: Json = field(hash=False)
+
+
+Preparation = CreateService | CreateClaim | CreateRuntime | CreateBudget | CreatePolicy | CreateToken | CreateGang
+"""Creations of what pods need."""
+Creation = Preparation | CreateWorkload | CreateCoordinator | CreateNode
+Queueing = DeleteWorkload | MarkWorkload | ReleaseWorkload
+Change = DeletePod | DeleteGang | DeleteJob | LabelPod | Queueing
+Action = Creation | Change | Notify | SendNotification
 
 
 @dataclass(frozen=True)

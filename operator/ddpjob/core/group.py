@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from ddpjob_runtime.protocol import CoordinatorState
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
 
-from ddpjob.api.types import DDPJob, JobStatus, Placement, Restart, Slot, SlotState
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Placement
+from ddpjob.api.job_status import JobStatus, Restart, Slot, SlotState
 from ddpjob.core.decision import Failure
-from ddpjob.core.failures.avoided_nodes import FAULTS, avoided
+from ddpjob.core.failures.avoided_nodes import FAULTS, RECENT, avoided
 from ddpjob.core.failures.classify import (
     Cause,
     End,
@@ -18,11 +20,14 @@ from ddpjob.core.failures.classify import (
     vanished,
     why_ended,
     with_traceback,
+    without_wait,
 )
 from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
 from ddpjob.core.failures.new_incidents import new_incidents, with_seen
-from ddpjob.core.failures.policy import evaluate_rules
+from ddpjob.core.failures.node_health import judge_nodes
+from ddpjob.core.failures.policy import PROGRAM_ERROR, REPEATS, evaluate_rules, repeated_program_error
+from ddpjob.core.plan.gang import is_broken_up
 from ddpjob.core.plan.slots import (
     Repeated,
     can_replace,
@@ -32,7 +37,7 @@ from ddpjob.core.plan.slots import (
     repeated,
     with_slots,
 )
-from ddpjob.core.status.messages import count, without_wait
+from ddpjob.core.status.messages import count
 from ddpjob.core.view import View
 from ddpjob.core.world import (
     COORDINATOR_CONTAINER,
@@ -45,10 +50,10 @@ from ddpjob.core.world import (
     node_pod_name,
 )
 
-RECENT = 10
-"""Entries kept in `status.restarts.recent`."""
 FINISH = timedelta(seconds=60)
 """How long the other pods may take to end when one has ended with exit code 0."""
+_PASSED = frozenset({MemberState.READY, MemberState.RUNNING, MemberState.FINISHED})
+"""States of members that have passed the check of their node."""
 _REGROUPS = frozenset({Cause.RENDEZVOUS_LOST})
 """Causes after which only a new generation helps."""
 
@@ -90,6 +95,7 @@ def follow(view: View) -> Followed:
     view, ends = _follow_slots(view)
     view, coordinator = _follow_coordinator(view)
     ends, coordinator = _with_start_errors_judged(view, ends, coordinator)
+    ends = _with_preflights_judged(view, ends)
     gone = [*ends.values(), *([coordinator] if coordinator else [])]
     lost = frozenset(e.name for e in gone if e.end.cause is Cause.NODE_LOST)
     if _finished(view):
@@ -114,6 +120,8 @@ def follow(view: View) -> Followed:
     failure = _failure_of(attributed) or _cannot_start(view) or _no_coordinator(view, coordinator)
     if failure is None and status.restarts.counted > view.job.spec.recovery.max_restarts:
         failure = _budget_spent(view)
+    if failure is None and restarts:
+        failure = _program_error(view)
     view = view.with_status(
         replace(status, avoided_nodes=avoided(status, view.now, trained=view.trained, faults=faults))
     )
@@ -126,11 +134,14 @@ def follow(view: View) -> Followed:
 
 def _follow_slots(view: View) -> tuple[View, Ends]:
     slots, ends = [], {}
+    leaving = {verdict.index: verdict.end for verdict in judge_nodes(view) if not verdict.reason}
     for index, (slot, pod) in enumerate(zip(view.status.slots, view.pods, strict=True)):
         since = _silent_since(view, slot, pod)
         state, end = _follow_slot(view, index, slot, pod)
         if since is not None and end is None and pod is not None and given_up(view, pod, since):
             state, end = SlotState.FAILED, _host_lost(view, pod, since)
+        if end is None and index in leaving:
+            state, end = SlotState.FAILED, leaving[index]
         node = pod.host if pod else slot.node
         same = (slot.state, slot.node, slot.lost_since) == (state, node, since)
         slots.append(slot if same else replace(slot, state=state, node=node, lost_since=since))
@@ -225,6 +236,23 @@ def _with_start_errors_judged(view: View, ends: Ends, coordinator: Ended | None)
     return {i: judged(e) for i, e in ends.items()}, judged(coordinator) if coordinator is not None else None
 
 
+def _with_preflights_judged(view: View, ends: Ends) -> Ends:
+    """A preflight that nobody passes is the job's fault: a folder that it may not write to, a wrong gpusPerNode.
+
+    Before the first step, once each slot has failed twice, or as often as is remembered.
+    """
+    failed = {i: e for i, e in ends.items() if e.end.cause is Cause.PREFLIGHT_FAILED}
+    before = sum(r.reason == Cause.PREFLIGHT_FAILED for r in view.status.restarts.recent)
+    passed = view.report is not None and any(m.state in _PASSED for m in view.report.members)
+    if passed or view.trained or before + len(failed) <= min(2 * len(view.status.slots), RECENT):
+        return ends
+    why = "no pod has passed: "
+    return ends | {
+        i: replace(e, end=replace(e.end, cause=Cause.INIT_FAILURE, message=why + e.end.message))
+        for i, e in failed.items()
+    }
+
+
 # --- what is recorded -------------------------------------------------------------------------------------------
 
 
@@ -296,6 +324,14 @@ def _failure_of(attributed: Attributed) -> Failure | None:
         return None
     why = f"{fatal.why}: {fatal.restart.reason}: " if fatal.why else ""
     return Failure(fatal.fails, why + without_wait(fatal.restart.message))
+
+
+def _program_error(view: View) -> Failure | None:
+    """No restart helps a wrong program. Only before the first step: later there is progress to keep."""
+    last = None if view.trained else repeated_program_error(view.job.spec, view.status.restarts.recent)
+    if last is None:
+        return None
+    return Failure(PROGRAM_ERROR, f"the same error {REPEATS} times before the first step: {without_wait(last.message)}")
 
 
 def _cannot_start(view: View) -> Failure | None:
@@ -372,6 +408,10 @@ def _replace(view: View, ends: Ends, coordinator: Ended | None, attributed: Attr
         or (ends and not spec.under_torchrun)
         or (0 in ends and spec.rendezvous.placement is Placement.MASTER)
         or any(ended.end.cause in _REGROUPS for ended in ends.values())
+        or (
+            any(ended.end.cause is Cause.PREEMPTED for ended in ends.values())
+            and is_broken_up(view, [s for i, s in enumerate(view.status.slots) if i not in ends])
+        )
     )
     if regroup:
         return new_generation(view)

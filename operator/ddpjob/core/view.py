@@ -9,7 +9,9 @@ from typing import Any, TypeGuard
 
 from ddpjob_runtime.protocol import Report
 
-from ddpjob.api.types import DDPJob, JobStatus, Placement, Slot, SlotState
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Placement
+from ddpjob.api.job_status import JobStatus, Slot, SlotState
 from ddpjob.core.volumes import Unusable, unusable_claim
 from ddpjob.core.world import PodView, World, coordinator_pod_name, node_pod_name
 

@@ -1,13 +1,18 @@
-"""Decides whether the job's claims can serve all its nodes, from spec.storage and the claims' access modes."""
+"""Decides whether the job's claims can serve all its nodes, and whether one that was kept is the job's to use."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
-from ddpjob.api.types import DDPJob
-from ddpjob.core.world import ClaimView, World
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import WhenDeleted
+from ddpjob.api.job_status import SlotState
+from ddpjob.core.world import ClaimView, PodView, World, node_pod_name
 
 _ONE_HOST = {"ReadWriteOnce", "ReadWriteOncePod"}
+FIELD = "spec.storage.checkpoints.claimTemplate"
 
 
 @dataclass(frozen=True)
@@ -20,29 +25,124 @@ class Unusable:
 
 def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     """The first claim that does not exist, or that one host would hold while several need it; None: all can serve."""
+    template = job.spec.storage.claim_template
     for claim in world.claims:
+        problem = _goes_with_job(job, claim)
+        if problem is None and claim.name == job.made_claim:
+            problem = _not_ours(job, world, claim) if claim.exists else _lost(job, claim)
+        if problem is not None:
+            return problem
+        if template is not None and claim.name == job.made_claim and not claim.exists:
+            claim = replace(claim, exists=True, access_modes=tuple(template.spec["accessModes"]))
         if not claim.exists:
             message = (
                 f"storage names the claim {claim.name}, which does not exist in namespace {job.namespace}: "
                 "create it, the job then starts by itself"
             )
             return Unusable("ClaimNotFound", message)
-        if _serves_one(job, claim):
+        if serves_one(claim.access_modes, job.spec.pods, one_per_node=job.spec.scheduling.one_pod_per_node):
             modes = ", ".join(claim.access_modes)
+            remedy = "use a claim with ReadWriteMany (or ReadOnlyMany for data), or spec.nodes 1"
+            if claim.name == job.made_claim:
+                remedy = f"create the job again with {FIELD}.spec.accessModes [ReadWriteMany], or with spec.nodes 1"
             message = (
-                f"claim {claim.name} ({modes}) can be mounted by one Kubernetes node only, but {_sizes(job)}: "
-                "use a claim with ReadWriteMany (or ReadOnlyMany for data), or spec.nodes 1"
+                f"claim {claim.name} ({modes}) can be mounted by one Kubernetes node only, but {_sizes(job)}: {remedy}"
             )
             return Unusable("VolumeSingleNode", message)
     return None
+
+
+def missing_claim(job: DDPJob, world: World) -> bool:
+    """Whether the claim that the job makes is not there."""
+    return any(claim.name == job.made_claim and not claim.exists for claim in world.claims)
+
+
+def has_claim(job: DDPJob, world: World) -> bool:
+    """Whether the claim that the job makes is there, and is the job's."""
+    return any(c.name == job.made_claim and c.exists and not _not_ours(job, world, c) for c in world.claims)
+
+
+def claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
+    """Names of the claims that this reconcile must know: those that a pod to be created would mount.
+
+    A claim's access modes do not change, but one that the job has made may be removed under it: it is
+    looked at again wherever a pod is missing, since the next pod would train from nothing.
+    """
+    if not job.status.active:
+        return job.claims
+    if not job.made_claim:
+        return ()
+    there = {p.name for p in pods if p.host and not p.ended and p.deleted_at is None}
+    slots = enumerate(job.status.slots)
+    wanted = {node_pod_name(job, i, s.attempt) for i, s in slots if s.state is not SlotState.SUCCEEDED}
+    return () if job.status.claim_made and wanted <= there else (job.made_claim,)
+
+
+def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
+    """That a claim which the job made to be removed with it would be removed, although the spec does not say so.
+
+    A claimTemplate cannot change, but it can be taken away and written again. Owners that others
+    have given to a claim of theirs are their own decision.
+    """
+    template = job.spec.storage.claim_template
+    delete = template is not None and template.when_deleted is WhenDeleted.DELETE and claim.name == job.made_claim
+    if delete or not claim.template or job.uid not in claim.owners:
+        return None
+    patch = json.dumps({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": job.uid}]}}, separators=(",", ":"))
+    message = (
+        f"the claim {claim.name} was made with whenDeleted Delete and would be removed with the job, although {FIELD} "
+        f"does not say so any more: to keep it, run kubectl patch pvc {claim.name} --namespace {job.namespace} "
+        f"--patch '{patch}'; the job then continues by itself"
+    )
+    return Unusable("ClaimTaken", message)
+
+
+def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
+    """Why an existing claim cannot serve as the one that the job makes; None: it can.
+
+    It can if this job has made it from an equal template, or an earlier job of the same name has, which
+    kept it. Names are unique in a namespace, so that the earlier job is gone. This job's own template
+    may be another one by now: it can be taken away and written again.
+    """
+    what = f"the claim {claim.name}, which {FIELD} makes,"
+    if any(uid != job.uid for uid in claim.owners):
+        why = "exists and is removed with another object, such as an earlier job"
+        return Unusable("ClaimTaken", f"{what} {why}: {_WAIT}")
+    if claim.deleting:
+        return Unusable("ClaimTaken", f"{what} is being removed; a new one is made when it is gone")
+    if claim.made_for != job.name:
+        return Unusable("ClaimTaken", f"{what} exists and was not made by a job of this name: {_USE}")
+    if claim.template != world.claim_template:
+        why = "was kept from an earlier job of this name, and made from another claimTemplate"
+        if claim.made_by == job.uid:
+            why = "was made by this job from another claimTemplate"
+        return Unusable("ClaimTaken", f"{what} {why}: {_USE}")
+    return None
+
+
+def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
+    """That the claim with the job's checkpoints is gone: training must not begin again without anybody's notice."""
+    if not (job.status.trained and job.status.claim_made):
+        return None
+    message = (
+        f"the claim {claim.name}, which {FIELD} has made, is gone, and the checkpoints with it: to train from the "
+        "beginning, delete the job and create it again; to continue from a copy, suspend it and name the copy's claim "
+        "with claimName in place of claimTemplate"
+    )
+    return Unusable("ClaimNotFound", message)
+
+
+_USE = (
+    "to use it as it is, name it with claimName in place of claimTemplate; else remove it, or give the job another name"
+)
+_WAIT = "wait until it is gone, or give the job another name"
 
 
 def _sizes(job: DDPJob) -> str:
     return f"spec.nodes is {job.spec.nodes}" + (f" and spec.spares {job.spec.spares}" if job.spec.spares else "")
 
 
-def _serves_one(job: DDPJob, claim: ClaimView) -> bool:
-    if not claim.access_modes or not set(claim.access_modes) <= _ONE_HOST or job.spec.pods == 1:
-        return False
-    only_pod = set(claim.access_modes) == {"ReadWriteOncePod"}
-    return job.spec.scheduling.one_pod_per_node or only_pod
+def serves_one(access_modes: Collection[str], pods: int, *, one_per_node: bool) -> bool:
+    """Whether a claim with these access modes cannot serve so many pods."""
+    modes = set(access_modes)
+    return bool(modes) and modes <= _ONE_HOST and pods > 1 and (one_per_node or modes == {"ReadWriteOncePod"})

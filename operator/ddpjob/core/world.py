@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -12,7 +12,9 @@ from typing import Any
 
 from ddpjob_runtime.protocol import Report
 
-from ddpjob.api.types import DDPJob
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_classes import Offer
+from ddpjob.api.job_status import QueueStatus
 
 TRAINER_CONTAINER = "trainer"
 COORDINATOR_CONTAINER = "coordinator"
@@ -33,6 +35,8 @@ LABEL_GENERATION = "ddpjob.io/generation"
 LABEL_ROUND = "ddpjob.io/round"
 LABEL_ISOLATED = "ddpjob.io/isolated"
 LABEL_BUDGET = "ddpjob.io/disruption-budget"
+ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
+"""Of a claim that a job has made: the mark of the claimTemplate."""
 
 
 class Role(StrEnum):
@@ -122,6 +126,35 @@ REMEMBERED = timedelta(hours=1)
 """How long a deleted host is remembered, which is longer than pods outlive theirs."""
 
 
+@dataclass(frozen=True)
+class HealthSignals:
+    """What counts as an agent's word that a Kubernetes node is unhealthy. A name that ends with `*` is a prefix."""
+
+    conditions: tuple[tuple[str, str], ...] = ()
+    """Types and the statuses that are bad: ("AcceleratedHardwareReady", "False")."""
+    taints: tuple[str, ...] = ()
+    """Keys."""
+
+    def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
+        """The first sign in words, without what changes while the fault is the same; empty: there is none."""
+        for condition in conditions:
+            kind, status = str(condition["type"]), str(condition.get("status"))
+            if any(status == bad and _named(name, kind) for name, bad in self.conditions):
+                return f"condition {kind} is {status} ({condition.get('reason') or 'no reason'})"[:_LONGEST_SIGN]
+        for taint in taints:
+            if any(_named(name, str(taint["key"])) for name in self.taints):
+                return f"taint {taint['key']}"[:_LONGEST_SIGN]
+        return ""
+
+
+_LONGEST_SIGN = 300
+_MOST_TAINTS = 50
+
+
+def _named(name: str, found: str) -> bool:
+    return found.startswith(name[:-1]) if name.endswith("*") else found == name
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostView:
     """A Kubernetes node."""
@@ -135,19 +168,46 @@ class HostView:
     """Whether an administrator has marked it, by a taint, as down for good: nothing on it runs any more."""
     deleted: bool = False
     """Whether it was seen, and its object is deleted since."""
+    unhealthy: str = ""
+    """What a health agent says against it, by a condition or a taint; empty: nothing."""
+    unhealthy_since: datetime | None = None
+    """When the operator saw that begin, by its own clock. None: it was there at the operator's first look."""
+    schedulable: bool = True
+    """Whether it is not cordoned, and has no more taints than are looked at."""
+    taints: tuple[tuple[str, str, str], ...] = ()
+    """Key, value and effect of those that keep pods away, NoSchedule and NoExecute."""
+    devices: Mapping[str, int] = field(default_factory=dict)
+    """How many devices it offers to pods, by the names of their resources."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def well(self) -> bool:
+        """Whether it is ready, and no health agent says anything against it."""
+        return self.ready and not self.deleted and not self.unhealthy
 
     @classmethod
-    def read(cls, body: Mapping[str, Any]) -> HostView:
-        """From a Node object. Raises KeyError for a body without a name, ValueError for a time that cannot be read."""
+    def read(cls, body: Mapping[str, Any], signals: HealthSignals | None = None) -> HostView:
+        """From a Node object, unhealthy by these signals. Raises KeyError for a body without a name."""
         conditions = (body.get("status") or {}).get("conditions") or ()
         ready: Mapping[str, Any] = next((c for c in conditions if c["type"] == "Ready"), {})
         taints = (body.get("spec") or {}).get("taints") or ()
+        hard = [t for t in taints if t.get("effect") in ("NoSchedule", "NoExecute")]
         return cls(
             name=str(body["metadata"]["name"]),
             ready=ready.get("status") == "True",
             since=None,
             out_of_service=any(t["key"] == OUT_OF_SERVICE_TAINT for t in taints),
+            unhealthy=signals.against(conditions, taints) if signals is not None else "",
+            schedulable=not (body.get("spec") or {}).get("unschedulable") and len(hard) <= _MOST_TAINTS,
+            taints=tuple((str(t["key"]), str(t.get("value") or ""), str(t["effect"])) for t in hard[:_MOST_TAINTS]),
+            labels=body["metadata"].get("labels") or {},
+            devices=_devices((body.get("status") or {}).get("allocatable") or {}),
         )
+
+
+def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
+    """Those of device plugins, whose resources have a domain and are counted in whole numbers."""
+    return {name: int(n) for name, n in allocatable.items() if "/" in name and str(n).isdecimal()}
 
 
 def remembered(
@@ -155,29 +215,45 @@ def remembered(
 ) -> dict[str, HostView]:
     """The hosts that were `found`, with what the operator remembers of those from `before`.
 
-    That is since when each is ready or is not, and which were deleted. A host that was never seen
-    may be newer than what was found: it is unknown, not deleted.
+    That is since when each is ready or is not, or is unhealthy, and which were deleted. A host that was never
+    seen may be newer than what was found: it is unknown, not deleted. Of one that is unhealthy when it is first
+    seen nobody knows since when, or whether anybody still means it.
     """
     hosts = {}
     for name, host in (before or {}).items():
         if name not in found and not host.deleted:
-            hosts[name] = replace(host, ready=False, deleted=True, since=now)
+            hosts[name] = replace(host, ready=False, deleted=True, since=now, unhealthy="", unhealthy_since=None)
         elif name not in found and host.since is not None and now - host.since < REMEMBERED:
             hosts[name] = host
     for name, host in found.items():
         old = (before or {}).get(name)
         same = old is not None and (old.ready, old.deleted) == (host.ready, False)
-        hosts[name] = replace(host, since=old.since if old is not None and same else now)
+        new = old is None or old.deleted
+        ill = old.unhealthy_since if old is not None and old.unhealthy else None if new else now
+        hosts[name] = replace(
+            host,
+            since=old.since if old is not None and same else now,
+            unhealthy_since=ill if host.unhealthy else None,
+        )
     return hosts
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimView:
-    """A persistent volume claim that the job names."""
+    """A persistent volume claim that the job names or makes."""
 
     name: str
     exists: bool = True
     access_modes: tuple[str, ...] = ()
+    made_by: str = ""
+    """UID of the job that has made it, which may be an earlier one; empty: no job has."""
+    made_for: str = ""
+    """Name of that job."""
+    template: str = ""
+    """The mark of the claimTemplate that it was made from."""
+    owners: tuple[str, ...] = ()
+    """UIDs of the objects with which it is removed."""
+    deleting: bool = False
 
 
 _POLICY = re.compile(r"admission webhook|AdmissionPolicy|denied", re.IGNORECASE)
@@ -203,8 +279,61 @@ class Rejection:
         return self.status in (400, 422) and not _POLICY.search(self.message)
 
     @property
+    def is_claim(self) -> bool:
+        """Whether it is the claim of storage.checkpoints.claimTemplate."""
+        return self.object.startswith("PersistentVolumeClaim ")
+
+    @property
+    def of_gang(self) -> bool:
+        """Whether it is the PodGroup, without which the job can be made to run."""
+        return self.object.startswith("PodGroup ")
+
+    @property
+    def of_queue(self) -> bool:
+        """Whether it is the request for quota. A job that has quota runs without another one."""
+        return self.object.startswith("Workload ")
+
+    @property
     def name_taken(self) -> bool:
         return self.status == NAME_TAKEN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a notification."""
+
+    delivered: bool
+    message: str = ""
+    """Why it was given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadView:
+    """A Workload of Kueue's: the job's request for quota, and what became of it."""
+
+    name: str
+    uid: str
+    asks: tuple[str, str] = ("", "")
+    """LocalQueue and WorkloadPriorityClass."""
+    shape: str = ""
+    """The mark of what its pods need each, see `core.plan.queue`."""
+    reserved: bool = False
+    admitted: bool = False
+    """Whether quota is reserved and every admission check has passed."""
+    evicted: str = ""
+    """Why the quota must be given back: Kueue's reason; empty: it need not."""
+    finished: str = ""
+    """Reason; empty: it has not finished."""
+    ready: bool = False
+    """Whether Kueue knows that the pods run."""
+    leaving: bool = False
+    """Whether its deletion was requested."""
+    message: str = ""
+    """What Kueue says of it: why it waits, or why it is evicted."""
+    grant: QueueStatus | None = None
+    """What an admitted one grants."""
+    flavors: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """Names of the ResourceFlavors of the pods of slots, and of the coordinator's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +355,17 @@ class World:
     report: Report | None = None
     report_seconds: float = 0.0
     """How old a report may become whose news wake the job by themselves. 0: each reconcile reads it."""
+    serves_gangs: bool = False
+    """Whether the cluster serves PodGroups, and lets the operator list them."""
+    gangs: Mapping[str, str] = field(default_factory=dict)
+    """The job's PodGroups: their uids by name; empty for one whose deletion was requested."""
+    serves_queues: bool | None = None
+    """Whether the cluster serves Kueue's Workloads, and lets the operator read them. None: nobody queues jobs here."""
+    workloads: tuple[WorkloadView, ...] = ()
+    """Those of the job, by name."""
     claims: tuple[ClaimView, ...] = ()
+    claim_template: str = ""
+    """The mark of the job's own claimTemplate."""
     hosts: Mapping[str, HostView] | None = None
     """Kubernetes nodes by name; of a missing one nothing is known. None: the state of hosts is not known at all."""
     problems: tuple[str, ...] = ()
@@ -239,6 +378,14 @@ class World:
     """Whether it exists."""
     policy_refused: str = ""
     """Why the API server rejected it when this decision was last applied."""
+    receivers: frozenset[str] = frozenset()
+    """Names of the receivers that the job's namespace may use."""
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    """Of the job's notifications that were delivered or given up, by id."""
+    link: str = ""
+    """Of a page about the job, for its notifications; empty: none is known."""
+    offer: Offer = field(default_factory=Offer)
+    """What the job would get of its class, where it begins now."""
 
     def nodes(self) -> tuple[PodView, ...]:
         """The pods of slots, spares included."""
@@ -301,6 +448,11 @@ def host_port(host: str, port: int) -> str:
 def node_pod_name(job: DDPJob, index: int, attempt: int) -> str:
     """The name of a slot's pod, never used twice."""
     return f"{job.name}-{index}-{attempt}"
+
+
+def gang_name(job: DDPJob, generation: int) -> str:
+    """The name of a generation's PodGroup."""
+    return f"{job.name}-gang-{generation}"
 
 
 def coordinator_pod_name(job: DDPJob, generation: int, attempt: int = 0) -> str:

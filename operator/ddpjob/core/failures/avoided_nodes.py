@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from ddpjob.api.types import AvoidedNode, JobStatus, Restart
+from ddpjob.api.job_status import AvoidedNode, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause
 
 WINDOW = timedelta(hours=1)
 """How long a failure is remembered, and how long after its last one a host is avoided."""
+RECENT = 10
+"""Entries kept in `status.restarts.recent`."""
 FAILURES = 3
 LOSSES = 2
-FAULTS = frozenset({Cause.NODE_FAULT, Cause.START_ERROR})
+FAULTS = frozenset({Cause.NODE_FAULT, Cause.NODE_UNHEALTHY, Cause.START_ERROR, Cause.PREFLIGHT_FAILED})
 """What a host does to a pod before its program runs, or without its program's part: once is enough."""
 
 

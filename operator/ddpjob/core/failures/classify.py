@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
-from ddpjob_runtime.protocol import EXIT_FENCED, EXIT_INIT_FAILURE, EXIT_RENDEZVOUS_LOST, EXIT_STOPPED
+from ddpjob_runtime.protocol import (
+    EXIT_FENCED,
+    EXIT_INIT_FAILURE,
+    EXIT_RENDEZVOUS_LOST,
+    EXIT_STOPPED,
+    EXIT_UNFIT,
+)
 
 from ddpjob.core.world import ContainerView, HostView, PodView, Role, is_down
 
@@ -29,7 +35,9 @@ class Cause(StrEnum):
     DELETED = "Deleted"
     NODE_LOST = "NodeLost"
     NODE_FAULT = "NodeFault"
+    NODE_UNHEALTHY = "NodeUnhealthy"
     START_ERROR = "StartError"
+    PREFLIGHT_FAILED = "PreflightFailed"
     HANG = "Hang"
     INIT_FAILURE = "InitFailure"
     RENDEZVOUS_LOST = "RendezvousLost"
@@ -40,6 +48,7 @@ class Cause(StrEnum):
     SPEC_CHANGED = "SpecChanged"
     KEY_CHANGED = "KeyChanged"
     RUNTIME_CHANGED = "RuntimeChanged"
+    YIELDED = "Yielded"
 
 
 PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED})
@@ -50,6 +59,14 @@ def with_traceback(summary: str, traceback: str) -> str:
     """The summary, and below it the end of the traceback, if there is one."""
     tail = traceback.strip()[-_TRACEBACK_LIMIT:]
     return f"{summary}\n{tail}" if tail else summary
+
+
+def without_wait(message: str) -> str:
+    """The message of a restart that is not made: nothing waits for it."""
+    return _WAIT.sub("", message)
+
+
+_WAIT = re.compile(r"; waits [0-9.e+]+ s$", re.MULTILINE)
 
 
 _DISRUPTIONS = {
@@ -166,6 +183,10 @@ def _by_launcher(pod: PodView) -> End | None:
             Cause.FENCED,
             termination_message(main).message or f"pod {pod.name} was fenced: the group has continued without it",
         )
+    if main.exit_code == EXIT_UNFIT:
+        where = f" on Kubernetes node {pod.host}" if pod.host else ""
+        why = termination_message(main).message
+        return End(Cause.PREFLIGHT_FAILED, f"pod {pod.name}{where} has not passed the preflight: {why}".rstrip(": "))
     if main.exit_code == EXIT_STOPPED and pod.deleted_at is None:
         return End(Cause.DELETED, f"pod {pod.name} was stopped by the coordinator")
     return None

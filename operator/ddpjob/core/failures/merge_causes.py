@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
-from ddpjob.api.types import ConditionType, JobStatus, Restart
+from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause
 
 SAME_BREAK = timedelta(seconds=5)

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from ddpjob_runtime.protocol import Incident, IncidentKind
 
-from ddpjob.api.types import JobStatus, Restart
+from ddpjob.api.job_status import JobStatus, Restart
 from ddpjob.core.failures.classify import Cause, with_traceback
 from ddpjob.core.failures.merge_causes import Finding
 from ddpjob.core.failures.policy import evaluate_rules, shell_code

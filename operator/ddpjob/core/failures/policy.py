@@ -5,13 +5,16 @@ That is: whether it counts against the budget, and whether it fails the job.
 
 from __future__ import annotations
 
+import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE
 
-from ddpjob.api.types import JobSpec, RuleAction, RuleCause
-from ddpjob.core.failures.classify import Cause
+from ddpjob.api.job_spec import JobSpec, RuleAction, RuleCause
+from ddpjob.api.job_status import Restart
+from ddpjob.core.failures.classify import Cause, without_wait
 
 _RULED = {
     Cause.WORKER_FAILED: RuleCause.EXIT_CODE,
@@ -30,6 +33,16 @@ RULE_FAILED = "RuleFailed"
 CONFIGURATION_ERROR = "ConfigurationError"
 _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
 """Exit codes of a program that refuses its arguments or settings: argparse's, and those of sysexits.h."""
+
+PROGRAM_ERROR = "ProgramError"
+REPEATS = 3
+"""So often in a row the same error in the program's text ends a job that has made no step."""
+_PROGRAM_ERROR = re.compile(
+    r"^rank .* ended with exit code 1: ((?:SyntaxError|IndentationError|TabError|NameError|UnboundLocalError|KeyError"
+    r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
+    re.MULTILINE,
+)
+"""What Python raises for a wrong program or a name that is missing, and hardly for a network or a disk."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,20 @@ def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, traine
             False, CONFIGURATION_ERROR, f"exit code {exit_code} before the first step is a configuration error"
         )
     return Ruling(cause in COUNTED)
+
+
+def repeated_program_error(spec: JobSpec, recent: Sequence[Restart]) -> Restart | None:
+    """The last counted failure, if it and the REPEATS - 1 before it are one and the same error in the program.
+
+    Not where a rule says what follows from exit code 1: its author knows better.
+    """
+    rules = (rule for rule in spec.recovery.rules if rule.cause is RuleCause.EXIT_CODE)
+    last = [r for r in recent if r.counted][-REPEATS:]
+    if len(last) < REPEATS or any(not rule.exit_codes or 1 in rule.exit_codes for rule in rules):
+        return None
+    found = [_PROGRAM_ERROR.search(without_wait(r.message)) if r.reason == Cause.WORKER_FAILED else None for r in last]
+    same = None not in found and len({match[1] for match in found if match}) == 1
+    return last[-1] if same else None
 
 
 def shell_code(exit_code: int | None, signal_name: str | None) -> int | None:

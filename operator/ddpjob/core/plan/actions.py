@@ -6,25 +6,32 @@ from datetime import datetime, timedelta
 
 from ddpjob_runtime.protocol import Command, CoordinatorState, MemberState
 
-from ddpjob.api.types import ConditionType, Placement, Restart, SlotState
+from ddpjob.api.job_spec import Placement
+from ddpjob.api.job_status import ConditionType, Restart, SlotState
 from ddpjob.core.decision import (
     Action,
     CreateBudget,
+    CreateClaim,
     CreateCoordinator,
+    CreateGang,
     CreateNode,
     CreatePolicy,
     CreateRuntime,
     CreateService,
     CreateToken,
+    Creation,
+    DeleteGang,
     DeletePod,
     LabelPod,
     Notify,
 )
 from ddpjob.core.failures.liveness import given_up, lost_since
+from ddpjob.core.plan.gang import not_served
 from ddpjob.core.plan.slots import can_replace, protocol_of
 from ddpjob.core.plan.wind_down import end_leftovers, has_leftovers
 from ddpjob.core.view import View
-from ddpjob.core.world import PodView, Role, coordinator_pod_name
+from ddpjob.core.volumes import missing_claim
+from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 _ENDING_MARGIN = timedelta(seconds=5)
 LISTS_SINCE = 3
@@ -34,16 +41,17 @@ LISTS_SINCE = 3
 def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], datetime | None]:
     """What to create and remove, and until when something of it is held back (None: nothing is).
 
-    `lost`: names of pods to delete immediately (grace period 0). A job whose claims cannot serve it
-    gets no objects, and one whose podTemplate has faults gets no pods. Planned again from the same
-    observation, the actions are the same: creations have names, deletions uids.
+    `lost`: names of pods to delete immediately (grace period 0). For a job whose claims cannot serve it
+    nothing is created, but its pods still end: a claim that is being removed waits for them. A job
+    whose podTemplate has faults gets no pods. Planned again from the same observation, the actions
+    are the same: creations have names, deletions uids.
     """
-    if view.claim_problem is not None:
-        return (), None
     job, status, world, now = view.job, view.status, view.world, view.now
     actions: list[Action] = []
     if not world.has_service:
         actions.append(CreateService())
+    if missing_claim(job, world):
+        actions.append(CreateClaim())
     if world.runtime != status.runtime and can_replace(view):
         actions.append(CreateRuntime())
     if job.spec.pods > 1 and job.spec.scheduling.disruption_budget and not world.has_budget:
@@ -52,21 +60,28 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
     held = [_held_until(view)]
     dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
     missing = dedicated and status.rendezvous.state is SlotState.PLANNED and view.coordinator is None
-    buildable = not world.problems
+    buildable = not world.problems and not not_served(view)
     if buildable and missing and _due(status.rendezvous.not_before, now, held):
         pods.append(CreateCoordinator())
     if buildable and held[0] is None:
         planned = [(i, s) for i, s in enumerate(status.slots) if s.state is SlotState.PLANNED and view.pods[i] is None]
-        pods += [CreateNode(i, s.attempt) for i, s in planned if _due(s.not_before, now, held)]
+        members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
+        pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(s.not_before, now, held)]
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
         # One that was refused is tried again with the next pod, not at every reconcile.
         actions.append(CreatePolicy())
     if pods:
         # Not observed, since the operator may not read Secrets: every new pod makes sure of it.
+        if status.gang_waits and gang_name(job, status.rendezvous.generation) not in world.gangs:
+            actions.append(CreateGang())
         actions += [CreateToken(), *pods]
     actions += _removals(view, lost)
     actions += _labels(view)
+    kept = gang_name(job, status.rendezvous.generation) if status.gang is not None else ""
+    actions += [DeleteGang(name, uid) for name, uid in world.gangs.items() if uid and name != kept]
+    if view.claim_problem is not None:
+        return tuple(action for action in actions if not isinstance(action, Creation)), None
     return tuple(actions), min((moment for moment in held if moment is not None), default=None)
 
 

@@ -11,15 +11,20 @@ from datetime import datetime, timedelta
 
 from ddpjob_runtime import protocol
 
-from ddpjob.api.types import POD_DEFAULTS, JobStatus, Placement, RendezvousStatus, Slot, SlotState
+from ddpjob.api.job_spec import POD_DEFAULTS, Placement
+from ddpjob.api.job_status import JobStatus, RendezvousStatus, Slot, SlotState
 from ddpjob.core.failures.classify import Cause, End
+from ddpjob.core.plan.gang import planned_gang
 from ddpjob.core.view import View
 from ddpjob.core.world import PodView
 
 QUICK = timedelta(seconds=60)
 """A pod that ended sooner after its creation has achieved nothing."""
 _REPEATING = frozenset(
-    {Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.INIT_FAILURE, Cause.EVICTED, Cause.NODE_FAULT, Cause.START_ERROR}
+    {
+        *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.INIT_FAILURE, Cause.EVICTED),
+        *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED),
+    }
 )
 """Causes that waiting may help; other causes say nothing about the next pod."""
 
@@ -127,7 +132,7 @@ def new_generation(view: View) -> JobStatus:
     )
     defaults = status.pod_defaults if status.slots else POD_DEFAULTS
     status = replace(with_slots(status, slots), pod_defaults=defaults)
-    status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view))
+    status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view), gang=planned_gang(view))
     return status if status.runtime else replace(status, runtime=view.world.runtime_offered)
 
 

@@ -7,9 +7,12 @@ from datetime import datetime, timedelta
 
 from ddpjob_runtime.protocol import Command
 
-from ddpjob.api.types import CleanPodPolicy, ConditionType, DDPJob, SlotState
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import CleanPodPolicy
+from ddpjob.api.job_status import ConditionType, SlotState
 from ddpjob.core.decision import POLL, Action, Decision, DeleteJob, DeletePod, Event, Failure, Notify
-from ddpjob.core.status.conditions import with_condition, with_phase
+from ddpjob.core.plan.queue import finish_workloads
+from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.status.shown_progress import shown_progress
 from ddpjob.core.view import View
@@ -46,6 +49,7 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
     for kind in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED):
         if status.holds(kind) or (kind is not ConditionType.SUSPENDED and status.condition(kind) is not None):
             status = with_condition(status, kind, False, reason, f"the job is {reason.lower()}", now)
+    status = without_condition(status, ConditionType.NODES_HEALTHY)
     ended = SlotState.SUCCEEDED if reason == "Complete" else SlotState.FAILED
     status = replace(
         status,
@@ -69,7 +73,7 @@ def wind_down(view: View) -> Decision:
     ended_at = view.status.completion_time or now
     training = [p for p in world.nodes() if not p.ended and p.deleted_at is None]
     overdue = now >= ended_at + timedelta(seconds=STOP_SECONDS)
-    actions = _stop(view, training, overdue=overdue) if training else _clean(view)
+    actions = _stop(view, training, overdue=overdue) if training else [*_clean(view), *finish_workloads(view)]
     wake = [POLL] if training or actions else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:

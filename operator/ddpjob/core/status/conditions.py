@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime
 
-from ddpjob.api.types import Condition, ConditionType, JobStatus, Phase
+from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Phase
 
 _ORDER = list(ConditionType)
+QUEUED = QUEUE_WAITS, QUEUE_NOT_SERVED = "Queued", "QueueNotServed"
+"""Reasons of the condition Suspended of a job that waits in a queue."""
 MESSAGE_LIMIT = 8192
 """Characters. The API server allows 32768 for a condition's message; a terminal shows less."""
 
@@ -30,6 +32,13 @@ def with_condition(
     return replace(status, conditions=tuple(sorted([*others, new], key=lambda c: _ORDER.index(c.type))))
 
 
+def without_condition(status: JobStatus, kind: ConditionType) -> JobStatus:
+    """The status without a condition that says nothing any more."""
+    if status.condition(kind) is None:
+        return status
+    return replace(status, conditions=tuple(c for c in status.conditions if c.type != kind))
+
+
 def _shortened(message: str) -> str:
     return message if len(message) <= MESSAGE_LIMIT else message[:200] + "\n...\n" + message[-(MESSAGE_LIMIT - 205) :]
 
@@ -44,8 +53,9 @@ def _phase(status: JobStatus) -> Phase:
         return Phase.FAILED
     if status.holds(ConditionType.COMPLETE):
         return Phase.COMPLETE
-    if status.holds(ConditionType.SUSPENDED):
-        return Phase.SUSPENDED
+    suspended = status.condition(ConditionType.SUSPENDED)
+    if suspended is not None and suspended.status:
+        return Phase.QUEUED if suspended.reason in QUEUED else Phase.SUSPENDED
     if status.holds(ConditionType.RESTARTING):
         return Phase.RESTARTING
     if status.holds(ConditionType.RUNNING):

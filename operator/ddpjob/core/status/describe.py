@@ -7,15 +7,28 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 
-from ddpjob_runtime.protocol import CoordinatorState, MemberState, Overdue
+from ddpjob_runtime.protocol import (
+    COPY_BEHIND,
+    COPY_STEP,
+    DATA,
+    DATA_WAITS,
+    PREFLIGHT,
+    CoordinatorState,
+    MemberState,
+    Overdue,
+    Report,
+)
 
-from ddpjob.api.types import Condition, ConditionType, JobStatus, Restart, SlotState, format_time, known_time
+from ddpjob.api.job_spec import PreflightScope
+from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, format_time, known_time
 from ddpjob.core.decision import BLOCKED_POLL
-from ddpjob.core.failures.classify import Cause, stuck
-from ddpjob.core.status.conditions import with_condition, with_phase
+from ddpjob.core.failures.classify import Cause, Stuck, stuck
+from ddpjob.core.failures.node_health import judge_nodes
+from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import count
-from ddpjob.core.status.shown_progress import shown_progress
-from ddpjob.core.view import View
+from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
+from ddpjob.core.view import View, is_number
+from ddpjob.core.volumes import FIELD, has_claim
 from ddpjob.core.world import PodView, Role
 
 CREATION_REFUSED = "CreationRefused"
@@ -55,11 +68,23 @@ def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> Jo
         and (training is None or training <= job.spec.nodes)
     )
     view = view.with_status(_restarting(view, whole, [r for r in restarts if r.round]))
+    view = view.with_status(preflight_passed(view, restarts, formed=view.status.holds(ConditionType.RUNNING)))
     status = _isolated(view.with_status(_fast_recovery(view)))
-    status = replace(status, trained=view.trained or _has_run_long(status, now))
+    status = _nodes_healthy(view.with_status(status))
+    status = _checkpoints_copied(view.with_status(status))
+    status = replace(
+        status,
+        trained=view.trained or _has_run_long(status, now),
+        claim_made=status.claim_made or has_claim(job, view.world),
+    )
     due = status.phase is not with_phase(status).phase
     return with_phase(
-        replace(status, progress=shown_progress(status.progress, view.reported_progress, now, at_once=due))
+        replace(
+            status,
+            progress=shown_progress(
+                status.progress, view.reported_progress, now, at_once=due, stragglers=shown_stragglers(view)
+            ),
+        )
     )
 
 
@@ -96,13 +121,17 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
     if world.problems:
         remedy = "the pods stay as they are, and none is created until spec.podTemplate is corrected"
         return condition(False, "InvalidPodTemplate", f"{'; '.join(world.problems)} ({remedy})")
+    if status.gang_waits and not world.serves_gangs:
+        return condition(False, GANG_NOT_SERVED, _GANG_NOT_SERVED)
     if view.claim_problem is not None:
         return condition(False, view.claim_problem.reason, view.claim_problem.message)
     if world.rejections:
         rejected = world.rejections[0]
-        what = f"{rejected.object}: {rejected.message}"
+        what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
         if rejected.name_taken:
             return condition(False, NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s")
+        if rejected.of_gang:
+            what += "; to have the pods scheduled one by one, without a gang, set scheduling.gang to false"
         if "violates PodSecurity" in rejected.message:
             where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
             what += f"; set what is missing in {where}; instead of hostPath and nfs use claims"
@@ -117,11 +146,37 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
     waiting = next((p for p in [*alive, *dedicated] if p.unschedulable and not p.host), None)
     if waiting is not None:
         message = f"pod {waiting.name}: {waiting.unschedulable}{_spread_hint(view, waiting)}"
+        if status.gang_waits:
+            message = _gang_waits(view, alive)
         return condition(False, "Unschedulable", message)
     placed = sum(bool(p.host) for p in alive) + sum(s.state is SlotState.SUCCEEDED for s in status.slots)
     if placed >= spec.pods:
         return condition(True, "AllPlaced", f"{spec.pods} of {spec.pods} pods are scheduled")
     return condition(False, "Placing", f"{placed} of {spec.pods} pods are scheduled{_backing_off(status, view.now)}")
+
+
+def _gang_waits(view: View, alive: list[PodView]) -> str:
+    """What a gang waits for, and how much of it the scheduler has found room for in its last try."""
+    spec, gang = view.job.spec, view.status.gang
+    nodes = gang.nodes if gang is not None else spec.nodes
+    gpus = f" with {count(spec.gpus_per_node, 'GPU')} each" if spec.gpus_per_node else ""
+    text = f"waits for {nodes} nodes{gpus} at once, and holds none meanwhile"
+    judged = [pod for pod in alive if pod.unschedulable and not pod.host]
+    fitting = [pod for pod in judged if _FITS in pod.unschedulable]
+    short = next((pod for pod in judged if pod not in fitting), None)
+    if len(judged) == nodes:
+        text += f"; {len(fitting)} of them would fit now"
+    return text if short is None else f"{text}; pod {short.name}: {short.unschedulable}{_spread_hint(view, short)}"
+
+
+_FITS = "waiting for minCount pods from a gang"
+"""What kube-scheduler (1.36) says of a pod for which there is room, while there is none for others of its group."""
+GANG_NOT_SERVED = "GangNotServed"
+_GANG_NOT_SERVED = (
+    "scheduling.gang is true, and the operator finds no PodGroups in this cluster (scheduling.k8s.io/v1alpha2, of "
+    "Kubernetes 1.36 with the feature gates GenericWorkload and GangScheduling); leave scheduling.gang out, or set it "
+    "to false, to have the pods scheduled one by one"
+)
 
 
 def _idle(view: View, alive: list[PodView]) -> str:
@@ -155,6 +210,11 @@ def _spread_hint(view: View, pod: PodView) -> str:
     if leaving is not None and leaving.deleted_at is not None:
         until = f"{leaving.deleted_at:%H:%M:%S} UTC"
         return f" (pod {leaving.name} is still terminating and keeps its Kubernetes node until {until} at the latest)"
+    if scheduling.same_topology and "pod affinity" in pod.unschedulable:
+        return (
+            f" (all pods share one {scheduling.same_topology}: where that of the placed ones has no room, "
+            "runPolicy.suspend set to true and back to false lets the job choose again)"
+        )
     if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
         wanted = "spec.nodes and spec.spares" if view.job.spec.spares else "spec.nodes"
         return (
@@ -176,7 +236,7 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
     for pod in [view.coordinator, *view.pods]:
         held = stuck(pod, has_run=True) if pod and pod.deleted_at is None else None
         if held is not None and not (report is None and spec.fast):
-            return False, held.reason, held.message
+            return False, held.reason, held.message + _secret_hint(view, held)
     finished = sum(s.state is SlotState.SUCCEEDED for s in status.slots)
     there = min(running_pods, wanted)
     present = f"{there} of {count(wanted, 'node')} {'runs' if there == 1 else 'run'}"
@@ -203,7 +263,29 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
             "GroupFinished",
             "training has finished; the remaining pods are ending",
         )
-    return False, "GroupForming", f"{present} and {'is' if there == 1 else 'are'} joining the rendezvous"
+    joining = f"{present} and {'is' if there == 1 else 'are'} joining the rendezvous"
+    return False, "GroupForming", joining + _fetching(report)
+
+
+def _fetching(report: Report) -> str:
+    """How far the first of the pods has come that fetch storage.data.url."""
+    notes = [note for note in report.notes if note.kind == DATA and note.why]
+    notes.sort(key=lambda note: note.why == DATA_WAITS)
+    others = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
+    return f"; pod {notes[0].pod}{others}: {notes[0].why}" if notes else ""
+
+
+def _secret_hint(view: View, held: Stuck) -> str:
+    """What the Secret of the bucket must hold, where a container waits for it."""
+    storage = view.job.spec.storage
+    for name, volume in (("checkpoints", storage.checkpoints), ("data", storage.data)):
+        secret = volume.secret_name if volume is not None else None
+        if secret and held.reason == "CreateContainerConfigError" and secret in held.message:
+            return (
+                f"; spec.storage.{name}.secretName needs a Secret {secret} in namespace {view.job.namespace} with the "
+                "keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: when it is there, the pod starts by itself"
+            )
+    return ""
 
 
 UNREACHABLE = timedelta(minutes=1)
@@ -345,13 +427,36 @@ def _fast_recovery(view: View) -> JobStatus:
     status, report = view.status, view.report
     if not view.job.spec.fast or report is None or not report.members:
         return status
-    if report.notes:
-        first = report.notes[0]
-        others = len({n.pod for n in report.notes}) - 1
+    notes = [note for note in report.notes if note.kind not in (PREFLIGHT, DATA)]
+    if notes:
+        first = notes[0]
+        others = len({n.pod for n in notes}) - 1
         message = f"pod {first.pod}: {first.why}" + (f" (and {others} more)" if others else "")
         return with_condition(status, ConditionType.FAST_RECOVERY, False, first.kind, message, view.now)
     message = "workers start from a process that has imported torch"
     return with_condition(status, ConditionType.FAST_RECOVERY, True, "WarmWorkers", message, view.now)
+
+
+def preflight_passed(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
+    """With spec.preflight: which pod has not passed, until the group is `formed`; then what the links are like.
+
+    `restarts` are new. A coordinator that took over has no notes: what its predecessor's said still holds.
+    """
+    status, report, preflight = view.status, view.report, view.job.spec.preflight
+    if preflight is None:
+        return without_condition(status, ConditionType.PREFLIGHT_PASSED)
+    condition = partial(with_condition, status, ConditionType.PREFLIGHT_PASSED, now=view.now)
+    failed = [r for r in restarts if r.reason == Cause.PREFLIGHT_FAILED]
+    if failed:
+        return condition(False, Cause.PREFLIGHT_FAILED, failed[-1].message)
+    if not formed or report is None:
+        return status
+    note = next((n for n in reversed(report.notes) if n.kind == PREFLIGHT), None)
+    if note is not None:
+        return condition(True, "LinksChecked", note.why)
+    if preflight.scope is PreflightScope.NODE:
+        return condition(True, "NodesChecked", "every node of the group has passed the check of its devices and folder")
+    return status
 
 
 def _isolated(view: View) -> JobStatus:
@@ -368,3 +473,50 @@ def _isolated(view: View) -> JobStatus:
     if world.has_policy and status.condition(ConditionType.ISOLATED) is not None:
         return condition(True, "PolicyExists", f"NetworkPolicy {world.policy}")
     return status
+
+
+def _nodes_healthy(view: View) -> JobStatus:
+    """Which pods stay on unhealthy Kubernetes nodes, and why; no condition where none ever did."""
+    status = view.status
+    staying = [verdict for verdict in judge_nodes(view) if verdict.reason]
+    condition = partial(with_condition, status, ConditionType.NODES_HEALTHY, now=view.now)
+    if staying:
+        first, more = staying[0], len(staying) - 1
+        others = f" (and {count(more, 'more pod')})" if more else ""
+        return condition(False, first.reason, f"{first.end.message}; the pod stays: {first.why}{others}")
+    if status.holds(ConditionType.NODES_HEALTHY) or status.condition(ConditionType.NODES_HEALTHY) is None:
+        return status
+    return condition(True, "AllHealthy", "no pod runs on a Kubernetes node that is known to be unhealthy")
+
+
+COPIES_BEHIND, NO_COPIES = "CopiesBehind", "NoCopies"
+BEHIND_SECONDS = 600
+FIRST_COPY = timedelta(minutes=30)
+"""After so long without a restart a job has saved something, if it copies at all."""
+
+
+def _checkpoints_copied(view: View) -> JobStatus:
+    """Whether checkpoints reach the bucket, by what the script reports; no condition where they always did."""
+    status, url = view.status, view.job.spec.storage.url
+    condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)
+    before = status.condition(ConditionType.CHECKPOINTS_COPIED)
+    metrics = view.reported_progress.get("metrics")
+    metrics = metrics if isinstance(metrics, dict) else {}
+    behind, step = metrics.get(COPY_BEHIND), metrics.get(COPY_STEP)
+    where = url or "its bucket"
+    if is_number(behind) and behind > BEHIND_SECONDS:
+        newest = f"the newest there is of step {step:.0f}" if is_number(step) else "none of this start is there"
+        text = f"no checkpoint has reached {where} for more than 10 minutes, {newest}: training continues, and the loss"
+        return condition(False, COPIES_BEHIND, f"{text} of rank 0's pod would cost what came since; its log says why")
+    running = status.condition(ConditionType.RUNNING)
+    long = running is not None and running.status and view.now - running.since >= FIRST_COPY
+    if url and behind is None and step is None and long:
+        return condition(
+            False,
+            NO_COPIES,
+            f"the program has reported no copy to {url} in more than 30 minutes; what it saves in its folder alone is "
+            "lost with the pod: have it call ddpjob_report.restore_checkpoint and copy_checkpoint, or use a claim",
+        )
+    if before is None or before.status or (behind is None and step is None):
+        return status
+    return condition(True, "Copied", f"checkpoints reach {where}")

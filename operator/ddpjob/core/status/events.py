@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ddpjob.api.types import ConditionType, JobStatus, Restart
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.decision import Event
-from ddpjob.core.failures.classify import PLANNED, Cause
+from ddpjob.core.failures.classify import PLANNED, Cause, without_wait
 from ddpjob.core.status.describe import STEP_OVERDUE, UNREACHABLE_LONG, last_step
-from ddpjob.core.status.messages import count, event_text, without_wait
+from ddpjob.core.status.messages import count, event_text
 from ddpjob.core.view import View
 from ddpjob.core.world import node_pod_name
 
+_WARNED = (
+    *(ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.FAST_RECOVERY, ConditionType.ISOLATED),
+    ConditionType.CHECKPOINTS_COPIED,
+)
+"""Conditions whose being false is an event."""
 _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable")
 """Reasons of false conditions that every start passes through."""
 
@@ -73,7 +79,7 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
     events = []
     if new.holds(ConditionType.RUNNING) and not old.holds(ConditionType.RUNNING):
         events.append(Event(False, "Running", _begun(old, new)))
-    for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.FAST_RECOVERY, ConditionType.ISOLATED):
+    for kind in _WARNED:
         condition, before = new.condition(kind), old.condition(kind)
         if condition is None or condition.status or condition.reason in _QUIET:
             continue
@@ -90,7 +96,27 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
             where = f"Kubernetes node {entry.node} until {entry.until:%H:%M} UTC: {entry.reason}"
             message = f"new pods go elsewhere, if they can, than to {where}"
             events.append(Event(True, "NodeAvoided", message))
-    return events
+    return events + _lagging(old, new)
+
+
+def _lagging(old: JobStatus, new: JobStatus) -> list[Event]:
+    """One event for the ranks that have begun to lag."""
+    known = {_episode(entry) for entry in old.progress.get("stragglers", ())}
+    named = [
+        f"rank {entry['rank']} ({entry['pod']}{_where(entry)}) takes {entry['slowdown']} times as long"
+        for entry in new.progress.get("stragglers", ())
+        if _episode(entry) not in known
+    ]
+    text = "for its own work of a step as the median rank, and all others wait for it"
+    return [Event(True, "RankLags", event_text(f"{', '.join(named)} {text}"))] if named else []
+
+
+def _episode(entry: Json) -> tuple[object, ...]:
+    return entry.get("rank"), entry.get("pod"), entry.get("since")
+
+
+def _where(entry: Json) -> str:
+    return f" on Kubernetes node {entry['node']}" if "node" in entry else ""
 
 
 def _begun(old: JobStatus, new: JobStatus) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 EVENT_BYTES = 1000
 """The events API accepts 1024 bytes."""
 _FIRST_LINE_BYTES = 600
@@ -28,11 +26,3 @@ def _cut(text: str, size: int) -> str:
 def count(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def without_wait(message: str) -> str:
-    """The message of a restart that is not made: nothing waits for it."""
-    return _WAIT.sub("", message)
-
-
-_WAIT = re.compile(r"; waits [0-9.e+]+ s$", re.MULTILINE)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from ddpjob_runtime import protocol
 
-from ddpjob.api.types import Json, format_time, known_time
-from ddpjob.core.view import is_number
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import format_time, known_time
+from ddpjob.core.view import View, is_number
 
 REFRESH = timedelta(seconds=2)
 """Progress alone is no reason to write the status more often than this."""
 
+SHOWN = timedelta(minutes=1)
+"""How long a rank that lags is shown at least."""
+MOST_SLOWDOWN = 1000.0
 _INTEGERS = ("epoch", "epochs", "step", "steps")
 _LARGEST = 2**53
 """The largest integer that every reader of JSON gets right."""
@@ -19,14 +24,16 @@ _METRICS = 100
 """Limits a script that reports a new metric at every step."""
 
 
-def shown_progress(shown: Json, reported: Json, now: datetime, *, at_once: bool) -> Json:
+def shown_progress(
+    shown: Json, reported: Json, now: datetime, *, at_once: bool, stragglers: Sequence[Json] = ()
+) -> Json:
     """The progress to write: `reported` in displayable form, or `shown` while it is unchanged or younger than REFRESH.
 
     `at_once` writes a change without waiting for REFRESH. Values that are no finite numbers are
-    left out.
+    left out. `stragglers`: what `shown_stragglers` returned.
     """
     if not reported:
-        return shown
+        return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
     last = known_time(shown.get("updatedAt"))
     if last is not None and not at_once and timedelta(0) <= now - last < REFRESH:
         return shown
@@ -37,7 +44,7 @@ def shown_progress(shown: Json, reported: Json, now: datetime, *, at_once: bool)
     }
     loss, speed, eta = reported.get("loss"), reported.get("samplesPerSecond"), reported.get("eta")
     if is_number(loss):
-        fresh |= {"loss": loss, "lossDisplay": f"{loss:.4g}"}
+        fresh |= {"loss": loss, "lossDisplay": f"{loss:z.4g}"}
     if speed is not None and is_number(speed):
         fresh |= {"samplesPerSecond": round(speed, 1), "speedDisplay": f"{speed:,.0f}/s"}
     if eta is not None:
@@ -47,10 +54,51 @@ def shown_progress(shown: Json, reported: Json, now: datetime, *, at_once: bool)
         fresh["metrics"] = dict(numbers[:_METRICS])
         if "speedDisplay" not in fresh and protocol.COUNTED_SPEED in fresh["metrics"]:
             fresh["speedDisplay"] = f"{fresh['metrics'][protocol.COUNTED_SPEED]:.3g} steps/s"
+    if stragglers:
+        fresh["stragglers"] = list(stragglers)
     fresh |= _summary(fresh)
     if fresh == {key: value for key, value in shown.items() if key != "updatedAt"}:
         return shown
     return fresh | {"updatedAt": format_time(now)}
+
+
+def shown_stragglers(view: View) -> list[Json]:
+    """The ranks that lag, as status.progress shows them, with the pods that they are in.
+
+    The script names ranks; pods and times are the operator's own. A rank is shown for a minute at least, so that a
+    script that changes its mind makes few events; but not in another pod than it was found in, which the next round
+    may give the rank, and not while nothing trains.
+    """
+    report, now, procs = view.report, view.now, view.job.spec.procs_per_node
+    if report is None or report.state is not protocol.CoordinatorState.RUNNING:
+        return []
+    members = {member.rank: member.pod for member in report.members if member.rank is not None}
+    hosts = {pod.name: pod.host for pod in view.pods if pod is not None}
+    was = view.status.progress.get("stragglers") or ()
+    shown = {
+        entry["rank"]: entry
+        for entry in was
+        if {"rank", "pod", "slowdown"} <= entry.keys() and members.get(entry["rank"] // procs) == entry["pod"]
+    }
+    reported: dict[int, Json] = {}
+    for found in protocol.read_stragglers(report.progress.get(protocol.STRAGGLERS)):
+        pod = members.get(found["rank"] // procs)
+        if pod not in hosts:
+            continue  # No such rank.
+        since = shown.get(found["rank"], {}).get("since", format_time(now))
+        slowdown = round(float(min(found["slowdown"], MOST_SLOWDOWN)), 1)
+        reported[found["rank"]] = {"rank": found["rank"], "pod": pod, "slowdown": slowdown, "since": since}
+        if hosts[pod]:
+            reported[found["rank"]]["node"] = hosts[pod]
+    kept = [rank for rank in shown if rank in reported or _is_fresh(shown[rank], now)]
+    ranks = [*kept, *(rank for rank in reported if rank not in shown)][: protocol.MAX_STRAGGLERS]
+    entries = [reported.get(rank) or shown[rank] for rank in ranks]
+    return sorted(entries, key=lambda entry: (-entry["slowdown"], entry["rank"]))
+
+
+def _is_fresh(entry: Json, now: datetime) -> bool:
+    since = known_time(entry.get("since"))
+    return since is not None and timedelta(0) <= now - since < SHOWN
 
 
 def _summary(fresh: Json) -> Json:

@@ -1,0 +1,222 @@
+"""Decides which pods leave Kubernetes nodes that health agents call unhealthy, before anything fails there.
+
+What agents say may be wrong: it has to last, most nodes cannot be unhealthy at once, a job leaves a node once an
+hour, and only where another one may take the pod. Whether it has room is not known, so that without a spare the
+unhealthy node must be able to take the pod back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
+
+from ddpjob.api.job_spec import JobSpec
+from ddpjob.api.job_status import SlotState
+from ddpjob.core.failures.avoided_nodes import RECENT, WINDOW
+from ddpjob.core.failures.classify import Cause, End
+from ddpjob.core.view import View
+from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
+
+LASTS = timedelta(seconds=60)
+"""How long a node must have been unhealthy, by the operator's clock: a signal that comes and goes moves nothing."""
+SHARE = 0.25
+"""Of the nodes of one kind. Where more are unhealthy, it is the agent that is broken, or there is no better place."""
+MOVES = 3
+"""Restarts for this cause within an hour; further ones would cost more than they may save."""
+_BEYOND = "the required affinity, spread constraints, claims or amounts of this job's podTemplate and resources"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A pod on a node that has been unhealthy for long enough."""
+
+    index: int
+    end: End
+    """Its end, if it is moved."""
+    reason: str = ""
+    """Why it stays, one word; empty: it is moved."""
+    why: str = ""
+    """Why it stays, for people."""
+
+
+def judge_nodes(view: View) -> list[Verdict]:
+    """The pods of slots on unhealthy nodes, by index; none while the job finishes."""
+    hosts = view.world.hosts
+    if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):
+        return []
+    found = []
+    for index, pod in enumerate(view.pods):
+        trains = pod is not None and pod.main.running and not pod.ended and pod.deleted_at is None
+        host = hosts.get(pod.host) if pod is not None and trains else None
+        if pod is not None and host is not None and _lasts(view, host):
+            message = f"Kubernetes node {host.name} of pod {pod.name} is unhealthy: {host.unhealthy}"
+            found.append((index, pod, host, End(Cause.NODE_UNHEALTHY, message)))
+    if not found:
+        return []
+    within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
+    recent = [r for r in within if r.reason == Cause.NODE_UNHEALTHY]
+    often = len({r.round for r in recent}) >= MOVES or len(within) >= RECENT  # Others may have pushed moves out.
+    left = {r.node for r in recent}
+    left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}
+    wants = Wants.of(view.job.spec)
+    own = {host.name for _, _, host, _ in found}
+    kin = [host for host in hosts.values() if not host.deleted and (host.name in own or wants.kind(host))]
+    storm = sum(bool(host.unhealthy) for host in kin) > max(1, SHARE * len(kin))
+    spares, places = _spares(view), 0 if wants.more else _places(view, wants)
+    verdicts = []
+    for index, pod, host, end in found:
+        if storm:
+            # Without their number: a node that comes and goes would change the status each time.
+            reason, why = "TooManyUnhealthy", "more than a quarter of the Kubernetes nodes of its kind are unhealthy"
+        elif host.name in left:
+            reason, why = "MovedBefore", "the job has left this node within the last hour, and found no better one"
+        elif _came_after(pod, host):
+            reason, why = "PlacedThere", "the scheduler chose the node when it was unhealthy already"
+        elif often:
+            reason, why = "MovedTooOften", f"{MOVES} moves, or {RECENT} restarts of any kind, were within the last hour"
+        elif spares:
+            reason, why, spares = "", "", spares - 1
+        elif wants.more:
+            reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler could judge {_BEYOND}"
+        elif not wants.admitted_to(host):
+            why = "no spare is ready, and this node is cordoned or tainted: it could not take the pod back"
+            reason = "NoOtherNode"
+        elif not places:
+            reason, why = "NoOtherNode", "no spare is ready, and no node is known that has a place for this pod too"
+        else:
+            reason, why, places = "", "", places - 1
+        verdicts.append(Verdict(index, end, reason, why))
+    return verdicts
+
+
+def next_judgement(view: View) -> datetime | None:
+    """When a node of the job will have been unhealthy for long enough; None: none is about to be."""
+    hosts = view.world.hosts or {}
+    begun = [hosts[p.host].unhealthy_since for p in view.pods if p is not None and p.host in hosts]
+    return min((since + LASTS for since in begun if since is not None and since + LASTS > view.now), default=None)
+
+
+def _lasts(view: View, host: HostView) -> bool:
+    since = host.unhealthy_since
+    return bool(host.unhealthy) and host.ready and since is not None and view.now >= since + LASTS
+
+
+def _came_after(pod: PodView, host: HostView) -> bool:
+    """Whether the pod is younger than its node's sign: to move it would only ask the scheduler once more.
+
+    The clocks are the API server's and the operator's: a difference of theirs costs or adds a move, within the limits.
+    """
+    return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
+
+
+def _spares(view: View) -> int:
+    """Members that are ready beside a complete group, on nodes that are well."""
+    report, hosts = view.report, view.world.hosts or {}
+    if report is None or report.state != CoordinatorState.RUNNING or (report.world or 0) < view.job.spec.nodes:
+        return 0
+    well = {p.name for p in view.pods if p is not None and (p.host not in hosts or hosts[p.host].well)}
+    return sum(m.state is MemberState.READY and m.pod in well for m in report.members)
+
+
+def _places(view: View, wants: Wants) -> int:
+    """Places for pods of the job on nodes that may take one, as far as it is known: what others occupy is not."""
+    spec, hosts = view.job.spec, view.world.hosts or {}
+    used = Counter(p.host for p in view.world.nodes() if not p.ended)
+    on = [hosts[name] for name in used if name in hosts]
+    labels = dict(wants.labels)
+    if spec.scheduling.same_topology and spec.pods > 1:
+        key = spec.scheduling.same_topology
+        labels |= next(({key: host.labels[key]} for host in on if key in host.labels), {})
+    avoided = {entry.node for entry in view.status.avoided_nodes}
+    fitting = [
+        host
+        for host in hosts.values()
+        if host.well
+        and host.name not in avoided
+        and wants.admitted_to(host)
+        and labels.items() <= host.labels.items()
+        and all(host.devices.get(name, 0) >= n for name, n in wants.devices.items())
+    ]
+    if spec.scheduling.one_pod_per_node:
+        key = spec.scheduling.topology_key
+        taken = {host.labels.get(key, host.name) for host in on if host.well}
+        return len({host.labels.get(key, host.name) for host in fitting} - taken)
+    return sum(
+        min((host.devices[name] // n - used[host.name] for name, n in wants.devices.items() if n), default=spec.pods)
+        for host in fitting
+    )
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What the scheduler will look at for a pod of a job."""
+
+    labels: Mapping[str, str]
+    devices: Mapping[str, int]
+    """Extended resources, by their names."""
+    tolerations: tuple[Mapping[str, Any], ...]
+    more: bool
+    """Whether there is anything that is not judged here, so that nobody but the scheduler can tell."""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Wants:
+        pod = _dict(spec.pod_template.get("spec"))
+        affinity = _dict(pod.get("affinity"))
+        rules = any(name.startswith("required") and v for kind in affinity.values() for name, v in _dict(kind).items())
+        more = rules or any(pod.get(f) for f in ("resourceClaims", "nodeName", "topologySpreadConstraints"))
+        amounts: dict[str, Any] = {spec.gpu_resource: spec.gpus_per_node} if spec.gpus_per_node else {}
+        amounts |= _extended(spec.resources)
+        containers = _dicts(pod.get("containers")) + _dicts(pod.get("initContainers"))
+        for container in sorted(containers, key=lambda c: c.get("name") != TRAINER_CONTAINER):
+            asked = _extended(_dict(container.get("resources")))
+            if container.get("name") != TRAINER_CONTAINER and asked.keys() & amounts.keys():
+                more = True
+            amounts |= asked
+        return cls(
+            labels={str(key): str(value) for key, value in _dict(pod.get("nodeSelector")).items()},
+            devices={name: int(n) for name, n in amounts.items() if str(n).isdecimal()},
+            tolerations=tuple(_dicts(pod.get("tolerations"))),
+            more=more or not all(str(n).isdecimal() for n in amounts.values()),
+        )
+
+    def kind(self, host: HostView) -> bool:
+        """Whether a node is of the kind that the job runs on: it has such devices, or else such labels.
+
+        Also where none of its devices is well, which leaves it the name of the resource.
+        """
+        if self.devices:
+            return self.devices.keys() <= host.devices.keys()
+        return self.labels.items() <= host.labels.items()
+
+    def admitted_to(self, host: HostView) -> bool:
+        """Whether it is not cordoned, and its taints are tolerated."""
+        return host.schedulable and all(any(_tolerates(t, *taint) for t in self.tolerations) for taint in host.taints)
+
+
+def _tolerates(toleration: Mapping[str, Any], key: str, value: str, effect: str) -> bool:
+    if toleration.get("effect") not in (None, "", effect) or toleration.get("tolerationSeconds") is not None:
+        return False
+    exists, named = toleration.get("operator") == "Exists", toleration.get("key")
+    if not named:
+        return exists
+    equal = toleration.get("operator") in (None, "", "Equal") and (toleration.get("value") or "") == value
+    return named == key and (exists or equal)
+
+
+def _extended(resources: Mapping[str, Any]) -> dict[str, Any]:
+    """A container's extended resources, whose names have a domain; requests equal limits."""
+    asked = {**_dict(resources.get("requests")), **_dict(resources.get("limits"))}
+    return {name: amount for name, amount in asked.items() if "/" in name}
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []

@@ -1,0 +1,95 @@
+"""Decides the gang: which pods the scheduler places at once or not at all, and when a job gives up what it holds.
+
+The gang of a generation are its first `min_nodes` slots and the coordinator's own pod. Spares, and nodes beyond
+`elastic.minNodes`, are made when the gang is placed: they neither hold it back nor take what it waits for. Pods that
+replace one of a gang that was placed are scheduled by themselves, at once: a group of Kubernetes 1.36 lets no pod pass
+while fewer than its minimum exist, and the minimum cannot be changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from ddpjob.api.job_spec import Placement
+from ddpjob.api.job_status import ConditionType, GangStatus, JobStatus, Slot, SlotState
+from ddpjob.core.view import View
+
+YIELD = timedelta(seconds=30)
+"""How long a group that cannot train may hold its nodes while the scheduler finds no room for a missing pod."""
+
+
+def planned_gang(view: View) -> GangStatus | None:
+    """The gang of a generation that begins now; None: its pods are placed one by one."""
+    spec = view.job.spec
+    wanted = spec.scheduling.gang
+    if wanted is None:
+        own = "schedulingGroup" in (spec.pod_template.get("spec") or {})
+        wanted = view.world.serves_gangs and not own and not spec.scheduling.scheduler_name
+    return GangStatus(nodes=spec.min_nodes) if wanted and spec.min_nodes > 1 else None
+
+
+def not_served(view: View) -> bool:
+    """Whether the job waits for a gang that this cluster does not serve, because its user insists on it."""
+    return view.status.gang_waits and not view.world.serves_gangs
+
+
+def is_outdated(view: View) -> bool:
+    """Whether another gang is needed than the one that waits: a PodGroup does not follow a change of size.
+
+    A suspended job has no pods: what it resumes with is decided by the present.
+    """
+    status = view.status
+    if not status.gang_waits and not status.holds(ConditionType.SUSPENDED):
+        return False
+    return status.gang != planned_gang(view)
+
+
+def with_placed(view: View) -> JobStatus:
+    """The status, in which the gang is placed as soon as all its pods have been seen on hosts at the same time."""
+    status = view.status
+    if status.gang is None or status.gang.placed:
+        return status
+    members = list(view.pods[: status.gang.nodes])
+    if view.job.spec.rendezvous.placement is Placement.DEDICATED:
+        members.append(view.coordinator)
+    if not all(pod is not None and pod.host for pod in members):
+        return status
+    return replace(status, gang=replace(status.gang, placed=True))
+
+
+def is_broken_up(view: View, kept: list[Slot]) -> bool:
+    """Whether a preempted group should become a gang again at once: what is left of it cannot train.
+
+    The scheduler has taken its room because there was no other, so waiting for a single pod would be in vain. `kept`:
+    slots that have not lost their pod.
+    """
+    held = sum(bool(slot.node) and slot.state in (SlotState.CREATED, SlotState.RUNNING) for slot in kept)
+    return view.status.gang is not None and view.status.gang.placed and held < view.job.spec.min_nodes
+
+
+def yields(view: View) -> str:
+    """Why the job gives up its nodes and waits as a gang again; empty: it does not.
+
+    It holds nodes and has not trained for YIELD, while the scheduler finds no room for a pod that it needs. That is
+    not judged while pods of its own end, which may be what keeps the room.
+    """
+    status, spec, now = view.status, view.job.spec, view.now
+    running, scheduled = (status.condition(kind) for kind in (ConditionType.RUNNING, ConditionType.SCHEDULED))
+    if status.gang is None or not status.gang.placed or running is None or scheduled is None:
+        return ""
+    if running.status or scheduled.status or any(p.deleted_at is not None and not p.ended for p in view.world.pods):
+        return ""
+    alive = [pod for pod in view.pods if pod is not None and not pod.ended]
+    held = [pod for pod in alive if pod.host]
+    needed = alive if len(held) < spec.min_nodes else []
+    lacking = [p for p in (view.coordinator, *needed) if p is not None and p.unschedulable and not p.host and p.created]
+    if not held or not lacking:
+        return ""
+    first = lacking[0]
+    if now - max(running.since, scheduled.since, first.created or now) < YIELD:
+        return ""
+    return (
+        f"{len(held)} of {spec.min_nodes} nodes were held for {YIELD.seconds} s without training, and there is no room "
+        f"for pod {first.name}: the job gives them up and waits for all of them at once"
+    )

@@ -1,0 +1,59 @@
+"""Decides what a job takes of its class, and that it waits for one that is missing or refuses it.
+
+A class is taken when a job starts or is resumed, and kept in the status: nothing that the platform team changes later
+reaches a job that runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddpjob.api.job_classes import begins, violations
+from ddpjob.api.job_status import ConditionType, JobStatus
+from ddpjob.core.status.conditions import with_condition, without_condition
+from ddpjob.core.view import View
+
+CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "ClassExceeded"
+
+
+def class_fault(view: View) -> tuple[str, str] | None:
+    """Reason and message, where a job that begins cannot have its class; None: it can, or does not begin."""
+    job, offer = view.job, view.world.offer
+    if not begins(job):
+        return None
+    if offer.job_class is None:
+        known = ", ".join(offer.known[:10]) or "none"
+        message = (
+            f'spec.className: "{job.spec.class_name}" is none of the classes that namespace {job.namespace} may use '
+            f"({known}); the job waits until the platform team has added it to the chart's jobClasses, or suspend the "
+            "job and name another one"
+        )
+        return CLASS_MISSING, message
+    return (CLASS_REFUSED, "; ".join(offer.problems)) if offer.problems else None
+
+
+def takes_class(view: View) -> JobStatus | None:
+    """The status with the class as it is now, of a job that begins without it; None: it has it already, or has none."""
+    given, taken = view.world.offer.job_class, view.status.job_class
+    if not begins(view.job) or given is None:
+        return None
+    if taken is not None and (taken.name, taken.mark) == (given.name, given.mark):
+        return None
+    return replace(view.status, job_class=given)
+
+
+def with_class_applied(view: View) -> JobStatus:
+    """The status with its condition ClassApplied, of a job that runs; without both where it names no class."""
+    job, status = view.job, view.status
+    if not job.spec.class_name:
+        return without_condition(replace(status, job_class=None), ConditionType.CLASS_APPLIED)
+    taken = status.job_class
+    if taken is None:
+        return status
+    exceeded = violations(job, taken)
+    if exceeded:
+        # It runs with what the class gives, and as many nodes as it allows.
+        message = "not applied: " + "; ".join(exceeded)
+        return with_condition(status, ConditionType.CLASS_APPLIED, False, CLASS_EXCEEDED, message, view.now)
+    message = f"the job has what class {taken.name} gave when it started; status.jobClass holds it"
+    return with_condition(status, ConditionType.CLASS_APPLIED, True, "Applied", message, view.now)

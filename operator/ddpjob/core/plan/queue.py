@@ -1,0 +1,169 @@
+"""Decides what a job in a queue of Kueue's asks for, whether it may run, and at which size.
+
+A job asks by a Workload: so many pods of slots, which need so much each, and its coordinator's pod. It runs while an
+admitted Workload of its own holds quota for pods of this kind. Another number of pods is asked for by another Workload
+that replaces the first one when it is admitted (a "slice" of an elastic job in Kueue's words); until then the job keeps
+the size that it has been granted. What is evicted has no pods before its quota is given back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import ConditionType, JobStatus
+from ddpjob.core.decision import Action, CreateWorkload, DeleteWorkload, MarkWorkload, ReleaseWorkload
+from ddpjob.core.status.conditions import QUEUE_NOT_SERVED, QUEUE_WAITS, with_condition, without_condition
+from ddpjob.core.status.messages import count
+from ddpjob.core.view import View
+from ddpjob.core.world import WorkloadView
+
+REPLACED = "WorkloadSliceReplaced"
+"""Kueue's reason for a finished Workload whose quota another one of the job takes over: it ends a moment earlier."""
+_NOT_SERVED = (
+    "the job's label names queue {}, and the operator finds no Workloads in this cluster (kueue.x-k8s.io/v1beta2, of "
+    "Kueue 0.15 or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
+)
+
+
+def shape_of(job: DDPJob) -> str:
+    """Identifies what the pods of a job need each, whatever their number."""
+    spec = job.spec
+    needs = [spec.resources, spec.gpus_per_node, spec.gpu_resource, spec.pod_template]
+    needs += [spec.rendezvous.resources, spec.rendezvous.placement]
+    return hashlib.sha256(json.dumps(needs, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def workload_name(job: DDPJob) -> str:
+    """The name of the Workload that asks for what the job's spec asks for."""
+    asked = f"{job.uid} {shape_of(job)} {job.spec.pods}"
+    return f"{job.name}-queue-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+
+
+def is_queued(view: View) -> bool:
+    """Whether a queue decides when the job runs.
+
+    A label that is added to a job that runs without a queue has an effect when the job is suspended: what trains is
+    not ended for it.
+    """
+    status = view.status
+    if not view.job.queue or view.world.serves_queues is None:
+        return False
+    return status.queue is not None or not status.slots or status.holds(ConditionType.SUSPENDED)
+
+
+def _holding(view: View) -> WorkloadView | None:
+    """The Workload whose quota the job has; the one that suits its spec, if there are two."""
+    job, shape, name = view.job, shape_of(view.job), workload_name(view.job)
+    least = job.spec.elastic.min_nodes if job.spec.elastic else 1
+    pending = any(not (w.finished or w.leaving) for w in view.world.workloads)
+    usable = [
+        w
+        for w in view.world.workloads
+        if w.admitted and not (w.evicted or w.leaving) and (not w.finished or (w.finished == REPLACED and pending))
+        if w.shape == shape and w.grant is not None and w.grant.pods >= least
+    ]
+    return min(usable, key=lambda w: (bool(w.finished), w.name != name), default=None)
+
+
+def with_grant(view: View) -> View:
+    """The view with `status.queue` as Kueue has it. Of a job in no queue, or that waits, it is None."""
+    status = view.status
+    if not is_queued(view):
+        return view.with_status(without_condition(replace(status, queue=None), ConditionType.ADMITTED))
+    if not view.world.serves_queues:
+        return view  # Kueue was removed, or may not be read for the moment: what runs is left alone.
+    held = _holding(view)
+    return view.with_status(replace(status, queue=held.grant if held is not None else None))
+
+
+def waits_for(view: View) -> tuple[str, str]:
+    """Reason and message of a job that waits in its queue."""
+    job, world = view.job, view.world
+    if not world.serves_queues:
+        return QUEUE_NOT_SERVED, _NOT_SERVED.format(job.queue)
+    asked = next((w for w in world.workloads if w.name == workload_name(job)), None)
+    said = asked.message if asked is not None else ""
+    refused = _refusal(view)
+    if asked is None and refused:
+        said = refused
+    return QUEUE_WAITS, f"waits in queue {job.queue} for {_size(job.spec.pods)}{f': {said}' if said else ''}"
+
+
+def _size(pods: int) -> str:
+    return f"the quota of {count(pods, 'pod')}"
+
+
+def _refusal(view: View) -> str:
+    refused = next((r for r in view.world.rejections if r.of_queue), None)
+    return f"the API server rejects {refused.object}: {refused.message}" if refused is not None else ""
+
+
+def with_admitted(view: View) -> JobStatus:
+    """The status with its condition Admitted, of a job in a queue."""
+    job, status, queue = view.job, view.status, view.status.queue
+    if queue is None:
+        reason, message = waits_for(view)
+        return with_condition(status, ConditionType.ADMITTED, False, reason, message, view.now)
+    reason, message = "Admitted", f"{queue.cluster_queue} has granted {_size(queue.pods)}"
+    if queue.pods < job.spec.pods:
+        reason, (_, waits) = "Growing", waits_for(view)
+        message += f"; {waits}"
+    return with_condition(status, ConditionType.ADMITTED, True, reason, message, view.now)
+
+
+def queue_actions(view: View) -> list[Action]:
+    """What is asked for and given back, of a job that has no pods or runs with quota.
+
+    Not while pods of a job without quota still end: theirs is not given back before.
+    """
+    job, world, queue = view.job, view.world, view.status.queue
+    if not is_queued(view):
+        return drop_workloads(view)
+    if not world.serves_queues:
+        return []
+    name, actions = workload_name(job), list[Action]()
+    replaced = any(queue is not None and w.uid == queue.uid and w.finished for w in world.workloads)
+    for workload in world.workloads:
+        held = queue is not None and workload.uid == queue.uid
+        if workload.leaving or held or (replaced and not workload.finished):
+            continue  # What takes over is looked at when it has.
+        if workload.name != name or workload.finished or (queue is None and workload.asks != _asks(job)):
+            actions.append(DeleteWorkload(workload.name, workload.uid))
+        elif workload.evicted and workload.reserved:
+            actions.append(ReleaseWorkload(workload.name, workload.uid))
+    if not any(workload.name == name for workload in world.workloads):
+        actions.append(CreateWorkload(name, queue.workload if queue is not None else ""))
+    if queue is not None and view.status.holds(ConditionType.RUNNING):
+        running = "the group trains"
+        actions += [
+            MarkWorkload(w.name, w.uid, "PodsReady", "Started", running)
+            for w in world.workloads
+            if w.uid == queue.uid and not w.ready
+        ]
+    return actions
+
+
+def _asks(job: DDPJob) -> tuple[str, str]:
+    return job.queue, job.queue_priority
+
+
+def drop_workloads(view: View) -> list[Action]:
+    """The end of all requests for quota, of a job that shall not run or is in no queue."""
+    return [DeleteWorkload(w.name, w.uid) for w in view.world.workloads if not w.leaving]
+
+
+def finish_workloads(view: View) -> list[Action]:
+    """Gives back the quota of a job that has ended, and leaves a record of it as other kinds of jobs do."""
+    failed = view.status.condition(ConditionType.FAILED)
+    complete = view.status.condition(ConditionType.COMPLETE)
+    ended = failed if failed is not None and failed.status else complete
+    reason = "Failed" if ended is failed else "Succeeded"
+    message = ended.message if ended is not None else ""
+    return [
+        MarkWorkload(w.name, w.uid, "Finished", reason, message[:1000])
+        for w in view.world.workloads
+        if not (w.finished or w.leaving)
+    ]

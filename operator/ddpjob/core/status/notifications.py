@@ -1,0 +1,159 @@
+"""Decides what a job's receiver is notified of, what the message says, and when that is over.
+
+The status says what is owed: an entry is written together with what it is about, Pending until its outcome is known.
+An operator that dies in between sends it again, with the same id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json, NotifyEvent
+from ddpjob.api.job_status import ConditionType, JobStatus, Notification, NotificationState, format_time
+from ddpjob.core.decision import BLOCKED_POLL, Decision, DeleteJob, Event, SendNotification
+from ddpjob.core.status.conditions import with_condition, without_condition
+from ddpjob.core.status.messages import event_text
+from ddpjob.core.world import World
+
+_PROGRESS = ("epoch", "epochs", "step", "steps", "percent", "loss", "samplesPerSecond", "eta", "updatedAt")
+
+
+def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decision) -> Decision:
+    """The decision with what the job's receiver is notified of. The job is not deleted before that is over."""
+    notify, status = job.spec.notify, decision.status
+    if notify is None:
+        if status.notifications or status.condition(ConditionType.NOTIFIES) is not None:
+            status = replace(without_condition(status, ConditionType.NOTIFIES), notifications=())
+        return replace(decision, status=status)
+    entries = {entry.event: entry for entry in status.notifications}
+    for event in _happened(job, status):
+        if event in notify.events:
+            id = f"{job.uid}.{event}.{status.round}"
+            entries[event] = Notification(event=event, id=id, time=now.replace(microsecond=0))
+    unusable = _unusable(job, world)
+    settled = [_settled(entry, world, unusable) for entry in entries.values()]
+    pending = [entry for entry in settled if entry.state is NotificationState.PENDING]
+    events = [
+        Event(True, "NotificationGivenUp", event_text(f"{after.event} to {notify.receiver}: {after.message}"))
+        for before, after in zip(entries.values(), settled, strict=True)
+        if after.state is NotificationState.GIVEN_UP and before.state is NotificationState.PENDING
+    ]
+    status, warned = _usable(replace(status, notifications=tuple(settled)), unusable, now)
+    sends = [SendNotification(e.id, notify.receiver, _body(job, status, e, world.link)) for e in pending]
+    actions = tuple(a for a in decision.actions if not (pending and isinstance(a, DeleteJob)))
+    wake = decision.wake
+    if pending:
+        wake = min(BLOCKED_POLL, wake) if wake is not None else BLOCKED_POLL
+    return Decision(status, (*actions, *sends), (*decision.events, *warned, *events), wake)
+
+
+def _happened(job: DDPJob, status: JobStatus) -> Iterator[NotifyEvent]:
+    """What holds by this status, and did not by the one before."""
+    if status.terminal:
+        if not job.status.terminal:
+            yield NotifyEvent.FAILED if status.holds(ConditionType.FAILED) else NotifyEvent.COMPLETE
+        return
+    allowed, old = job.spec.recovery.max_restarts, job.status.restarts
+    before = _nearly_spent(old.counted, allowed if old.allowed is None else old.allowed)
+    if _nearly_spent(status.restarts.counted, allowed) and not before:
+        yield NotifyEvent.BUDGET_NEARLY_SPENT
+
+
+def _nearly_spent(counted: int, allowed: int) -> bool:
+    return counted > 0 and allowed - counted <= max(1, allowed // 5)
+
+
+def _settled(entry: Notification, world: World, unusable: str) -> Notification:
+    outcome = world.outcomes.get(entry.id)
+    if entry.state is not NotificationState.PENDING:
+        return entry
+    if outcome is not None and outcome.delivered:
+        return replace(entry, state=NotificationState.DELIVERED)
+    if outcome is not None or unusable:
+        why = outcome.message if outcome is not None else unusable
+        return replace(entry, state=NotificationState.GIVEN_UP, message=why[:1000])
+    return entry
+
+
+# --- a receiver that cannot be used -----------------------------------------------------------------------------
+
+
+def _unusable(job: DDPJob, world: World) -> str:
+    """Why the receiver cannot be used; empty: it can."""
+    if job.spec.notify is None or job.spec.notify.receiver in world.receivers:
+        return ""
+    known = ", ".join(sorted(world.receivers)[:10]) or "none"
+    return (
+        f'spec.notify.receiver: "{job.spec.notify.receiver}" is none of the receivers that namespace '
+        f"{job.namespace} may use ({known}); name one of them, or have the platform team add it to the chart's "
+        "notify.receivers"
+    )
+
+
+def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus, list[Event]]:
+    """The status with the condition Notifies, which says at the job's beginning what would be noticed at its end."""
+    if status.terminal:
+        return status, []
+    if not unusable:
+        return without_condition(status, ConditionType.NOTIFIES), []
+    reason, known = "ReceiverUnknown", status.condition(ConditionType.NOTIFIES)
+    events = [Event(True, reason, event_text(unusable))] if known is None else []
+    return with_condition(status, ConditionType.NOTIFIES, False, reason, unusable, now), events
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------
+
+
+def _body(job: DDPJob, status: JobStatus, entry: Notification, link: str) -> Json:
+    """The JSON that is posted: fields for programs, `text` for receivers that speak Slack's format."""
+    reason, message = _why(job, status, entry.event)
+    counts = status.restarts
+    body: Json = {
+        "id": entry.id,
+        "event": entry.event,
+        "time": format_time(entry.time),
+        "job": job.name,
+        "namespace": job.namespace,
+        "uid": job.uid,
+        "state": status.phase,
+        "reason": reason,
+        "message": event_text(message),
+        "nodes": status.nodes_display(job.spec),
+        "restarts": {"counted": counts.counted, "total": counts.total, "max": job.spec.recovery.max_restarts},
+        "progress": {name: status.progress[name] for name in _PROGRESS if name in status.progress},
+    }
+    if link:
+        body["link"] = link
+    return body | {"text": _text(body)}
+
+
+def _why(job: DDPJob, status: JobStatus, event: NotifyEvent) -> tuple[str, str]:
+    if event is not NotifyEvent.BUDGET_NEARLY_SPENT:
+        condition = status.condition(ConditionType(event))
+        return (condition.reason, condition.message) if condition is not None else (str(event), "")
+    counts, allowed = status.restarts, job.spec.recovery.max_restarts
+    used = f"{counts.counted} of recovery.maxRestarts = {allowed} are used up"
+    last = next((r for r in reversed(counts.recent) if r.counted), None)
+    return str(event), f"{used}; the last one: {last.reason}: {last.message}" if last is not None else used
+
+
+def _text(body: Json) -> str:
+    progress, counts = body["progress"], body["restarts"]
+    facts = [f"restarts {counts['counted']}/{counts['max']}"]
+    facts += [f"{name} {progress[name]}" for name in ("epoch", "step", "loss") if name in progress]
+    head = f"DDPJob {body['namespace']}/{body['job']}: {body['event']} ({body['reason']}); {', '.join(facts)}"
+    lines = [_inert(head), f"```{_inert(body['message'])}```"] + ([body["link"]] if "link" in body else [])
+    return "\n".join(lines)
+
+
+def _inert(text: str) -> str:
+    """Text that a chat shows as it is: the job's author chooses it, who must not call a whole channel or hide a link.
+
+    & < > are escaped as Slack demands; a word joiner after @ ends mentions elsewhere, and no ` ends the block.
+    """
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    shown = escaped.replace("`", "'").replace("@", "@\u2060")
+    return "".join(c if c.isprintable() or c in "\n\u2060" else " " for c in shown)
