@@ -14,29 +14,43 @@ from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
-from ddpjob.api.types import DDPJob, JobStatus, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import JobStatus
 from ddpjob.core.decision import (
     Action,
+    Change,
     CreateBudget,
+    CreateClaim,
     CreateCoordinator,
+    CreateGang,
     CreateNode,
     CreatePolicy,
     CreateRuntime,
     CreateService,
     CreateToken,
+    CreateWorkload,
     Creation,
     Decision,
+    DeleteGang,
     DeleteJob,
     DeletePod,
+    DeleteWorkload,
     LabelPod,
+    MarkWorkload,
     Notify,
+    ReleaseWorkload,
+    SendNotification,
 )
 from ddpjob.core.world import NAME_TAKEN, Rejection
 from ddpjob.engine.ports import Cluster, NameTaken, Refused
 from ddpjob.objects.budget import build_budget
+from ddpjob.objects.claim import build_claim
 from ddpjob.objects.isolation import build_policy, build_token
+from ddpjob.objects.pod_group import build_gang
 from ddpjob.objects.pods import as_non_root, build_coordinator, build_node
 from ddpjob.objects.service import build_runtime, build_service
+from ddpjob.objects.workload import build_workload
 
 CONCURRENT = 16
 """Requests of one reconcile at the same time."""
@@ -59,24 +73,35 @@ async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
     """
     job = await _write_status(cluster, job, decision.status)
     actions = decision.actions
-    changes = [a for a in actions if isinstance(a, DeletePod | DeleteJob | LabelPod)]
+    changes = [a for a in actions if isinstance(a, Change)]
     await _together(partial(_perform, cluster, job, change) for change in changes)
     rejections = await _create(cluster, job, decision.status, [a for a in actions if isinstance(a, Creation)])
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MESSAGES_SECONDS):
             await _together(partial(_perform, cluster, job, a) for a in actions if isinstance(a, Notify))
+    await _together(partial(_perform, cluster, job, a) for a in actions if isinstance(a, SendNotification))
     await _together(partial(cluster.record, job, event) for event in decision.events)
     return Applied(job, rejections)
 
 
-async def _perform(cluster: Cluster, job: DDPJob, action: DeletePod | LabelPod | DeleteJob | Notify) -> None:
+async def _perform(cluster: Cluster, job: DDPJob, action: Change | Notify | SendNotification) -> None:
     match action:
         case DeletePod(name, uid, grace):
             await cluster.delete_pod(job, name, uid, grace)
+        case DeleteGang(name, uid):
+            await cluster.delete_gang(job, name, uid)
+        case DeleteWorkload(name, uid):
+            await cluster.delete_workload(job, name, uid)
+        case MarkWorkload(name, uid, condition, reason, message):
+            await cluster.mark_workload(job, name, uid, condition, reason, message)
+        case ReleaseWorkload(name, uid):
+            await cluster.release_workload(job, name, uid)
         case LabelPod(name, uid, role):
             await cluster.label_pod(job, name, uid, role)
         case Notify(endpoint, verb, body):
             await cluster.notify(job, endpoint, verb, body)
+        case SendNotification(id, receiver, content):
+            await cluster.send_notification(job, id, receiver, content)
         case DeleteJob():
             await cluster.delete_job(job)
         case _:
@@ -112,9 +137,11 @@ async def _create(
     sorted by name: the order must not depend on chance, since a condition shows the first.
     """
     rejections: list[Rejection] = []
+    granted = job.granted(status)
 
     async def one(action: Action) -> None:
-        manifest = _manifest(cluster, job, status, action)
+        sized = job if isinstance(action, CreateWorkload) else granted
+        manifest = _manifest(cluster, sized, status, action)
         name = f"{manifest['kind']} {manifest['metadata']['name']}"
         optional = isinstance(action, CreatePolicy)
         try:
@@ -127,7 +154,7 @@ async def _create(
     needed = [a for a in creations if not isinstance(a, CreateCoordinator | CreateNode)]
     await _together(partial(one, action) for action in needed)
     pods, size = [a for a in creations if a not in needed], 1
-    while pods and all(r.optional for r in rejections):
+    while pods and all(r.optional or r.of_queue for r in rejections):
         await _together(partial(one, action) for action in pods[:size])
         pods, size = pods[size:], min(2 * size, CONCURRENT)
     return tuple(sorted(rejections, key=lambda r: r.object))
@@ -149,6 +176,8 @@ def _manifest(cluster: Cluster, job: DDPJob, status: JobStatus, action: Action) 
     match action:
         case CreateService():
             return build_service(job)
+        case CreateClaim():
+            return build_claim(job)
         case CreateRuntime():
             return build_runtime(job)
         case CreateBudget():
@@ -157,6 +186,10 @@ def _manifest(cluster: Cluster, job: DDPJob, status: JobStatus, action: Action) 
             return build_policy(job, cluster.platform)
         case CreateToken():
             return build_token(job, cluster.platform)
+        case CreateGang():
+            return build_gang(job, status)
+        case CreateWorkload(name, replaces):
+            return build_workload(job, status, cluster.platform, name, replaces)
         case CreateCoordinator():
             return build_coordinator(job, status, cluster.platform)
         case CreateNode(index, attempt):

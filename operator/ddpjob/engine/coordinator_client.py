@@ -21,8 +21,9 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.protocol import INSTANCE_HEADER, NONCE_HEADER, PROOF_HEADER, STATUS_PATH, Command, Record, Report
 from yarl import URL
 
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import without_nulls
-from ddpjob.api.types import DDPJob, Json
 from ddpjob.core.plan.slots import UNVERSIONED, protocol_of
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.objects.platform import Platform

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ddpjob.api.types import DDPJob, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
 from ddpjob.core.decision import Event
 from ddpjob.core.world import Role, World
 from ddpjob.objects.platform import Platform
@@ -93,6 +94,22 @@ class Cluster(Protocol):
         """
         ...
 
+    async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
+        """Requests a PodGroup's deletion; one that is gone, or has another uid, is success."""
+        ...
+
+    async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
+        """Requests a Workload's deletion; one that is gone, or has another uid, is success."""
+        ...
+
+    async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
+        """Sets a condition of a Workload to True; one that is gone, or has another uid, is success. Raises Conflict."""
+        ...
+
+    async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
+        """Gives back the quota of a Workload; one that is gone, or is not evicted, is success. Raises Conflict."""
+        ...
+
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """Sets a pod's role label; a pod that is gone, or has another uid, is success."""
         ...
@@ -103,6 +120,10 @@ class Cluster(Protocol):
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         """Sends `POST /v1/VERB` to the coordinator at `host:port`; an empty or unreachable endpoint is no error."""
+        ...
+
+    async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
+        """Has it posted to the receiver, without waiting for that; one whose id is known changes nothing."""
         ...
 
     async def record(self, job: DDPJob, event: Event) -> None:

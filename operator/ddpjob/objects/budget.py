@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ddpjob.api.types import DDPJob, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
 from ddpjob.core.world import LABEL_BUDGET, LABEL_ROLE, LABEL_UID, Role
 from ddpjob.objects.service import metadata
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 
-from ddpjob.api.types import DDPJob, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
 from ddpjob.core.world import LABEL_ISOLATED, LABEL_UID
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.service import metadata

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpjob.api import near_misses
+from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import Problem, without_nulls
-from ddpjob.api.types import Json
+from ddpjob.core.volumes import FIELD, serves_one
 from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
 from ddpjob.objects.pod_template import problems
 from ddpjob.objects.quantities import amount
@@ -57,7 +58,8 @@ def _metadata(metadata: Mapping[str, Any], path: str) -> Iterator[Problem]:
 
 
 def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    yield from _image(spec["image"], "spec.image")
+    if "image" in spec:
+        yield from _image(spec["image"], "spec.image")
     if re.search(r"\.py$", spec.get("module") or ""):
         yield Problem("spec.module", f"{spec['module']} is the name of a file; write script: {spec['module']}")
     yield from _resources(spec.get("resources") or {}, "spec.resources")
@@ -66,9 +68,29 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
     for kind in ("data", "checkpoints"):
         volume = (spec.get("storage") or {}).get(kind) or {}
         yield from _name(volume.get("claimName"), f"spec.storage.{kind}.claimName")
+        yield from _name(volume.get("secretName"), f"spec.storage.{kind}.secretName")
+    yield from _claim_template(spec)
     for position, secret in enumerate(spec.get("imagePullSecrets") or ()):
         yield from _name(secret.get("name"), f"spec.imagePullSecrets[{position}].name")
     yield from _name((spec.get("scheduling") or {}).get("priorityClassName"), "spec.scheduling.priorityClassName")
+
+
+def _claim_template(spec: Mapping[str, Any]) -> Iterator[Problem]:
+    template = ((spec.get("storage") or {}).get("checkpoints") or {}).get("claimTemplate")
+    if not template:
+        return
+    claim, path = template["spec"], FIELD
+    yield from _metadata(template.get("metadata") or {}, f"{path}.metadata")
+    pods = spec.get("nodes", 1) + spec.get("spares", 0)
+    one_per_node = (spec.get("scheduling") or {}).get("onePodPerNode", True)
+    if serves_one(claim["accessModes"], pods, one_per_node=one_per_node):
+        what = f"a claim with {', '.join(claim['accessModes'])} serves one Kubernetes node, and the job has {pods} pods"
+        yield Problem(f"{path}.spec.accessModes", f"{what}; write [ReadWriteMany], or nodes: 1")
+    for name in ("storageClassName", "volumeName", "volumeAttributesClassName"):
+        yield from _name(claim.get(name) or None, f"{path}.spec.{name}")
+    for kind in ("requests", "limits"):
+        for name, value in (claim["resources"].get(kind) or {}).items():
+            yield from _quantity(value, f"{path}.spec.resources.{kind}.{name}")
 
 
 def _image(image: str, path: str) -> Iterator[Problem]:

@@ -6,7 +6,9 @@ import hashlib
 import hmac
 from dataclasses import dataclass
 
-from ddpjob.api.types import DDPJob, JobStatus, Json, Placement
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json, Placement
+from ddpjob.api.job_status import JobStatus
 from ddpjob.core.world import coordinator_pod_name, node_pod_name
 
 COORDINATOR_HOSTNAME = "coordinator"
@@ -30,6 +32,12 @@ class Platform:
     """Further peers that may reach the coordinators' port, for their metrics."""
     checkpoints_shared: bool | None = None
     """Whether all nodes see the same checkpoints; None: by the kind of volume."""
+
+    def bucket_folder(self, job: DDPJob) -> str:
+        """The job's own folder below storage.checkpoints.url: no other job of the cluster has it, a later one of the
+        same name has.
+        """
+        return f"{job.namespace}/{job.name}"
 
     def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
         """The coordinator's host name, which every pod of the job resolves.

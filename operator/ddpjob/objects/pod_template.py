@@ -32,7 +32,7 @@ _OWNED_CONTAINER = {
     "args": "use spec.args",
     "envFrom": "use spec.envFrom",
     "workingDir": "use spec.workingDir",
-    "resources": "use spec.resources, spec.gpusPerNode and spec.gpuResource",
+    "resources": "use spec.resources, spec.gpusPerNode and spec.gpuResource; only claims may stand here",
     "restartPolicy": _NOT_RESTARTED,
     "restartPolicyRules": _NOT_RESTARTED,
 }
@@ -86,6 +86,8 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str) -> 
             yield f"{path}.image: missing for the sidecar {name} (the training container's name is {TRAINER_CONTAINER})"
         return
     for field, remedy in _OWNED_CONTAINER.items():
+        if field == "resources" and set(container.get(field) or ()) == {"claims"}:
+            continue  # Dynamic resource allocation, for which spec.resources has no field.
         if field in container:
             yield f"{path}.{field}: belongs to the operator; remove it ({remedy})"
     for position, variable in enumerate(container.get("env") or ()):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from ddpjob.api.types import DDPJob, JobStatus, Json, Placement, Volume
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import DataVolume, JobSpec, Json, Placement, Preflight, PreflightScope, Volume
+from ddpjob.api.job_status import JobStatus, PodChanges
 from ddpjob.core.world import (
     COORDINATOR_CONTAINER,
     LABEL_ATTEMPT,
@@ -19,15 +22,20 @@ from ddpjob.core.world import (
     TRAINER_CONTAINER,
     Role,
     coordinator_pod_name,
+    gang_name,
     node_pod_name,
 )
 from ddpjob.objects.isolation import token_variable
 from ddpjob.objects.platform import COORDINATOR_HOSTNAME, Platform
 from ddpjob.objects.quantities import amount
-from ddpjob.objects.service import RUNTIME_FOLDER, metadata, runtime_items
+from ddpjob.objects.service import RUNTIME_FOLDER, metadata
 from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_node
 
 RUNTIME_VOLUME = "ddpjob-runtime"
+SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+"""Of storage.checkpoints.secretName, and the variables that AWS's tools read; the last one is optional."""
+DATA_PREFIX = "DDPJOB_DATA_"
+"""Of what the launcher reads of storage.data: those keys, too, which it removes before the workers start."""
 MAX_RESTARTS = 1_000_000
 """torchrun's own limit. The operator, which sees every failure, keeps the budget."""
 
@@ -55,7 +63,7 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
     # Provisional: the coordinator decides who trains, and the label follows its report (core.plan.actions).
     role = Role.NODE if index < job.spec.nodes else Role.SPARE
     pod = _pod(job, name, spec, _slot_labels(job, status, role, index, attempt))
-    return merge_into_node(pod, job.spec.pod_template)
+    return _queued(merge_into_node(pod, job.spec.pod_template), status.queue.node if status.queue else None)
 
 
 def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
@@ -70,8 +78,28 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         spec["affinity"] = _elsewhere(status)
     if job.spec.fast:
         spec["hostname"] = COORDINATOR_HOSTNAME
+    scheduler = (job.spec.pod_template.get("spec") or {}).get("schedulerName")
+    if status.gang_waits and scheduler:
+        spec["schedulerName"] = scheduler  # A gang has one.
     pod = _pod(job, name, spec, _slot_labels(job, status, Role.COORDINATOR, None, status.rendezvous.attempt))
-    return merge_into_coordinator(pod, job.spec.pod_template)
+    pod = merge_into_coordinator(pod, job.spec.pod_template)
+    return _queued(pod, status.queue.coordinator if status.queue else None)
+
+
+def _queued(pod: Json, changes: PodChanges | None) -> Json:
+    """The pod where the queue's flavor wants it: elsewhere it would use other machines than its quota is for."""
+    if changes is None:
+        return pod
+    meta, spec = dict(pod["metadata"]), dict(pod["spec"])
+    if changes.node_selector:
+        spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **changes.node_selector}
+    if changes.tolerations:
+        spec["tolerations"] = [*spec.get("tolerations", ()), *changes.tolerations]
+    if changes.labels:
+        meta["labels"] = {**changes.labels, **meta["labels"]}
+    if changes.annotations:
+        meta["annotations"] = {**meta.get("annotations", {}), **changes.annotations}
+    return {**pod, "metadata": meta, "spec": spec}
 
 
 def _pod(job: DDPJob, name: str, spec: Json, labels: dict[str, str]) -> Json:
@@ -130,6 +158,8 @@ def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
         basics["securityContext"] = {"seccompProfile": {"type": "RuntimeDefault"}}
     if spec.image_pull_secrets:
         basics["imagePullSecrets"] = [{"name": secret} for secret in spec.image_pull_secrets]
+    if status.gang_waits:
+        basics["schedulingGroup"] = {"podGroupName": gang_name(job, status.rendezvous.generation)}
     if spec.scheduling.scheduler_name:
         basics["schedulerName"] = spec.scheduling.scheduler_name
     if spec.scheduling.priority_class_name:
@@ -141,6 +171,9 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
     affinity: Json = {}
     if job.spec.scheduling.one_pod_per_node and job.spec.pods > 1:
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [_apart(job)]}
+    if job.spec.scheduling.same_topology and job.spec.pods > 1:
+        # While no pod of the job is placed, the scheduler lets one that would match itself choose the domain.
+        affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [_together(job)]}
     if status.avoided_nodes:
         affinity |= _elsewhere(status)
     return affinity
@@ -157,11 +190,16 @@ def _elsewhere(status: JobStatus) -> Json:
 
 
 def _apart(job: DDPJob) -> Json:
+    return {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.topology_key}
+
+
+def _together(job: DDPJob) -> Json:
+    return {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.same_topology}
+
+
+def _node_pods(job: DDPJob) -> Json:
     roles = {"key": LABEL_ROLE, "operator": "In", "values": [str(role) for role in NODE_ROLES]}
-    return {
-        "labelSelector": {"matchLabels": {LABEL_UID: job.uid}, "matchExpressions": [roles]},
-        "topologyKey": job.spec.scheduling.topology_key,
-    }
+    return {"matchLabels": {LABEL_UID: job.uid}, "matchExpressions": [roles]}
 
 
 # --- containers -------------------------------------------------------------------------------------------------
@@ -192,7 +230,13 @@ def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, att
     command, args = _entry_point(job, status, platform)
     container = _container(job, status, TRAINER_CONTAINER, command, args)
     # The operator's variables come first, so that the user's may refer to $(POD_IP); the schema forbids equal names.
-    container["env"] = _environment(job, status, platform, index, attempt) + list(job.spec.env)
+    container["env"] = [
+        *_environment(job, status, platform, index, attempt),
+        *_interface(job),
+        *_bucket(job, platform),
+        *_data_bucket(job),
+        *job.spec.env,
+    ]
     if job.spec.env_from:
         container["envFrom"] = list(job.spec.env_from)
     if job.spec.working_dir:
@@ -282,6 +326,8 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
         "DDPJOB_GRACE_SECONDS": str(_grace(job)),
         "DDPJOB_CLUSTER": platform.cluster,
     }
+    if spec.preflight is not None:
+        values["DDPJOB_PREFLIGHT"] = _preflight(spec, spec.preflight, values["DDPJOB_CHECKPOINT_DIR"])
     if data is not None:
         values["DDPJOB_DATA_DIR"] = platform.data_path or data.mount_path
     owned: list[Json] = [
@@ -295,6 +341,63 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
         owned += [{"name": "PET_" + name.upper().replace("-", "_"), "value": value} for name, value in settings.items()]
         owned.append({"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"})
     return owned
+
+
+def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
+    """What the launcher checks; `folder`: of the checkpoints."""
+    checkpoints = spec.storage.checkpoints
+    settings = {
+        "group": preflight.scope is PreflightScope.GROUP,
+        "seconds": preflight.timeout_seconds,
+        "least": preflight.min_megabytes_per_second or 0,
+        "gpus": spec.gpus_per_node,
+        "resource": spec.gpu_resource,
+        "backend": spec.backend,
+        "folder": "" if checkpoints is not None and checkpoints.read_only else folder,
+    }
+    return json.dumps(settings)
+
+
+def _interface(job: DDPJob) -> list[Json]:
+    """What the libraries read, where the user's env does not set it. podTemplate's variables replace these."""
+    given, name = {variable["name"] for variable in job.spec.env}, job.spec.network.interface
+    variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name else ()
+    return [{"name": variable, "value": name} for variable in variables if variable not in given]
+
+
+def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
+    """How the trainer's container finds storage.checkpoints.url; credentials are named, and nowhere copied."""
+    checkpoints = job.spec.storage.checkpoints
+    if checkpoints is None or checkpoints.url is None:
+        return []
+    values = {
+        "DDPJOB_CHECKPOINT_URL": f"{checkpoints.url.rstrip('/')}/{platform.bucket_folder(job)}",
+        "AWS_ENDPOINT_URL": checkpoints.endpoint,
+        "AWS_REGION": checkpoints.region,
+        "AWS_DEFAULT_REGION": checkpoints.region,  # the one that boto3 reads
+    }
+    found: list[Json] = [{"name": name, "value": value} for name, value in values.items() if value]
+    return [*found, *_keys(checkpoints.secret_name, "")]
+
+
+def _data_bucket(job: DDPJob) -> list[Json]:
+    """How the launcher finds storage.data.url. Its names are no other tool's: checkpoints may be elsewhere."""
+    data = job.spec.storage.data
+    if data is None or data.url is None:
+        return []
+    values = {"URL": data.url, "ENDPOINT": data.endpoint, "REGION": data.region}
+    found: list[Json] = [{"name": DATA_PREFIX + name, "value": value} for name, value in values.items() if value]
+    return [*found, *_keys(data.secret_name, DATA_PREFIX)]
+
+
+def _keys(secret: str | None, prefix: str) -> list[Json]:
+    found = []
+    for name in SECRET_KEYS if secret else ():
+        source: Json = {"name": secret, "key": name}
+        if name == "AWS_SESSION_TOKEN":
+            source["optional"] = True
+        found.append({"name": prefix + name, "valueFrom": {"secretKeyRef": source}})
+    return found
 
 
 def _grace(job: DDPJob) -> int:
@@ -363,7 +466,7 @@ def _coordinator_arguments(job: DDPJob, status: JobStatus) -> list[str]:
 
 
 def _runtime_volume(status: JobStatus) -> Json:
-    return {"name": RUNTIME_VOLUME, "configMap": {"name": status.runtime, "items": runtime_items()}}
+    return {"name": RUNTIME_VOLUME, "configMap": {"name": status.runtime}}
 
 
 def _runtime_mount(platform: Platform) -> Json:
@@ -375,11 +478,26 @@ def _volumes(job: DDPJob, status: JobStatus) -> list[Json]:
     volumes = [
         _runtime_volume(status),
         {"name": "ddpjob-shm", "emptyDir": {"medium": "Memory", "sizeLimit": storage.shared_memory}},
-        {"name": "ddpjob-checkpoints", **(_source(storage.checkpoints) if storage.checkpoints else {"emptyDir": {}})},
+        {"name": "ddpjob-checkpoints", **_checkpoints(job)},
     ]
     if storage.data:
-        volumes.append({"name": "ddpjob-data", **_source(storage.data)})
+        volumes.append({"name": "ddpjob-data", **_data(storage.data)})
     return volumes
+
+
+def _data(volume: DataVolume) -> Json:
+    if volume.cache:
+        return {"hostPath": {"path": volume.cache, "type": "DirectoryOrCreate"}}
+    return {"emptyDir": {}} if volume.url else _source(volume)
+
+
+def _checkpoints(job: DDPJob) -> Json:
+    volume = job.spec.storage.checkpoints
+    if volume is None or volume.url:
+        return {"emptyDir": {}}
+    if job.made_claim:
+        return {"persistentVolumeClaim": {"claimName": job.made_claim, "readOnly": False}}
+    return _source(volume)
 
 
 def _source(volume: Volume) -> Json:
@@ -400,9 +518,12 @@ def _mounts(job: DDPJob, platform: Platform) -> list[Json]:
         if volume is None:
             continue
         mount: Json = {"name": name, "mountPath": volume.mount_path}
+        fetched = isinstance(volume, DataVolume) and volume.url
         if volume.sub_path:
             mount["subPath"] = volume.sub_path
-        if volume.read_only:
+        if isinstance(volume, DataVolume) and volume.cache:
+            mount["subPath"] = f"{job.namespace}/{volume.fetched_folder}"
+        if volume.read_only and not fetched:
             mount["readOnly"] = True
         mounts.append(mount)
     return mounts

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import io
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from ddpjob_runtime import protocol
 
-from ddpjob.api.types import DDPJob, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
 from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY
 
 RUNTIME_FOLDER = Path(protocol.__file__).resolve().parent
 """The package `ddpjob_runtime`; job pods run it by its path."""
 SCRIPTS_PACKAGE = "ddpjob_report"
-"""Beside it: what training scripts import."""
+"""Beside it, with `ddpjob_bucket`, which it needs: what training scripts import."""
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:
@@ -54,28 +58,32 @@ def build_service(job: DDPJob) -> Json:
 
 
 @cache
-def runtime_files() -> dict[str, str]:
-    """Path below the mount to content of every file of the runtime, and of what training scripts may import."""
-    folder = RUNTIME_FOLDER.parent
-    paths = sorted(path for name in (SCRIPTS_PACKAGE, RUNTIME_FOLDER.name) for path in (folder / name).rglob("*.py"))
-    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+def _runtime_files() -> dict[str, bytes]:
+    """The ConfigMap's keys, which are the names of the files in the mount, and their contents.
+
+    Keys cannot hold `/`, and a path for each of fifty files would be half of every pod: an archive holds the packages,
+    which Python runs and imports as it is. Beside it is what is run or found by a file's path.
+    """
+    files = {
+        str(path.relative_to(RUNTIME_FOLDER.parent)): path.read_bytes()
+        for package in ("ddpjob_bucket", SCRIPTS_PACKAGE, RUNTIME_FOLDER.name)
+        for path in sorted(RUNTIME_FOLDER.with_name(package).rglob("*.py"))
+    }
+    packed = io.BytesIO()
+    with ZipFile(packed, "w", ZIP_DEFLATED) as archive:
+        for name, content in {"__main__.py": files[f"{RUNTIME_FOLDER.name}/__main__.py"], **files}.items():
+            archive.writestr(ZipInfo(name), content, ZIP_DEFLATED)  # of 1980, so that the bytes are always the same
+    return {
+        RUNTIME_FOLDER.name: packed.getvalue(),
+        "ddpjob_worker.py": files[f"{RUNTIME_FOLDER.name}/worker.py"],
+        f"{SCRIPTS_PACKAGE}.py": files[f"{RUNTIME_FOLDER.name}/report_of_archive.py"],
+    }
 
 
-def runtime_key(path: str) -> str:
-    """The ConfigMap's key of a file: keys cannot hold `/`."""
-    return path.replace("/", ".")
-
-
-def runtime_items() -> list[Json]:
-    """The ConfigMap's keys and the paths at which pods mount them."""
-    return [{"key": runtime_key(path), "path": path} for path in runtime_files()]
-
-
-def _digest(contents: Mapping[str, str]) -> str:
-    """Of a runtime with this version's files; `contents` by the ConfigMap's key."""
+def _digest(files: Mapping[str, bytes]) -> str:
     digest = hashlib.sha256()
-    for path in runtime_files():
-        digest.update(f"{path}\0{contents[runtime_key(path)]}\0".encode())
+    for name, content in sorted(files.items()):
+        digest.update(b"%s\0%d\0%s" % (name.encode(), len(content), content))
     return digest.hexdigest()[:8]
 
 
@@ -84,21 +92,21 @@ def holds_runtime(config_map: Json) -> bool:
 
     One of another version may have other files; one that somebody else made may have any content.
     """
-    data = config_map.get("data") or {}
-    if config_map.get("immutable") is not True or set(data) != {runtime_key(path) for path in runtime_files()}:
+    data = config_map.get("binaryData") or {}
+    if config_map.get("immutable") is not True or config_map.get("data") or set(data) != set(_runtime_files()):
         return False
-    return str(config_map["metadata"]["name"]).endswith(f"-{_digest(data)}")
-
-
-@cache
-def _runtime_data() -> dict[str, str]:
-    return {runtime_key(path): content for path, content in runtime_files().items()}
+    return str(config_map["metadata"]["name"]).endswith(f"-{_digest({k: b64decode(v) for k, v in data.items()})}")
 
 
 @cache
 def runtime_name() -> str:
     """The ConfigMap with this version's runtime. A running job keeps the one it began with while it can be mounted."""
-    return f"ddpjob-runtime-{_digest(_runtime_data())}"
+    return f"ddpjob-runtime-{_digest(_runtime_files())}"
+
+
+@cache
+def _runtime_data() -> dict[str, str]:
+    return {name: b64encode(content).decode() for name, content in _runtime_files().items()}
 
 
 def runtime_owner(job: DDPJob) -> Json:
@@ -118,5 +126,5 @@ def build_runtime(job: DDPJob) -> Json:
             "ownerReferences": [runtime_owner(job)],
         },
         "immutable": True,
-        "data": dict(_runtime_data()),
+        "binaryData": dict(_runtime_data()),
     }

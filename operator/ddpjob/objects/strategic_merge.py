@@ -1,34 +1,16 @@
 """Merges spec.podTemplate into the pods that the operator builds.
 
-Lists merge by the keys that Kubernetes' strategic merge patch uses for them, so that a template
-adds a volume or changes the trainer's securityContext without repeating the rest. Nothing is removed
-by null: a template without nulls is what JobSpec.read gives.
+Nothing is removed by null: a template without nulls is what JobSpec.read gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
+from ddpjob.api.merging import merge
 from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
-
-_LIST_KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "volumes": "name",
-    "volumeMounts": "mountPath",
-    "volumeDevices": "devicePath",
-    "env": "name",
-    "ports": "containerPort",
-    "imagePullSecrets": "name",
-    "hostAliases": "ip",
-    "topologySpreadConstraints": "topologyKey",
-    "resourceClaims": "name",
-}
-_TERMS = ("requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution")
-"""Lists of affinity terms that all hold or all weigh: the template's come after the operator's own."""
 
 
 def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
@@ -101,47 +83,10 @@ def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
 
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
     """The coordinator's part of the template: it runs the trainer's image, which needs the same things here."""
-    names = {v["name"] for v in _local_volumes(spec)}
+    # What lacks a name stays: the API server refuses it with its place, which the job's condition shows.
+    names = {v.get("name") for v in _local_volumes(spec)}
     trainer: Json = next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
     container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}
     if "volumeMounts" in container:
-        container["volumeMounts"] = [m for m in container["volumeMounts"] if m["name"] in names]
+        container["volumeMounts"] = [m for m in container["volumeMounts"] if m.get("name") in names]
     return [{"name": COORDINATOR_CONTAINER, **container}] if container else []
-
-
-def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
-    """A new object: mappings merge, keyed lists merge by key, affinity terms add up, everything else is replaced.
-
-    What the overlay does not name is shared with `base`.
-    """
-    merged = dict(base)
-    for field, value in overlay.items():
-        old = merged.get(field)
-        if isinstance(old, dict) and isinstance(value, Mapping):
-            merged[field] = merge(old, value)
-        elif isinstance(old, list) and isinstance(value, list) and field == "tolerations":
-            merged[field] = [item for item in old if not _answered(item, value)] + deepcopy(value)
-        elif isinstance(old, list) and isinstance(value, list) and field in _TERMS:
-            merged[field] = [*old, *deepcopy(value)]
-        elif isinstance(old, list) and isinstance(value, list) and field in _LIST_KEYS:
-            merged[field] = _merge_list(old, value, _LIST_KEYS[field])
-        else:
-            merged[field] = deepcopy(value)
-    return merged
-
-
-def _answered(toleration: Json, given: list[Json]) -> bool:
-    """Whether the template tolerates the same taint, and so replaces this toleration."""
-    return any(t.get("key") == toleration["key"] for t in given)
-
-
-def _merge_list(old: list[Json], new: list[Json], key: str) -> list[Json]:
-    merged = list(old)
-    positions = {item.get(key): position for position, item in enumerate(merged)}
-    for item in new:
-        position = positions.get(item.get(key))
-        if position is None:
-            merged.append(deepcopy(item))
-        else:
-            merged[position] = merge(merged[position], item)
-    return merged

@@ -1,0 +1,42 @@
+"""Builds the PersistentVolumeClaim of storage.checkpoints.claimTemplate, and the mark of that template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json, WhenDeleted
+from ddpjob.core.world import ANNOTATION_TEMPLATE
+from ddpjob.objects.service import job_labels
+
+
+def template_mark(job: DDPJob) -> str:
+    """Differs for templates that ask for other claims, or for another end of theirs; empty without one.
+
+    A claim that was kept is used again by a job with an equal mark alone.
+    """
+    template = job.spec.storage.claim_template
+    if template is None:
+        return ""
+    text = json.dumps([template.when_deleted, template.spec], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def build_claim(job: DDPJob) -> Json:
+    """The claim. With whenDeleted Retain it has no owner: Kubernetes would remove it with the job.
+
+    Raises ValueError for a job without a claimTemplate.
+    """
+    template = job.spec.storage.claim_template
+    if template is None:
+        raise ValueError(f"job {job.name} makes no claim")
+    metadata: Json = {
+        "name": job.made_claim,
+        "namespace": job.namespace,
+        "labels": {**template.metadata.get("labels", {}), **job_labels(job)},
+        "annotations": {**template.metadata.get("annotations", {}), ANNOTATION_TEMPLATE: template_mark(job)},
+    }
+    if template.when_deleted is WhenDeleted.DELETE:
+        metadata["ownerReferences"] = [job.owner_reference]
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": template.spec}

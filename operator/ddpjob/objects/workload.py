@@ -1,0 +1,116 @@
+"""Builds the Workload by which a job asks Kueue for the quota of all its pods, and names the job's Workloads."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json, Placement
+from ddpjob.api.job_status import JobStatus, Slot, format_time
+from ddpjob.core.plan.queue import shape_of
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.pods import build_coordinator, build_node
+from ddpjob.objects.service import metadata
+
+API_VERSION, KIND = "kueue.x-k8s.io/v1beta2", "Workload"
+NODE_SET, COORDINATOR_SET = "node", "coordinator"
+"""Names of its pod sets: the pods of slots, spares included, and the coordinator's own pod."""
+LABEL_SHAPE = "ddpjob.io/queue-shape"
+PRIORITY_CLASSES = {"WorkloadPriorityClass": "kueue.x-k8s.io", "PriorityClass": "scheduling.k8s.io"}
+"""Kinds of priority classes, and their API groups."""
+
+_POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName", "schedulerName", "overhead")
+_CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
+
+
+def build_workload(job: DDPJob, status: JobStatus, platform: Platform, name: str, replaces: str) -> Json:
+    """The request for `spec.nodes + spec.spares` pods of slots, and the coordinator's own.
+
+    `replaces`: name of the Workload that holds the quota until this one is admitted; empty: none does. Kueue takes the
+    priority from `spec.priority`, which whoever creates the Workload looks up in the class that it names.
+    """
+    plain = JobStatus(pod_defaults=status.pod_defaults, slots=(Slot(),))
+    sets = [_pod_set(NODE_SET, build_node(job, plain, platform, 0, 0), job.spec.pods)]
+    if job.spec.rendezvous.placement is Placement.DEDICATED:
+        sets.append(_pod_set(COORDINATOR_SET, build_coordinator(job, plain, platform), 1))
+    labels = {LABEL_SHAPE: shape_of(job), "kueue.x-k8s.io/job-uid": job.uid}
+    annotations = {"kueue.x-k8s.io/elastic-job": "true"}
+    if replaces:
+        annotations["kueue.x-k8s.io/workload-slice-replacement-for"] = f"{job.namespace}/{replaces}"
+    spec: Json = {"queueName": job.queue, "podSets": sets, **_priority(job)}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {**metadata(job, name, labels), "annotations": annotations},
+        "spec": spec,
+    }
+
+
+def _priority(job: DDPJob) -> Json:
+    template: Json = job.spec.pod_template.get("spec") or {}
+    name, kind = job.queue_priority, "WorkloadPriorityClass"
+    if not name:
+        name = template.get("priorityClassName") or job.spec.scheduling.priority_class_name or ""
+        kind = "PriorityClass"
+    return {"priorityClassRef": {"group": PRIORITY_CLASSES[kind], "kind": kind, "name": name}} if name else {}
+
+
+def _pod_set(name: str, pod: Json, number: int) -> Json:
+    """What decides about quota and flavor, and nothing else: environments may hold what is nobody's business."""
+    whole = pod["spec"]
+    spec: Json = {field: whole[field] for field in _POD_FIELDS if field in whole}
+    for kind in ("initContainers", "containers"):
+        if whole.get(kind):
+            spec[kind] = [{f: c[f] for f in _CONTAINER_FIELDS if f in c} for c in whole[kind]]
+    affinity: dict[str, Any] = whole.get("affinity") or {}
+    if "nodeAffinity" in affinity:
+        spec["affinity"] = {"nodeAffinity": affinity["nodeAffinity"]}
+    return {"name": name, "count": number, "template": {"metadata": {}, "spec": {**spec, "restartPolicy": "Never"}}}
+
+
+# --- its status, of which Kueue leaves a part to the jobs' controllers -------------------------------------------
+
+
+def marked(workload: Json, now: datetime, *, condition: str, reason: str, message: str) -> Json:
+    """The Workload with a condition that is True."""
+    return _with_conditions(workload, {condition: ("True", reason, message)}, now)
+
+
+_REQUEUED_AT_ONCE = ("Preempted", "NodeFailures")
+"""Reasons of evictions after which a Workload may be admitted at once; after others Kueue itself says when."""
+
+
+def released(workload: Json, now: datetime) -> Json | None:
+    """An evicted Workload without its quota, as Kueue's own jobs leave it; None: it is not evicted any more."""
+    known = {c["type"]: c for c in workload["status"].get("conditions") or ()}
+    evicted = known.get("Evicted", {})
+    if evicted.get("status") != "True":
+        return None
+    reason, message = evicted.get("reason") or "Evicted", evicted.get("message") or ""
+    conditions = {
+        "QuotaReserved": ("False", "Pending", message),
+        "Admitted": ("False", "NoReservation", "The workload has no reservation"),
+        "Requeued": ("True" if reason in _REQUEUED_AT_ONCE else "False", reason, message),
+    }
+    if "PodsReady" in known:
+        conditions["PodsReady"] = ("False", "WaitForStart", "Not all pods are ready or succeeded")
+    status = {key: value for key, value in workload["status"].items() if key != "admission"}
+    return _with_conditions({**workload, "status": status}, conditions, now)
+
+
+def _with_conditions(workload: Json, changes: dict[str, tuple[str, str, str]], now: datetime) -> Json:
+    """`changes`: status, reason and message by type."""
+    status = workload.get("status") or {}
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    for kind, (state, reason, message) in changes.items():
+        old = conditions.get(kind, {})
+        conditions[kind] = {
+            "type": kind,
+            "status": state,
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": old["lastTransitionTime"] if old.get("status") == state else format_time(now),
+            "observedGeneration": workload["metadata"].get("generation", 0),
+        }
+    return {**workload, "status": {**status, "conditions": list(conditions.values())}}
