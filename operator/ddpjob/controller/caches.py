@@ -7,15 +7,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from ddpjob.api.types import GROUP, KIND, PLURAL, VERSION, DDPJob, JobStatus, Json
+from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION, DDPJob, queue_labels, taken_class
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import JobStatus
 from ddpjob.controller.host_watch import Changed, HostWatch
 from ddpjob.controller.informer import Informer
-from ddpjob.controller.pod_views import read_pod
+from ddpjob.controller.pod_views import read_pod, read_workload
 from ddpjob.controller.rest import Rest
-from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY, PodView
+from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY, HealthSignals, PodView, WorkloadView
 from ddpjob.engine.ports import JobKey
+from ddpjob.objects.pod_group import API_VERSION as GANG_API
+from ddpjob.objects.pod_group import KIND as GANG
+from ddpjob.objects.workload import API_VERSION as WORKLOAD_API
+from ddpjob.objects.workload import KIND as WORKLOAD
 
 Wake = Callable[[JobKey, bool], None]
 """(job, whether its reconcile is urgent)"""
@@ -24,23 +30,28 @@ DEPARTED_FOR = 30.0
 """Seconds for which the last state of a pod that is gone is kept: it may say why, to an operator that is late."""
 JOBS_PAGE = 100
 """A user may make a DDPJob as large as 1.5 MB."""
+_View = TypeVar("_View")
+
 _ROOTS = {
     KIND: (f"/apis/{GROUP}/{VERSION}", PLURAL),
     "Pod": ("/api/v1", "pods"),
     "Service": ("/api/v1", "services"),
     "ConfigMap": ("/api/v1", "configmaps"),
     "Secret": ("/api/v1", "secrets"),
+    "PersistentVolumeClaim": ("/api/v1", "persistentvolumeclaims"),
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
     "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
+    GANG: (f"/apis/{GANG_API}", "podgroups"),
+    WORKLOAD: (f"/apis/{WORKLOAD_API}", "workloads"),
 }
 
-_WATCHED = tuple(kind for kind in _ROOTS if kind != "Secret")
-"""The operator may not read Secrets."""
+WATCHED = tuple(kind for kind in _ROOTS if kind not in ("Secret", "PersistentVolumeClaim"))
+"""The operator may not read Secrets, and reads claims one by one before a job's first pod."""
 
 
 def watches(namespaces: int) -> int:
     """How many watches, each with a connection of its own, are open with so many watched namespaces; 0: all."""
-    return len(_WATCHED) * max(1, namespaces) + 1
+    return len(WATCHED) * max(1, namespaces) + 1
 
 
 def collection(kind: str, namespace: str) -> str:
@@ -54,8 +65,11 @@ class Owned:
     """An object's owners, and its uid. `job` and `job_uid` are empty for one that several jobs share."""
 
     uid: str
+    name: str
     jobs: tuple[JobKey, ...]
     job_uids: frozenset[str]
+    leaving: bool = False
+    """Whether its deletion was requested."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,13 @@ class OwnedPod:
     job: JobKey
     job_uid: str
     pod: PodView
+
+
+@dataclass(frozen=True)
+class OwnedWorkload:
+    job: JobKey
+    job_uid: str
+    workload: WorkloadView
 
 
 class Caches:
@@ -81,6 +102,7 @@ class Caches:
         namespaces: Collection[str] = (),
         keep: Callable[[str], bool] = lambda namespace: True,
         on_job: Callable[[DDPJob | None, DDPJob | None], None] = lambda before, after: None,
+        signals: HealthSignals | None = None,
     ) -> None:
         self._on_job = on_job
         self._wake, self._own_write = wake, False
@@ -91,6 +113,10 @@ class Caches:
         """Likewise, with the time (monotonic seconds) at which they were gone."""
         self._departures = deque[tuple[float, tuple[str, str], str]]()
         """Time, job and name of each departure in `_departed`, oldest first."""
+        self._workloads: dict[tuple[str, str], dict[str, WorkloadView]] = {}
+        """By namespace and the job's uid, then by name."""
+        self._gangs: dict[str, dict[str, str]] = {}
+        """PodGroups by their job's uid: their uids by name."""
         ours = f"{LABEL_MANAGED}={MANAGED_BY}"
         more: dict[str, tuple[Callable[[Json], Any], Callable[[Any, Any], None], dict[str, Any]]] = {
             KIND: (self._read_job, self._job_changed, {"page": JOBS_PAGE}),
@@ -100,13 +126,17 @@ class Caches:
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
         # Without the right to list them jobs run without, and their condition Isolated says so.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
-        assert set(more) == set(_WATCHED)
+        # Most clusters do not serve them.
+        more[GANG] = _read_owned, self._gang_changed, {**more["Service"][2], "optional": True}
+        # Nor do they have Kueue.
+        more[WORKLOAD] = _read_owned_workload, self._workload_changed, {"selector": ours, "optional": True}
+        assert set(more) == set(WATCHED)
         self._informers: dict[tuple[str, str], Informer[Any]] = {
             (kind, namespace): Informer(rest, collection(kind, namespace), read, changed, keep=keep, **options)
             for kind, (read, changed, options) in more.items()
             for namespace in self.namespaces
         }
-        self.hosts = HostWatch(rest, on_hosts)
+        self.hosts = HostWatch(rest, on_hosts, signals)
 
     def _of(self, kind: str, namespace: str) -> Informer[Any]:
         return self._informers.get((kind, namespace)) or self._informers[kind, ""]
@@ -129,13 +159,17 @@ class Caches:
 
     def complete_in(self, namespace: str) -> bool:
         """Whether all that there is in a namespace has been read. One that may not be read holds up no other."""
-        return all(self._of(kind, namespace).listed.is_set() for kind in _WATCHED)
+        return all(self._of(kind, namespace).listed.is_set() for kind in WATCHED)
 
     # --- what is known
 
     def job(self, key: JobKey) -> DDPJob | None:
         job: DDPJob | None = self._of(KIND, key.namespace).get(key.namespace, key.name)
         return job
+
+    def jobs_in(self, namespace: str) -> list[DDPJob]:
+        """All jobs of a namespace."""
+        return [job for job in self._of(KIND, namespace).views() if job.namespace == namespace]
 
     def pods(self, job: DDPJob) -> tuple[PodView, ...]:
         """The job's pods, by name. As with a ReplicaSet, a pod whose labels are removed is released."""
@@ -158,6 +192,22 @@ class Caches:
         """An object of a kind of which only the metadata is read."""
         found: Owned | None = self._of(kind, namespace).get(namespace, name)
         return found
+
+    def serves_gangs(self, namespace: str) -> bool:
+        """Whether the API server serves PodGroups, and lets the operator read them."""
+        return self._of(GANG, namespace).served
+
+    def gangs(self, job: DDPJob) -> dict[str, str]:
+        """The job's PodGroups: their uids by name; empty for one that is being deleted."""
+        return dict(self._gangs.get(job.uid, {}))
+
+    def serves_queues(self, namespace: str) -> bool:
+        """Whether the API server serves Kueue's Workloads, and lets the operator read them."""
+        return self._of(WORKLOAD, namespace).served
+
+    def workloads(self, job: DDPJob) -> tuple[WorkloadView, ...]:
+        """The job's Workloads, by name."""
+        return tuple(workload for _, workload in sorted(self._workloads.get((job.namespace, job.uid), {}).items()))
 
     def jobs_on(self, hosts: frozenset[str]) -> set[JobKey]:
         """Jobs with a pod on one of these hosts."""
@@ -189,31 +239,34 @@ class Caches:
     # --- changes
 
     def _read_job(self, body: Json) -> DDPJob:
-        """The spec, which costs most, is read once per generation."""
+        """The spec, which costs most, is read once per generation and class."""
         meta = body["metadata"]
         known = self.job(JobKey(meta["namespace"], meta["name"]))
         if known is None or (known.uid, known.generation) != (meta["uid"], meta.get("generation")):
             return DDPJob.read(body)
+        status = JobStatus.read(body.get("status") or {})
+        if status.job_class != known.status.job_class:
+            return DDPJob.read(body)
+        queue, queue_priority = queue_labels(meta, taken_class(body["spec"], status))
         return replace(
             known,
-            status=JobStatus.read(body.get("status") or {}),
+            status=status,
             resource_version=meta["resourceVersion"],
             deleting="deletionTimestamp" in meta,
+            queue=queue,
+            queue_priority=queue_priority,
         )
 
     def _job_changed(self, before: DDPJob | None, after: DDPJob | None) -> None:
         self._on_job(before, after)
         job = after or before
         assert job is not None
-        same_spec = before is not None and after is not None and before.generation == after.generation
+        same_spec = before is not None and after is not None and _asked(before) == _asked(after)
         self._woken(JobKey(job.namespace, job.name), urgent=not same_spec)
 
     def _pod_changed(self, before: OwnedPod | None, after: OwnedPod | None) -> None:
         if before is not None:
-            pods = self._pods[before.job.namespace, before.job_uid]
-            del pods[before.pod.name]
-            if not pods:
-                del self._pods[before.job.namespace, before.job_uid]
+            _forget(self._pods, (before.job.namespace, before.job_uid), before.pod.name)
             if after is None:
                 self._depart(before)
         if after is not None:
@@ -237,12 +290,40 @@ class Caches:
         for job in (after or before or _NOBODY).jobs if before is None or after is None else ():
             self._woken(job, urgent=False)
 
+    def _gang_changed(self, before: Owned | None, after: Owned | None) -> None:
+        if before is not None:
+            for uid in before.job_uids:
+                names = self._gangs.get(uid, {})
+                names.pop(before.name, None)
+                if not names:
+                    self._gangs.pop(uid, None)
+        if after is not None:
+            for uid in after.job_uids:
+                self._gangs.setdefault(uid, {})[after.name] = "" if after.leaving else after.uid
+        self._owned_changed(before, after)
+
+    def _workload_changed(self, before: OwnedWorkload | None, after: OwnedWorkload | None) -> None:
+        if before is not None:
+            _forget(self._workloads, (before.job.namespace, before.job_uid), before.workload.name)
+        if after is not None:
+            here = self._workloads.setdefault((after.job.namespace, after.job_uid), {})
+            here[after.workload.name] = after.workload
+        for key in {one.job for one in (before, after) if one is not None}:
+            self._woken(key, urgent=True)
+
     def _woken(self, key: JobKey, *, urgent: bool) -> None:
         if not self._own_write:
             self._wake(key, urgent)
 
 
-_NOBODY = Owned("", (), frozenset())
+_NOBODY = Owned("", "", (), frozenset())
+
+
+def _forget(found: dict[tuple[str, str], dict[str, _View]], job: tuple[str, str], name: str) -> None:
+    """Remove an object of a job, and the job with its last one."""
+    del found[job][name]
+    if not found[job]:
+        del found[job]
 
 
 def _read_owned_pod(body: Json) -> OwnedPod:
@@ -250,13 +331,27 @@ def _read_owned_pod(body: Json) -> OwnedPod:
     return OwnedPod(JobKey(body["metadata"]["namespace"], labels[LABEL_JOB]), labels[LABEL_UID], read_pod(body))
 
 
+def _read_owned_workload(body: Json) -> OwnedWorkload:
+    labels = body["metadata"]["labels"]
+    return OwnedWorkload(
+        JobKey(body["metadata"]["namespace"], labels[LABEL_JOB]), labels[LABEL_UID], read_workload(body)
+    )
+
+
+def _asked(job: DDPJob) -> tuple[object, ...]:
+    """What a job's users have set: labels do not change its generation."""
+    return job.generation, job.queue, job.queue_priority
+
+
 def _read_owned(body: Json) -> Owned:
     meta = body["metadata"]
     owners = [o for o in meta.get("ownerReferences", ()) if o["kind"] == KIND]
     return Owned(
         meta["uid"],
+        meta["name"],
         tuple(JobKey(meta["namespace"], o["name"]) for o in owners),
         frozenset(o["uid"] for o in owners),
+        "deletionTimestamp" in meta,
     )
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.controller.rest import ApiError, Rest
 from ddpjob.engine.ports import Unavailable
 from ddpjob.engine.reconcile import utc_now

@@ -15,7 +15,8 @@ from typing import Any
 
 import kopf
 
-from ddpjob.api.types import GROUP, PLURAL, VERSION, Json
+from ddpjob.api.job import GROUP, PLURAL, VERSION
+from ddpjob.api.job_spec import Json
 from ddpjob.controller.caches import JOBS_PAGE
 from ddpjob.controller.informer import WATCH_SECONDS
 from ddpjob.controller.login import login
@@ -53,12 +54,26 @@ def build_registry(seen: Seen) -> kopf.OperatorRegistry:
     return registry
 
 
+class NoDifferences(kopf.DiffBaseStorage):
+    """kopf without its comparison of each object with what it was: copies for handlers that there are not."""
+
+    def build(self, *, body: Any, extra_fields: Any = None) -> Any:
+        return {}
+
+    def fetch(self, *, body: Any) -> Any:
+        return None
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        """Nothing is kept, so that no annotation is written."""
+
+
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     """kopf with lists in pages, and with watches that detect a dead peer."""
     chosen = kopf.OperatorSettings()
     chosen.posting.enabled = False
     chosen.scanning.disabled = bool(settings.namespaces)
     chosen.process.ultimate_exiting_timeout = None  # It would kill the process after the end of one watch.
+    chosen.persistence.diffbase_storage = NoDifferences()
     watching = chosen.watching
     watching.server_timeout, watching.client_timeout = WATCH_SECONDS, CLIENT_TIMEOUT
     watching.chunk_size = JOBS_PAGE

@@ -1,14 +1,15 @@
-"""Watches Kubernetes nodes, and reports those whose readiness, out-of-service taint or existence has changed."""
+"""Watches Kubernetes nodes, and reports those whose readiness, health, taints or existence have changed."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 from ddpjob.controller.informer import Informer
 from ddpjob.controller.rest import ApiError, Rest
-from ddpjob.core.world import HostView, remembered
+from ddpjob.core.world import HealthSignals, HostView, remembered
 from ddpjob.engine.reconcile import utc_now
 
 log = logging.getLogger("ddpjob.hosts")
@@ -27,8 +28,8 @@ class HostWatch(Informer[HostView]):
     Heartbeats change no view. `hosts` None: they are not known (yet), or may not be read.
     """
 
-    def __init__(self, rest: Rest, on_hosts: Changed) -> None:
-        super().__init__(rest, NODES, HostView.read, self._changed)
+    def __init__(self, rest: Rest, on_hosts: Changed, signals: HealthSignals | None = None) -> None:
+        super().__init__(rest, NODES, partial(HostView.read, signals=signals), self._changed)
         self.on_hosts = on_hosts
         self.hosts: Hosts | None = None
         """An immutable mapping: a reconcile that has it sees one moment."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.controller.operator_metrics import WATCH_ERRORS
 from ddpjob.controller.rest import JSON, METADATA, METADATA_LIST, ApiError, Rest
 from ddpjob.engine.ports import Unavailable
@@ -30,17 +30,17 @@ _SILENCE = 75.0
 TURN_SECONDS = 0.02
 """For which one watch keeps everything else waiting, the Lease too, when thousands of events arrive at once."""
 _RETRY = 1.0
-_FORBIDDEN_RETRY = 600.0
-"""Seconds until the API server is asked again for a collection that may not be read."""
+_UNREADABLE_RETRY = 600.0
+"""Seconds until the API server is asked again for an optional collection that may not be read, or is not served."""
 
 
 class Informer(Generic[View]):
     """Keeps a view of every object of a collection, and calls `on_change(before, after)` where a view has changed.
 
     `read` makes the view; an object for which it raises is left out, and so are those in namespaces for which `keep` is
-    false. Of an `optional` collection that may not be read there is nothing. What the operator writes itself goes into
-    the cache by `take` and `forget`, so that the next look shows it, however late the watch is: of two versions of an
-    object the later one stays.
+    false. Of an `optional` collection that may not be read, or is not served, there is nothing. What the operator
+    writes itself goes into the cache by `take` and `forget`, so that the next look shows it, however late the watch is:
+    of two versions of an object the later one stays.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class Informer(Generic[View]):
         self.rest, self.path, self.read, self.on_change = rest, path, read, on_change
         self.listed = asyncio.Event()
         """Set when the cache holds what there is: a list of the collection has been read."""
+        self.served = False
+        """Whether the last list was answered with what there is. Else an optional collection is taken for empty."""
         self.answered = asyncio.Event()
         """Set when that is so, or when the API server has answered that the collection may not be read."""
         self._query = {"labelSelector": selector} if selector else {}
@@ -98,9 +100,14 @@ class Informer(Generic[View]):
             except ApiError as error:
                 self._version = ""
                 pause = _RETRY
-                if error.status != HTTPStatus.GONE and not (self._optional and error.status == HTTPStatus.FORBIDDEN):
+                unserved = self._optional and error.status in (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
+                if error.status != HTTPStatus.GONE and not unserved:
                     self._errors.inc()
-                if error.status == HTTPStatus.FORBIDDEN:
+                if unserved:
+                    self._nothing_there()
+                if unserved and error.status == HTTPStatus.NOT_FOUND:
+                    pause = _UNREADABLE_RETRY
+                elif error.status == HTTPStatus.FORBIDDEN:
                     pause = self._forbidden(error)
                     self.answered.set()
                 elif error.status != HTTPStatus.GONE:
@@ -117,10 +124,15 @@ class Informer(Generic[View]):
         if not self._logged_forbidden:
             self._logged_forbidden = True
             log.error("%s cannot be watched: %s. Grant the operator get, list and watch of it", self.path, error)
-        if self._optional:
-            self.listed.set()  # There is nothing to wait for.
-            return _FORBIDDEN_RETRY
-        return _RETRY
+        return _UNREADABLE_RETRY if self._optional else _RETRY
+
+    def _nothing_there(self) -> None:
+        """An optional collection cannot be read, or the API server does not serve it: there is nothing to wait for."""
+        self.served = False
+        for key in list(self._views):
+            self._remove(key)
+        self.listed.set()
+        self.answered.set()
 
     async def list(self) -> None:
         """Lists the collection, in pages; what is not in them is deleted."""
@@ -140,6 +152,7 @@ class Informer(Generic[View]):
             self._remove(key)
         self._floor, self._version = version, str(version)
         self._logged_forbidden = False
+        self.served = True
         self.listed.set()
         self.answered.set()
 

@@ -22,7 +22,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Phase, Restart, SlotState, known_time
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import ConditionType, JobStatus, Phase, Restart, SlotState, known_time
 from ddpjob.core.failures.classify import PLANNED, Cause
 from ddpjob.core.status.describe import STEP_OVERDUE
 from ddpjob.core.view import is_number
@@ -34,7 +35,8 @@ OTHER = "Other"
 """The label of a reason that is not known: who writes a status must not make series."""
 FAILURES = frozenset(
     {
-        *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "InvalidPodTemplate", "InvalidPod"),
+        *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "ProgramError"),
+        *("InvalidPodTemplate", "InvalidPod", "InvalidClaim"),
         *("DeadlineExceeded", "ErrImagePull", "ImagePullBackOff", "InvalidImageName"),
     }
 )
@@ -259,6 +261,16 @@ _PROGRESS = {
     "loss": ("ddpjob_train_loss", "Training loss that the script has reported"),
     "samplesPerSecond": ("ddpjob_train_samples_per_second", "Samples per second over all ranks, as reported"),
 }
+_COPIES = {
+    protocol.COPY_TIME: (
+        "ddpjob_train_copy_timestamp_seconds",
+        "Unix time at which the newest checkpoint that is in the bucket was saved, as reported",
+    ),
+    protocol.COPY_BEHIND: (
+        "ddpjob_train_copy_behind_seconds",
+        "For how long a checkpoint has been on its machine alone while none reached the bucket, as reported",
+    ),
+}
 JOB_LABELS = ("namespace", "job_name")
 
 
@@ -342,6 +354,7 @@ def _families() -> _Families:
             "Unix time at which the newest checkpoint was on disk, as reported",
             labels=own,
         ),
+        *(gauge(name, text, labels=own) for name, text in _COPIES.values()),
         *(gauge(name, text, labels=own) for name, text in _PROGRESS.values()),
     ]
     return {family.name: family for family in families}
@@ -372,6 +385,10 @@ def _add(families: _Families, job: DDPJob, pod_seconds: float, training_seconds:
     saved = own.get(protocol.CHECKPOINT_TIME) if isinstance(own, dict) else None
     if is_number(saved):
         add("ddpjob_train_checkpoint_timestamp_seconds", saved)
+    for name, (metric, _) in _COPIES.items():
+        value = own.get(name) if isinstance(own, dict) else None
+        if is_number(value):
+            add(metric, value)
     for name, (metric, _) in _PROGRESS.items():
         value = status.progress.get(name)
         if is_number(value):

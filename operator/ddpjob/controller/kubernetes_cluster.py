@@ -7,21 +7,39 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
 from http import HTTPStatus
 
 from ddpjob_runtime.protocol import Report
 
-from ddpjob.api.types import API_VERSION, KIND, DDPJob, Json, SlotState
-from ddpjob.controller.caches import Caches, collection
+from ddpjob.api.job import API_VERSION, KIND, DDPJob
+from ddpjob.api.job_classes import JobClasses
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import NotificationState, SlotState
+from ddpjob.controller.caches import WATCHED, Caches, Owned, collection
 from ddpjob.controller.host_watch import NODES
-from ddpjob.controller.pod_views import read_claim
+from ddpjob.controller.notifier import Notifier
+from ddpjob.controller.pod_views import added, read_claim
 from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.controller.rest import MERGE_PATCH, METADATA, STRATEGIC_MERGE_PATCH, ApiError, Rest
 from ddpjob.controller.workqueue import Turns
 from ddpjob.core.decision import BLOCKED_POLL, Event
-from ddpjob.core.world import LABEL_MANAGED, LABEL_ROLE, MANAGED_BY, ClaimView, HostView, PodView, Role, World
+from ddpjob.core.volumes import claims_to_read
+from ddpjob.core.world import (
+    LABEL_MANAGED,
+    LABEL_ROLE,
+    LABEL_UID,
+    MANAGED_BY,
+    ClaimView,
+    HostView,
+    PodView,
+    Role,
+    WorkloadView,
+    World,
+)
 from ddpjob.engine.coordinator_client import CoordinatorClient, target_of
 from ddpjob.engine.ports import (
     Conflict,
@@ -34,10 +52,15 @@ from ddpjob.engine.ports import (
     Unavailable,
 )
 from ddpjob.engine.reconcile import utc_now
+from ddpjob.objects.claim import template_mark
 from ddpjob.objects.isolation import policy_name
 from ddpjob.objects.platform import Platform
+from ddpjob.objects.pod_group import KIND as GANG
 from ddpjob.objects.pod_template import problems
 from ddpjob.objects.service import holds_runtime, runtime_name, runtime_owner
+from ddpjob.objects.workload import API_VERSION as WORKLOAD_API
+from ddpjob.objects.workload import KIND as WORKLOAD
+from ddpjob.objects.workload import marked, released
 
 log = logging.getLogger("ddpjob.cluster")
 NAMESPACE_RETRY = 5.0
@@ -91,6 +114,10 @@ class KubernetesCluster:
         self.instance = instance or socket.gethostname()
         self.report_watch: ReportWatch | None = None
         """Set by the operator, which it wakes when a coordinator's report changes."""
+        self.notifier: Notifier | None = None
+        """Set by the operator, which it wakes when the outcome of a notification is known."""
+        self.classes = JobClasses()
+        """Set by the operator."""
         self._creating = Turns(CREATIONS)
         self._unsure: set[JobKey] = set()
         """Jobs whose status was perhaps written by a request without an answer, or by others: they are read again."""
@@ -112,13 +139,30 @@ class KubernetesCluster:
         if job is None:
             self._pauses.pop(key, None)
             self._follow(key, None)
+            if self.notifier is not None:
+                self.notifier.outcomes(key, ())
             return None
         self._follow(key, job)
         pods = self.caches.pods(job)
         if job.status.terminal:
-            return Observation(job, World(pods=pods, key_mark=self.platform.key_mark, hosts=self.caches.hosts.hosts))
+            world = World(
+                pods=pods,
+                key_mark=self.platform.key_mark,
+                hosts=self.caches.hosts.hosts,
+                workloads=self.caches.workloads(job),
+            )
+            return Observation(job, self._with_notifications(job, world))
         await self._look_at_lost(pod.host for pod in pods if not pod.ended)
-        return Observation(job, await self._world(job, pods))
+        return Observation(job, self._with_notifications(job, await self._world(job, pods)))
+
+    def _with_notifications(self, job: DDPJob, world: World) -> World:
+        if self.notifier is None or job.spec.notify is None:
+            return world
+        key, receivers = JobKey(job.namespace, job.name), self.notifier.receivers
+        pending = (n.id for n in job.status.notifications if n.state is NotificationState.PENDING)
+        outcomes = self.notifier.outcomes(key, pending)
+        usable = receivers.usable_in(job.namespace)
+        return replace(world, receivers=usable, outcomes=outcomes, link=receivers.link_of(key))
 
     async def _read_again(self, key: JobKey) -> None:
         try:
@@ -171,8 +215,9 @@ class KubernetesCluster:
 
     async def _world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
         policy = policy_name(job, self.platform)
-        claims = await self._claims(job)
+        claims = tuple([await self._claim(job.namespace, name) for name in claims_to_read(job, pods)])
         runtime = await self._runtime(job, job.status.runtime or runtime_name())
+        workloads = tuple([await self._with_flavors(job, workload) for workload in self.caches.workloads(job)])
         # Nothing is awaited from here on: a host that changes later wakes the job again.
         return World(
             pods=pods,
@@ -184,14 +229,41 @@ class KubernetesCluster:
             runtime=runtime,
             runtime_offered=runtime_name(),
             key_mark=self.platform.key_mark,
+            serves_gangs=self.caches.serves_gangs(job.namespace),
+            gangs=self.caches.gangs(job),
+            serves_queues=self.caches.serves_queues(job.namespace),
+            workloads=workloads,
             report=self._report(JobKey(job.namespace, job.name)),
             report_seconds=self.report_watch.progress_seconds if self.report_watch is not None else 0.0,
             claims=claims,
+            claim_template=template_mark(job),
+            offer=self.classes.offer(job),
             hosts=self.caches.hosts.hosts,
             problems=problems(job.spec.pod_template)
             if job.status.template_hash.split("-")[0] != job.spec.template_hash
             else (),
         )
+
+    async def _with_flavors(self, job: DDPJob, workload: WorkloadView) -> WorkloadView:
+        """An admitted Workload with what its flavors add to pods, which is read once: the status keeps it."""
+        grant, known = workload.grant, job.status.queue
+        if grant is None or workload.evicted:
+            return workload
+        if known is not None and known.uid == workload.uid:
+            return replace(workload, grant=known)
+        changes = [grant.node, grant.coordinator]
+        for position, names in enumerate(workload.flavors):
+            for name in names:
+                try:
+                    flavor = await self.rest.request("GET", f"{_KUEUE}/resourceflavors/{name}")
+                except ApiError as error:
+                    # Pods would use other machines than the quota is for.
+                    why = f"it is admitted, and the operator cannot read ResourceFlavor {name}: {error.message}"
+                    return replace(workload, admitted=False, grant=None, message=why)
+                spec = flavor.get("spec") or {}
+                more = {"tolerations": spec.get("tolerations")}
+                changes[position] = added(changes[position], more, spec.get("nodeLabels"))
+        return replace(workload, grant=replace(grant, node=changes[0], coordinator=changes[1]))
 
     async def _runtime(self, job: DDPJob, name: str) -> str:
         """`name`, if this ConfigMap exists, is the job's (too) and holds what it should; else empty."""
@@ -208,17 +280,9 @@ class KubernetesCluster:
             self._checked[body["metadata"]["uid"]] = holds_runtime(body)
         return name if self._checked.get(found.uid) else ""
 
-    async def _claims(self, job: DDPJob) -> tuple[ClaimView, ...]:
-        """Read until the first pod exists; a claim's access modes do not change."""
-        if not job.spec.storage.claims or job.status.active:
-            return ()
-        return tuple([await self._claim(job.namespace, name) for name in job.spec.storage.claims])
-
     async def _claim(self, namespace: str, name: str) -> ClaimView:
         try:
-            return read_claim(
-                await self.rest.request("GET", f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}")
-            )
+            return read_claim(await self.rest.request("GET", _path("PersistentVolumeClaim", namespace, name)))
         except ApiError as error:
             if error.status != 404:
                 raise
@@ -257,6 +321,8 @@ class KubernetesCluster:
         if before is not None and before.holds(time.monotonic(), job.generation, self._living(job)):
             raise before.refusal
         try:
+            if kind == WORKLOAD:
+                manifest = await self._with_priority(manifest)
             if kind == "ConfigMap":
                 await self._share_in_turn(job, manifest)
             else:
@@ -269,6 +335,19 @@ class KubernetesCluster:
             pauses[what] = _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
             raise
         pauses.pop(what, None)
+
+    async def _with_priority(self, manifest: Json) -> Json:
+        """The Workload with the value of the priority class that it names. Raises Refused where there is none."""
+        named = manifest["spec"].get("priorityClassRef")
+        if named is None:
+            return manifest
+        plural = "workloadpriorityclasses" if named["kind"] == "WorkloadPriorityClass" else "priorityclasses"
+        root = _KUEUE if plural == "workloadpriorityclasses" else "/apis/scheduling.k8s.io/v1"
+        try:
+            found = await self.rest.request("GET", f"{root}/{plural}/{named['name']}")
+        except ApiError as error:
+            raise Refused(error.status, f"{named['kind']} {named['name']}: {error.message}") from error
+        return {**manifest, "spec": {**manifest["spec"], "priority": int(found.get("value") or 0)}}
 
     def _living(self, job: DDPJob) -> int:
         return sum(not pod.ended for pod in self.caches.pods(job))
@@ -292,6 +371,8 @@ class KubernetesCluster:
             elif error.status == 409:
                 # Two requests collided at a ResourceQuota.
                 raise Unavailable(str(error)) from error
+            elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD) and "namespace" not in error.message:
+                raise Refused(error.status, f"this cluster does not serve it any more: {error.message}") from error
             elif error.status == 404:
                 # The namespace is gone: so is the job, or it will be.
                 raise Conflict from error
@@ -304,7 +385,7 @@ class KubernetesCluster:
         if kind == "ConfigMap":
             self._checked[body["metadata"]["uid"]] = holds_runtime(body)
         ours = body["metadata"].get("labels", {}).get(LABEL_MANAGED) == MANAGED_BY
-        if ours and kind != "Secret":  # Others are not followed.
+        if ours and kind in WATCHED:
             self.caches.take(kind, body)
 
     async def _own_or_taken(self, job: DDPJob, manifest: Json) -> None:
@@ -317,6 +398,9 @@ class KubernetesCluster:
         self._made(manifest["kind"], found)
         if manifest["kind"] == "ConfigMap":
             return  # `_share` judges it.
+        labels = found["metadata"].get("labels", {})
+        if manifest["kind"] == "PersistentVolumeClaim" and labels.get(LABEL_UID) == job.uid:
+            return  # It may be one without an owner.
         owners = found["metadata"].get("ownerReferences", ())
         if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
             if not any(o["uid"] == job.uid for o in owners):
@@ -357,7 +441,8 @@ class KubernetesCluster:
             raise NameTaken(_NOT_THE_RUNTIME)
         if job.uid in found.job_uids or len(found.job_uids) >= MOST_OWNERS:
             return
-        owners = [runtime_owner(job), *(owner for uid, owner in waiting.items() if uid != job.uid)]
+        others = {**waiting, **self._next_owners(job, found)}
+        owners = [runtime_owner(job), *(owner for uid, owner in others.items() if uid != job.uid)]
         room = MOST_OWNERS - len(found.job_uids)
         body = {"metadata": {"uid": found.uid, "ownerReferences": owners[:room]}}
         path = _path("ConfigMap", job.namespace, name)
@@ -372,6 +457,12 @@ class KubernetesCluster:
             self.caches.forget("ConfigMap", job.namespace, name)
             raise NameTaken("an object of this name existed a moment ago") from error
         self.caches.take("ConfigMap", patched)
+
+    def _next_owners(self, job: DDPJob, found: Owned) -> dict[str, Json]:
+        """Other jobs of the namespace that will share the ConfigMap: a write of it costs as much as four pods."""
+        name, jobs = runtime_name(), self.caches.jobs_in(job.namespace)
+        new = (j for j in jobs if not (j.status.terminal or j.deleting or j.spec.run_policy.suspend))
+        return {j.uid: runtime_owner(j) for j in new if j.uid not in found.job_uids and j.status.runtime in ("", name)}
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
@@ -395,6 +486,49 @@ class KubernetesCluster:
             return True
         host = await self._look_at(pod.host)
         return host is None or not host.ready
+
+    async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
+        body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        answer = await self._delete(_path(GANG, job.namespace, name), body)
+        if answer is not None and answer.get("kind") == GANG:
+            self.caches.take(GANG, answer)  # Kubernetes keeps it until none of its pods runs.
+        else:
+            self.caches.forget(GANG, job.namespace, name)
+
+    async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
+        body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        answer = await self._delete(_path(WORKLOAD, job.namespace, name), body)
+        if answer is not None and answer.get("kind") == WORKLOAD:
+            self.caches.take(WORKLOAD, answer)  # It has a finalizer of somebody's.
+        else:
+            self.caches.forget(WORKLOAD, job.namespace, name)
+
+    async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
+        await self._change_workload(
+            job, name, uid, partial(marked, condition=condition, reason=reason, message=message)
+        )
+
+    async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
+        await self._change_workload(job, name, uid, released)
+
+    async def _change_workload(
+        self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
+    ) -> None:
+        """Writes the Workload that `change` makes of the present one; None: it needs no change."""
+        path = _path(WORKLOAD, job.namespace, name)
+        try:
+            found = await self.rest.request("GET", path)
+            if found["metadata"]["uid"] != uid:
+                return
+            changed = change(found, utc_now())
+            if changed is None:
+                return
+            self.caches.take(WORKLOAD, await self.rest.request("PUT", f"{path}/status", body=changed))
+        except ApiError as error:
+            if error.status == 409:
+                raise Conflict from error
+            if error.status != 404:
+                raise Unavailable(str(error), BLOCKED_POLL) from error
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """The uid in the patch makes the API server reject it for another pod of the same name."""
@@ -428,6 +562,10 @@ class KubernetesCluster:
         if endpoint:
             await self.coordinators.notify(target_of(job, self.platform, endpoint), verb, body)
 
+    async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
+        if self.notifier is not None:
+            self.notifier.send(JobKey(job.namespace, job.name), id, receiver, body)
+
     async def record(self, job: DDPJob, event: Event) -> None:
         """An event that cannot be written is logged only: it repeats what the status says."""
         now = utc_now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -454,6 +592,9 @@ class KubernetesCluster:
             await self.rest.request("POST", f"/apis/events.k8s.io/v1/namespaces/{job.namespace}/events", body=body)
         except ApiError as error:
             log.warning("%s/%s: event %s was not written: %s", job.namespace, job.name, event.reason, error)
+
+
+_KUEUE = f"/apis/{WORKLOAD_API}"
 
 
 def _path(kind: str, namespace: str, name: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import gc
 import logging
 import resource
 import signal
@@ -15,7 +17,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from ddpjob.api.types import ConditionType
+from ddpjob.api.job_status import ConditionType
 from ddpjob.controller import operator_metrics as metrics
 from ddpjob.controller.caches import Caches, watches
 from ddpjob.controller.election import Lease, act_while_elected
@@ -24,6 +26,7 @@ from ddpjob.controller.host_watch import Hosts
 from ddpjob.controller.job_metrics import SERIES, JobAccounts
 from ddpjob.controller.kubernetes_cluster import KubernetesCluster
 from ddpjob.controller.namespace_claims import NamespaceClaims
+from ddpjob.controller.notifier import Notifier
 from ddpjob.controller.operator_settings import Settings, SettingsError
 from ddpjob.controller.operator_shards import Shards, shard_of
 from ddpjob.controller.report_watch import ReportWatch
@@ -39,11 +42,16 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob")
 
 OPEN_FILES = 65536
+GARBAGE_OBJECTS = 50_000
+"""New objects after which Python looks for cycles among them. Parsed JSON has none, and consists of so many objects
+that Python's own 700 double the processor time of a list of pods."""
 OTHERS_SECONDS = 10.0
 """Seconds until a job on which another operator acts, as far as is known, is reconciled again."""
 
 INCOMPLETE_SECONDS = 1.0
 """Likewise, one in a namespace of which not all has been read."""
+KOPF_SECONDS = 30.0
+"""After so long, or when the queue is empty, kopf's watch begins: it reads all jobs once more."""
 CONNECTIONS = 64
 """For requests, beside those that the watches hold."""
 
@@ -68,12 +76,15 @@ class Leader:
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
         watched, mine = settings.namespaces, self._is_in_shard
-        self.caches = Caches(rest, self.wake, self.hosts_changed, watched, mine, self.accounts.changed)
+        changed, signals = self.accounts.changed, settings.node_health
+        self.caches = Caches(rest, self.wake, self.hosts_changed, watched, mine, changed, signals)
         platform = Platform(
             operator_key=settings.key, operator_peer=settings.peer, metrics_peers=settings.metrics_peers
         )
         self.cluster = KubernetesCluster(rest, self.caches, coordinators, platform, settings.identity)
         self.report_watch = self.cluster.report_watch = ReportWatch(self.queue.add)
+        self.cluster.classes = settings.classes
+        self.notifier = self.cluster.notifier = Notifier(settings.receivers, self.queue.add)
         release = f"{settings.lease_namespace}/{settings.lease_name}"
         self.claims = NamespaceClaims(rest, release) if settings.lease_namespace else None
 
@@ -131,6 +142,15 @@ class Leader:
             log.warning("namespace %s: the API server is unavailable: %s", key.namespace, error)
             return False
 
+    async def _follow_by_kopf(self) -> None:
+        """Runs until cancelled."""
+        await self.caches.answered()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KOPF_SECONDS):
+                await self.queue.drained.wait()
+        watched = replace(self.settings, namespaces=tuple(filter(None, self.caches.namespaces)))
+        await follow_jobs(watched, self.caches.seen_by_kopf)
+
     async def act(self) -> None:
         """Reads everything that there is, then works on the queue, until cancelled."""
         log.info("%s acts for shard %s of %s", self.settings.identity, self.shard, self.settings.shards)
@@ -140,14 +160,14 @@ class Leader:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.caches.run())
                 if self.caches.namespaces:  # Else none of the watched ones is in this shard.
-                    watched = replace(self.settings, namespaces=tuple(filter(None, self.caches.namespaces)))
-                    group.create_task(follow_jobs(watched, self.caches.seen_by_kopf))
+                    group.create_task(self._follow_by_kopf())
                 await self.caches.answered()
                 await self.queue.work(self.reconcile_one, self.settings.workers)
         finally:
             metrics.LEADING.dec()
             SERIES.end(self.accounts)
             await self.report_watch.close()
+            await self.notifier.close()
 
 
 class Operator:
@@ -278,5 +298,7 @@ def main() -> int:
     limit = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if files != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, limit), most))
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS)
     asyncio.run(run_until_signal(settings))
     return 0

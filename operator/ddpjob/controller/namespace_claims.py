@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.controller.election import Lease
 from ddpjob.controller.rest import ApiError, Rest
 from ddpjob.engine.ports import Unavailable

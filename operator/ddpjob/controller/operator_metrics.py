@@ -52,6 +52,14 @@ COORDINATORS = Gauge(
     "Coordinators of running jobs, by whether they answer the operator: reachable, unreachable",
     ["state"],
 )
+NOTIFICATIONS = Counter(
+    "ddpjob_operator_notifications",
+    "Tries to notify a receiver, by result: delivered, failed (it is tried again, or given up), and notifications that "
+    "were given_up",
+    ["result"],
+)
+for _result in ("delivered", "failed", "given_up"):
+    NOTIFICATIONS.labels(_result)
 BUILD_INFO = Gauge("ddpjob_operator_build_info", "Always 1; the versions are labels", ["version", "python_version"])
 
 

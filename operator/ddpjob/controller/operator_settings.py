@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_classes import JobClasses
+from ddpjob.api.job_spec import Json
+from ddpjob.controller.notifier import Receivers
+from ddpjob.core.world import HealthSignals
+from ddpjob.objects.pod_template import problems
 
 PREFIX = "DDPJOB_OPERATOR_"
 MOST_SHARDS = 10
+MOST_SIGNALS = 100
 
 
 class SettingsError(ValueError):
@@ -44,6 +51,13 @@ class Settings:
     metrics_port: int = 9090
     """0: no metrics."""
     log_level: str = "INFO"
+    receivers: Receivers = field(default_factory=Receivers)
+    """RECEIVERS: NAME: [NAMESPACE, ...] in JSON, "*" for all; RECEIVERS_FOLDER: a file per name, with its URL;
+    NOTIFY_LINK: the URL of a page about a job, with {namespace} and {job}."""
+    node_health: HealthSignals = field(default_factory=HealthSignals)
+    """NODE_CONDITIONS (TYPE=STATUS) and NODE_TAINTS (keys) of unhealthy nodes: lists in JSON. A final * is a prefix."""
+    classes: JobClasses = field(default_factory=JobClasses)
+    """CLASSES: NAME: {namespaces, spec, queue, fixed, limits} in JSON."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -67,6 +81,12 @@ class Settings:
             if found is not None and not isinstance(found, kind):
                 raise SettingsError(f"{PREFIX}{name} is {value!r}; it must be a JSON {kind.__name__}")
             return found
+
+        def words(name: str) -> tuple[str, ...]:
+            found = peers(name, list, "[]")
+            if len(found) > MOST_SIGNALS or not all(isinstance(w, str) and w.strip("*") for w in found):
+                raise SettingsError(f"{PREFIX}{name} is {found!r}; it must be at most {MOST_SIGNALS} names")
+            return tuple(found)
 
         key = text("KEY", "").encode()
         if len(key) < 16:
@@ -93,4 +113,55 @@ class Settings:
             health_port=number("HEALTH_PORT", cls.health_port),
             metrics_port=number("METRICS_PORT", cls.metrics_port),
             log_level=text("LOG_LEVEL", cls.log_level).upper(),
+            receivers=_receivers(peers("RECEIVERS", dict, "{}"), text("RECEIVERS_FOLDER", ""), text("NOTIFY_LINK", "")),
+            node_health=_signals(words("NODE_CONDITIONS"), words("NODE_TAINTS")),
+            classes=_classes(peers("CLASSES", dict, "{}")),
         )
+
+
+_NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+
+
+def _receivers(namespaces: Json, folder: str, link: str) -> Receivers:
+    """Raises SettingsError."""
+    for name, allowed in namespaces.items():
+        if not _NAME.fullmatch(name) or not isinstance(allowed, list) or not all(isinstance(n, str) for n in allowed):
+            remedy = 'write {"NAME": ["NAMESPACE", ...]}, NAME in lower-case letters, digits and -'
+            raise SettingsError(f"{PREFIX}RECEIVERS has {name!r}: {allowed!r}; {remedy}")
+    if namespaces and not folder:
+        raise SettingsError(f"{PREFIX}RECEIVERS_FOLDER is empty; it must be the folder with the receivers' URLs")
+    return Receivers({name: tuple(allowed) for name, allowed in namespaces.items()}, Path(folder), link)
+
+
+def _classes(found: Json) -> JobClasses:
+    """Raises SettingsError."""
+    try:
+        read = JobClasses.read(found)
+    except ValueError as error:
+        raise SettingsError(f"{PREFIX}CLASSES: {error}") from error
+    for name, one in read.classes.items():
+        faults = problems(one.spec.get("podTemplate") or {})
+        if faults:
+            raise SettingsError(f"{PREFIX}CLASSES: {name}.{'; '.join(faults)}")
+    return read
+
+
+_STATUSES = ("True", "False", "Unknown")
+
+
+def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSignals:
+    """Raises SettingsError for what is no sign of an unhealthy node, or already means something else."""
+    pairs = []
+    for text in conditions:
+        kind, _, status = text.partition("=")
+        if not kind.strip("*") or "*" in kind[:-1] or status not in _STATUSES or kind == "Ready":
+            remedy = "write TYPE=True, TYPE=False or TYPE=Unknown, a * only ends TYPE; Ready is watched anyway"
+            raise SettingsError(f"{PREFIX}NODE_CONDITIONS has {text!r}; {remedy}")
+        pairs.append((kind, status))
+    for key in taints:
+        if "*" in key[:-1]:
+            raise SettingsError(f"{PREFIX}NODE_TAINTS has {key!r}; a key may have * only at its end")
+        if "node.kubernetes.io/".startswith(key.rstrip("*")) or key.startswith("node.kubernetes.io/"):
+            remedy = "those of Kubernetes itself, a cordon among them, say nothing of a node's health"
+            raise SettingsError(f"{PREFIX}NODE_TAINTS has {key!r}; {remedy}")
+    return HealthSignals(tuple(pairs), taints)

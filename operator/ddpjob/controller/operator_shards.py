@@ -16,7 +16,7 @@ import zlib
 from collections import Counter
 from http import HTTPStatus
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.controller.election import LEASE_SECONDS, RETRY_SECONDS, LeadershipLost, Lease
 from ddpjob.controller.rest import ApiError, Rest
 

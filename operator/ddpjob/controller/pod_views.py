@@ -1,21 +1,30 @@
-"""Reads pods and claims of the Kubernetes API into the views that decisions need."""
+"""Reads pods, claims and Workloads of the Kubernetes API into the views that decisions need."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ddpjob.api.types import parse_time
+from ddpjob.api.job_status import PodChanges, QueueStatus, parse_time
 from ddpjob.core.world import (
+    ANNOTATION_TEMPLATE,
     LABEL_ATTEMPT,
     LABEL_GENERATION,
     LABEL_INDEX,
+    LABEL_JOB,
+    LABEL_MANAGED,
     LABEL_ROLE,
+    LABEL_UID,
+    MANAGED_BY,
     ClaimView,
     ContainerView,
     PodView,
     Role,
+    WorkloadView,
 )
+from ddpjob.objects.workload import COORDINATOR_SET, LABEL_SHAPE, NODE_SET
+
+_LONGEST_TEXT = 1000
 
 
 def read_pod(body: Mapping[str, Any]) -> PodView:
@@ -70,4 +79,90 @@ def read_container(status: Mapping[str, Any]) -> ContainerView:
 
 def read_claim(body: Mapping[str, Any]) -> ClaimView:
     """From a PersistentVolumeClaim object."""
-    return ClaimView(name=body["metadata"]["name"], access_modes=tuple(body.get("spec", {}).get("accessModes", ())))
+    meta = body["metadata"]
+    labels = meta.get("labels") or {}
+    made = labels.get(LABEL_MANAGED) == MANAGED_BY
+    return ClaimView(
+        name=meta["name"],
+        access_modes=tuple(body.get("spec", {}).get("accessModes", ())),
+        made_by=labels.get(LABEL_UID, "") if made else "",
+        made_for=labels.get(LABEL_JOB, "") if made else "",
+        template=(meta.get("annotations") or {}).get(ANNOTATION_TEMPLATE, ""),
+        owners=tuple(owner["uid"] for owner in meta.get("ownerReferences") or ()),
+        deleting="deletionTimestamp" in meta,
+    )
+
+
+def read_workload(body: Mapping[str, Any]) -> WorkloadView:
+    """From a Workload object of a job, without what its flavors add to pods. Raises KeyError for one without a name."""
+    meta, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    held = {kind for kind, c in conditions.items() if c.get("status") == "True"}
+    priority = spec.get("priorityClassRef") or {}
+    admission = status.get("admission") or {}
+    assigned = {a.get("name"): a for a in admission.get("podSetAssignments") or ()}
+    nodes, coordinator = assigned.get(NODE_SET), assigned.get(COORDINATOR_SET, {})
+    grant = None
+    if "Admitted" in held and nodes is not None:
+        grant = QueueStatus(
+            workload=meta["name"],
+            uid=meta["uid"],
+            cluster_queue=str(admission.get("clusterQueue", "")),
+            pods=int(nodes.get("count") or 0),
+            node=_checks_changes(status, NODE_SET),
+            coordinator=_checks_changes(status, COORDINATOR_SET),
+        )
+    return WorkloadView(
+        name=meta["name"],
+        uid=meta["uid"],
+        asks=(
+            str(spec.get("queueName", "")),
+            str(priority.get("name", "")) if priority.get("kind") == "WorkloadPriorityClass" else "",
+        ),
+        shape=str((meta.get("labels") or {}).get(LABEL_SHAPE, "")),
+        reserved="QuotaReserved" in held,
+        admitted=grant is not None,
+        evicted=str(conditions["Evicted"].get("reason", "")) if "Evicted" in held else "",
+        finished=str(conditions["Finished"].get("reason", "")) if "Finished" in held else "",
+        ready="PodsReady" in held,
+        leaving="deletionTimestamp" in meta,
+        message=_said(conditions, held, status),
+        grant=grant,
+        flavors=(_flavors(nodes or {}), _flavors(coordinator)),
+    )
+
+
+def _said(conditions: Mapping[str, Any], held: set[str], status: Mapping[str, Any]) -> str:
+    """Why a Workload is evicted or waits, in Kueue's words."""
+    if "Evicted" in held and "QuotaReserved" in held:
+        return str(conditions["Evicted"].get("message", ""))[:_LONGEST_TEXT]
+    if "QuotaReserved" not in held:
+        return str(conditions.get("QuotaReserved", {}).get("message", ""))[:_LONGEST_TEXT]
+    checks = [c for c in status.get("admissionChecks") or () if c.get("state") != "Ready"]
+    said = [f"admission check {c.get('name')} is {c.get('state')}: {c.get('message', '')}".rstrip(": ") for c in checks]
+    return "; ".join(said)[:_LONGEST_TEXT]
+
+
+def _flavors(assignment: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(sorted({str(name) for name in (assignment.get("flavors") or {}).values()}))
+
+
+def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
+    """What the admission checks that have passed add to the pods of a pod set."""
+    changes = PodChanges()
+    for check in status.get("admissionChecks") or ():
+        for update in check.get("podSetUpdates") or ():
+            if check.get("state") == "Ready" and update.get("name") == pod_set:
+                changes = added(changes, update, update.get("nodeSelector"))
+    return changes
+
+
+def added(changes: PodChanges, more: Mapping[str, Any], selector: Mapping[str, str] | None) -> PodChanges:
+    """With the tolerations, labels and annotations of a flavor or an admission check, and its selector."""
+    tolerations = [t for t in more.get("tolerations") or () if t not in changes.tolerations]
+    return PodChanges(
+        node_selector={**changes.node_selector, **(selector or {})},
+        tolerations=(*changes.tolerations, *tolerations),
+        labels={**changes.labels, **(more.get("labels") or {})},
+        annotations={**changes.annotations, **(more.get("annotations") or {})},
+    )

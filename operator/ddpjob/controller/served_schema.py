@@ -11,8 +11,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import SINCE_SCHEMA
 from ddpjob.api.schema import schema_of
-from ddpjob.api.types import GROUP, KIND, PLURAL, SINCE_SCHEMA, VERSION, Json
 from ddpjob.controller import operator_metrics as metrics
 from ddpjob.controller.rest import ApiError, Rest
 from ddpjob.engine.ports import Unavailable

@@ -1,0 +1,192 @@
+"""Posts notifications to receivers: webhooks that the platform team names, whose URLs lie in files of the operator.
+
+A job chooses a receiver by name and nothing of the request's address, so that nobody who creates jobs can make the
+operator send somewhere. Each receiver has workers of its own, which its namespaces share: one that hangs delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from ddpjob.api.job_spec import Json
+from ddpjob.controller.operator_metrics import NOTIFICATIONS
+from ddpjob.controller.workqueue import DelayQueue
+from ddpjob.core.world import Outcome
+from ddpjob.engine.ports import JobKey
+
+log = logging.getLogger("ddpjob.notify")
+
+SECONDS = 10.0
+"""For one try, from the name's lookup to the answer's head. Its body is not read."""
+TRIES = 10
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
+"""Seconds between two tries: doubled each time, or as long as the receiver asks for. All take about 10 minutes."""
+WORKERS = 2
+"""Of each receiver; of two namespaces that use it each has one."""
+LONGEST_URL = 4096
+EVERYBODY = "*"
+"""In a receiver's list of namespaces: all of them."""
+
+
+class Unsent(Exception):
+    """A try failed. The message names no URL: that is a credential. `pause`: seconds that the receiver asks for."""
+
+    def __init__(self, message: str, pause: float = 0.0) -> None:
+        super().__init__(message)
+        self.pause = pause
+
+
+@dataclass(frozen=True)
+class Receivers:
+    """Who may use which receiver. `folder` holds a file per receiver, with its URL."""
+
+    namespaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    folder: Path = Path("/nonexistent")
+    link: str = ""
+    """Of a page about a job, with {namespace} and {job}."""
+
+    def usable_in(self, namespace: str) -> frozenset[str]:
+        """Names of the receivers that jobs of a namespace may use."""
+        return frozenset(n for n, allowed in self.namespaces.items() if {namespace, EVERYBODY} & set(allowed))
+
+    def url(self, name: str) -> str:
+        """Read at each try: a Secret that is mounted changes while the operator runs. Raises Unsent."""
+        try:
+            with (self.folder / name).open() as file:
+                url = file.read(LONGEST_URL + 1).strip()
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and len(url) <= LONGEST_URL
+        except (OSError, ValueError):
+            raise Unsent("the Secret of the chart's notify.secretName holds no URL for this receiver") from None
+        if not usable:
+            raise Unsent(
+                "what the Secret of the chart's notify.secretName holds is not a URL that begins with https://"
+            )
+        return url
+
+    def link_of(self, key: JobKey) -> str:
+        return self.link.replace("{namespace}", key.namespace).replace("{job}", key.name)
+
+
+@dataclass
+class _Sending:
+    """A notification on its way, or one whose outcome no status holds yet."""
+
+    receiver: str
+    body: Json
+    tries: int = 0
+    outcome: Outcome | None = None
+
+
+_Id = tuple[JobKey, str]
+
+
+class Notifier:
+    """`wake(job)` is called when the outcome of one of the job's notifications is known."""
+
+    def __init__(self, receivers: Receivers, wake: Callable[[JobKey], None]) -> None:
+        self.receivers, self._wake = receivers, wake
+        self._sending: dict[JobKey, dict[str, _Sending]] = {}
+        self._queues: dict[str, tuple[DelayQueue[_Id], asyncio.Task[None]]] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """What is on its way is left: its status says so, and the next leader sends it."""
+        tasks = [task for _, task in self._queues.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def send(self, key: JobKey, id: str, receiver: str, body: Json) -> None:
+        """Begins to send; one whose id is known changes nothing, unless the job names another receiver by now."""
+        known = self._sending.setdefault(key, {}).get(id)
+        if known is not None and (known.receiver == receiver or known.outcome is not None):
+            return
+        self._sending[key][id] = _Sending(receiver, body)
+        self._queue(receiver).add((key, id))
+
+    def outcomes(self, key: JobKey, pending: Iterable[str]) -> dict[str, Outcome]:
+        """Of the job's notifications that its status still calls pending. The others are forgotten."""
+        if key not in self._sending:
+            return {}
+        wanted = frozenset(pending)
+        kept = {id: sending for id, sending in self._sending[key].items() if id in wanted}
+        if kept:
+            self._sending[key] = kept
+        else:
+            del self._sending[key]
+        return {id: sending.outcome for id, sending in kept.items() if sending.outcome is not None}
+
+    # --- sending
+
+    def _queue(self, receiver: str) -> DelayQueue[_Id]:
+        if receiver not in self._queues:
+            queue = DelayQueue[_Id](group=lambda id: id[0].namespace)
+
+            async def attempt(id: _Id) -> float | None:
+                return await self._attempt(id, receiver)
+
+            self._queues[receiver] = queue, asyncio.create_task(queue.work(attempt, WORKERS))
+        return self._queues[receiver][0]
+
+    async def _attempt(self, id: _Id, receiver: str) -> float | None:
+        """One try; the seconds until the next one, None where there is none."""
+        key, name = id
+        sending = self._sending.get(key, {}).get(name)
+        if sending is None or sending.outcome is not None or sending.receiver != receiver:
+            return None
+        sending.tries += 1
+        try:
+            await self._post(receiver, name, sending.body)
+        except Unsent as problem:
+            NOTIFICATIONS.labels("failed").inc()
+            log.warning("%s/%s: receiver %s: try %s: %s", *key, receiver, sending.tries, problem)
+            if sending.tries < TRIES:
+                return min(LONGEST_PAUSE, max(problem.pause, FIRST_PAUSE * 2.0 ** (sending.tries - 1)))
+            NOTIFICATIONS.labels("given_up").inc()
+            sending.outcome = Outcome(delivered=False, message=f"{problem} ({TRIES} tries)")
+        else:
+            NOTIFICATIONS.labels("delivered").inc()
+            sending.outcome = Outcome(delivered=True)
+        self._wake(key)
+        return None
+
+    async def _post(self, receiver: str, id: str, body: Json) -> None:
+        """Raises Unsent."""
+        url = self.receivers.url(receiver)
+        headers = {"Content-Type": "application/json", "User-Agent": "ddpjob-operator", "Idempotency-Key": f'"{id}"'}
+        try:
+            async with (
+                asyncio.timeout(SECONDS),
+                self._http().post(url, data=json.dumps(body), headers=headers, allow_redirects=False) as answer,
+            ):
+                status, pause = answer.status, answer.headers.get("Retry-After", "")
+                answer.close()
+        except TimeoutError:
+            raise Unsent(f"no answer within {SECONDS:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Unsent(f"no answer: {type(error).__name__}") from None
+        if 300 <= status < 400:
+            raise Unsent(f"HTTP {status}: redirects are not followed; the Secret must hold the receiver's own URL")
+        if not 200 <= status < 300:
+            raise Unsent(f"HTTP {status}", min(LONGEST_PAUSE, float(pause)) if pause[:9].isdecimal() else 0.0)
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=True),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                trust_env=True,  # receivers are often beyond a proxy: HTTPS_PROXY and NO_PROXY
+            )
+        return self._session
