@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddpjob.api.types import DDPJob, JobSpec, Json, Volume
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import DataVolume, JobSpec, Json
 from ddpjob.core.world import TRAINER_CONTAINER
 from ddpjob.local.environment import field_value
 from ddpjob.local.paths import JobFolder
+from ddpjob.objects.pods import SECRET_KEYS
 
 NVIDIA = "nvidia.com/gpu"
 
@@ -53,11 +55,13 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
     gpus = usable_gpus() if spec.gpus_per_node and spec.gpu_resource == NVIDIA else ()
     enough = len(gpus) >= spec.pods * spec.gpus_per_node
     data = _data(spec, folder, options)
+    given = data if options.data is not None else None
+    on_cpu = spec.gpus_per_node > 0 and spec.gpu_resource == NVIDIA and not enough
     working_dir = options.working_dir or Path(spec.working_dir or Path.cwd())
-    problems = [*_unreadable(spec), *_folders(spec, data, working_dir, options)]
+    problems = [*_unreadable(spec), *_without_credentials(spec, options), *_folders(spec, data, working_dir, options)]
     warnings = [*_gpu_warnings(spec, gpus), *_ignored(spec), *_data_note(spec, data, options)]
     return LocalSpec(
-        spec=_adapted(spec, data, on_cpu=spec.gpus_per_node > 0 and spec.gpu_resource == NVIDIA and not enough),
+        spec=_adapted(spec, given, on_cpu=on_cpu),
         gpus=gpus if enough else (),
         data=data,
         working_dir=working_dir.absolute(),
@@ -66,14 +70,26 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
     )
 
 
-def _adapted(spec: JobSpec, data: Path | None, *, on_cpu: bool) -> JobSpec:
-    """Without a time to live (folders stay), with --data as data volume, and without nccl where there are no GPUs."""
+def _adapted(spec: JobSpec, given: Path | None, *, on_cpu: bool) -> JobSpec:
+    """Without a class, a time to live (folders stay), a gang and a receiver, with --data, without nccl on the CPU."""
     storage = spec.storage
-    if data is not None and storage.data is None:
-        storage = replace(storage, data=Volume(mount_path=str(data), host_path=str(data), read_only=True))
+    if given is not None and (storage.data is None or storage.data.url):
+        storage = replace(storage, data=DataVolume(mount_path=str(given), host_path=str(given), read_only=True))
     backend = "auto" if on_cpu and spec.backend != "gloo" else spec.backend
     policy = replace(spec.run_policy, ttl_seconds_after_finished=None)
-    return replace(spec, storage=storage, backend=backend, run_policy=policy, working_dir=None)
+    network, scheduling = replace(spec.network, interface=None), replace(spec.scheduling, gang=False)
+    return replace(
+        spec,
+        managed_by=None,
+        class_name="",
+        storage=storage,
+        backend=backend,
+        run_policy=policy,
+        network=network,
+        scheduling=scheduling,
+        notify=None,
+        working_dir=None,
+    )
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------
@@ -134,12 +150,17 @@ def _data(spec: JobSpec, folder: JobFolder, options: Options) -> Path | None:
         return None
     if volume.host_path and Path(volume.host_path).is_dir():
         return Path(volume.host_path) / (volume.sub_path or "")
-    return folder.data
+    return folder.data / volume.fetched_folder if volume.url else folder.data
 
 
 def _data_note(spec: JobSpec, data: Path | None, options: Options) -> Iterator[str]:
     volume = spec.storage.data
-    if volume is None or options.data is not None or (volume.host_path and Path(volume.host_path).is_dir()):
+    if (
+        volume is None
+        or volume.url
+        or options.data is not None
+        or (volume.host_path and Path(volume.host_path).is_dir())
+    ):
         return
     where = (
         f"hostPath {volume.host_path}"
@@ -192,13 +213,36 @@ def _unreadable(spec: JobSpec) -> Iterator[str]:
                     yield f"{at}: {what} cannot be read on this machine; {remedy}"
 
 
+def _without_credentials(spec: JobSpec, options: Options) -> Iterator[str]:
+    """That a bucket's Secret is in the cluster, and this shell has nothing in its place."""
+    data = spec.storage.data if options.data is None else None
+    missing = [name for name in SECRET_KEYS if name != "AWS_SESSION_TOKEN" and not os.environ.get(name)]
+    for name, volume in (("checkpoints", spec.storage.checkpoints), ("data", data)):
+        if volume is not None and volume.secret_name and missing:
+            remedy = f"export {' and '.join(missing)} in this shell"
+            secret = f"Secret {volume.secret_name} cannot be read on this machine"
+            yield f"spec.storage.{name}.secretName: {secret}; {remedy}"
+
+
 def _ignored(spec: JobSpec) -> Iterator[str]:
-    yield f"spec.image: {spec.image} is not used: this Python runs the job"
+    if spec.image:
+        yield f"spec.image: {spec.image} is not used: this Python runs the job"
+    if spec.class_name:
+        given = "what it gives (env, podTemplate, ...) is missing here, and its limits do not hold"
+        yield f"spec.className: {spec.class_name} is not used: classes belong to a cluster's operator; {given}"
+    if spec.managed_elsewhere:
+        yield f"spec.managedBy: {spec.managed_by} is not asked: the job runs here"
+    if spec.scheduling.gang:
+        yield "spec.scheduling.gang: without effect on this machine, where no scheduler places pods"
+    if spec.notify:
+        yield "spec.notify: nobody is notified of a run on this machine: receivers belong to a cluster's operator"
     for position, source in enumerate(spec.env_from):
         kind = "secretRef" if "secretRef" in source else "configMapRef"
         name = source[kind]["name"]
         why = "cannot be read on this machine; this shell's variables are used instead"
         yield f"spec.envFrom[{position}].{kind}: {name} {why}"
+    if spec.network.interface:
+        yield f"spec.network.interface: {spec.network.interface} is not used: the nodes meet on this machine's loopback"
     pod = spec.pod_template.get("spec") or {}
     for kind in ("containers", "initContainers"):
         for position, container in enumerate(pod.get(kind) or ()):

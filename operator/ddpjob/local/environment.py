@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 
 ADDRESS = "127.0.0.1"
 HOST = "local"
@@ -54,7 +54,7 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
     """The variables of a container's `env`.
 
     A reference to a Secret or ConfigMap gets the value of this shell's variable of the same name,
-    if there is one.
+    if there is one; the keys of storage.data's bucket have a prefix here, and none in the shell.
     """
     variables: dict[str, str] = {}
     for entry in container.get("env", ()):
@@ -63,7 +63,7 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
             variables[name] = expand(str(entry.get("value") or ""), variables)
             continue
         path = source.get("fieldRef", {}).get("fieldPath")
-        value = field_value(pod, path) if path else os.environ.get(name)
+        value = field_value(pod, path) if path else os.environ.get(name.removeprefix("DDPJOB_DATA_"))
         if value is not None:
             variables[name] = value
     return variables

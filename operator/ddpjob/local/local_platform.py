@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import re
 import socket
 from dataclasses import dataclass
 
-from ddpjob.api.types import DDPJob, JobStatus
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import JobStatus
 from ddpjob.local.environment import ADDRESS
 from ddpjob.objects.platform import Platform
 
@@ -20,6 +23,14 @@ class LocalPlatform(Platform):
 
     def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
         return ADDRESS
+
+    def bucket_folder(self, job: DDPJob) -> str:
+        """The name of no namespace, with the machine and the folder of runs: a trial run must not continue, nor pass,
+        the job of this name in a cluster or in another folder.
+        """
+        machine = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())
+        runs = hashlib.sha256(str(self.checkpoint_path).encode()).hexdigest()[:8]
+        return f"local.{machine}.{runs}/{job.name}"
 
     @property
     def cluster(self) -> str:

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpjob_runtime.protocol import ROUNDS_FILE
+
 from ddpjob.core.world import COORDINATOR_CONTAINER
 
 RUNS_VARIABLE = "DDPJOB_RUNS"
@@ -73,6 +75,15 @@ class JobFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def has_checkpoints(self) -> bool:
+        """Whether a run has left more there than its record of rounds. Raises OSError."""
+        return any(not path.name.startswith(ROUNDS_FILE) for path in self.checkpoints.iterdir())
+
+    @property
+    def disposable(self) -> Path:
+        """A file that is there while every run with these checkpoints had a claimTemplate with whenDeleted Delete."""
+        return self.path / "checkpoints-go-with-job"
 
     @property
     def data(self) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.core.world import (
     COORDINATOR_CONTAINER,
     LABEL_ATTEMPT,

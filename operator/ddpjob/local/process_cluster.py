@@ -15,7 +15,9 @@ from pathlib import Path
 
 from ddpjob_runtime.protocol import Report
 
-from ddpjob.api.types import DDPJob, Json, format_time
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import format_time
 from ddpjob.core.decision import Event
 from ddpjob.core.world import NODE_ROLES, Role, World
 from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused
@@ -193,6 +195,21 @@ class ProcessCluster:
         pod.kill()
         del self.pods[pod.name]
         self.changed.set()
+
+    async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
+        raise AssertionError("one machine serves no gangs")
+
+    async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
+        raise AssertionError("one machine has no receivers")
+
+    async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
+        raise AssertionError("one machine has no queues")
+
+    async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
+        raise AssertionError("one machine has no queues")
+
+    async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
+        raise AssertionError("one machine has no queues")
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         pod = self.pods.get(name)

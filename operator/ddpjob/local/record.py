@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.local.paths import JobFolder
 
 

@@ -16,7 +16,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Json, format_time
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import ConditionType, JobStatus, format_time
 from ddpjob.core.status.messages import count
 from ddpjob.engine.ports import JobKey
 from ddpjob.engine.reconcile import reconcile, utc_now
@@ -86,8 +88,11 @@ def new_body(manifest: Json, now: datetime) -> Json:
     return {**manifest, "metadata": {**meta, **stored}}
 
 
-def prepare(folder: JobFolder, *, fresh: bool, now: datetime) -> RunFolder:
-    """Creates the folders of a new run. `fresh` moves old checkpoints into the new run's folder. Raises OSError."""
+def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool = False) -> RunFolder:
+    """Creates the folders of a new run. `fresh` moves old checkpoints into the new run's folder. Raises OSError.
+
+    `disposable`: the run's checkpoints go when the job is deleted, unless those of another run are among them.
+    """
     name = now.astimezone().strftime("%Y%m%d-%H%M%S")
     run = folder.run(name)
     for number in range(2, 100):
@@ -98,6 +103,10 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime) -> RunFolder:
     if fresh and folder.checkpoints.exists():
         folder.checkpoints.rename(run.path / "earlier-checkpoints")
     folder.checkpoints.mkdir(exist_ok=True)
+    if not disposable:
+        folder.disposable.unlink(missing_ok=True)
+    elif not folder.has_checkpoints():
+        folder.disposable.touch()
     shutil.rmtree(folder.requests, ignore_errors=True)
     return run
 
