@@ -11,7 +11,9 @@ import click
 
 from ddpjob.client.backend import Backend, Mistake
 from ddpjob.client.cluster_backend import ClusterBackend
+from ddpjob.client.past_jobs import PastJobs
 from ddpjob.dashboard.fleet import Fleet
+from ddpjob.dashboard.gate import OneSession, View
 from ddpjob.dashboard.web_server import serve
 
 
@@ -31,7 +33,9 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
 
     with Fleet(backend) as fleet:
         try:
-            asyncio.run(serve(fleet, scoped, backend.where, host=host, port=port, token=token, started=started))
+            view = View(fleet, scoped, backend.where, past=isinstance(backend, PastJobs))
+            gate = OneSession(view, token, host)
+            asyncio.run(serve(gate, host=host, port=port, started=started))
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else error
             raise Mistake(f"--host {host} --port {port}: {why}; another --port, or 0 for any free one") from error

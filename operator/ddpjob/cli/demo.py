@@ -10,7 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from ddpjob.api.types import JobStatus, Json
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import JobStatus
 from ddpjob.cli.display import recoveries, reported_accuracy, stall_line
 from ddpjob.client.manifest_sources import BadInput, read_job
 from ddpjob.local.paths import JobFolder, job_folder

@@ -15,7 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Phase
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import ConditionType, JobStatus, Phase
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.process_cluster import TimedEvent
 from ddpjob.local.runner import Display, Shown
@@ -29,6 +30,7 @@ PHASE_COLOURS = {
     Phase.FAILED: "bold red",
     Phase.RESTARTING: "yellow",
     Phase.SUSPENDED: "yellow",
+    Phase.QUEUED: "yellow",
 }
 
 

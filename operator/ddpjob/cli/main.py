@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.cli.output import document, listed, printable, printed_rows
 from ddpjob.cli.places import (
     EXIT_NEGATIVE,
@@ -39,7 +39,8 @@ Differences from a cluster:
   rendezvous.port    replaced by free ports, so that several jobs can run side by side
   script, module     relative to the current folder (or spec.workingDir, or --workdir)
   storage.data       the hostPath if it exists, else RUNS/JOB/data, or --data
-  storage.checkpoints  always RUNS/JOB/checkpoints, kept between runs: the next run resumes from there (unless --fresh)
+  storage.checkpoints  always RUNS/JOB/checkpoints, kept between runs: the next run resumes from there (unless --fresh);
+                     copies go to the url's folder local.HOST.RUNS/JOB, with this shell's AWS_* variables
   env valueFrom, envFrom   Secrets and ConfigMaps cannot be read; variables of this shell are used instead
   podTemplate        only env of the trainer is used; sidecars, init containers and volumes are not
   ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept   not used: logs are files, and are kept
@@ -67,12 +68,14 @@ Exit codes: 0 done; 1 the job has failed, or doctor found a fault; 2 wrong input
 _MEANT = {
     **dict.fromkeys(("ls", "list", "ps"), "get"),
     **dict.fromkeys(("apply", "create", "launch"), "submit"),
-    **dict.fromkeys(("status", "show"), "describe"),
+    "status": "describe",
+    **dict.fromkeys(("history", "archive"), "show"),
     "rm": "delete",
     "log": "logs",
     "check": "validate",
     "pause": "suspend",
     **dict.fromkeys(("ui", "web", "serve"), "dashboard"),
+    **dict.fromkeys(("new", "scaffold", "quickstart"), "init"),
 }
 """Other tools' words for commands."""
 
@@ -131,6 +134,29 @@ def _print(line: str) -> None:
 
 
 # --- before a job runs ------------------------------------------------------------------------------------------
+
+
+@root.command()
+@click.argument("script", default="train.py", metavar="[SCRIPT]", type=Path)
+@click.option("--name", default="first", show_default=True, help="Of the job.")
+@click.option("--image", default="pytorch/pytorch", show_default=True, help="Any image with Python and PyTorch.")
+@click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Pods that train.")
+@click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0: the CPU.")
+def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> int:
+    """Write a manifest, job.yaml, to begin with, and a script where SCRIPT is not there yet.
+
+    The script trains a small model, shows its loss, saves, and continues from what it saved. A file that is there is
+    left as it is.
+
+    \b
+    Example: ddpjob init
+             ddpjob init my_script.py --name mine --gpus 8
+    """
+    from ddpjob.cli.starter import write_starter
+
+    for line in write_starter(script, name=name, image=image, nodes=nodes, gpus=gpus):
+        click.echo(line)
+    return 0
 
 
 @root.command(help=_RUN)
@@ -255,7 +281,7 @@ def schema() -> int:
 @click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="A variable of the workers; may be repeated.")
 @click.option("--cpu", default="", help="CPUs that each node requests, such as 8.")
 @click.option("--memory", default="", help="Memory of each node, requested and at most, such as 64Gi.")
-@click.option("--checkpoints", default="", metavar="claim:NAME|/FOLDER", help="Where checkpoints are kept.")
+@click.option("--checkpoints", default="", metavar="claim:NAME|s3://URL|/FOLDER", help="Where checkpoints are kept.")
 @click.option("--entry", default="", metavar="SCRIPT", help="Of a FOLDER: the script in it.")
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of spec, the value as YAML.")
 @click.option("--dry-run", is_flag=True, help="Create nothing.")
@@ -475,19 +501,27 @@ def top(place: Place, job: str | None, once: bool, interval: float) -> int:
 @click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Jobs of all namespaces of the cluster.")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8300, show_default=True, help="0: any free one.")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="[FOLDER]", required=False)
 @in_place
-def dashboard(place: Place, everywhere: bool, host: str, port: int) -> int:
+def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path | None) -> int:
     """Serve pages for a browser until Ctrl-C: all jobs, and of each its restarts, curves, pods, events and logs.
 
     Read-only, with your rights, and live. The address that is printed holds a token of this session; who has it sees
     what you see. From another machine use `ssh -L 8300:127.0.0.1:8300`: the connection itself is not encrypted.
 
+    With FOLDER, jobs that are gone: a checkpoint folder, or one that holds several, as `ddpjob show` reads them.
+
     \b
     Example: ddpjob dashboard
              ddpjob dashboard -A --port 0
+             ddpjob dashboard /mnt/checkpoints
     """
     from ddpjob.cli.dashboard_command import serve_dashboard
 
+    if folder is not None:
+        from ddpjob.client.past_jobs import PastJobs
+
+        return serve_dashboard(PastJobs(folder), host, port)
     return serve_dashboard(place.backend(everywhere=everywhere), host, port)
 
 
@@ -498,9 +532,9 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int) -> int:
 def plot(place: Place, job: str, output: Path | None) -> int:
     """Draw a job's loss and test accuracy over its restarts.
 
-    For jobs of the built-in trainer, from metrics.jsonl in its checkpoint folder: on this machine at any time, on a
-    cluster while a pod runs. Of a file above 8 MiB only the end is drawn, and the command says so. A picture needs
-    the package ddpjob[trainer] here.
+    From run/metrics.jsonl in the checkpoint folder, which the built-in trainer writes, and ddpjob_report.report with
+    a `step`: on this machine at any time, on a cluster while a pod runs. Of a file above 8 MiB only the end is drawn,
+    and the command says so. A picture needs the package ddpjob[trainer] here.
 
     \b
     Example: ddpjob plot first
@@ -519,6 +553,32 @@ def plot(place: Place, job: str, output: Path | None) -> int:
         return 0
     for line in curves(text, job):
         _print(line)
+    return 0
+
+
+@root.command()
+@click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
+def show(folder: Path) -> int:
+    """Show what a job has left in its checkpoint folder, when its pods and the job itself are gone.
+
+    Rounds, restarts with causes and tracebacks, the end and the last progress, from .ddpjob-rounds.jsonl, which job
+    pods write there; curves from run/metrics.jsonl. FOLDER is that of storage.checkpoints, or a
+    job's folder of `ddpjob run`.
+
+    \b
+    Example: ddpjob show /mnt/checkpoints/first
+             ddpjob show runs/digits
+    """
+    from ddpjob.cli.terminal_curves import curves
+    from ddpjob.client.left_behind import in_words, read_left_behind
+
+    found = read_left_behind(folder)
+    for line in in_words(found):
+        _print(line)
+    if found.metrics:
+        _print("")
+        for line in curves(found.metrics, found.name):
+            _print(line)
     return 0
 
 
@@ -838,7 +898,8 @@ def restart(place: Place, job: str, timeout: int) -> int:
 @_job
 @in_place
 def delete(place: Place, job: str) -> int:
-    """Delete a job and its pods. Checkpoints on volumes stay; on this machine RUNS/JOB/checkpoints.
+    """Delete a job and its pods. Checkpoints on volumes stay, on this machine RUNS/JOB/checkpoints; with
+    storage.checkpoints.claimTemplate.whenDeleted: Delete they go too.
 
     \b
     Example: ddpjob delete first

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.api.yamltext import write_document
 from ddpjob.client.job_text import row
 

@@ -10,7 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob.api.types import ConditionType, DDPJob, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json, WhenDeleted
+from ddpjob.api.job_status import ConditionType
 from ddpjob.cli.display import open_display, recoveries, reported_accuracy, shortest, stall_line
 from ddpjob.client.manifest_sources import BadInput, read_job
 from ddpjob.core.status.shown_progress import duration
@@ -75,7 +77,15 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> RunFolder:
     try:
         job.folder.path.mkdir(parents=True, exist_ok=True)
         holding.enter_context(held(job.folder))
-        run = prepare(job.folder, fresh=fresh, now=utc_now())
+        storage = DDPJob.read(job.body).spec.storage
+        if fresh and storage.url:
+            raise BadInput(
+                f"--fresh: the job would resume from its copies in {storage.url} (spec.storage.checkpoints.url);"
+                " give it another metadata.name, or remove its folder there"
+            )
+        template = storage.claim_template
+        disposable = template is not None and template.when_deleted is WhenDeleted.DELETE
+        run = prepare(job.folder, fresh=fresh, now=utc_now(), disposable=disposable)
         run.manifest.write_text(json.dumps(job.body, indent=1))
     except OSError as error:
         raise BadInput(f"{error.filename}: {error.strerror}; DDPJOB_RUNS names another folder for runs") from error
@@ -85,7 +95,7 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> RunFolder:
 def _run(job: Ready, run: RunFolder) -> int:
     for warning in job.local_spec.warnings:
         print(f"note: {warning}", file=sys.stderr)
-    had_checkpoints = any(job.folder.checkpoints.iterdir())
+    had_checkpoints = job.folder.has_checkpoints()
     print(f"job {job.folder.name}: logs and status in {shortest(run.path)}")
     if had_checkpoints:
         print(f"resumes from the checkpoints in {shortest(job.folder.checkpoints)} (--fresh starts from scratch)")
@@ -124,7 +134,7 @@ def _print_result(job: Ready, run: RunFolder, outcome: Outcome) -> None:
     lines.append(("Restarts", f"{counts.counted} counted of {allowed} allowed, {counts.uncounted} not counted"))
     lines += [("", line) for line in (*recoveries(status), *map(stall_line, outcome.shown.stalls))]
     lines.append(("Logs", shortest(run.pods)))
-    if any(job.folder.checkpoints.iterdir()):
+    if job.folder.has_checkpoints():
         lines.append(("Checkpoints", shortest(job.folder.checkpoints)))
         if not status.terminal:
             lines.append(("Next", "the same command resumes from there"))

@@ -13,7 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ddpjob.api.types import DDPJob, Json, Phase
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import Phase
 from ddpjob.cli.display import PHASE_COLOURS, reported_accuracy
 from ddpjob.cli.output import printable, printed_rows
 from ddpjob.cli.terminal_curves import sparkline

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlencode
+from weakref import WeakSet
 
 import yaml
 
-from ddpjob.api.types import Json
-from ddpjob.client.backend import Mistake, NoAnswer, Unreachable
+from ddpjob.api.job_spec import Json
+from ddpjob.client.backend import Mistake, NoAnswer, NotKnown, Unreachable
 
 SECONDS = 30
 MERGE_PATCH = "application/merge-patch+json"
@@ -25,6 +30,7 @@ class ApiRefusal(Mistake):
         super().__init__(message)
         self.status, self.reason = status, reason
         self.passing = status == 429 or status >= 500
+        self.denied = status == 403
 
 
 class ApiServer:
@@ -143,9 +149,63 @@ class ApiServer:
         if response.status >= 400:
             message = str(answer.get("message") or (text or b"")[:300].decode(errors="replace"))
             if response.status == 401:
-                raise Unreachable(f"the API server does not accept the credentials of the kubeconfig: {message}")
+                raise NotKnown(f"the API server does not accept the credentials: {message}")
             raise ApiRefusal(response.status, str(answer.get("reason") or ""), message)
         return answer if isinstance(answer, dict) else {}
+
+
+class BearerServer(ApiServer):
+    """One API server, asked with somebody's bearer token and nothing else: no kubeconfig, no account of this process.
+
+    `ca`: the file of the authorities that may have signed its certificate.
+    """
+
+    def __init__(self, url: str, ca: str, token: str) -> None:
+        import urllib3
+
+        super().__init__(None, "default", "this cluster")
+        self._url, self._headers = url.rstrip("/"), {"Authorization": f"Bearer {token}"}
+        self._pool = urllib3.PoolManager(8, ssl_context=_trusting(ca), retries=False)
+        self._open = WeakSet[Any]()
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends what is being read, also in other threads, and refuses what is asked later."""
+        self._closed = True
+        for response in list(self._open):
+            with suppress(RuntimeError, ValueError, OSError):  # It has ended by itself.
+                response.shutdown()
+        self._pool.clear()
+
+    def _send(
+        self, method: str, path: str, query: Mapping[str, str], body: Json | None, content_type: str, timeout: Any
+    ) -> Any:
+        import urllib3
+
+        if self._closed:
+            raise Mistake("the viewer has left")
+        seconds = urllib3.Timeout(*timeout) if isinstance(timeout, tuple) else urllib3.Timeout(timeout, timeout)
+        headers = {**self._headers, "Content-Type": content_type, "Accept": "application/json, */*"}
+        url = self._url + path + (f"?{urlencode(query)}" if query else "")
+        try:
+            response = self._pool.request(
+                method, url, headers=headers, body=None if body is None else json.dumps(body), timeout=seconds,
+                redirect=False, preload_content=False,
+            )  # fmt: skip
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise NoAnswer(f"the API server at {self._url} does not answer: {_short(error)}") from error
+        self._open.add(response)
+        return SimpleNamespace(response=response, status=response.status, read=response.read)
+
+
+def _trusting(ca: str) -> ssl.SSLContext:
+    """Trusts what kubectl trusts: also certificates without key identifiers, which many authorities have issued."""
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise NoAnswer(f"the certificates of the API server's authorities in {ca} cannot be read: {error}") from error
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context
 
 
 def _short(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 
 OUTAGE_SECONDS = 300.0
 """Without an answer of the API server, after which `wait`, `logs -f` and others give up."""
@@ -21,7 +21,8 @@ SILENCE_SECONDS = 15.0
 """How long a connection for a log that can be stopped waits for the next line before it is opened again."""
 
 METRICS = "run/metrics.jsonl"
-"""The built-in trainer's measurements, in the job's checkpoint folder."""
+"""What the training measures, in the job's checkpoint folder."""
+METRICS_WRITERS = "the built-in trainer, and scripts that call ddpjob_report.report(step=...)"
 METRICS_BYTES = 8 << 20
 
 
@@ -30,6 +31,8 @@ class Mistake(Exception):
 
     passing = False
     """Whether the same request may succeed a little later."""
+    denied = False
+    """Whether whoever asks may not read this, or is not known."""
 
 
 class Unreachable(Mistake):
@@ -40,6 +43,12 @@ class NoAnswer(Unreachable):
     """The API server has not answered this time."""
 
     passing = True
+
+
+class NotKnown(Unreachable):
+    """The API server does not accept the credentials."""
+
+    denied = True
 
 
 class NoSuchJob(Mistake):
@@ -157,7 +166,7 @@ class Backend(Protocol):
         ...
 
     def metrics(self, name: str) -> str:
-        """The end of what the built-in trainer has written to metrics.jsonl, at most METRICS_BYTES."""
+        """The end of what rank 0 has written to metrics.jsonl, at most METRICS_BYTES."""
         ...
 
     def patch(self, name: str, spec: Json) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddpjob.api.types import API_VERSION, KIND, Json
+from ddpjob.api.job import API_VERSION, KIND
+from ddpjob.api.job_spec import Json
 from ddpjob.api.yamltext import YamlError, read_documents
 from ddpjob.client.backend import Mistake
 from ddpjob.local.paths import job_folder
@@ -48,7 +49,7 @@ class Request:
     cpu: str = ""
     memory: str = ""
     checkpoints: str | os.PathLike[str] = ""
-    """`claim:NAME` or an absolute folder of every Kubernetes node."""
+    """`claim:NAME`, `s3://BUCKET/FOLDER` or an absolute folder of every Kubernetes node."""
     entry: str | os.PathLike[str] = ""
     """Of a folder: the script in it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -204,8 +205,11 @@ def _volume(text: str) -> Json:
         return {"claimName": name}
     if text.startswith("/"):
         return {"hostPath": text}
+    if kind == "s3":
+        return {"url": text}
     raise Mistake(
-        f"checkpoints (--checkpoints) {text}: write claim:NAME, or an absolute folder of every Kubernetes node"
+        f"checkpoints (--checkpoints) {text}: write claim:NAME, s3://BUCKET/FOLDER, or an absolute folder of every"
+        " Kubernetes node"
     )
 
 

@@ -9,12 +9,15 @@ from copy import copy
 from typing import TypeVar
 from urllib.parse import quote
 
-from ddpjob.api.types import API_VERSION, KIND, PLURAL, Json, parse_time
+from ddpjob.api.job import API_VERSION, KIND, PLURAL
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import parse_time
 from ddpjob.client.api_server import MERGE_PATCH, ApiRefusal, ApiServer
 from ddpjob.client.backend import (
     LINE_BYTES,
     METRICS,
     METRICS_BYTES,
+    METRICS_WRITERS,
     SILENCE_SECONDS,
     Happened,
     LogOptions,
@@ -242,7 +245,7 @@ class ClusterBackend:
                 return found
         if pods:
             which = "no pod has" if len(pods) == len(running) else f"none of its first {len(pods)} pods has"
-            raise Mistake(f"{name}: {which} {METRICS} in its checkpoint folder; only the built-in trainer writes it")
+            raise Mistake(f"{name}: {which} {METRICS} in its checkpoint folder; it is written by {METRICS_WRITERS}")
         raise Mistake(f"{name}: no pod runs; `python -m ddpjob_trainer plot` draws {METRICS} of its checkpoint folder")
 
     def _has_ended(self, pod: str) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpjob.api.types import API_VERSION, KIND, Json
+from ddpjob.api.job import API_VERSION, KIND
+from ddpjob.api.job_spec import Json
 from ddpjob.client.backend import Mistake
 
 _GPUS = re.compile(r".+/(gpu|.*gpu.*|xpu|npu|hpu)")

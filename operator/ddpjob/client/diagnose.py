@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from ddpjob.api.job import GROUP, PLURAL, VERSION
+from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import load_crd
-from ddpjob.api.types import GROUP, PLURAL, VERSION, Json
 from ddpjob.client.api_server import ApiRefusal, ApiServer
 from ddpjob.client.backend import Unreachable
 

@@ -11,7 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ddpjob.api.types import Condition, JobSpec, JobStatus, Json
+from ddpjob.api.job_spec import JobSpec, Json
+from ddpjob.api.job_status import Condition, JobStatus
 from ddpjob.client.backend import Backend, Happened, LogOptions, Mistake, PodLine
 from ddpjob.client.build_manifest import Request, build
 from ddpjob.client.job_text import phase
@@ -79,7 +80,7 @@ class Job:
     namespace: str
     """Empty on this machine."""
     phase: str
-    """Pending, Starting, Running, Restarting, Suspended, Complete, Failed; of this machine also Interrupted."""
+    """Queued, Pending, Starting, Running, Restarting, Suspended, Complete, Failed; of this machine also Interrupted."""
     spec: JobSpec
     status: JobStatus
     """Conditions, slots, restarts with their causes, ..."""
@@ -170,7 +171,7 @@ class Client:
         `spares`: pods on standby. `min_nodes`: continue with so few; `max_nodes`: the most that `scale` may set.
         `mode`: how a group recovers, default: Standard. `env`: variables of the workers.
         `cpu`, `memory`: of each node, such as "8" and "64Gi".
-        `checkpoints`: "claim:NAME", or an absolute folder of every Kubernetes node.
+        `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or an absolute folder of every Kubernetes node.
         `entry`: of a folder: the script in it.
         `settings`: any other field of spec, such as {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"};
         mappings join what the other parameters have set, and other values replace it.

@@ -10,8 +10,11 @@ from functools import cache
 from importlib import resources
 from itertools import groupby
 
-from ddpjob.api.types import Condition, ConditionType, DDPJob, JobStatus, Json, Restart, SlotState, parse_time
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import MANAGER, Json
+from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, parse_time
 from ddpjob.client.backend import Happened, PodLine
+from ddpjob.core.status.conditions import QUEUED
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration
 
@@ -75,6 +78,7 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
     yield from _pairs(
         ("Name", job.name),
         ("Namespace", str(meta.get("namespace", ""))),
+        ("Class", spec.class_name),
         ("Image", spec.image),
         ("Runs", _program(job)),
         ("Nodes", _nodes(job)),
@@ -226,6 +230,9 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     status = JobStatus.read(body.get("status") or {})
     name, state = body["metadata"]["name"], phase(body)
     main = main_condition(status)
+    if state == "Interrupted" and not body["spec"]["image"]:  # What it has left in its folder is all there is.
+        yield f"{name}: no end was recorded. It was suspended, deleted or cut off, or it still trains."
+        return
     if state == "Interrupted":
         yield f"{name}: its `ddpjob run` was stopped before the end of the job."
         yield "What to do: run it again; it resumes from its last checkpoint."
@@ -242,7 +249,8 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         if status.restarts.recent:
             yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
         return
-    verb = {ConditionType.FAILED: "failed", ConditionType.SUSPENDED: "is suspended"}.get(main.type)
+    suspended = main.type is ConditionType.SUSPENDED and main.reason not in QUEUED
+    verb = "failed" if main.type is ConditionType.FAILED else "is suspended" if suspended else ""
     waits = verb or ("restarts" if main.type is ConditionType.RESTARTING else "waits")
     yield f"{name} {waits}: {main.reason}, for {_since(main.since, now)}."
     yield from (f"  {line}" for line in main.message.splitlines())
@@ -250,7 +258,7 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     for pod in held[:3] if main.type is not ConditionType.FAILED else ():
         yield f"  pod {pod.name} ({pod.state}): {_first_line(pod.message)}"
     explained = remedies().get(main.reason)
-    if main.type is ConditionType.SUSPENDED:
+    if suspended:
         yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
     elif explained is not None:
         if explained["meaning"]:
@@ -281,6 +289,10 @@ def main_condition(status: JobStatus) -> Condition | None:
 def _without_status(body: Json, now: datetime) -> Iterator[str]:
     name, created = body["metadata"]["name"], parse_time(body["metadata"].get("creationTimestamp"))
     age = (now - created).total_seconds() if created is not None else 0.0
+    manager = (body.get("spec") or {}).get("managedBy")
+    if manager not in (None, MANAGER):
+        yield f"{name} is managed by {manager} (spec.managedBy): DDPJob's operator leaves it alone."
+        return
     yield f"{name} has no status yet, {duration(age)} after its creation: no operator has looked at it."
     if age > NO_STATUS_SECONDS:
         yield (

@@ -10,7 +10,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpjob.api.types import ConditionType, JobStatus, Json, SlotState
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
 from ddpjob.client.backend import Backend, LogOptions, Mistake, NoSuchJob, Patience, PodLine
 
 MOST_PODS = 200
@@ -138,10 +139,14 @@ class LogFollower:
         """What could not be read, for the user."""
         self.seen: set[str] = set()
         """Pods of which a line was read."""
-        self._lines: queue.Queue[tuple[PodLine, bytes]] = queue.Queue(
+        self._lines: queue.Queue[tuple[PodLine, bytes | None]] = queue.Queue(
             _QUEUE if options.stop is None else _QUEUE_OF_MANY
         )
-        self._readers: dict[str, threading.Thread] = {}
+        """None: the end of the pod's log."""
+        self._begun: set[str] = set()
+        """Pods whose log is read or has been."""
+        self._reading = 0
+        """Logs of which the end has not been taken."""
 
     def lines(self) -> Iterator[LogLine]:
         """The lines as they come; those of one pod in their order."""
@@ -165,19 +170,21 @@ class LogFollower:
                     raise
                 patience.bear(mistake)
             for pod in pods:
-                if pod.name not in self._readers and pod.state not in _NOT_STARTED:
+                if pod.name not in self._begun and pod.state not in _NOT_STARTED:
                     self._start(pod)
             deadline = time.monotonic() + _POLL
-            while (left := deadline - time.monotonic()) > 0:
+            while (left := deadline - time.monotonic()) > 0 and (self._reading or not over):
                 try:
-                    yield self._lines.get(timeout=left)
+                    pod, text = self._lines.get(timeout=left)
                 except queue.Empty:
                     break
-                if not self._alive() and self._lines.empty():
+                if text is not None:
+                    yield pod, text
+                    continue
+                self._reading -= 1
+                if not self._reading:
                     break
-            if over and not self._alive():
-                while not self._lines.empty():
-                    yield self._lines.get()
+            if over and not self._reading:
                 return
 
     def _pods(self) -> list[PodLine]:
@@ -225,13 +232,16 @@ class LogFollower:
         status = self._body.get("status") or {}
         return JobStatus.read(status).terminal or status.get("phase") == "Interrupted"
 
-    def _alive(self) -> bool:
-        return any(reader.is_alive() for reader in self._readers.values())
-
     def _start(self, pod: PodLine) -> None:
-        reader = threading.Thread(target=self._read, args=(pod,), name=f"log of {pod.name}", daemon=True)
-        self._readers[pod.name] = reader
-        reader.start()
+        self._begun.add(pod.name)
+        self._reading += 1
+        threading.Thread(target=self._read_all, args=(pod,), name=f"log of {pod.name}", daemon=True).start()
+
+    def _read_all(self, pod: PodLine) -> None:
+        try:
+            self._read(pod)
+        finally:
+            self._put(pod, None)
 
     def _read(self, pod: PodLine) -> None:
         rest, limit, cut = b"", self.options.line_bytes, False
@@ -249,7 +259,7 @@ class LogFollower:
         if cut:
             self.notes.append(f"pod {pod.name}: lines of more than {limit:,} bytes were cut off")
 
-    def _put(self, pod: PodLine, line: bytes) -> None:
+    def _put(self, pod: PodLine, line: bytes | None) -> None:
         while not self.options.stopped:
             with contextlib.suppress(queue.Full):
                 self._lines.put((pod, line), timeout=_POLL)

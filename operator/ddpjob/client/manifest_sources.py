@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ddpjob.api.job_spec import Json
 from ddpjob.api.reader import Manifest, ManifestError, read_manifests, validate, with_defaults
-from ddpjob.api.types import Json
 from ddpjob.client.backend import Mistake
 
 SUFFIXES = (".yaml", ".yml", ".json")

@@ -13,9 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from ddpjob.api.job_spec import Json, WhenDeleted
+from ddpjob.api.job_status import JobStatus, parse_time
 from ddpjob.api.reader import validate, with_defaults
-from ddpjob.api.types import JobStatus, Json, parse_time
-from ddpjob.client.backend import METRICS, METRICS_BYTES, Happened, LogOptions, Mistake, NoSuchJob, PodLine
+from ddpjob.client.backend import (
+    METRICS,
+    METRICS_BYTES,
+    METRICS_WRITERS,
+    Happened,
+    LogOptions,
+    Mistake,
+    NoSuchJob,
+    PodLine,
+)
 from ddpjob.core.world import COORDINATOR_CONTAINER
 from ddpjob.local import processes
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder, job_folder, runs_folder
@@ -157,7 +167,7 @@ class ProcessBackend:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - METRICS_BYTES))
                 return file.read().decode(errors="replace")
         except FileNotFoundError:
-            raise Mistake(f"{path} does not exist: only the built-in trainer writes it, at its first step") from None
+            raise Mistake(f"{path} does not exist: it is written by {METRICS_WRITERS}") from None
         except OSError as error:
             raise Mistake(f"{path}: {error.strerror}") from error
 
@@ -218,13 +228,20 @@ class ProcessBackend:
         return name
 
     def delete(self, name: str) -> None:
-        """Stops the job and removes its record and logs. Checkpoints and data stay."""
+        """Stops the job and removes its record and logs. Data stay, and checkpoints unless all runs said Delete."""
         self.stop(name, now=True)
         folder = self.folder(name)
+        spec = (_record(folder) or {}).get("spec") or {}
+        template = ((spec.get("storage") or {}).get("checkpoints") or {}).get("claimTemplate") or {}
+        delete = template.get("whenDeleted") == WhenDeleted.DELETE and folder.disposable.exists()
+        kept = [folder.data] if delete else [folder.data, folder.checkpoints]
         for path in folder.path.iterdir():
-            if path in (folder.checkpoints, folder.data):
+            if path in kept:
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if folder.checkpoints.is_dir() and not folder.has_checkpoints():
+            for path in folder.checkpoints.iterdir():
+                path.unlink()
         for path in (folder.checkpoints, folder.path):
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()

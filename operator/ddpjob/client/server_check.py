@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpjob.api.types import PLURAL, POD_DEFAULTS, DDPJob, JobStatus, Json, Placement, Slot
+from ddpjob.api.job import PLURAL, DDPJob
+from ddpjob.api.job_spec import POD_DEFAULTS, Json, Placement
+from ddpjob.api.job_status import JobStatus, Slot
 from ddpjob.client.api_server import ApiRefusal
 from ddpjob.client.cluster_backend import ClusterBackend
+from ddpjob.controller.pod_views import read_claim
+from ddpjob.core.volumes import FIELD, unusable_claim
+from ddpjob.core.world import ClaimView, World
+from ddpjob.objects.claim import build_claim, template_mark
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.pods import as_non_root, build_coordinator, build_node
 from ddpjob.objects.service import runtime_name
@@ -28,11 +34,28 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
     pods = [build_node(job, status, platform, 0, 0)]
     if job.spec.rendezvous.placement is Placement.DEDICATED:
         pods.append(build_coordinator(job, status, platform))
+    if job.spec.class_name and job.status.job_class is None:
+        pods = []  # What the class gives them is known to the operator alone.
     for pod in pods:
         yield from _refused(backend, pod)
-    for claim in job.spec.storage.claims:
-        if backend.api.optional(backend.path("persistentvolumeclaims", claim)) is None:
-            yield f"spec.storage: there is no claim {claim} in namespace {backend.namespace}, or you may not read it"
+    yield from _claims(backend, job)
+
+
+def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
+    """Claims that do not exist or cannot serve, and what the API server says of the one that the job would make."""
+    for name in job.claims:
+        found = backend.api.optional(backend.path("persistentvolumeclaims", name))
+        if found is None and name == job.made_claim:
+            try:
+                backend.dry_run("persistentvolumeclaims", build_claim(job))
+            except ApiRefusal as refusal:
+                yield f"its claim {name} ({FIELD}): {refusal}"
+        elif found is None:
+            yield f"spec.storage: there is no claim {name} in namespace {backend.namespace}, or you may not read it"
+        claim = read_claim(found) if found is not None else ClaimView(name=name, exists=name != job.made_claim)
+        problem = unusable_claim(job, World(claims=(claim,), claim_template=template_mark(job)))
+        if problem is not None:
+            yield problem.message
 
 
 def _dry_run_job(backend: ClusterBackend, manifest: Json) -> Json:

@@ -1,0 +1,62 @@
+"""What `ddpjob init` writes: a manifest and a script to begin with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+import yaml
+
+from ddpjob.client.backend import Mistake
+from ddpjob.client.manifest_sources import check_made
+
+_MANIFEST = Path("job.yaml")
+_PLAIN = re.compile(r"[A-Za-z][-\w./:@]*\w")
+
+
+def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int) -> Iterator[str]:
+    """Write job.yaml into the current folder, and `script` unless it is there. Yields what to print, line by line.
+
+    Raises Mistake, and writes nothing, where job.yaml is there or the job would be refused.
+    """
+    if script.suffix != ".py":
+        raise Mistake(f"{script}: the script's name must end in .py")
+    if script.is_absolute() or ".." in script.parts:
+        raise Mistake(f"{script}: must be in this folder: on a cluster the path is one in the image")
+    values = {"name": name, "image": image, "script": script.as_posix()}
+    text = Template(_file(_MANIFEST.name)).substitute(
+        {key: _scalar(value) for key, value in values.items()}, nodes=nodes, gpus=gpus
+    )
+    check_made(yaml.safe_load(text))
+    try:
+        with _MANIFEST.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise Mistake(f"{_MANIFEST} is there already; remove it, or change to another folder") from None
+    except OSError as error:
+        raise Mistake(f"{_MANIFEST}: {error.strerror}") from error
+    written = [str(_MANIFEST)]
+    if not script.exists():
+        try:
+            script.parent.mkdir(parents=True, exist_ok=True)
+            script.write_text(_file("train.py"), encoding="utf-8")
+        except OSError as error:
+            raise Mistake(f"{script}: {error.strerror}; {_MANIFEST} was written") from error
+        written.append(str(script))
+    yield f"written: {' and '.join(written)}"
+    yield f"on this machine:  ddpjob run {_MANIFEST}"
+    yield f"on a cluster:     ddpjob submit --image {image} --nodes {nodes} --gpus {gpus} {script}"
+
+
+def _file(name: str) -> str:
+    """Named so that neither linters nor importers take it for a module of this package."""
+    return resources.files(__name__).joinpath(f"{name}-tpl").read_text(encoding="utf-8")
+
+
+def _scalar(text: str) -> str:
+    """As YAML: JSON's quotes where it could mean something else."""
+    return text if _PLAIN.fullmatch(text) and isinstance(yaml.safe_load(text), str) else json.dumps(text)

@@ -1,0 +1,175 @@
+"""What a job has left in its checkpoint folder: its record of rounds, of which any line may be cut or hostile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ddpjob_runtime.protocol import MAX_RECORDED, MAX_TEXT, ROUNDS_FILE, Incident, clip, is_number, read_figures
+
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import format_time, known_time
+from ddpjob.client.backend import METRICS, METRICS_BYTES, Mistake
+from ddpjob.core.status.messages import count
+from ddpjob.core.status.shown_progress import duration, shown_progress
+
+_BYTES = 8 << 20
+"""Of the newest lines that are read; the runtime keeps at most two files of 4 MiB."""
+_SHOWN = 200
+"""Rounds that are shown, the newest."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A round that began, or the job's end, with the breaks before it."""
+
+    time: datetime
+    generation: str
+    round: int
+    world: int | None
+    """Nodes of the round; None: it is the end."""
+    ok: bool
+    why: str
+    incidents: tuple[Incident, ...]
+    progress: Json
+
+
+@dataclass(frozen=True)
+class LeftBehind:
+    """Of the job that has used the folder last."""
+
+    name: str
+    namespace: str
+    uid: str
+    lines: tuple[Line, ...]
+    unread: int
+    """Lines that could not be read."""
+    others: int
+    """Jobs that have used the folder before."""
+    metrics: str
+    """The end of metrics.jsonl; empty: there is none."""
+
+
+def read_left_behind(folder: Path) -> LeftBehind:
+    """Of a checkpoint folder, or one of `ddpjob run`. Raises Mistake."""
+    if not folder.is_dir():
+        raise Mistake(f"{folder}: no such folder here; give the folder of the job's checkpoints")
+    place = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    text = _end_of(place / f"{ROUNDS_FILE}.1") + _end_of(place / ROUNDS_FILE)
+    metrics = _end_of(place / METRICS)
+    found, unread = list[tuple[tuple[str, str, str], Line]](), 0
+    for row in text[-_BYTES:].splitlines():
+        try:
+            found.append(_read(json.loads(row)))
+        except (ValueError, RecursionError):  # Cut off, or somebody else's.
+            unread += 1
+    if not found and not metrics:
+        raise Mistake(
+            f"{folder}: holds neither {ROUNDS_FILE} nor {METRICS}; job pods write them into the folder of "
+            "spec.storage.checkpoints"
+        )
+    identity = found[-1][0] if found else (place.resolve().name, "", "")
+    lines = tuple(line for job, line in found if job == identity)
+    others = len({job for job, _ in found} - {identity})
+    return LeftBehind(*identity, lines, unread, others, metrics)
+
+
+def _end_of(path: Path) -> str:
+    """At most METRICS_BYTES of a file; empty where there is none. Raises Mistake."""
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - METRICS_BYTES))
+            return file.read(METRICS_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise Mistake(f"{path}: {error.strerror}") from error
+
+
+def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
+    """((name, namespace, uid), the line). Raises ValueError."""
+    if not isinstance(row, dict) or row.get("event") not in ("round", "end"):
+        raise ValueError("no line of rounds")
+    time, incidents = known_time(row.get("time")), row.get("incidents")
+    if time is None or not isinstance(incidents, list):
+        raise ValueError("time or incidents are missing")
+    number, world = _whole(row, "round"), None if row["event"] == "end" else _whole(row, "world")
+    name, namespace, uid, generation, why = (
+        clip(row.get(key) or "", MAX_TEXT) for key in ("job", "namespace", "uid", "generation", "why")
+    )
+    line = Line(
+        time, generation, number, world, row.get("ok") is True, why,
+        tuple(Incident.read(body, "incident") for body in incidents[-MAX_RECORDED:]),
+        read_figures(row.get("progress") or {}, "progress"),
+    )  # fmt: skip
+    return (name, namespace, uid), line
+
+
+def _whole(row: Json, key: str) -> int:
+    value = row.get(key)
+    if not isinstance(value, int) or not is_number(value):
+        raise ValueError(f"{key} is no whole number")
+    return value
+
+
+# --- in words ---------------------------------------------------------------------------------------------------
+
+
+def in_words(found: LeftBehind) -> Iterator[str]:
+    """The job, its last progress, and its rounds in their order, with what ended them."""
+    lines = found.lines
+    yield f"Job:       {found.namespace}/{found.name}" if found.namespace else f"Job:       {found.name}"
+    if not lines:
+        yield f"Rounds:    not recorded: there is no {ROUNDS_FILE}"
+        return
+    first, last = lines[0], lines[-1]
+    yield f"State:     {_state(last)}"
+    took = duration(max(0.0, (last.time - first.time).total_seconds()))
+    yield f"Time:      {format_time(first.time)} to {format_time(last.time)}, {took}"
+    if progress := _progress(last):
+        yield f"Progress:  {progress}"
+    breaks = sum(len(line.incidents) for line in lines)
+    yield f"Rounds:    {sum(line.world is not None for line in lines)}, with {count(breaks, 'break')}"
+    if found.others:
+        yield f"Before it: {count(found.others, 'other job')} in this folder, not shown"
+    if found.unread:
+        yield f"Not read:  {count(found.unread, 'line')}"
+    yield ""
+    if len(lines) > _SHOWN:
+        yield f"the last {_SHOWN} of {len(lines)}:"
+    for line in lines[-_SHOWN:]:
+        for incident in line.incidents:
+            yield from _break(incident)
+        if line.world is not None:
+            yield f"{format_time(line.time)}  round {line.round} begins with {count(line.world, 'node')}"
+    if last.world is None:
+        yield f"{format_time(last.time)}  the end: {last.why}"
+
+
+def _state(last: Line) -> str:
+    if last.world is not None:
+        return f"not known: round {last.round} began, and no end was recorded (suspended, deleted, or cut off)"
+    return f"{'Complete' if last.ok else 'Stopped'}: {last.why}"
+
+
+def _progress(last: Line) -> str:
+    shown = shown_progress({}, last.progress, last.time, at_once=True)
+    words = [str(shown["display"])] if "display" in shown else []
+    words += [f"loss {shown['lossDisplay']}"] if "lossDisplay" in shown else []
+    metrics = {name: value for name, value in (shown.get("metrics") or {}).items() if is_number(value)}
+    return ", ".join([*words, *(f"{name} {value:.5g}" for name, value in list(metrics.items())[:10])])
+
+
+def _break(incident: Incident) -> Iterator[str]:
+    where = [f"pod {incident.pod}"] if incident.pod else []
+    where += [f"rank {incident.rank}"] if incident.rank is not None else []
+    where += [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
+    where += [incident.signal] if incident.signal else []
+    where += [count(incident.consequences, "consequence")] if incident.consequences else []
+    message = next(iter(incident.message.splitlines()), "")
+    yield f"{format_time(incident.time)}  {incident.kind} ({', '.join(where)}): {message}"
+    yield from (f"    | {line}" for line in incident.traceback.splitlines())

@@ -1,0 +1,198 @@
+"""Jobs that are gone, as a `Backend` of what they have left in their checkpoint folders: for the dashboard's pages."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddpjob_runtime.protocol import ROUNDS_FILE, Incident
+
+from ddpjob.api.job import API_VERSION, KIND
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import format_time
+from ddpjob.client.backend import METRICS, METRICS_WRITERS, Happened, LogOptions, Mistake, NoSuchJob, PodLine
+from ddpjob.client.left_behind import LeftBehind, Line, read_left_behind
+from ddpjob.core.status.messages import count
+from ddpjob.core.status.shown_progress import shown_progress
+
+_MOST_FOLDERS = 1000
+_MOST_RESTARTS = 200
+_MOST_ROUNDS = 200
+_LOOK_SECONDS = 2.0
+_NAME = re.compile(r"[a-z0-9][-a-z0-9.]{0,252}")
+_READ_ONLY = "what a job has left can only be looked at"
+
+
+class PastJobs:
+    """Implements `Backend`: the job of a checkpoint folder, or those of the folders in it. Raises Mistake."""
+
+    local = True
+
+    def __init__(self, folder: Path) -> None:
+        self._root = folder
+        self.notes: list[str] = []
+        self._found: dict[str, tuple[Path, LeftBehind]] = {}
+        self.jobs()
+
+    @property
+    def where(self) -> str:
+        return f"what is left in {self._root}"
+
+    def jobs(self) -> list[Json]:
+        notes, found = list[str](), dict[str, tuple[Path, LeftBehind]]()
+        folders = self._folders()
+        for folder in folders[:_MOST_FOLDERS]:
+            try:
+                left = read_left_behind(folder)
+            except Mistake as mistake:
+                if folders == [self._root]:
+                    raise
+                notes.append(str(mistake))
+                continue
+            name = next((name for name in (left.name, folder.name.lower()) if _NAME.fullmatch(name)), "")
+            if not name or f"{left.namespace}/{name}" in found:
+                name = f"{name or 'job'}.{len(found)}"[-253:]  # Of several folders of one job the newest has its name.
+            found[f"{left.namespace}/{name}"] = folder, left
+        if len(folders) > _MOST_FOLDERS:
+            notes.append(f"of {len(folders)} folders the newest {_MOST_FOLDERS} are shown")
+        self.notes, self._found = notes, found
+        bodies = [_as_job(key.partition("/")[2], left) for key, (_, left) in found.items()]
+        return sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")))
+
+    def _folders(self) -> list[Path]:
+        """The folder itself, if a job has used it, else those in it that jobs have used, the newest first."""
+        if _stamp(self._root) or not self._root.is_dir():
+            return [self._root]
+        try:
+            inside = [(stamp, folder) for folder in self._root.iterdir() if (stamp := _stamp(folder))]
+        except OSError as error:
+            raise Mistake(f"{self._root}: {error.strerror}") from error
+        return [folder for _, folder in sorted(inside, reverse=True)] or [self._root]
+
+    def _left(self, name: str) -> LeftBehind:
+        for key, (_, left) in self._found.items():
+            if key.partition("/")[2] == name:
+                return left
+        raise NoSuchJob(f"no job {name} in {self._root}")
+
+    def job(self, name: str) -> Json:
+        return _as_job(name, self._left(name))
+
+    def changes(self, name: str | None, seconds: float | None = None) -> Iterator[tuple[Json, bool]]:
+        """A job that still trains writes on: its folder is read again when it has changed."""
+        end = None if seconds is None else time.monotonic() + seconds
+        known: dict[Path, tuple[float, ...]] | None = None
+        while end is None or time.monotonic() < end:
+            now = {folder: _stamp(folder) for folder in self._folders()}
+            if now != known:
+                known = now
+                yield from ((body, False) for body in self.jobs() if name in (None, body["metadata"]["name"]))
+            time.sleep(_LOOK_SECONDS)
+
+    def pods(self, name: str) -> list[PodLine]:
+        return []
+
+    def events(self, name: str) -> list[Happened]:
+        found = []
+        for line in self._left(name).lines[-_MOST_ROUNDS:]:
+            if line.world is not None:
+                found.append(Happened(line.time, False, "Round", f"round {line.round}: {count(line.world, 'node')}"))
+            else:
+                found.append(Happened(line.time, not line.ok, "End", line.why))
+        return found
+
+    def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+        raise Mistake("logs are gone with their pods")
+
+    def metrics(self, name: str) -> str:
+        found = self._left(name).metrics
+        if not found:
+            raise Mistake(f"{name}: there is no {METRICS}; it is written by {METRICS_WRITERS}")
+        return found
+
+    def patch(self, name: str, spec: Json) -> None:
+        raise Mistake(_READ_ONLY)
+
+    def create(self, manifests: list[Json]) -> str:
+        raise Mistake(_READ_ONLY)
+
+    def delete(self, name: str) -> None:
+        raise Mistake(_READ_ONLY)
+
+    def kill(self, pod: str) -> None:
+        raise Mistake(_READ_ONLY)
+
+    def run_in(self, pod: PodLine, code: str) -> str:
+        raise Mistake(_READ_ONLY)
+
+
+def _stamp(folder: Path) -> tuple[float, ...]:
+    """Times of change of what a job writes into its folder, the newest first; empty: nothing of it is there."""
+    times = list[float]()
+    for place in (folder, folder / "checkpoints"):
+        for file in (ROUNDS_FILE, METRICS):
+            try:
+                times.append((place / file).stat().st_mtime)
+            except OSError:
+                continue
+    return tuple(sorted(times, reverse=True))
+
+
+def _as_job(name: str, left: LeftBehind) -> Json:
+    """A DDPJob with as much of its status as the record has. The spec was not recorded, but for the number of nodes."""
+    metadata: Json = {"name": name, "namespace": left.namespace or "default", "uid": left.uid}
+    spec: Json = {"image": "", "nodes": 1, "gpusPerNode": 0}
+    body: Json = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
+    if not left.lines:
+        return {**body, "status": {"phase": "Interrupted"}}
+    first, last = left.lines[0], left.lines[-1]
+    metadata["creationTimestamp"] = format_time(first.time)
+    world = next((line.world for line in reversed(left.lines) if line.world is not None), None)
+    spec["nodes"] = max(1, world or 1)
+    restarts = list(_restarts(left.lines))
+    status: Json = {
+        "phase": "Interrupted",
+        "startTime": format_time(first.time),
+        "progress": shown_progress({}, last.progress, last.time, at_once=True),
+        "restarts": {
+            "total": len(restarts),
+            "uncounted": 0,
+            "recent": restarts[-_MOST_RESTARTS:],
+            "display": str(len(restarts)),
+        },
+        "nodes": {"display": f"{world}" if world is not None else ""},
+    }
+    if last.world is None:
+        status["phase"] = "Complete" if last.ok else "Failed"
+        status["conditions"] = [{
+            "type": status["phase"], "status": "True", "reason": "Finished" if last.ok else "Stopped",
+            "message": last.why, "lastTransitionTime": format_time(last.time),
+        }]  # fmt: skip
+    status["completionTime"] = format_time(max(line.time for line in left.lines))
+    return {**body, "status": status}
+
+
+def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
+    """The breaks, each with the round that began with it. Whether they counted was not recorded."""
+    for line in lines:
+        for incident in line.incidents:
+            entry: Json = {
+                "time": format_time(incident.time), "pod": incident.pod or "", "reason": str(incident.kind),
+                "message": _message(incident), "counted": False, "round": line.round,
+            }  # fmt: skip
+            if incident.rank is not None:
+                entry["rank"] = incident.rank
+            if line.world is not None and line.time >= incident.time:
+                entry["seconds"] = round((line.time - incident.time).total_seconds(), 1)
+            yield entry
+
+
+def _message(incident: Incident) -> str:
+    where = [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
+    where += [incident.signal] if incident.signal else []
+    where += [count(incident.consequences, "consequence")] if incident.consequences else []
+    head = next(iter(incident.message.splitlines()), "")
+    said = f"{head} ({', '.join(where)})" if where else head
+    return "\n".join(filter(None, (said.strip(), incident.traceback)))
