@@ -1,9 +1,11 @@
-"""Follows all jobs of a place in a thread, and keeps what the list shows of each: some words and numbers."""
+"""Follows all jobs of a place in threads, and keeps what the list shows of each: some words and numbers."""
 
 from __future__ import annotations
 
 import threading
+import time
 from array import array
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -11,7 +13,9 @@ from datetime import datetime
 
 from ddpjob_runtime import protocol
 
-from ddpjob.api.types import DDPJob, JobStatus, Json, known_time
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import JobStatus, known_time
 from ddpjob.client.backend import Backend, Mistake
 from ddpjob.client.job_text import main_condition, phase
 from ddpjob.core.view import is_number
@@ -20,7 +24,18 @@ Key = tuple[str, str]
 """Namespace and name."""
 ENDED = ("Complete", "Failed", "Interrupted")
 UNREADABLE = "Unreadable"
-STATES = ("Failed", UNREADABLE, "Restarting", "Pending", "Starting", "Running", "Suspended", "Interrupted", "Complete")
+STATES = (
+    "Failed",
+    UNREADABLE,
+    "Restarting",
+    "Queued",
+    "Pending",
+    "Starting",
+    "Running",
+    "Suspended",
+    "Interrupted",
+    "Complete",
+)
 """What needs attention first."""
 _POINTS = 512
 _RETRY_SECONDS = 5.0
@@ -47,6 +62,7 @@ class FleetRow:
     pods: int = 0
     gpus: int = 0
     """Held by its pods."""
+    pods_training: int = 0
     gpus_training: int = 0
     created: datetime | None = None
     started: datetime | None = None
@@ -82,6 +98,7 @@ def fleet_row(body: Json) -> FleetRow:
         shown = {part: str((stored.get(part) or {}).get("display", "")) for part in ("nodes", "restarts")}
         percent = progress.get("percent")
         pods = status.active + status.spare if state not in ENDED else 0
+        training = min(pods, status.ready) if state == "Running" else 0
         each = job.spec.gpus_per_node
     except Exception as error:  # A local record may hold anything, in any place.
         message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -102,7 +119,8 @@ def fleet_row(body: Json) -> FleetRow:
         message=_in_one_line(first.message) if first is not None else "",
         pods=pods,
         gpus=pods * each,
-        gpus_training=min(pods, status.ready) * each if state == "Running" else 0,
+        pods_training=training,
+        gpus_training=training * each,
         created=created,
         started=status.start_time,
         ended=status.completion_time,
@@ -137,22 +155,32 @@ class Samples:
 
 
 class Fleet:
-    """Use as a context, which reads all jobs once (raises Mistake) and then follows them until it ends."""
+    """Use as a context, which reads all jobs once (raises Mistake) and then follows them until it ends.
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    `backends`: each lists jobs of its own, such as those of one namespace; a thread follows it.
+    """
+
+    def __init__(self, *backends: Backend, clock: Callable[[], float] = time.monotonic) -> None:
+        self.backends = backends
         self.version = 0
         """Grows with each change that a row shows."""
         self._rows: dict[Key, FleetRow] = {}
+        self._sources: dict[Key, Backend] = {}
         self._versions: dict[Key, int] = {}
         self._samples: dict[Key, Samples] = {}
+        self._clock = clock
+        self._begun = self._since = clock()
+        self._pod_seconds = self._training_seconds = 0.0
+        """Of all jobs, up to `_since`."""
         self._lock = threading.Lock()
-        self._failure = ""
+        self._failures: dict[Backend, str] = {}
         self._stop = threading.Event()
 
     def __enter__(self) -> Fleet:
-        self._look()
-        threading.Thread(target=self._follow, name="fleet", daemon=True).start()
+        for backend in self.backends:
+            self._look(backend)
+        for backend in self.backends:
+            threading.Thread(target=self._follow, args=(backend,), name="fleet", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -161,7 +189,22 @@ class Fleet:
     @property
     def problem(self) -> str:
         """Why the rows may be old or incomplete; empty while all is well."""
-        return self._failure or "; ".join(self.backend.notes[:3])
+        notes = [note for backend in self.backends for note in backend.notes]
+        return "; ".join([*self._failures.copy().values(), *notes][:3])
+
+    def goodput(self) -> tuple[float | None, float]:
+        """(training seconds / pod seconds of all jobs, None without pods; for how many seconds they are followed)."""
+        with self._lock:
+            self._account()
+            share = self._training_seconds / self._pod_seconds if self._pod_seconds else None
+            return share, self._since - self._begun
+
+    def _account(self) -> None:
+        """Adds what the pods have done since the last change; under the lock, before a row changes."""
+        now = self._clock()
+        self._pod_seconds += (now - self._since) * sum(row.pods for row in self._rows.values())
+        self._training_seconds += (now - self._since) * sum(row.pods_training for row in self._rows.values())
+        self._since = now
 
     def rows(self) -> list[FleetRow]:
         with self._lock:
@@ -181,44 +224,57 @@ class Fleet:
         with self._lock:
             return deepcopy(self._samples.get(key) or Samples())
 
-    def _follow(self) -> None:
+    def _follow(self, backend: Backend) -> None:
         while not self._stop.is_set():
             try:
-                for body, gone in self.backend.changes(None):
+                for body, gone in backend.changes(None):
                     if self._stop.is_set():
                         return
                     if gone:
                         self._drop(key_of(body))
                     else:
-                        self._keep(body)
+                        self._keep(body, backend)
             except Exception as error:  # Mistakes, and faults of ours: neither may end the following of all jobs.
-                self._failure = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
-            while self._failure and not self._stop.wait(_RETRY_SECONDS):
-                with suppress(Exception):
-                    self._look()
+                self._fail(backend, error)
+            while backend in self._failures and not self._stop.wait(_RETRY_SECONDS):
+                try:
+                    self._look(backend)
+                except Exception as error:
+                    self._fail(backend, error)
 
-    def _look(self) -> None:
+    def _fail(self, backend: Backend, error: Exception) -> None:
+        """Keeps the rows of a place that does not answer, and none of one that refuses to be read."""
+        self._failures[backend] = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
+        if isinstance(error, Mistake) and error.denied:
+            for key in [key for key, source in self._sources.copy().items() if source is backend]:
+                self._drop(key)
+
+    def _look(self, backend: Backend) -> None:
         """Reads all jobs; also finds those that were deleted while nobody followed."""
-        now = {key_of(body): body for body in self.backend.jobs()}
-        for key in [row.key for row in self.rows() if row.key not in now]:
+        now = {key_of(body): body for body in backend.jobs()}
+        for key in [key for key, source in self._sources.copy().items() if source is backend and key not in now]:
             self._drop(key)
         for body in now.values():
-            self._keep(body)
-        self._failure = ""
+            self._keep(body, backend)
+        self._failures.pop(backend, None)
 
     def _drop(self, key: Key) -> None:
         with self._lock:
-            for kept in (self._rows, self._versions, self._samples):
+            self._account()
+            for kept in (self._rows, self._sources, self._versions, self._samples):
                 kept.pop(key, None)
             self.version += 1
 
-    def _keep(self, body: Json) -> None:
+    def _keep(self, body: Json, backend: Backend) -> None:
         row = fleet_row(body)
         with self._lock:
+            self._sources[row.key] = backend
             before = self._rows.get(row.key)
             if before is not None and before.created != row.created:  # Another job of the same name.
                 self._samples.pop(row.key, None)
             if before != row:
+                if before is None or (before.pods, before.pods_training) != (row.pods, row.pods_training):
+                    self._account()
                 self._rows[row.key] = row
                 self.version += 1
             self._versions[row.key] = self._versions.get(row.key, 0) + 1

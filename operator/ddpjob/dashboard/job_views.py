@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ddpjob_runtime.protocol import CHECKPOINT_TIME, is_number
+from ddpjob_runtime.protocol import CHECKPOINT_TIME, COPY_TIME, is_number
 
-from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import ConditionType, JobStatus
 from ddpjob.client.backend import PodLine
 from ddpjob.client.log_follower import ranks_of_pods
 from ddpjob.client.metric_series import MetricSeries
@@ -159,6 +161,13 @@ class Timeline:
     lost: float
     """Seconds of the listed restarts."""
 
+    @property
+    def trained(self) -> float | None:
+        """The share of the time in which a group ran; None where restarts are not listed any more."""
+        if any(span.kind == "unknown" for span in self.spans):
+            return None
+        return sum(span.width for span in self.spans if span.kind == "round") / 1000
+
 
 def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
     """The rounds of a job between its restarts; None before it has begun."""
@@ -280,5 +289,6 @@ def _curve(title: str, pairs: Sequence[tuple[int, float]]) -> Json:
 def metrics_of(status: JobStatus) -> list[tuple[str, str]]:
     """The last reported numbers by name; a moment is none of them."""
     metrics = {name: value for name, value in (status.progress.get("metrics") or {}).items() if is_number(value)}
-    metrics.pop(CHECKPOINT_TIME, None)
+    for moment in (CHECKPOINT_TIME, COPY_TIME):
+        metrics.pop(moment, None)
     return [(name, f"{value:.5g}") for name, value in sorted(metrics.items())][:100]

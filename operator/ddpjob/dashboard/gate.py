@@ -1,0 +1,159 @@
+"""Who may ask the dashboard, and what belongs to whom: the view that a request is answered from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import re
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+from aiohttp import web
+
+from ddpjob.client.backend import Backend
+from ddpjob.dashboard.fleet import Fleet
+
+_KEPT = 64
+_T = TypeVar("_T")
+
+
+class Shared:
+    """Results that the viewers of a view share for a moment: the work does not grow with their number."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}
+
+    async def get(self, key: Hashable, seconds: float, make: Callable[[], Awaitable[_T]]) -> _T:
+        """The result of `make`, of this call or of one so many seconds ago."""
+        found = self._kept.get(key)
+        if found is None or (found[1].done() and time.monotonic() - found[0] > seconds):
+            self._kept.pop(key, None)
+            while len(self._kept) >= _KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            found = (time.monotonic(), asyncio.ensure_future(make()))
+            self._kept[key] = found
+        result: _T = await asyncio.shield(found[1])
+        return result
+
+
+class View:
+    """The jobs that those who share a credential may see, with all that is kept of them: nothing of it is another's.
+
+    `scoped`: the jobs of one namespace of the place that the fleet follows. `commands`: whether it may run commands in
+    pods, where a viewer asks for it. `past`: the jobs are gone, and only what they have left is known of them.
+    """
+
+    def __init__(
+        self, fleet: Fleet, scoped: Callable[[str], Backend], where: str, *, user: str = "", commands: bool = True,
+        past: bool = False,
+    ) -> None:  # fmt: skip
+        self.fleet, self.scoped, self.where, self.user, self.commands = fleet, scoped, where, user, commands
+        self.past = past
+        self.shared = Shared()
+        self.streams = self.log_streams = 0
+        self.closed = asyncio.Event()
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="dashboard")
+
+    async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Runs a function in a thread of this view: one viewer's slow requests do not hold up another's."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    def close(self) -> None:
+        """Ends its streams and threads."""
+        self.closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Refused(Exception):
+    """The request is not allowed. `form`: the page asks for a token."""
+
+    def __init__(self, status: int, title: str, message: str, *, form: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.title, self.message, self.form = status, title, message, form
+
+
+class Gate(Protocol):
+    """Decides which view a request is answered from."""
+
+    names: set[str]
+    """Host names that lead here, beside IP addresses."""
+
+    async def admit(self, request: web.Request) -> View:
+        """Raises Refused, or HTTPSeeOther."""
+        ...
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Paths of its own, which it answers without `admit`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends all views."""
+        ...
+
+
+class OneSession:
+    """The gate of `ddpjob dashboard`: one view, for whoever has the token of the address that was printed."""
+
+    def __init__(self, view: View, token: str, host: str = "localhost") -> None:
+        self._view, self._token = view, token
+        self.names = {"localhost", host.lower(), socket.gethostname().lower()}
+        threading.Thread(target=self._add_full_name, name="full name", daemon=True).start()
+
+    def _add_full_name(self) -> None:
+        """Adds the machine's name with its domain, for which a DNS server may be asked for seconds."""
+        with contextlib.suppress(OSError, UnicodeError):
+            self.names.add(socket.getfqdn().lower())
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        return ()
+
+    async def close(self) -> None:
+        self._view.close()
+
+    async def admit(self, request: web.Request) -> View:
+        cookie = f"ddpjob-dashboard-{own_port(request)}"
+        given = request.query.get("token")
+        if given is not None and self._is_token(given):
+            rest = {name: value for name, value in request.query.items() if name != "token"}
+            moved = web.HTTPSeeOther(request.path + (f"?{urlencode(rest)}" if rest else ""))
+            moved.set_cookie(cookie, self._token, httponly=True, samesite="Lax", path="/")
+            raise moved
+        if given is None and self._is_token(request.cookies.get(cookie, "")):
+            return self._view
+        raise Refused(401, "Open the address that `ddpjob dashboard` printed", "It holds a token of this session.")
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode())
+
+
+def own_host(header: str, names: Collection[str]) -> bool:
+    """Whether the Host header can only be meant for this server, which has these names.
+
+    A name that somebody else's DNS leads here (rebinding) is none of these.
+    """
+    name = host_name(header)
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return bool(name) and name in names
+
+
+def host_name(header: str) -> str:
+    """The name or address in a Host header, in small letters; empty where there is none."""
+    try:
+        return (urlsplit(f"//{header}").hostname or "") if re.fullmatch(r"[\w.:\[\]-]{1,260}", header) else ""
+    except ValueError:
+        return ""
+
+
+def own_port(request: web.Request) -> int:
+    """The server's own port: cookies are those of all ports of a machine."""
+    place = request.transport.get_extra_info("sockname") if request.transport is not None else None
+    return int(place[1]) if place else 0

@@ -1,0 +1,368 @@
+"""The gate of a dashboard in a cluster: it has no rights, and reads everything with the token of whoever asks.
+
+The API server judges each token, at each opening of a view and every few seconds after it. What was read with one
+token is kept for that token alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import ipaddress
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from ddpjob.api.job import API_VERSION, PLURAL
+from ddpjob.client.api_server import ApiRefusal, BearerServer
+from ddpjob.client.backend import Mistake, NotKnown, Unreachable
+from ddpjob.client.cluster_backend import NO_CRD, ClusterBackend
+from ddpjob.dashboard.fleet import Fleet
+from ddpjob.dashboard.gate import Refused, View, host_name, own_port
+
+TRUST_SECONDS = 15.0
+"""For how long a token and its rights are not asked about again."""
+IDLE_SECONDS = 300.0
+"""After which a view that nobody looks at is closed, with its watches."""
+SESSION_SECONDS = 12 * 3600.0
+MOST_VIEWS = 64
+"""Each holds the rows of its jobs, and a watch per namespace."""
+MOST_SESSIONS = 1000
+MOST_OF_A_USER = 4
+"""Views and sessions: one user's many tokens push out no other user."""
+MOST_NAMESPACES = 16
+_MOST_WAITING = 64
+"""Requests whose tokens are being judged."""
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{1,16384}=*")
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_CHOICE = "ddpjob-namespaces"
+_WHOSE = "This dashboard shows what your own token may read."
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Session:
+    token: str
+    user: str
+    began: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class _Opened:
+    """A view, and when its token was judged last. `scope`: its namespaces; empty: all."""
+
+    view: View
+    api: BearerServer
+    fleet: Fleet
+    scope: tuple[str, ...]
+    judged: float
+    used: float
+
+    def close(self) -> None:
+        self.view.close()
+        self.fleet.__exit__()
+        self.api.close()
+
+
+class Viewers:
+    """A gate (`gate.Gate`).
+
+    `url`, `ca`: of the API server. `names`: host names under which a proxy that ends TLS leads here. `namespaces`:
+    where those look who may not read all of them and name none.
+    """
+
+    def __init__(self, url: str, ca: str, names: Sequence[str] = (), namespaces: Sequence[str] = ()) -> None:
+        self._url, self._ca, self._behind, self._namespaces = url, ca, {*map(str.lower, names)}, tuple(namespaces)
+        self.names = {"localhost", *self._behind}
+        self._views: dict[tuple[bytes, tuple[str, ...]], _Opened] = {}
+        self._locks: dict[tuple[bytes, tuple[str, ...]], asyncio.Lock] = {}
+        self._sessions: dict[str, _Session] = {}
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="viewers")
+        self._waiting = 0
+        self._watch: asyncio.Task[None] | None = None
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        return (
+            web.get("/sign-in", self._ask), web.post("/sign-in", self._sign_in), web.post("/sign-out", self._sign_out)
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        for key in list(self._views):
+            self._forget(key)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # --- requests
+
+    async def admit(self, request: web.Request) -> View:
+        self._private(request)
+        self._watch = self._watch or asyncio.create_task(self._look_after())
+        token, session = self._token(request)
+        if token is None:
+            raise Refused(401, "Sign in", _WHOSE, form=True)
+        chosen = _namespaces(request.cookies.get(_CHOICE, "").replace(".", ","))
+        try:
+            return await self._view(token, chosen)
+        except NotKnown as unknown:
+            self._sessions.pop(session, None)
+            raise Refused(401, "Sign in", f"The token is not valid, or not any more: {unknown}", form=True) from unknown
+
+    def _private(self, request: web.Request) -> None:
+        """Tokens travel over TLS, of this server or of a proxy before it, or through a port-forward."""
+        name = host_name(request.headers.get("Host", ""))
+        proxied = name in self._behind and request.headers.get("X-Forwarded-Proto", "").lower() == "https"
+        if not (request.secure or proxied or _loopback(name)):
+            raise Refused(
+                403,
+                "Not over an encrypted connection",
+                "A token would be readable on its way. Use https, or `kubectl port-forward`; a proxy that ends TLS "
+                "must send X-Forwarded-Proto: https, and its host be one of the chart's dashboard.hosts.",
+            )
+
+    def _token(self, request: web.Request) -> tuple[str | None, str]:
+        """(the bearer token of the request, its session): that of its header, which a proxy sets, goes first."""
+        if header := request.headers.get("Authorization"):
+            kind, _, token = header.partition(" ")
+            if kind.lower() != "bearer" or not _TOKEN.fullmatch(token.strip()):
+                raise Refused(401, "Sign in", "The header Authorization must hold a bearer token.", form=True)
+            return token.strip(), ""
+        session = request.cookies.get(_cookie(request), "")
+        found = self._sessions.get(session)
+        if found is not None and time.monotonic() - found.began > SESSION_SECONDS:
+            del self._sessions[session]
+            found = None
+        return (found.token if found is not None else None), session
+
+    async def _ask(self, request: web.Request) -> web.StreamResponse:
+        self._private(request)
+        raise Refused(200, "Sign in", _WHOSE, form=True)
+
+    async def _sign_in(self, request: web.Request) -> web.StreamResponse:
+        """Opens a session for a token that the API server knows; without a token it changes the namespaces alone."""
+        self._private(request)
+        _own_form(request)
+        form = await request.post()
+        token, chosen = str(form.get("token", "")).strip(), _namespaces(str(form.get("namespaces", "")))
+        moved = web.HTTPSeeOther("/")
+        if token:
+            if not _TOKEN.fullmatch(token):
+                raise Refused(400, "Sign in", "This is no bearer token: it holds other characters.", form=True)
+            try:
+                user = await self._in_turn(lambda: self._judge(token, _user))
+            except NotKnown as unknown:
+                raise Refused(
+                    401, "Sign in", f"The API server does not know this token: {unknown}", form=True
+                ) from None
+            own = [name for name, one in self._sessions.items() if one.user == user]
+            for old in own[: max(0, len(own) - MOST_OF_A_USER + 1)]:
+                del self._sessions[old]
+            while len(self._sessions) >= MOST_SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+            session = secrets.token_urlsafe(32)
+            self._sessions[session] = _Session(token, user)
+            moved.set_cookie(_cookie(request), session, httponly=True, samesite="Lax", path="/",
+                             secure=_cookie(request).startswith("__Host-"))  # fmt: skip
+        elif self._token(request)[0] is None:
+            raise Refused(400, "Sign in", "Paste a token.", form=True)
+        moved.set_cookie(_CHOICE, ".".join(chosen), httponly=True, samesite="Lax", path="/")  # A comma is quoted.
+        raise moved
+
+    async def _sign_out(self, request: web.Request) -> web.StreamResponse:
+        self._private(request)
+        _own_form(request)
+        found = self._sessions.pop(request.cookies.get(_cookie(request), ""), None)
+        if found is not None and all(other.token != found.token for other in self._sessions.values()):
+            for key in [key for key in self._views if key[0] == _digest(found.token)]:
+                self._forget(key)
+        moved = web.HTTPSeeOther("/")
+        for name in (_cookie(request), _CHOICE):
+            moved.del_cookie(name, path="/", secure=name.startswith("__Host-"), httponly=True, samesite="Lax")
+        raise moved
+
+    # --- views
+
+    async def _view(self, token: str, chosen: tuple[str, ...]) -> View:
+        """The view of a token, judged a moment ago at most. Raises Refused, NotKnown and other Mistakes."""
+        key = (_digest(token), chosen)
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        try:
+            async with lock:
+                found = self._views.get(key)
+                if found is None or time.monotonic() - found.judged > TRUST_SECONDS:
+                    found = await self._judged(key, token)
+                found.used = time.monotonic()
+                return found.view
+        finally:
+            if key not in self._views and not lock.locked():
+                self._locks.pop(key, None)
+
+    async def _judged(self, key: tuple[bytes, tuple[str, ...]], token: str) -> _Opened:
+        """Asks what the token may read now. A view of other rights is closed, and its cache with it."""
+        found = self._views.get(key)
+        if found is not None:
+            await self._in_turn(lambda: self._again(key, found))
+            if key in self._views:
+                return found
+        opened = await self._in_turn(lambda: self._judge(token, lambda api: self._open(api, key[1])))
+        self._forget(key)
+        try:
+            self._make_room(opened.view.user)
+        except web.HTTPException:
+            opened.close()
+            raise
+        self._views[key] = opened
+        return opened
+
+    async def _again(self, key: tuple[bytes, tuple[str, ...]], opened: _Opened) -> None:
+        """Closes a view, and its cache with it, whose rights are others now. Raises Refused and Mistakes."""
+        try:
+            scope = await self._run(lambda: self._scope(opened.api, opened.view.user, key[1]))
+        except (Mistake, Refused) as refused:
+            if not getattr(refused, "passing", False):
+                self._forget(key)
+            raise
+        opened.judged = time.monotonic()
+        if scope != opened.scope:
+            self._forget(key)
+
+    async def _judge(self, token: str, what: Callable[[BearerServer], _T]) -> _T:
+        """Asks something of the API server with the token, in a thread."""
+        return await self._run(lambda: what(BearerServer(self._url, self._ca, token)))
+
+    async def _run(self, what: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, what)
+
+    async def _in_turn(self, make: Callable[[], Awaitable[_T]]) -> _T:
+        """Strangers' tokens cost requests: of many at a time, some are refused."""
+        if self._waiting >= _MOST_WAITING:
+            raise web.HTTPServiceUnavailable(reason="too many are signing in; try again")
+        self._waiting += 1
+        try:
+            return await make()
+        finally:
+            self._waiting -= 1
+
+    def _open(self, api: BearerServer, chosen: tuple[str, ...]) -> _Opened:
+        user = _user(api)
+        scope = self._scope(api, user, chosen)
+        backends = [ClusterBackend(api, name) for name in scope] or [ClusterBackend(api, everywhere=True)]
+        fleet = Fleet(*backends)
+        fleet.__enter__()
+        where = f"namespace{'s' * (len(scope) > 1)} {', '.join(scope)}" if scope else "all namespaces"
+        view = View(fleet, lambda namespace: ClusterBackend(api, namespace), where, user=user, commands=False)
+        now = time.monotonic()
+        return _Opened(view, api, fleet, scope, now, now)
+
+    def _scope(self, api: BearerServer, user: str, chosen: tuple[str, ...]) -> tuple[str, ...]:
+        """The namespaces to follow, empty: all of them. Raises Refused where none may be read, and Mistakes."""
+        if not chosen and _may_list(api, ""):
+            return ()
+        own = re.fullmatch(r"system:serviceaccount:([^:]+):[^:]+", user)
+        candidates = chosen or tuple(dict.fromkeys((*self._namespaces, *(own.groups() if own else ()))))
+        allowed = tuple(name for name in candidates[:MOST_NAMESPACES] if _may_list(api, name))
+        if allowed:
+            return allowed
+        tried = f"{'in' if chosen else ', nor in'} {', '.join(candidates[:MOST_NAMESPACES])}" if candidates else ""
+        raise Refused(
+            403, "No jobs that you may read",
+            f"{user or 'The token'} may not list DDPJobs {'' if chosen else 'of all namespaces'}{tried}. Name the "
+            "namespaces that you work in; the roles view, edit and admin of a namespace include its jobs.",
+            form=True,
+        )  # fmt: skip
+
+    def _forget(self, key: tuple[bytes, tuple[str, ...]]) -> None:
+        found = self._views.pop(key, None)
+        if found is not None:
+            found.close()
+
+    def _make_room(self, user: str) -> None:
+        """Closes views that were used longest ago. Raises HTTPServiceUnavailable if all are being looked at."""
+        for_use = sorted(self._views, key=lambda key: self._views[key].used)
+        own = [key for key in for_use if self._views[key].view.user == user]
+        for key in own[: max(0, len(own) - MOST_OF_A_USER + 1)]:
+            self._forget(key)
+        if len(self._views) >= MOST_VIEWS:
+            idle = [key for key in for_use if key in self._views and not self._views[key].view.streams]
+            if not idle:
+                raise web.HTTPServiceUnavailable(reason=f"{MOST_VIEWS} viewers are here already")
+            self._forget(idle[0])
+
+    async def _look_after(self) -> None:
+        """Closes what nobody looks at, and asks about the tokens of those who only read a stream."""
+        while True:
+            await asyncio.sleep(TRUST_SECONDS)
+            for key, opened in list(self._views.items()):
+                if opened.view.streams == 0 and time.monotonic() - opened.used > IDLE_SECONDS:
+                    self._forget(key)
+                elif opened.view.streams and time.monotonic() - opened.judged > TRUST_SECONDS:
+                    with contextlib.suppress(Mistake, Refused, web.HTTPException):
+                        await self._again(key, opened)
+
+
+def _user(api: BearerServer) -> str:
+    """The name of the token's user. Raises NotKnown."""
+    review = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+    try:
+        answer = api.request("POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", body=review)
+    except ApiRefusal as refusal:
+        if not refusal.denied:
+            raise
+        return ""  # Known, but not allowed to ask who it is.
+    return str(((answer.get("status") or {}).get("userInfo") or {}).get("username") or "")
+
+
+def _may_list(api: BearerServer, namespace: str) -> bool:
+    """Whether the token may list the DDPJobs of a namespace, empty: of all. Raises Mistake for other failures."""
+    scope = f"/namespaces/{namespace}" if namespace else ""
+    try:
+        api.request("GET", f"/apis/{API_VERSION}{scope}/{PLURAL}", query={"limit": "1"})
+    except ApiRefusal as refusal:
+        if refusal.status == 404:
+            raise Mistake(NO_CRD) from refusal
+        if refusal.denied:
+            return False
+        raise Unreachable(str(refusal)) from refusal
+    return True
+
+
+def _namespaces(text: str) -> tuple[str, ...]:
+    """Names of namespaces from a form or a cookie. Raises Refused."""
+    names = tuple(dict.fromkeys(name for name in re.split(r"[,\s]+", text[:2000]) if name))
+    wrong = [name for name in names if not _LABEL.fullmatch(name)]
+    if wrong or len(names) > MOST_NAMESPACES:
+        what = f"{wrong[0][:63]!r} is no name of a namespace" if wrong else f"more than {MOST_NAMESPACES} namespaces"
+        raise Refused(400, "Sign in", f"Namespaces: {what}.", form=True)
+    return names
+
+
+def _own_form(request: web.Request) -> None:
+    """Raises Refused for a form that another site has sent: a browser says where it comes from."""
+    origin = request.headers.get("Origin", "")
+    site = request.headers.get("Sec-Fetch-Site")
+    if urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower() or site not in (None, "same-origin"):
+        raise Refused(403, "Refused", "Another site has sent this form.")
+
+
+def _cookie(request: web.Request) -> str:
+    """Over TLS a name that only this host can set; on loopback one that differs from those of other ports."""
+    own = own_port(request)
+    return f"ddpjob-{own}" if _loopback(host_name(request.headers.get("Host", ""))) else "__Host-ddpjob"
+
+
+def _loopback(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost"
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
