@@ -18,6 +18,7 @@ from ddpjob_trainer.checkpoints.snapshot import Snapshot
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.config.sections import Metric, StrategyName
 from ddpjob_trainer.data import mixup
+from ddpjob_trainer.data.augment import erasers
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.corrupt import CorruptCount
 from ddpjob_trainer.data.dataset import Batch, DataSet, Targets
@@ -25,6 +26,7 @@ from ddpjob_trainer.data.sampler import Dealing, Dividing, ElasticSampler, Micro
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.init_method import joined
 from ddpjob_trainer.distributed.process_group import Group, wanted_world
+from ddpjob_trainer.distributed.step_clock import OWN, Phase, peak_memory
 from ddpjob_trainer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from ddpjob_trainer.evaluation.accumulate import Adding, open_accumulator
 from ddpjob_trainer.evaluation.evaluate import evaluate
@@ -32,15 +34,17 @@ from ddpjob_trainer.lifecycle import fast_start
 from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
+from ddpjob_trainer.model.depths import shares
 from ddpjob_trainer.model.models import build_model, is_tied_to_micro_batches, needs_two_samples
 from ddpjob_trainer.model.shared_parts import can_be_shared
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
-from ddpjob_trainer.optim.precision import Update
+from ddpjob_trainer.optim.precision import Update, agreed
+from ddpjob_trainer.reporting.flops import device_peak, flops_per_sample
 from ddpjob_trainer.reporting.ledger import Ledger
 from ddpjob_trainer.reporting.profiler import Profile
-from ddpjob_trainer.reporting.reporter import Plan, Reporter
-from ddpjob_trainer.strategies.registry import devices_per_rank, enter, open_strategy
+from ddpjob_trainer.reporting.reporter import Machines, Plan, Reporter
+from ddpjob_trainer.strategies.registry import computes_on, devices_per_rank, enter, open_strategy
 
 _SAVING = "saving a checkpoint"
 
@@ -66,10 +70,12 @@ def run(config: Config) -> int:
     checkpoints = CheckpointFolder(config.checkpoint, config.checkpoint_dir, group)
     if checkpoints.writes or config.train.ledger:
         prepare_folder(config.run_dir, "train.run_dir")
-    one_device = devices_per_rank(config) == 1
+    one_device, flops = devices_per_rank(config) == 1, 0.0
+    if device_peak(config, placement.device, torch.float32):
+        flops = flops_per_sample(config, data.shape, data.classes, whole_numbers=data.whole_numbers)
     with joined(group, placement, config.train.timeout_seconds, one_device=one_device), checkpoints:
         check_same_data(group, data, config)
-        trainer = Trainer(config, group, placement.device, data, checkpoints)
+        trainer = Trainer(config, group, placement.device, data, checkpoints, flops)
         with closing(trainer.stacks), closing(trainer.reporter):
             trainer.resume()
             return trainer.train()
@@ -125,16 +131,25 @@ class Trainer:
     """The state of a run on one rank, and the loop."""
 
     def __init__(
-        self, config: Config, group: Group, device: torch.device, data: DataSet, checkpoints: CheckpointFolder
+        self,
+        config: Config,
+        group: Group,
+        device: torch.device,
+        data: DataSet,
+        checkpoints: CheckpointFolder,
+        flops: float = 0.0,
     ) -> None:
+        """`flops` of a sample; 0: unknown."""
         self.config, self.group, self.device = config, group, device
         self.data, self.checkpoints = data, checkpoints
         claim = agree_on_incarnation(group)
         checkpoints.claim(claim)
 
-        self.strategy = open_strategy(config, group, device)
+        amp, self._float32_for = agreed(config.amp, device, group)
+        self.strategy = open_strategy(replace(config, amp=amp), group, device)
         self._check_data()
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
+        self._erasers = erasers(config.data, data.shape)
         tied = is_tied_to_micro_batches(model)
         self.strategy.prepare(model, data.shape)
 
@@ -142,10 +157,12 @@ class Trainer:
         self._dividing = self._how_to_divide(model)
         self.corrupt = CorruptCount(data.train_size, config.data)
         first = SamplerState(seed=config.data.seed)
-        self.sampler = ElasticSampler(data.train_size, config.data.batch, self._dealing(), first)
+        self.sampler = ElasticSampler(data.train_size, config.data.batch, self._dealing(), first, config.data.repeats)
         self.step = 0
         self.epochs_evaluated = 0
         self.last_update = Update(0.0, False)
+        self._clock, self._window = self.strategy.clock, (0, 0)
+        self._flops, self._peaks = flops, self._exchange_peaks()
 
         self.stop = StopRequest(group, checkpoints)
         self.ledger = Ledger(config.run_dir, group, claim, wanted=config.train.ledger)
@@ -233,8 +250,9 @@ class Trainer:
         if self._dividing is Dividing.EXACT and self.sampler.dealing.passes(self.config.data.batch):
             self.strategy.share_parts()
         self.stop.listen()
-        self.ledger.start(self.step, self.data.train_size, self.config.train.epochs)
-        self.reporter.start(self.step, self._steps_left(), self.sampler.state.epoch + 1, self._uneven())
+        self.ledger.start(self.step, self.data.train_size, self.config.train.epochs, self.config.data.repeats)
+        epoch, precision = self.sampler.state.epoch + 1, self.strategy.precision.name
+        self.reporter.start(self.step, self._steps_left(), epoch, self._uneven(), precision, self._notes())
         stopped = self._evaluate_if_due()
         self._steps, ahead = tee(self.sampler.upcoming(self.config.train.epochs))
         self._batches = self._loaded(ahead)
@@ -243,7 +261,7 @@ class Trainer:
         self.stop.over()
         self._save()  # Unless this very state is saved already.
         with self.reporter.during(_SAVING):
-            self.checkpoints.finish()
+            self.checkpoints.finish(self.stop.seconds_left if stopped else None)
         self._report_checkpoints()
         if stopped:
             self.reporter.stopped(self.step)
@@ -260,6 +278,7 @@ class Trainer:
     def _train_epoch(self) -> bool:
         """Train the rest of the sampler's epoch and evaluate; returns whether all ranks agreed to stop."""
         self.reporter.restart_clock()
+        self._restart_clock()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         samples: int | torch.Tensor = 0
         self.corrupt.begin_epoch()
@@ -295,10 +314,13 @@ class Trainer:
         """
         state, size = self.sampler.state, self.data.train_size
         at = Position(state.epoch * size + state.consumed, size, self.config.data.batch, self.config.train.epochs)
-        rate = learning_rate(self.config.optim, at)
+        self._rate = learning_rate(self.config.optim, at)
         self.ledger.step(self.step + 1, step if self.strategy.data_share.counts else replace(step, micros=[]))
         count = len(step.samples)
+        self._clock.lap(Phase.OTHER)
         losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
+        self._clock.lap(self._end_of_passes)
+        self._window = self._window[0] + 1, self._window[1] + len(step.mine)
         unreadable = 0
         if agreement is None:
             agreement = self.stop.agreement(self._save_due(step), self.corrupt.take())
@@ -306,8 +328,10 @@ class Trainer:
         if unreadable:
             self.ledger.unreadable(self.step + 1, unreadable)
             self.strategy.scale_gradients(count / max(1, count - unreadable))
-        self.last_update = self.strategy.update(rate)
-        counted = self.guard.record(self.step + 1, step.mine, losses, count - unreadable, self.last_update)
+        self.last_update = self.strategy.update(self._rate)
+        self._clock.lap(Phase.UPDATE)
+        samples = [number % size for number in step.mine] if self.sampler.repeats > 1 else step.mine
+        counted = self.guard.record(self.step + 1, samples, losses, count - unreadable, self.last_update)
         return (*counted, agreement)
 
     def _loaded(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
@@ -317,21 +341,31 @@ class Trainer:
         """
         asked, micros = tee((step.epoch, micro) for step in steps for micro in step.micros)
         loaded = self.data.train_stream((epoch, mixup.samples_for(self.config.data, micro)) for epoch, micro in asked)
-        for _, micro in micros:
+        for epoch, micro in micros:
+            self._clock.lap(self._end_of_passes)  # Of the micro-batch before.
             waiting = time.perf_counter()
             batch = next(loaded)
             self.reporter.waited(time.perf_counter() - waiting)
+            for erase in self._erasers:
+                erase(batch.images, mixup.samples_for(self.config.data, micro), epoch)
             mixed = mixup.mix_micro(self.config.data, batch, micro, self.data.classes)
             if micro.counts and self.strategy.data_share.counts:
                 self.corrupt.met(mixed.unreadable)
+            self._clock.lap(Phase.DATA)
             yield micro, mixed
+
+    @property
+    def _end_of_passes(self) -> Phase:
+        """What a step is in since its last mark, when a micro-batch's passes are over."""
+        return Phase.EXCHANGE if self.strategy.waits_apart else Phase.COMPUTE
 
     # ------------------------------------------------------------ around the loop
 
     def _report(self, loss_sum: torch.Tensor, counted: int | torch.Tensor) -> None:
         self.guard.check()
         own, samples = loss_sum.cpu().reshape(1) * self.strategy.data_share.counts, int(counted)
-        mean = self.group.sum(own).item() / samples if samples else math.nan
+        summed, machines = self._exchange_figures(own)
+        mean = summed / samples if samples else math.nan
         state = self.sampler.state
         if samples and not math.isfinite(mean):
             raise TrainingError(
@@ -339,18 +373,58 @@ class Trainer:
                 f" optim.warmup_epochs; the checkpoints in {self.checkpoints.path} are from before"
             )
         left = (self.config.train.epochs - state.epoch) * self.data.train_size - state.consumed
-        rate = self.strategy.optimizer.param_groups[0]["lr"]
         self.reporter.report(
             epoch=state.epoch + 1,
             step=self.step,
             loss=mean,
-            learning_rate=rate,
+            learning_rate=self._rate,
             samples=samples,
             samples_left=left,
             gradient_norm=float(self.last_update.norm),
             skipped_steps=self.guard.skipped,
             corrupt_images=self.corrupt.epoch,
+            machines=machines,
         )
+
+    def _exchange_figures(self, loss: torch.Tensor) -> tuple[float, Machines]:
+        """The sum of a number, (1,), over the ranks, and what each rank's machine did since the last report.
+
+        One collective: each rank adds its own columns to zeros.
+        """
+        (steps, taken), phases = self._window, self._clock.take()
+        spent = sum(phases.values())
+        own = sum(phases.get(phase, 0.0) for phase in OWN) if self.strategy.waits_apart else 0.0
+        even = steps * min(self.config.data.batch, self.data.train_size) / self.strategy.data_share.parts
+        figures = torch.zeros(1 + 4 * self.group.world, dtype=torch.float64)
+        figures[0] = loss
+        figures[1 + self.group.rank :: self.group.world] = torch.tensor(
+            [
+                own / steps,
+                own / steps * even / taken if taken else 0.0,  # A rank with more samples is not slower.
+                phases.get(Phase.DATA, 0.0) / spent if spent else 0.0,
+                float(peak_memory(self.device)),
+            ],
+            dtype=torch.float64,
+        )
+        summed, *columns = self.group.sum(figures).tolist()
+        self._restart_clock()
+        world = self.group.world
+        own_seconds, even_seconds, data, memory = (columns[k * world : (k + 1) * world] for k in range(4))
+        share = {phase.value: seconds / steps for phase, seconds in phases.items()}
+        peak = sum(self._peaks) if all(self._peaks) else 0.0
+        return summed, Machines(own_seconds, even_seconds, data, memory, share, self._flops, peak)
+
+    def _exchange_peaks(self) -> list[float]:
+        """FLOP/s of each rank's devices; 0: unknown. All ranks together: they may have different ones."""
+        own = device_peak(self.config, self.device, self.strategy.precision.dtype)
+        peaks = torch.zeros(self.group.world, dtype=torch.float64)
+        peaks[self.group.rank] = own * computes_on(self.config, self.device)
+        return [float(peak) for peak in self.group.sum(peaks)]
+
+    def _restart_clock(self) -> None:
+        self._clock.take()
+        self._clock.restart()
+        self._window = 0, 0
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate after the last complete epoch if that is due; returns whether all ranks agreed to stop."""
@@ -394,9 +468,18 @@ class Trainer:
             self.checkpoints.save(self._snapshot, self.step)
 
     def _report_checkpoints(self) -> None:
-        for completed in self.checkpoints.completed():
-            self.ledger.checkpoint(completed.step)
-            self.reporter.checkpoint(completed.step, completed.write_seconds)
+        completed = self.checkpoints.completed()
+        for save in completed:
+            self.reporter.checkpoint(save.step, save.write_seconds)
+        copies = self.checkpoints.copies
+        copied = copies.completed() if copies is not None else []
+        if copies is not None:
+            self.reporter.copies = copies.figures()
+        for step in copied:
+            self.reporter.copied(step)
+        # What a start finds for certain: with checkpoint.url a folder may be lost with its machine.
+        for step in copied if self.config.checkpoint.url else [save.step for save in completed]:
+            self.ledger.checkpoint(step)
 
     def _snapshot(self) -> Snapshot:
         return {
@@ -452,6 +535,28 @@ class Trainer:
         if epochs <= 0:
             return 0
         return steps_per_epoch(size - state.consumed, batch) + (epochs - 1) * steps_per_epoch(size, batch)
+
+    def _notes(self) -> list[str]:
+        """What was decided for the user, of which there is no other sign."""
+        notes = []
+        if self._float32_for:
+            ranks = ", ".join(map(str, self._float32_for[:8])) + ", ..." * (len(self._float32_for) > 8)
+            notes.append(
+                f"computing in float32 on all ranks, since the devices of rank(s) {ranks} have no bfloat16"
+                " (amp.level=auto)"
+            )
+        if self.strategy.depths is not None:
+            notes.append(shares(self.strategy.depths, self.config.optim.layer_decay))
+        if any(self._peaks) and not all(self._peaks):
+            notes.append(
+                f"no MFU: the peak of rank {self._peaks.index(0)}'s device is not known; set report.peak_flops if all"
+                " ranks have the same"
+            )
+        elif any(self._peaks) and not self._flops:
+            notes.append(
+                f"no MFU: the FLOPs of model.name={self.config.model.name} cannot be counted on a model without values"
+            )
+        return notes
 
     def _uneven(self) -> str:
         """Why ranks (or pipelines) wait for others in each step, if a full global batch cannot be dealt out evenly."""

@@ -41,13 +41,14 @@ def differences(saved: Tensors, wanted: Tensors) -> list[str]:
 
 def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping[str, Any], folder: Path) -> None:
     """Raise CheckpointError when a training with these settings and tensors cannot resume from a snapshot."""
-    now = settings["data.seed"]
-    if (was := snapshot["config"].get("data.seed", now)) != now:
-        raise CheckpointError(
-            f"the checkpoint of step {snapshot['step']} in {folder} was made with data.seed={was}, and now it is {now}:"
-            " the order of the samples follows from it, and an epoch takes each once. To resume set"
-            f" data.seed={was}; to start from scratch set checkpoint.dir to another folder"
-        )
+    for key, before in (("data.seed", settings["data.seed"]), ("data.repeats", 1)):
+        now = settings[key]
+        if (was := snapshot["config"].get(key, before)) != now:
+            raise CheckpointError(
+                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, and now it is {now}:"
+                " the order of the samples follows from it, and an epoch takes each once. To resume set"
+                f" {key}={was}; to start from scratch set checkpoint.dir to another folder"
+            )
     changed = changed_keys(snapshot["config"], settings)
     found = differences(snapshot["model"], wanted)
     if not found and snapshot["config"]["optim.name"] != settings["optim.name"]:

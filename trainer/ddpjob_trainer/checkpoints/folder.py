@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ddpjob_trainer.atomic_files import discard
 from ddpjob_trainer.checkpoints import best, dcp, retention, torch_file
+from ddpjob_trainer.checkpoints.bucket import Copies
 from ddpjob_trainer.checkpoints.index import BROKEN, NOTHING, CheckpointIndex, prepare_folder
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.retention import Entry
@@ -45,6 +46,8 @@ class CheckpointFolder:
         self._unmarked = False
         self._parts_group: Any = None
         self._ownership = Ownership(path)
+        # One copy of each: every writing rank has the same.
+        self.copies = Copies.open(config) if config.url and group.rank == 0 else None
         if self.writes or self._parts:
             prepare_folder(path, "checkpoint.dir or DDPJOB_CHECKPOINT_DIR")
 
@@ -89,6 +92,8 @@ class CheckpointFolder:
         for leftover in [*self.path.glob(".step-*.tmp"), *self.path.glob(".best*.tmp")]:
             discard(leftover)
         self._scores = best.read_scores(self.path, self._config.best_by)
+        if self.copies is not None:
+            self._scores = self.copies.begin() | self._scores
 
     def _take_together(self) -> None:
         """Make the folder this job's. A former owner may be watched for longer than train.timeout_seconds: the ranks
@@ -153,10 +158,11 @@ class CheckpointFolder:
         completed = self._writer.completed()
         return completed if self.writes else []
 
-    def finish(self) -> None:
+    def finish(self, seconds: float | None = None) -> None:
         """Wait until what was saved is on disk, on every rank. All ranks together.
 
-        Raises CheckpointError on all ranks when one failed.
+        Rank 0 also waits for the last copy in checkpoint.url, for `seconds` (None: checkpoint.url_wait_seconds, and
+        without checkpoint.shared the copy is needed). Raises CheckpointError on all ranks when one failed.
         """
         self._writer.wait()
         failure = self._writer.failure
@@ -164,9 +170,16 @@ class CheckpointFolder:
             self._writer.start(self._try_to_tidy, self.path, self._saved_step, 0.0)
             self._writer.wait()
             self._writer.completed()
+        if failure is None and self.copies is not None:
+            copied = self.copies.finish(self._scores, seconds)
+            if not copied and seconds is None and not self._config.shared:
+                failure = CheckpointError(
+                    f"the last checkpoint is not in checkpoint.url={self._config.url} (the warnings say why), and"
+                    f" {self.path} is lost with its machine: training is complete when the bucket has its result"
+                )
         ends = self._group.gather(0 if failure is None else 2 if isinstance(failure, FencedError) else 1)
         if any(ends):
-            raise self.failure(2 in ends)
+            raise failure or self.failure(2 in ends)
 
     def release(self) -> None:
         """Training is complete: let another job continue from this folder."""
@@ -210,6 +223,8 @@ class CheckpointFolder:
             raise
         if self.writes:
             self._index.add(Entry(metadata.step, path, metadata.epoch))
+            if self.copies is not None:
+                self.copies.offer(Entry(metadata.step, path, metadata.epoch), self._scores)
             self._try_to_tidy()
 
     def _check_claim(self) -> None:
@@ -245,7 +260,8 @@ class CheckpointFolder:
                 order[0].path if order else None,
             )
         for entry in doomed:
-            self._index.remove(entry)
+            if self.copies is None or not self.copies.holds(entry.path):
+                self._index.remove(entry)
 
     # ------------------------------------------------------------ resuming
 
@@ -256,6 +272,18 @@ class CheckpointFolder:
         broken one is named in a warning. Raises CheckpointError on every rank when all are broken.
         """
         step, path = self._index.newest_whole() if self.writes else (NOTHING, None)
+        unread: CheckpointError | None = None
+        if self.copies is not None:
+            try:
+                if self.copies.fetch_newer(self.path, max(self._group_steps(step))):
+                    step, path = self._index.newest_whole()
+            except CheckpointError as error:
+                unread = error
+        elif self._config.url:
+            self._group_steps(step)
+        if self._config.url and any(self._group.gather(unread is not None)):
+            # Not from scratch: what the bucket holds may be all that there is.
+            raise unread or CheckpointError("rank 0 cannot read checkpoint.url; its message says why")
         steps = self._group.gather(step)
         if max(steps) < 0:
             if BROKEN in steps:
@@ -270,7 +298,8 @@ class CheckpointFolder:
                 f"checkpoint.resume=false, and {self.path} holds a checkpoint of step {max(steps)}:"
                 f" set checkpoint.dir to another folder, or move it away"
             )
-        self._saved_step = max(steps)
+        if self._is_kept(max(steps), path if step == max(steps) else None):
+            self._saved_step = max(steps)
         source = steps.index(max(steps))
         if self._group.gather(path is not None and path.suffix == dcp.SUFFIX)[source]:
             parts = self._index.path_of(max(steps), in_parts=True)
@@ -280,6 +309,23 @@ class CheckpointFolder:
             return self._read_parts(parts, layout)
         own = torch_file.read(path) if path is not None and self._group.rank == source else None
         return self._spread(own, source)
+
+    def _is_kept(self, step: int, path: Path | None) -> bool:
+        """Whether the state after `step` steps need not be saved again: the bucket has it, or gets this file of it.
+
+        `path`: on this rank's disk. It may be on another node's alone, from where nobody uploads it.
+        """
+        kept = True
+        if self.copies is not None:
+            kept = self.copies.has(step) or path is not None
+            if path is not None and not self.copies.has(step):
+                known = next((entry for entry in self._index.entries() if entry.path == path), None)
+                self.copies.offer(known or Entry(step, path), self._scores)
+        return bool(self._group.gather(kept)[0])
+
+    def _group_steps(self, step: int) -> list[int]:
+        """The newest step on disk of every rank."""
+        return self._group.gather(step)
 
     def _spread(self, own: Snapshot | None, source: int) -> Snapshot:
         """Rank `source`'s snapshot on every rank. Large tensors one by one, each into the memory that it stays in."""

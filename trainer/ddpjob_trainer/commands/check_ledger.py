@@ -3,6 +3,9 @@
 In the final history the last execution of each global step counts. It must deal out every epoch exactly once, and an
 incarnation may repeat steps only back to the newest checkpoint that was saved before it began. Steps that changed no
 weight and images that could not be read are shown.
+
+With repeated augmentation (data.repeats) an epoch of n samples takes n versions, each exactly once: all versions of n /
+repeats samples, rounded up, but for some of one sample. Which samples these are follows from the epoch.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class Incarnation:
     unreadable: dict[int, int] = field(default_factory=dict)
     """step -> images of all ranks that could not be read."""
     end: int | None = None
+    repeats: int = 1
+    """Versions of each sample in an epoch."""
 
     @property
     def last(self) -> int:
@@ -58,6 +63,7 @@ class LedgerSummary:
     size: int
     left_out: dict[int, int] = field(default_factory=dict)
     unreadable: int = 0
+    repeats: int = 1
 
 
 def read(folders: list[Path]) -> list[Incarnation]:
@@ -85,6 +91,7 @@ def read(folders: list[Path]) -> list[Incarnation]:
                     row["world"],
                     row["size"],
                     row["epochs"],
+                    repeats=row.get("repeats", 1),
                 ),
             )
     for row in rows:
@@ -134,10 +141,15 @@ def verify(incarnations: list[Incarnation]) -> LedgerSummary:
     size = incarnations[0].size
     if odd := [incarnation for incarnation in incarnations if incarnation.size != size]:
         raise LedgerError(f"the training set had {size} samples at first and {odd[0].size} in round {odd[0].round}")
+    repeats = incarnations[0].repeats
+    if odd := [incarnation for incarnation in incarnations if incarnation.repeats != repeats]:
+        raise LedgerError(
+            f"a sample had {repeats} versions in an epoch at first and {odd[0].repeats} in round {odd[0].round}"
+        )
     final = _final_history(incarnations)
     taken: dict[int, int] = {}
     for epoch, steps in _by_epoch(incarnations, final).items():
-        taken[epoch] = _check_epoch(epoch, steps, size)
+        taken[epoch] = _check_epoch(epoch, steps, size, repeats)
     _check_complete(incarnations[-1], taken, size)
     left_out = {
         step: sum(len(samples) for _, samples in owner.parts[step].values())
@@ -145,7 +157,7 @@ def verify(incarnations: list[Incarnation]) -> LedgerSummary:
         if step in owner.left_out
     }
     unreadable = sum(owner.unreadable.get(step, 0) for step, owner in final.items() if step not in left_out)
-    return LedgerSummary(incarnations, taken, size, left_out, unreadable)
+    return LedgerSummary(incarnations, taken, size, left_out, unreadable, repeats)
 
 
 def _check_restarts(incarnations: list[Incarnation]) -> None:
@@ -202,17 +214,28 @@ def _by_epoch(incarnations: list[Incarnation], final: dict[int, Incarnation]) ->
     return epochs
 
 
-def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int) -> int:
+def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int, repeats: int) -> int:
+    def shown(number: int) -> str:
+        return f"sample {number % size}" + (f" in version {number // size}" if repeats > 1 else "")
+
     taken_at: dict[int, int] = {}
     for step, samples in steps:
         for sample in samples:
-            if not 0 <= sample < size:
-                raise LedgerError(f"epoch {epoch}, step {step}: sample {sample} does not exist (the set has {size})")
+            if not 0 <= sample < size * repeats:
+                versions = f" in {repeats} versions" if repeats > 1 else ""
+                raise LedgerError(
+                    f"epoch {epoch}, step {step}: sample {sample} does not exist (the set has {size}{versions})"
+                )
             if sample in taken_at:
                 raise LedgerError(
-                    f"epoch {epoch}: sample {sample} was taken twice, in step {taken_at[sample]} and in step {step}"
+                    f"epoch {epoch}: {shown(sample)} was taken twice, in step {taken_at[sample]} and in step {step}"
                 )
             taken_at[sample] = step
+    versions_of: dict[int, int] = defaultdict(int)
+    for number in taken_at:
+        versions_of[number % size] += 1
+    if (several := sum(count < repeats for count in versions_of.values())) > 1 and len(taken_at) == size:
+        raise LedgerError(f"epoch {epoch}: {several} samples were not taken in all of their {repeats} versions")
     return len(taken_at)
 
 
@@ -237,7 +260,13 @@ def table(summary: LedgerSummary) -> str:
         )
         furthest = max(furthest, incarnation.last)
     whole = sum(count == summary.size for count in summary.epochs.values())
-    lines.append(f"epochs: {whole} whole, {summary.size} samples each exactly once")
+    each = f"{summary.size} samples each exactly once"
+    if (repeats := summary.repeats) > 1:
+        each = (
+            f"in each {-(-summary.size // repeats)} of {summary.size} samples in {repeats} versions (data.repeats),"
+            f" {summary.size} versions exactly once"
+        )
+    lines.append(f"epochs: {whole} whole, {each}")
     if partial := {epoch: count for epoch, count in summary.epochs.items() if count != summary.size}:
         lines.extend(
             f"epoch {epoch}: in progress, {count} of {summary.size} samples, none twice"

@@ -91,6 +91,9 @@ def _dress(panels: list[Axes], histories: list[History]) -> None:
     panels[1].set_ylabel("test accuracy (%)")
     panels[2].set_ylabel("images/s")
     panels[2].set_ylim(bottom=0)
+    if not panels[2].lines:
+        panels[2].set_yticks([])
+        panels[2].annotate("not reported", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center")
     panels[3].set_ylabel("ranks")
     most = max(world for history in histories for _, _, world in history.worlds)
     panels[3].set_ylim(0, most * 1.25)
@@ -112,9 +115,9 @@ def _loss(panel: Axes, history: History, where: Where, colours: tuple[str, ...],
             panel.plot(
                 [where(row) for row in incarnation], _smooth(losses), color=colours[0], linewidth=1.4, label=label
             )
-    if history.evaluations and alone:
-        positions = [where(row) for row in history.evaluations]
-        losses = [row["loss"] for row in history.evaluations]
+    rows = [row for row in history.evaluations if "loss" in row]  # A script of one's own reports none.
+    if rows and alone:
+        positions, losses = [where(row) for row in rows], [row["loss"] for row in rows]
         panel.plot(positions, losses, "o-", color=colours[1], markersize=4, linewidth=1.2, label="test loss")
 
 
@@ -135,7 +138,10 @@ def _accuracy(panel: Axes, history: History, where: Where, colour: str, alone: b
 
 def _speed(panel: Axes, history: History, where: Where, colour: str) -> None:
     for incarnation in history.steps:
-        positions, speeds = [where(row) for row in incarnation], [row["samplesPerSecond"] for row in incarnation]
+        rows = [row for row in incarnation if "samplesPerSecond" in row]
+        if not rows:
+            continue
+        positions, speeds = [where(row) for row in rows], [row["samplesPerSecond"] for row in rows]
         panel.plot(positions, speeds, color=colour, linewidth=0.8, alpha=0.3)
         panel.plot(positions, _smooth(speeds), color=colour, linewidth=1.4)
 

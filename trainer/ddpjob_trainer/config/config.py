@@ -101,6 +101,11 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
             raise ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")
     if config.model.sync_batchnorm:
         _check_synchronized(config)
+    if config.model.drop_path and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP):
+        raise ConfigError(
+            f"model.drop_path: strategy={config.strategy.value} splits the model, and its parts would draw other random"
+            " numbers than the whole; set strategy=ddp or fsdp, or leave it out"
+        )
     return config
 
 

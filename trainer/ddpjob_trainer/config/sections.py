@@ -90,6 +90,10 @@ class DataConfig:
     more memory than with the ranks at the start, at the cost of more and smaller passes."""
     seed: int = 0
     """Seed of the order, the augmentation and the initial weights. It cannot change at a resume."""
+    repeats: int = 1
+    """Repeated augmentation (Hoffer et al., 2019; Berman et al., 2019), usually 3 or 4: a global batch holds so many
+    differently augmented versions of each of its samples. An epoch is as many steps as without, and takes a part of
+    the set: each of its versions once. It cannot change at a resume."""
     augment: bool = True
     """Random shift for digits, crop and flip for CIFAR, random resized crop and flip for image folders and shards. Data
     of your own augment themselves."""
@@ -97,6 +101,15 @@ class DataConfig:
     """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019), usually 2; 0: none."""
     randaugment_magnitude: int = 9
     """RandAugment's strength, 0 to 30."""
+    trivialaugment: bool = False
+    """CIFAR, image folders, shards: TrivialAugment, one random operation of random strength per image (Mueller, Hutter,
+    2021); not with RandAugment."""
+    erase: float = 0.0
+    """Random erasing (Zhong et al., 2017): the probability, usually 0.1, that a rectangle of 2 to 33 % of a training
+    image becomes the mean colour. Images only."""
+    cutout: int = 0
+    """Cutout (DeVries and Taylor, 2017): side, usually 16 for CIFAR-10, of a square anywhere in each training image
+    that becomes the mean colour; 0: off. Images only."""
     mixup: float = 0.0
     """Mixup's alpha (Zhang et al., 2017), usually 0.2: images of a micro-batch are blended in pairs, and their labels;
     0: off."""
@@ -107,6 +120,11 @@ class DataConfig:
     """Download CIFAR into data.dir when it is not there (needs internet access)."""
     image_size: int = 224
     """imagefolder, shards: side of the square images that the model sees, in pixels."""
+    test_image_size: int = 0
+    """imagefolder, shards: side of test images, where a model that takes any size is tested on larger ones than it was
+    trained on (Touvron et al., 2019); 0: data.image_size."""
+    test_crop: float = 0.875
+    """imagefolder, shards: side of a test image as a share of the shorter side that it is the center of."""
     workers: int = 2
     """imagefolder, shards, Datasets of your own: processes per rank that read and decode images, and as many for the
     test set; 0: the training process does."""
@@ -165,6 +183,9 @@ class ModelConfig:
     zero_init_residual: bool = False
     """ResNets: the last normalization of each block begins at 0, so that the block passes its input on at first (Goyal
     et al., 2017)."""
+    drop_path: float = 0.0
+    """ResNets: stochastic depth (Huang et al., 2016), usually 0.05: the probability that a sample's residual branch is
+    left out in the last block; in the blocks before it rises evenly from 0. 0: off."""
     sync_batchnorm: bool = False
     """Batch normalization with statistics of all ranks' samples together (of the global batch, or of one accumulation
     step of train.accumulate) instead of micro-batches. One more exchange per layer, forward and backward."""
@@ -181,6 +202,7 @@ class OptimizerName(enum.StrEnum):
     SGD = "sgd"
     ADAMW = "adamw"
     LARS = "lars"
+    LAMB = "lamb"
 
 
 class ScheduleName(enum.StrEnum):
@@ -197,8 +219,8 @@ class OptimConfig:
     """The optimizer and its schedule."""
 
     name: OptimizerName = OptimizerName.SGD
-    """sgd (with momentum), adamw, or lars: sgd for large batches, with a learning rate per layer in proportion to the
-    norm of its weights."""
+    """sgd (with momentum), adamw, or for large batches lars (sgd) and lamb (adam), with a learning rate per layer in
+    proportion to the norm of its weights."""
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
@@ -206,15 +228,19 @@ class OptimConfig:
     nesterov: bool = False
     """sgd: Nesterov momentum."""
     betas: tuple[float, ...] = (0.9, 0.999)
-    """adamw: decay rates of the means of gradients and of their squares."""
+    """adamw, lamb: decay rates of the means of gradients and of their squares."""
     trust_coefficient: float = 0.001
     """lars: length of a step as a share of the weights' norm, at a learning rate of 1."""
     weight_decay: float = 5e-4
-    """sgd, lars: L2 penalty; adamw: decoupled decay."""
+    """sgd, lars: L2 penalty; adamw, lamb: decoupled decay."""
+    layer_decay: float = 1.0
+    """Below 1, such as 0.75: the learning rate of each block of the model is so many times that of the next one, and
+    that of the head is optim.lr (BEiT, MAE), for fine-tuning. A model that is not timm's must register its layers from
+    the input to the head; the first and the last group are printed. May change at a resume. 1: one rate for all."""
     decay_norm_and_bias: bool = True
     """false: no weight decay for biases and normalization weights (parameters of one dimension), and for the class
     token, position embeddings and biases, and layer scales of transformers and ConvNeXt, as in torchvision's and timm's
-    recipes. lars always treats parameters of one dimension as plain sgd does."""
+    recipes. lars always treats parameters of one dimension as plain sgd does, lamb those without decay as adam does."""
     clip_norm: float = 0.0
     """Largest norm of all gradients together (unscaled); longer ones are scaled down to it. 0: no clipping."""
     loss: str = "cross_entropy"
@@ -246,8 +272,9 @@ class OptimConfig:
 
 
 class AmpLevel(enum.StrEnum):
-    """Levels of mixed precision, as in NVIDIA's Apex."""
+    """Levels of mixed precision, as in NVIDIA's Apex; auto: by the device."""
 
+    AUTO = "auto"
     O0 = "O0"
     O1 = "O1"
     O2 = "O2"
@@ -266,13 +293,14 @@ class AmpDtype(enum.StrEnum):
 class AmpConfig:
     """Mixed precision."""
 
-    level: AmpLevel = AmpLevel.O0
-    """As in Apex. O0: float32. O1: weights are float32, operations that are safe in lower precision run in amp.dtype
+    level: AmpLevel = AmpLevel.AUTO
+    """auto: O1 in bfloat16 (or the amp.dtype that is given) on NVIDIA and AMD GPUs that compute in it, else O0. Others
+    as in Apex. O0: float32. O1: weights are float32, operations that are safe in lower precision run in amp.dtype
     (autocast). O2: the model is in amp.dtype with batch normalization in float32, the optimizer works on a float32
     copy. O3: everything in amp.dtype."""
     dtype: AmpDtype = AmpDtype.AUTO
-    """float16, or bfloat16, which has the range of float32 and needs no loss scale; auto: float16 on accelerators, as
-    Apex, and bfloat16 on the CPU. O0 does not use it."""
+    """float16, or bfloat16, which has the range of float32 and needs no loss scale; auto: bfloat16 with
+    amp.level=auto and on the CPU, else float16, as Apex. O0 does not use it."""
     loss_scale: str = "auto"
     """Factor on losses, by which gradients are divided again, so that small gradients do not vanish in float16: a
     number such as 128.0; dynamic: 65536 at first, halved when a gradient is not finite, doubled after
@@ -347,6 +375,15 @@ class CheckpointConfig:
     shared: bool = field(default=True, metadata=from_env("DDPJOB_CHECKPOINT_SHARED"))
     """true: every node sees the same folder, and rank 0 writes. false: each node has its own; one process of each node
     writes, and a start resumes from the newest checkpoint that any node still has."""
+    url: str = field(default="", metadata=from_env("DDPJOB_CHECKPOINT_URL"))
+    """s3://BUCKET/PREFIX: copy each checkpoint there while training continues, and resume from the newest complete one
+    of it and of checkpoint.dir. In a job storage.checkpoints.url gives each job a folder of its own; a url given here
+    is used as it is. Credentials, region and endpoint are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and
+    AWS_ENDPOINT_URL. Needs `pip install ddpjob[s3]`. Empty: none."""
+    url_wait_seconds: float = 600.0
+    """How long the end of training waits for the last copy in checkpoint.url; with SIGTERM as long as the grace period
+    allows. A copy that is missing then is a warning; with checkpoint.shared=false, where the folder is lost with its
+    machine, an error."""
     format: Format = Format.TORCH
     """torch: one file that torch.load of any script reads. dcp: a folder of torch.distributed.checkpoint, each rank
     writes its shard; for models that are too large for one rank, and checkpoint.shared=true. Either can be resumed
@@ -388,11 +425,19 @@ class CheckpointConfig:
             self._at_least(key, least)
         for key in ("keep_best", "keep_every_epochs"):
             self._at_least(key, 0)
+        if self.format is Format.DCP and self.url:
+            raise ConfigError(
+                f"checkpoint.format=dcp cannot be copied to checkpoint.url={self.url}: no rank has a whole checkpoint"
+                " to upload; set checkpoint.format=torch, or keep checkpoints on a volume that every node sees"
+                " (storage.checkpoints.claimName) instead of in a bucket"
+            )
         if self.format is Format.DCP and not self.shared:
             raise ConfigError(
                 "checkpoint.format=dcp: each rank writes a shard, and a node's own folder would hold only its own"
                 " shards; set checkpoint.shared=true and a folder that every node sees, or checkpoint.format=torch"
             )
+        if not 0 <= self.url_wait_seconds < 86400:
+            raise ConfigError(f"checkpoint.url_wait_seconds={self.url_wait_seconds}: must be from 0 to 86400")
         if self.keep_every_epochs and (self.every_epochs == 0 or self.keep_every_epochs % self.every_epochs):
             raise ConfigError(
                 f"checkpoint.keep_every_epochs={self.keep_every_epochs}: must be a multiple of"
@@ -454,6 +499,14 @@ class ReportConfig:
     install mlflow)."""
     mlflow_experiment: str = "ddpjob"
     """MLflow: name of the experiment."""
+    straggler_factor: float = 1.5
+    """Name a rank that lags: whose own work of a step (waiting for data, forward and backward pass, without waiting for
+    others) takes this many times the median rank's. strategy=ddp, without model.sync_batchnorm; 0: off."""
+    straggler_seconds: float = 30.0
+    """How long a rank must lag to be named, and keep up to be named no longer."""
+    peak_flops: float = 0.0
+    """FLOP/s of a device in the format that is computed in, against which the share that is used (MFU) is reported; 0:
+    by the GPU's name, and no MFU where that is not known."""
     profile_steps: tuple[int, ...] = ()
     """torch.profiler for COUNT steps from step START on, written [START, COUNT]: a trace of each rank for
     chrome://tracing or Perfetto, and a table of the operators that take most time, in RUN/profile. Step START - 1

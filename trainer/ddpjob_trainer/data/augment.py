@@ -5,6 +5,7 @@ on the number of ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from ddpjob_trainer.data.decode import Box
 from ddpjob_trainer.data.randomness import derive, uniform
 from ddpjob_trainer.errors import ConfigError
 
-_RANDAUGMENT = 0x52414E44
+_RANDAUGMENT, _ERASING, _CUTOUT = 0x52414E44, 0x45524153, 0x43555420
 
 
 class CropAndFlip:
@@ -26,45 +27,58 @@ class CropAndFlip:
     of the padded set, so that a batch is one gather on the device of the set.
     """
 
-    def __init__(self, images: torch.Tensor, seed: int, *, padding: int, flip: bool) -> None:
-        """images: (n, channels, height, width) uint8."""
+    def __init__(self, images: torch.Tensor, seed: int, *, padding: int, flip: bool, repeats: int = 1) -> None:
+        """images: (n, channels, height, width) uint8, of each of which there are `repeats` versions."""
         count, channels, height, width = images.shape
         padded = torch.nn.functional.pad(images, (padding,) * 4)
         plane, row = padded.stride(1), padded.stride(2)
         self._shifts = 2 * padding + 1
         size = (count, self._shifts, self._shifts, channels, height, width)
         self._crops = padded.as_strided(size, (padded.stride(0), row, 1, plane, row, 1))
-        self._seed, self._flip = seed, flip
+        self._seed, self._flip, self._versions = seed, flip, count * repeats
         self._epoch = -1
 
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
-        """The images `numbers` (int64, on the set's device), (n, channels, height, width) uint8, as
-        augmented in this epoch.
+        """The images `numbers` (int64, on the set's device; of a version above the first n and more), (n, channels,
+        height, width) uint8, as augmented in this epoch.
         """
         if epoch != self._epoch:
             self._draw(epoch)
-        crops = self._crops[numbers, self._top[numbers], self._left[numbers]]
+        crops = self._crops[numbers % len(self._crops), self._top[numbers], self._left[numbers]]
         return torch.where(self._mirrored[numbers], crops.flip(-1), crops) if self._flip else crops
 
     def _draw(self, epoch: int) -> None:
         """For the whole set at once: a millisecond, and no transfer in each step."""
-        draws = torch.from_numpy(uniform(self._seed, epoch, np.arange(len(self._crops)), 3))
+        draws = torch.from_numpy(uniform(self._seed, epoch, np.arange(self._versions), 3))
         self._top, self._left = ((draws[:, i] * self._shifts).long().to(self._crops.device) for i in (0, 1))
         self._mirrored = (draws[:, 2] < 0.5).view(-1, 1, 1, 1).to(self._crops.device)
         self._epoch = epoch
 
 
 class RandAugment:
-    """torchvision's RandAugment, with choices that are a function of (seed, epoch, sample)."""
+    """torchvision's RandAugment or TrivialAugment, with choices that are a function of (seed, epoch, sample)."""
 
     def __init__(self, operations: int, magnitude: int) -> None:
+        """`operations` 0: TrivialAugment."""
         from torchvision.transforms import v2
 
-        self._transform = v2.RandAugment(operations, magnitude, interpolation=v2.InterpolationMode.BILINEAR)
+        bilinear = v2.InterpolationMode.BILINEAR
+        self._transform = (
+            v2.RandAugment(operations, magnitude, interpolation=bilinear)
+            if operations
+            else v2.TrivialAugmentWide(interpolation=bilinear)
+        )
 
     @classmethod
     def of(cls, config: DataConfig) -> RandAugment | None:
         """As configured; None when it is off. Raises ConfigError for values out of range."""
+        if config.trivialaugment:
+            if config.randaugment_ops:
+                raise ConfigError(
+                    f"data.trivialaugment: not with RandAugment (data.randaugment_ops={config.randaugment_ops}); leave"
+                    " one of them out"
+                )
+            return cls(0, 0)
         if config.randaugment_ops < 0 or not 0 <= config.randaugment_magnitude <= 30:
             raise ConfigError(
                 f"data.randaugment_ops={config.randaugment_ops} must be at least 0,"
@@ -78,6 +92,68 @@ class RandAugment:
             torch.default_generator.manual_seed(derive(seed, epoch, number, _RANDAUGMENT))
             augmented: torch.Tensor = self._transform(image)
         return augmented
+
+
+class RandomErasing:
+    """torchvision's RandomErasing of normalized images, with choices that are a function of (seed, epoch, sample)."""
+
+    _SCALE, _RATIO = (0.02, 0.33), (0.3, 3.3)
+
+    def __init__(self, probability: float, seed: int) -> None:
+        from torchvision.transforms import RandomErasing as Erasing
+
+        self._choose, self._probability, self._seed = Erasing.get_params, probability, seed
+
+    def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
+        """Erase in images (n, channels, height, width) of the samples `numbers`, in place: to 0, the mean colour."""
+        chosen = uniform(derive(self._seed, _ERASING), epoch, np.array(numbers, dtype=np.int64), 1)[:, 0]
+        with torch.random.fork_rng(devices=[]):
+            for index in np.flatnonzero(chosen < self._probability).tolist():
+                torch.default_generator.manual_seed(derive(self._seed, epoch, numbers[index], _ERASING))
+                image = images[index]
+                top, left, height, width, value = self._choose(image, self._SCALE, self._RATIO, [0.0])
+                if value is not image:  # It found a rectangle that fits.
+                    image[:, top : top + height, left : left + width] = 0.0
+        return images
+
+
+class Cutout:
+    """A square of normalized images becomes 0, the mean colour; its center is anywhere, so that a part may be outside.
+
+    DeVries and Taylor, Improved regularization of convolutional neural networks with Cutout, 2017.
+    """
+
+    def __init__(self, side: int, seed: int) -> None:
+        self._half, self._seed = side // 2, seed
+
+    def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
+        """Erase in images (n, channels, height, width) of the samples `numbers`, in place."""
+        draws = torch.from_numpy(uniform(derive(self._seed, _CUTOUT), epoch, np.array(numbers, dtype=np.int64), 2))
+        inside = []
+        for axis, side in enumerate(images.shape[2:]):
+            center, places = (draws[:, axis] * side).long()[:, None], torch.arange(side)[None]
+            inside.append(((places >= center - self._half) & (places < center + self._half)).to(images.device))
+        return images.masked_fill_((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0.0)
+
+
+Eraser = Callable[[torch.Tensor, list[int], int], torch.Tensor]
+"""Normalized images (n, channels, height, width), their sample numbers, the epoch; works in place."""
+
+
+def erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
+    """What is configured. Raises ConfigError for a wrong value, and for what is no image."""
+    if not 0 <= config.erase <= 1:
+        raise ConfigError(f"data.erase: {config.erase} is no probability; write for example 0.1, or 0 for none")
+    if config.cutout < 0 or config.cutout % 2:
+        raise ConfigError(f"data.cutout: {config.cutout} is no even number of pixels; write for example 16, or 0")
+    for key in ("erase", "cutout"):
+        if getattr(config, key) and len(shape) != 3:
+            raise ConfigError(
+                f"data.{key}={getattr(config, key)}: erases a part of images (channels, height, width), and the inputs"
+                f" of data.name={config.name} have the shape {shape}; leave it out"
+            )
+    cutout: list[Eraser] = [Cutout(config.cutout, config.seed)] if config.cutout else []
+    return [*cutout, RandomErasing(config.erase, config.seed)] if config.erase else cutout
 
 
 def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) -> Box:

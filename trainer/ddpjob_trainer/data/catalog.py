@@ -25,6 +25,16 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
         raise ConfigError(
             f"data.micro_batches: {config.micro_batches} is less than 0; write for example 8, or 0 for the default"
         )
+    if not 1 <= config.repeats <= config.batch:
+        raise ConfigError(
+            f"data.repeats: {config.repeats} is not from 1 to data.batch={config.batch}; 3 or 4 is usual, 1 takes each"
+            " sample once"
+        )
+    if config.repeats > 1 and not (config.augment or config.erase or config.cutout):
+        raise ConfigError(
+            f"data.repeats={config.repeats}: with data.augment=false all versions of a sample are the same; set"
+            " data.augment=true, or leave it out"
+        )
     if not 1 <= config.stretch < math.inf:
         raise ConfigError(
             f"data.stretch: {config.stretch} is no finite number of at least 1; 1.25 lets a rank take a quarter more"

@@ -107,7 +107,7 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
 
 def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
     """Crop and flip, and RandAugment on each image if it is configured."""
-    crop_and_flip = CropAndFlip(images, config.seed, padding=4, flip=True)
+    crop_and_flip = CropAndFlip(images, config.seed, padding=4, flip=True, repeats=config.repeats)
     randaugment = RandAugment.of(config)
     if randaugment is None:
         return crop_and_flip

@@ -90,7 +90,10 @@ class DataSet(Protocol):
     test_size: int
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """One augmented batch per (epoch, sample numbers); an empty list gives an empty batch.
+        """One augmented batch per (epoch, numbers); an empty list gives an empty batch.
+
+        A number is `sample + repeat * train_size` (data.repeats): its image is the sample's, and what it draws follows
+        from the number.
 
         Continues while test batches are taken, and works ahead of the consumer where reading takes long.
         """

@@ -18,8 +18,8 @@ import torch
 
 _JPEG = b"\xff\xd8\xff"
 _SCALES = (8, 4, 2)  # libjpeg-turbo has vector code for these; scales between cost more than they save.
-TEST_MARGIN = 256 / 224
-"""Ratio of a test image's shorter side to the center crop (He et al., Deep residual learning, 2015)."""
+TEST_CROP = 224 / 256
+"""Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning, 2015)."""
 
 
 class UnreadableImage(Exception):
@@ -43,15 +43,15 @@ def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.
     return _resized(pixels[:, rows, columns], size, size)
 
 
-def middle(content: bytes, size: int) -> torch.Tensor:
-    """The center of an image whose shorter side was scaled to 256/224 of `size`; (3, size, size) uint8.
+def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
+    """The center of an image whose shorter side was scaled to `size` / `share`; (3, size, size) uint8.
 
     Like torchvision's Resize and CenterCrop, always from all pixels: a test result must not depend on how images are
     decoded. Raises UnreadableImage.
     """
     pixels, _ = _decode(content, lambda height, width: Box(0, 0, height, width), None)
     height, width = pixels.shape[1:]
-    short = round(size * TEST_MARGIN)
+    short = round(size / share)
     shorter, longer = min(height, width), max(height, width)
     long = int(short * longer / shorter)
     resized = _resized(pixels, *((short, long) if height <= width else (long, short)))

@@ -21,8 +21,10 @@ _TEST_SHARE = 0.2
 
 def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
     """80 % for training and 20 % for test, stratified by class; the split never changes."""
-    if config.randaugment_ops:
-        raise ConfigError("data.randaugment_ops: RandAugment needs colour images, and digits are grey; leave it out")
+    if config.randaugment_ops or config.trivialaugment:
+        key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
+        name = "TrivialAugment" if config.trivialaugment else "RandAugment"
+        raise ConfigError(f"data.{key}: {name} needs colour images, and digits are grey; leave it out")
     images, labels = read_digits()
     test = _test_mask(labels.numpy())
     train_images = images[~test].to(device)
@@ -31,7 +33,11 @@ def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
         (images[test].to(device), labels[test].to(device)),
         classes=10,
         normalize=Normalize(16.0, (0.3053,), (0.3761,), device),
-        augment=CropAndFlip(train_images, config.seed, padding=1, flip=False) if config.augment else None,
+        augment=(
+            CropAndFlip(train_images, config.seed, padding=1, flip=False, repeats=config.repeats)
+            if config.augment
+            else None
+        ),
     )
 
 

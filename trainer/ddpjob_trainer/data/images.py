@@ -67,6 +67,11 @@ class ImageData(DataSet):
             raise ConfigError(
                 f"data.image_size={config.image_size} must be at least 1, data.workers={config.workers} at least 0"
             )
+        if config.test_image_size < 0 or not 0 < config.test_crop <= 1:
+            raise ConfigError(
+                f"data.test_image_size={config.test_image_size} must be at least 0, data.test_crop={config.test_crop}"
+                " above 0 and at most 1; write for example data.test_image_size=224 data.test_crop=0.875"
+            )
         if not 0 <= config.corrupt_limit <= 1:
             raise ConfigError(
                 f"data.corrupt_limit: {config.corrupt_limit} is no share; write a number from 0 to 1, such as 0.01"
@@ -74,6 +79,7 @@ class ImageData(DataSet):
         self._config, self._device, self._train, self._test = config, device, train, test
         self.classes, self.class_names = classes, class_names
         self.shape = (3, config.image_size, config.image_size)
+        self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
         self._normalize = Normalize(255.0, _MEAN, _STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
@@ -111,20 +117,25 @@ class ImageData(DataSet):
             yield self._batch(source, next(answered).numbers, chunks)
 
     def _batch(self, source: Encoded, numbers: list[int], chunks: list[Chunk]) -> Batch:
-        pixels = torch.empty(len(numbers), *self.shape, dtype=torch.uint8, device=self._device)
-        labels = torch.from_numpy(source.labels[numbers])
+        pixels = torch.empty(len(numbers), *self._shape_of(source), dtype=torch.uint8, device=self._device)
+        samples = _samples(source, numbers)
+        labels = torch.from_numpy(source.labels[samples])
         done, bad = 0, list[int]()
         for chunk in chunks:
             pixels[done : done + len(chunk.pixels)].copy_(chunk.pixels, non_blocking=True)
             for index, reason in chunk.unreadable:
                 bad.append(done + index)
-                self._report(source.name(numbers[done + index]), reason)
+                self._report(source.name(samples[done + index]), reason)
             done += len(chunk.pixels)
         if bad:
             whole = next((index for index in range(len(numbers)) if index not in bad), None)
             pixels[bad] = 0 if whole is None else pixels[whole].clone()
             labels[bad] = UNREADABLE
         return Batch(self._normalize(pixels), labels.to(self._device, non_blocking=True), len(bad))
+
+    def _shape_of(self, source: Encoded) -> tuple[int, int, int]:
+        size = self._config.image_size if source is self._train else self._test_size
+        return 3, size, size
 
     def _report(self, name: str, reason: str) -> None:
         if self._config.corrupt is Corrupt.STOP:
@@ -144,23 +155,28 @@ class ImageData(DataSet):
             return partial(resized_crop_box, draws[:40].reshape(10, 4)), bool(draws[40] < 0.5)
 
         size, workers = self._config.image_size, self._config.workers
-        return DaliDecoder(self._train.read, choose, self._read, size=size, workers=workers, device=self._device)
+
+        def read(numbers: list[int]) -> list[bytes | OSError]:
+            return self._train.read(_samples(self._train, numbers))
+
+        return DaliDecoder(read, choose, self._read, size=size, workers=workers, device=self._device)
 
     # ------------------------------------------------------------ in a worker
 
     def _read(self, request: Request) -> Chunk:
-        source, size = self._test if request.test else self._train, self._config.image_size
-        pixels = torch.empty(len(request.numbers), *self.shape, dtype=torch.uint8)
+        source = self._test if request.test else self._train
+        pixels = torch.empty(len(request.numbers), *self._shape_of(source), dtype=torch.uint8)
         unreadable: list[tuple[int, str]] = []
         numbers = np.array(request.numbers, dtype=np.int64)
+        samples = _samples(source, request.numbers)
         draws = None if request.epoch is None else uniform(self._config.seed, request.epoch, numbers, _DRAWS)
-        for index, content in enumerate(source.read(request.numbers)):
+        for index, content in enumerate(source.read(samples)):
             try:
                 if isinstance(content, OSError):
-                    _refuse_machine(content, source.name(request.numbers[index]))
+                    _refuse_machine(content, source.name(samples[index]))
                     raise UnreadableImage(str(content.strerror or content))
                 if request.epoch is None or draws is None:
-                    pixels[index] = middle(content, size)
+                    pixels[index] = middle(content, pixels.shape[-1], self._config.test_crop)
                 else:
                     pixels[index] = self._augmented(content, draws[index], request.epoch, request.numbers[index])
             except UnreadableImage as error:
@@ -173,6 +189,12 @@ class ImageData(DataSet):
         if draws[40] < 0.5:
             pixels = pixels.flip(-1)
         return self._randaugment(pixels, self._config.seed, epoch, number) if self._randaugment else pixels
+
+
+def _samples(source: Encoded, numbers: list[int]) -> list[int]:
+    """Of versions of samples (data.repeats) the samples."""
+    size = len(source.labels)
+    return [number % size for number in numbers]
 
 
 def _refuse_machine(error: OSError, name: str) -> None:

@@ -14,7 +14,7 @@ _LOOKED_AT = 1024
 """Images whose pixels are in the fingerprint; all labels are."""
 
 Augment = Callable[[torch.Tensor, int], torch.Tensor]
-"""Sample numbers (n,) int64 on the device and the epoch -> images (n, channels, height, width) uint8."""
+"""Numbers of versions (n,) int64 on the device and the epoch -> images (n, channels, height, width) uint8."""
 
 
 class MemoryData(DataSet):
@@ -41,8 +41,9 @@ class MemoryData(DataSet):
         images, labels = self._train
         for epoch, part in parts:
             numbers = torch.tensor(part, dtype=torch.int64).to(labels.device, non_blocking=True)
-            taken = images[numbers] if self._augment is None else self._augment(numbers, epoch)
-            yield Batch(self._normalize(taken), labels[numbers])
+            own = numbers % self.train_size
+            taken = images[own] if self._augment is None else self._augment(numbers, epoch)
+            yield Batch(self._normalize(taken), labels[own])
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
         """One batch per list of test sample numbers."""

@@ -171,7 +171,7 @@ class OwnData(DataSet):
         """One sample, converted. What it draws follows from the epoch (test: from nothing) and its number."""
         each = self._sets[_SETS.index(name)]
         with _drawn(derive(self._config.seed, epoch if name == "train" else _TEST, number)):
-            found = each[number]
+            found = each[number := number % len(each)]  # Of a version of a sample (data.repeats) the sample's.
         if not isinstance(found, tuple | list) or len(found) != 2:
             shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, Sized) else type(found).__name__
             raise ConfigError(f"{self._what}: {name}[{number}] is {shown}; return (input, target) from __getitem__")
@@ -192,6 +192,7 @@ class OwnData(DataSet):
         name = _SETS[request.test]
         pairs = [self._read_one(name, number, request.epoch or 0) for number in request.numbers]
         for number, pair in zip(request.numbers, pairs, strict=True):
+            number %= len(self._sets[request.test])
             self._check_like(name, number, pair)
             if self.targets is not Targets.VALUES and not 0 <= int(pair[1].min()) <= int(pair[1].max()) < self.classes:
                 raise self._no_class(name, number)
@@ -214,6 +215,7 @@ class OwnData(DataSet):
         if whole is not None:
             for request in requests:
                 numbers = torch.tensor(request.numbers, dtype=torch.int64).to(self._device, non_blocking=True)
+                numbers = numbers % len(whole[1])
                 yield Batch(whole[0][numbers], whole[1][numbers])
             return
         for chunks in self._pools[test].run(requests):

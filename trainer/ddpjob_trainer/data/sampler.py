@@ -2,6 +2,9 @@
 
 The state is `{epoch, consumed, seed}`: one permutation per epoch, one global count of samples consumed, no counter of
 any rank.
+
+With repeated augmentation (`repeats`) what is dealt out are versions: number `sample + repeat * size` stands for the
+version `repeat` of a sample, and whoever augments draws by this number.
 """
 
 from __future__ import annotations
@@ -98,6 +101,15 @@ def permutation(seed: int, epoch: int, size: int) -> list[int]:
 
 def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(derive(seed, epoch)))
+
+
+def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
+    """(size,) -> (size,): each sample's versions beside each other, of as many samples as that is room for."""
+    if repeats == 1:
+        return order
+    size = len(order)
+    versions = order[: -(-size // repeats), None] + size * torch.arange(repeats)
+    return versions.flatten()[:size]
 
 
 def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
@@ -245,12 +257,17 @@ class ElasticSampler:
     What a step takes depends on the state alone; `dealing` says which of it this rank takes. So a checkpoint of
     `state_dict()` resumes on any number of ranks, and each sample is still taken once per epoch. The last step of an
     epoch takes what is left.
+
+    repeats > 1: of the first size / repeats samples of the permutation, rounded up, each version is taken once, and of
+    the last one as many as make `size` in all. That is torchvision's RASampler and timm's RepeatAugSampler with any
+    number of ranks, but for the up to 255 samples by which these cut an epoch short.
     """
 
     size: int
     batch: int
     dealing: Dealing = Dealing()
     state: SamplerState = SamplerState()
+    repeats: int = 1
 
     def rest_of_epoch(self) -> Iterator[Step]:
         """The steps from the state to the end of its epoch, each dealt when it is asked for.
@@ -267,9 +284,14 @@ class ElasticSampler:
             state = replace(state, epoch=state.epoch + 1, consumed=0)
 
     def _epoch_from(self, before: SamplerState) -> Iterator[Step]:
-        order = _order(before.seed, before.epoch, self.size)
+        order = _versions(_order(before.seed, before.epoch, self.size), self.repeats)
         for start in range(before.consumed, self.size, self.batch):
-            samples: list[int] = order[start : start + self.batch].tolist()
+            taken = order[start : start + self.batch]
+            if self.repeats > 1:
+                # Versions of one sample apart, so that a micro-batch, which is of consecutive ones, has few twice: its
+                # statistics are those of different images, and mixing pairs different ones.
+                taken = taken[torch.argsort(taken // self.size, stable=True)]
+            samples: list[int] = taken.tolist()
             after = replace(before, consumed=start + len(samples))
             yield Step(before.epoch, samples, self.dealing.deal(samples, before), after)
             before = after

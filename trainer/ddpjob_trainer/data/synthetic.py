@@ -52,6 +52,7 @@ class SyntheticData(DataSet):
         return fingerprint(repr((self._seed, self.classes, self.shape, self.train_size)).encode())
 
     def _batch(self, part: list[int], offset: int) -> Batch:
-        numbers = torch.tensor(part, dtype=torch.int64).to(self._patterns.device, non_blocking=True) + offset
+        numbers = torch.tensor(part, dtype=torch.int64).to(self._patterns.device, non_blocking=True)
+        numbers = numbers % self.train_size + offset
         labels = numbers % self.classes
         return Batch(self._patterns[labels] + self._noise[numbers * 7919 // self.classes % _NOISE_IMAGES], labels)

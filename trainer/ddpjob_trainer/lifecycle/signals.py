@@ -91,6 +91,11 @@ class StopRequest:
         """Training is over: SIGTERM no longer ends this process, which only writes what is left, without agreement."""
         self._agreed.set()
 
+    @property
+    def seconds_left(self) -> float:
+        """What is left, after the ranks have agreed to stop, until the first pod of any may be killed."""
+        return max(0.0, self._last_answer + self._patience() - 2 * self._slowest_step - time.monotonic())
+
     def agreement(self, save_due: int = Due.NO, unreadable: int = 0) -> Agreement:
         """Begin to agree, while the step runs, on whether to stop and whether to save after it (see `Due`).
 

@@ -9,6 +9,7 @@ import fnmatch
 import importlib
 import os
 import shutil
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,10 @@ def build_model(
     device = device or torch.device("cpu")
     model = _network(config, shape, classes).to(device)
     if config.zero_init_residual:
-        _zero_last_normalizations(model, config.name)
+        for normalization in _last_normalizations(model, config, "zero_init_residual"):
+            nn.init.zeros_(normalization.get_parameter("weight"))
+    if config.drop_path:
+        _drop_paths(model, config)
     if config.freeze:
         _freeze(model, config)
     if config.compile:
@@ -49,10 +53,11 @@ def build_model(
         random = "uses dropout, which drops other inputs"
         if getattr(model, _OWN, False):
             random = "may draw random numbers in its forward pass, others"
+        path = "model.drop_path, or " if config.drop_path else ""
         raise ConfigError(
             f"model.sync_batchnorm: {config.name} {random} on another number of ranks;"
-            " leave out model.sync_batchnorm (statistics are then those of data.micro_batches micro-batches, on any"
-            " number of ranks), or take a model without dropout"
+            f" leave out {path}model.sync_batchnorm (statistics are then those of data.micro_batches micro-batches, on"
+            " any number of ranks), or take a model without dropout"
         )
     return model
 
@@ -77,8 +82,8 @@ _LAST_NORMALIZATION = {"Bottleneck": "bn3", "BasicBlock": "bn2", "_Block": "bn2"
 """By the class of a residual block, torchvision's and of this file."""
 
 
-def _zero_last_normalizations(model: nn.Module, name: str) -> None:
-    """As torchvision's zero_init_residual. Raises ConfigError for a model without residual blocks."""
+def _last_normalizations(model: nn.Module, config: ModelConfig, key: str) -> list[nn.Module]:
+    """That of each residual block. Raises ConfigError for a model without such blocks."""
     last = [
         getattr(module, attribute)
         for module in model.modules()
@@ -86,11 +91,32 @@ def _zero_last_normalizations(model: nn.Module, name: str) -> None:
     ]
     if not last:
         raise ConfigError(
-            f"model.zero_init_residual: {name} has no residual blocks of a ResNet; leave it out, or take for example"
+            f"model.{key}: {config.name} has no residual blocks of a ResNet; leave it out, or take for example"
             " model.name=torchvision:resnet50"
         )
-    for normalization in last:
-        nn.init.zeros_(normalization.weight)
+    return last
+
+
+def _drop_paths(model: nn.Module, config: ModelConfig) -> None:
+    """Stochastic depth behind the last normalization of each residual block, as timm's ResNets have it.
+
+    Raises ConfigError.
+    """
+    from torchvision.ops import StochasticDepth
+
+    if not 0 < config.drop_path < 1:
+        raise ConfigError(f"model.drop_path: {config.drop_path} is not a probability below 1; write for example 0.05")
+    last = _last_normalizations(model, config, "drop_path")
+    for number, normalization in enumerate(last):
+        share = number / (len(last) - 1) if len(last) > 1 else 1.0
+        normalization.add_module("drop_path", StochasticDepth(config.drop_path * share, "row"))
+        normalization.register_forward_hook(_drop_path)
+
+
+def _drop_path(normalization: nn.Module, _: Any, outputs: torch.Tensor) -> torch.Tensor:
+    """A hook, so that weights keep the names that they have in files, and a function, so that a copy calls its own."""
+    kept: torch.Tensor = normalization.get_submodule("drop_path")(outputs)
+    return kept
 
 
 def _check_compiler() -> None:

@@ -4,13 +4,15 @@ of ConvNets, 2017).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from ddpjob_trainer.optim.grouped import GroupedOptimizer
 
-class Lars(torch.optim.Optimizer):
+
+class Lars(GroupedOptimizer):
     """SGD with momentum whose steps are scaled per parameter, by the paper's algorithm 1.
 
         local = trust * |w| / (|g| + decay * |w|)
@@ -26,15 +28,6 @@ class Lars(torch.optim.Optimizer):
         super().__init__(
             parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapt": True}
         )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step."""
-        assert closure is None
-        for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            if weights:
-                self._step_group(group, weights)
 
     def _step_group(self, group: dict[str, Any], weights: list[torch.Tensor]) -> None:
         momenta = [self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight)) for weight in weights]

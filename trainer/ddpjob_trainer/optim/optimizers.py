@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,22 @@ from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.errors import ConfigError
 
 
-def build_optimizer(config: OptimConfig, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimConfig,
+    parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    depths: Mapping[str, int] | None = None,
+) -> torch.optim.Optimizer:
     """The optimizer of `config` for parameters by name; those without weight decay get a group of their own.
 
-    Raises ConfigError for values out of range.
+    `depths`: of all the model's parameters (`model.depths`), frozen ones too, for optim.layer_decay; each depth gets
+    groups of its own. Raises ConfigError for values out of range.
     """
     check(config)
     named = list(parameters)
     weights = [weight for _, weight in named]
     groups = _groups(config, named)
+    if depths is not None and config.layer_decay != 1:
+        groups = _by_depth(config.layer_decay, groups, named, depths)
     # The fused kernels of the CPU take half the time for SGD and a fifth for AdamW (11 million weights, one core).
     # torch has no fused SGD for DTensors (fsdp), and by default steps through these weight by weight.
     parts = any(is_sharded(weight) for weight in weights)
@@ -39,6 +46,10 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[tuple[str, torch.n
             from ddpjob_trainer.optim.lars import Lars
 
             return Lars(groups, rate, config.momentum, decay, config.trust_coefficient)
+        case OptimizerName.LAMB:
+            from ddpjob_trainer.optim.lamb import Lamb
+
+            return Lamb(groups, rate, (config.betas[0], config.betas[1]), decay)
         case OptimizerName.SGD:
             return torch.optim.SGD(
                 groups, lr=rate, momentum=config.momentum, nesterov=config.nesterov, weight_decay=decay, **kernels
@@ -67,6 +78,27 @@ def _groups(config: OptimConfig, named: list[tuple[str, torch.nn.Parameter]]) ->
     return [group for group in groups if group["params"]]
 
 
+_SCALE = "lr_scale"
+"""In a group of parameters: its learning rate as a share of the schedule's; timm's word."""
+
+
+def _by_depth(
+    decay: float,
+    groups: list[dict[str, Any]],
+    named: list[tuple[str, torch.nn.Parameter]],
+    depths: Mapping[str, int],
+) -> list[dict[str, Any]]:
+    """Each group divided by depth, deepest last: the rate of depth d of n is decay^(n - 1 - d) times the schedule's."""
+    names = {weight: name for name, weight in named}
+    deepest = max(depths.values())
+    divided = []
+    for group in groups:
+        for depth in sorted({depths[names[weight]] for weight in group["params"]}):
+            own = [weight for weight in group["params"] if depths[names[weight]] == depth]
+            divided.append({**group, "params": own, _SCALE: decay ** (deepest - depth)})
+    return divided
+
+
 def check(config: OptimConfig) -> None:
     """Raise ConfigError for values that make no sense."""
     for key in (
@@ -90,6 +122,11 @@ def check(config: OptimConfig) -> None:
     for key in ("label_smoothing", "ema_decay"):
         if not 0 <= (value := getattr(config, key)) < 1:
             raise ConfigError(f"optim.{key}: {value} is not from 0 to below 1; 0 turns it off")
+    if not 0 < config.layer_decay <= 1:
+        raise ConfigError(
+            f"optim.layer_decay: {config.layer_decay} is not above 0 and at most 1; write for example 0.75, or 1 for"
+            " one learning rate"
+        )
     if config.schedule is ScheduleName.ONE_CYCLE:
         if config.warmup_epochs:
             raise ConfigError(
@@ -158,6 +195,6 @@ def _cosine(start: float, end: float, done: float) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
+    """Set the learning rate of every parameter group, of those by depth their share of it."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(_SCALE, 1.0)

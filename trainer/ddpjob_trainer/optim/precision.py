@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpjob_trainer.config.sections import AmpConfig, AmpDtype, AmpLevel
 from ddpjob_trainer.distributed.dtensors import is_sharded, local
+from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
 
 
@@ -45,7 +46,8 @@ class Precision:
         self, config: AmpConfig | None = None, clip_norm: float = 0.0, device: torch.device | None = None
     ) -> None:
         """Raises ConfigError when a value makes no sense or the device cannot compute in the format."""
-        self.config, self._device = config or AmpConfig(), device or torch.device("cpu")
+        self._device = device or torch.device("cpu")
+        self.config = chosen(config or AmpConfig(), self._device)
         if clip_norm < 0:
             raise ConfigError(
                 f"optim.clip_norm: {clip_norm} is below 0; write the largest norm allowed, such as 1.0, or 0 for any"
@@ -63,6 +65,13 @@ class Precision:
             torch.backends.cudnn.allow_tf32 = self.config.tf32
         if self.dtype is not torch.float32:
             _check_device(self.dtype, self._device)
+
+    @property
+    def name(self) -> str:
+        """For people: float32, or the level and its format."""
+        if self.config.level is AmpLevel.O0:
+            return "float32"
+        return f"{str(self.dtype).removeprefix('torch.')} ({self.config.level.value})"
 
     # ------------------------------------------------------------ the model
 
@@ -247,6 +256,34 @@ def _part(weight: torch.Tensor) -> torch.Tensor:
     part = local(weight.detach())
     part.grad = None if weight.grad is None else local(weight.grad)
     return part
+
+
+def chosen(config: AmpConfig, device: torch.device) -> AmpConfig:
+    """The configuration with a level in place of `auto`.
+
+    bfloat16 has the range of float32, so that it needs no loss scale and nothing else of the configuration changes.
+    Weights, optimizer and checkpoints are float32 at O0 and O1: a run may continue at the other, on another device.
+    """
+    if config.level is not AmpLevel.AUTO:
+        return config
+    given = config.dtype is not AmpDtype.AUTO
+    if device.type != "cuda" or not (given or torch.cuda.is_bf16_supported(including_emulation=False)):
+        return replace(config, level=AmpLevel.O0)
+    return replace(config, level=AmpLevel.O1, dtype=config.dtype if given else AmpDtype.BFLOAT16)
+
+
+def agreed(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
+    """`chosen`, the same on every rank, and the ranks for whose sake `auto` is float32. All ranks together.
+
+    Ranks that compute in different formats would add up gradients of different exactness.
+    """
+    own = chosen(config, device)
+    if config.level is not AmpLevel.AUTO:
+        return own, []
+    levels = group.gather(own.level is not AmpLevel.O0)
+    if all(levels) or not any(levels):
+        return own, []
+    return replace(config, level=AmpLevel.O0), [rank for rank, short in enumerate(levels) if not short]
 
 
 def _scaler(device: torch.device, scale: float | None, window: int) -> _Scaler:

@@ -36,11 +36,13 @@ class Ledger:
             name = f"rank-{group.rank}-{node}-{os.getpid()}-{time.time_ns()}.jsonl"
             self._file = (folder / name).open("x", encoding="utf-8")
 
-    def start(self, step: int, size: int, epochs: int) -> None:
-        """This incarnation resumes after `step` steps, over `size` training samples and `epochs` epochs."""
-        self._write(
-            {"start": step, "rank": self._group.rank, "world": self._group.world, "size": size, "epochs": epochs}
-        )
+    def start(self, step: int, size: int, epochs: int, repeats: int = 1) -> None:
+        """This incarnation resumes after `step` steps, over `size` training samples and `epochs` epochs.
+
+        `repeats` > 1: sample numbers of steps stand for versions of samples, `sample + repeat * size`.
+        """
+        about = {"rank": self._group.rank, "world": self._group.world, "size": size, "epochs": epochs}
+        self._write({"start": step, **about, **({"repeats": repeats} if repeats > 1 else {})})
 
     def step(self, number: int, step: Step) -> None:
         """Global step `number` (from 1) takes these samples on this rank; before its gradients are exchanged."""

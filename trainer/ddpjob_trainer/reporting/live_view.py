@@ -76,6 +76,9 @@ class LiveView:
             Text(sparkline(self._speeds, width, from_zero=True), style="cyan"),
         )
         rows.add_row("data wait", Text(f"{status.data_wait:.0%}", style="red" if status.data_wait > 0.2 else ""), "")
+        if status.phases:
+            parts = "  ".join(f"{name} {seconds * 1000:.1f}" for name, seconds in status.phases.items())
+            rows.add_row("ms per step", Text(parts), "")
         state = "   ".join([*_job(status), *status.extras()])
         return Panel(
             Group(bar, Text(), rows, Text(), Text(state)), title=self._title, title_align="left", border_style="blue"

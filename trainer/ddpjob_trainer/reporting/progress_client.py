@@ -31,9 +31,13 @@ class ProgressClient:
         its own is taken for one of protocol 2, which wants the token itself.
         """
         self._address, self._token, self._proofs, self._instance = address, token, proofs, ""
+        # Of this process: a rank 0 that is fenced must not name ranks of the next round.
+        self._round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         self._newest: dict[str, Any] | None = None
         self._activity: str | None = None
         self._said: str | None = None  # of the activity, as the coordinator has it
+        self._stragglers: list[dict[str, float]] | None = None  # None: nothing was said of them yet
+        self._said_stragglers: Any = None  # and to which coordinator
         self._changed = threading.Condition()
         self._closing = False
         with contextlib.suppress(OSError):
@@ -56,6 +60,11 @@ class ProgressClient:
         with self._changed:
             self._newest = progress
             self._changed.notify()
+
+    def post_stragglers(self, stragglers: list[dict[str, float]]) -> None:
+        """Send who lags after the next post of progress, if that has changed, or is the first of this process."""
+        with self._changed:
+            self._stragglers = stragglers
 
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
         """Send what this process does beside steps (None: steps), unless that is over within a second.
@@ -85,6 +94,7 @@ class ProgressClient:
             if progress is not None:
                 pause = _INTERVAL_SECONDS if self._send(progress) else min(2 * pause, _LONGEST_PAUSE_SECONDS)
                 self._said = None
+                self._send_stragglers()
             elif self._closing:
                 return
             if (activity := self._activity) != self._said:
@@ -93,10 +103,25 @@ class ProgressClient:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
+    def _send_stragglers(self) -> None:
+        """By themselves: an older coordinator takes no report that names any. Again, until one has answered."""
+        stragglers = self._stragglers
+        if stragglers is None or (self._instance, stragglers) == self._said_stragglers:
+            return
+        status = self._status_of({"stragglers": stragglers, **self._round})
+        if status == 400 and self._round:
+            status = self._status_of({"stragglers": stragglers})  # An older coordinator knows no round.
+        if 0 < status < 300 or status == 400:
+            self._said_stragglers = self._instance, stragglers
+
     def _is_due(self) -> bool:
         return self._newest is not None or self._closing
 
     def _send(self, progress: dict[str, Any]) -> bool:
+        return 0 < self._status_of(progress) < 300
+
+    def _status_of(self, progress: dict[str, Any]) -> int:
+        """Of the answer to a post; 0: there was none."""
         body = json.dumps(progress).encode()
         try:
             status, instance = self._ask(body, self._proof(body))
@@ -105,9 +130,9 @@ class ProgressClient:
                 status, _ = self._ask(body, self._proof(body))
             elif status == 401 and not instance and not self._proofs:
                 status, _ = self._ask(body, {"Authorization": f"Bearer {self._token}"})
-            return status < 300
+            return status
         except (OSError, http.client.HTTPException):
-            return False  # A coordinator that restarts or is gone must not disturb training; the operator notices it.
+            return 0  # A coordinator that restarts or is gone must not disturb training; the operator notices it.
 
     def _ask(self, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
         """The answer's status, and the coordinator's number."""

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +21,12 @@ from ddpjob_trainer.reporting.history import METRICS
 from ddpjob_trainer.reporting.progress_client import ProgressClient, wall_clock
 from ddpjob_trainer.reporting.sinks.background import Sinks, check_report, open_sinks
 from ddpjob_trainer.reporting.sinks.sink import Run
+from ddpjob_trainer.reporting.stragglers import Straggler, Stragglers
 from ddpjob_trainer.reporting.terminal import Display, PlainLines, Silent, TrainingStatus, duration
 
 _ALIVE_SECONDS = 5.0
+_RANKS = 64
+"""Ranks whose figures are logged each by itself."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,35 @@ class Plan:
     steps: int
     samples: int
     round: int
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What the ranks' machines did since the last report, by rank.
+
+    `own`: seconds of a rank's own work per step, 0 where it cannot be measured apart; `even`: the same for an even
+    share of the batch; `data`: shares of the time spent waiting for data; `memory`: the most bytes held so far.
+    `phases`: this rank's seconds per step. `flops` of a sample, and `peak` per second of all devices together; 0:
+    unknown.
+    """
+
+    own: Sequence[float]
+    even: Sequence[float]
+    data: Sequence[float]
+    memory: Sequence[float]
+    phases: Mapping[str, float]
+    flops: float = 0.0
+    peak: float = 0.0
+
+    def mfu(self, samples_per_second: float) -> float | None:
+        """Share of the peak."""
+        return samples_per_second * self.flops / self.peak if self.flops and self.peak else None
+
+    def logged(self) -> dict[str, Any]:
+        """For metrics.jsonl: each rank's figures, of many ranks the first."""
+        columns = {"ownSeconds": self.own, "dataWaits": self.data, "memoryBytes": self.memory}
+        ranks = {name: [float(f"{value:.4g}") for value in values[:_RANKS]] for name, values in columns.items()}
+        return {"ranks": ranks, "phases": {name: float(f"{value:.4g}") for name, value in self.phases.items()}}
 
 
 class MetricsLog:
@@ -91,6 +123,8 @@ class Reporter:
             group.rank == 0, config.train.print_seconds, config.run_dir.resolve().name
         )
         self._link = ProgressClient.from_env() if group.rank == 0 else None
+        self._stragglers = Stragglers(config.report.straggler_factor, config.report.straggler_seconds)
+        self._lagging: tuple[Straggler, ...] = ()
         self._activity: str | None = None
         self._alive = float("-inf")
         self._sinks = Sinks([])
@@ -100,20 +134,36 @@ class Reporter:
         self._last: TrainingStatus | None = None
         self._evaluation: Evaluation | None = None
         self._checkpoint_time: float | None = None
+        self.copies: Mapping[str, float] = {}
+        """What is known of the copies in checkpoint.url: copyStep, copyTime, copyBehind."""
 
-    def start(self, step: int, left: int, epoch: int, warning: str = "") -> None:
+    def start(
+        self,
+        step: int,
+        left: int,
+        epoch: int,
+        warning: str = "",
+        precision: str = "float32",
+        notes: Sequence[str] = (),
+    ) -> None:
         """An incarnation begins after `step` steps, and `left` are still to do; `warning`: what slows it down.
+        `precision`: what it computes in; `notes`: what else is to be known.
 
         Together they are the training's steps: how many these are may change with the batch at a restart.
         """
         self._plan = replace(self._plan, steps=step + left)
-        self._write("start", step=step, epoch=epoch, world=self._group.world, restarts=self.restarts)
+        world = self._group.world
+        self._write("start", step=step, epoch=epoch, world=world, restarts=self.restarts, precision=precision)
         where = (
             f"resuming after step {step} of {self._plan.steps}, in epoch {epoch}"
             if step
             else f"{self._plan.steps} steps to do"
         )
         self._display.note(f"training on {self._group.world} rank(s): {where}")
+        if precision != "float32":
+            self._display.note(f"computing in {precision} where that is safe; amp.level=O0 is float32")
+        for note in notes:
+            self._display.note(note)
         if warning:
             self._display.note(f"warning: {warning}")
         if self._group.rank == 0:
@@ -161,8 +211,10 @@ class Reporter:
         gradient_norm: float | None = None,
         skipped_steps: int = 0,
         corrupt_images: int = 0,
+        machines: Machines | None = None,
     ) -> None:
         """`samples` were trained on since the last report, with mean loss `loss`; `samples_left` are still to come."""
+        self._note_stragglers(machines)
         elapsed = max(1e-9, time.perf_counter() - self._window_began)
         speed = samples / elapsed
         before = self._last.samples_per_second if self._last is not None else 0.0
@@ -181,6 +233,10 @@ class Reporter:
             gradient_norm=gradient_norm,
             skipped_steps=skipped_steps,
             corrupt_images=corrupt_images,
+            stragglers=self._lagging,
+            mfu=machines.mfu(smooth) if machines is not None else None,
+            memory=max(machines.memory) if machines is not None else 0.0,
+            phases=machines.phases if machines is not None else {},
             world=self._group.world,
             restarts=self.restarts,
             checkpoint_time=self._checkpoint_time,
@@ -196,11 +252,30 @@ class Reporter:
             eta=round(status.eta, 1),
             dataWait=round(status.data_wait, 4),
             **_optional(status),
+            **(machines.logged() if machines is not None else {}),
+            **({"stragglers": _as_numbers(self._lagging)} if self._lagging else {}),
         )
         self._display.show(status)
         self._post(status)
-        self._sinks.write(step, _values(status))
+        self._sinks.write(step, _values(status) | _values_of(machines))
         self.restart_clock()
+
+    def _note_stragglers(self, machines: Machines | None) -> None:
+        """Judge who lags; who is new among them is said once."""
+        if machines is None:
+            return
+        before = {straggler.rank for straggler in self._lagging}
+        self._lagging = self._stragglers.add(time.monotonic(), machines.even)
+        for straggler in self._lagging:
+            if straggler.rank not in before:
+                waits = machines.data[straggler.rank]
+                why = f", {waits:.0%} of its time it waits for data" if waits > 0.2 else ""
+                self._display.note(
+                    f"warning: rank {straggler.rank} lags: its own work of a step takes {straggler.slowdown:.1f} times"
+                    f" the median rank's, and all others wait for it{why}"
+                )
+        if self._link is not None:
+            self._link.post_stragglers(_as_numbers(self._lagging))
 
     def evaluated(self, epoch: int, step: int, evaluation: Evaluation) -> None:
         """Report the result on the test set after epoch `epoch`."""
@@ -234,6 +309,13 @@ class Reporter:
         self._checkpoint_time = wall_clock()
         self._write("checkpoint", step=step, seconds=round(seconds, 4))
         self._sinks.write(step, {"checkpoint/time": self._checkpoint_time, "checkpoint/seconds": seconds})
+
+    def copied(self, step: int) -> None:
+        """The checkpoint of `step` is in checkpoint.url."""
+        self._write("copied", step=step)
+        self._sinks.write(step, {"checkpoint/copied_time": self.copies.get("copyTime", wall_clock())})
+        if self._last is not None:
+            self._post(self._last)
 
     def skipped(self, step: int, text: str, samples: dict[int, list[int]]) -> None:
         """Step `step` was skipped on all ranks; `samples` by rank that saw a loss that is not finite."""
@@ -273,6 +355,7 @@ class Reporter:
         metrics = {"learningRate": status.learning_rate, "dataWait": round(status.data_wait, 4), **_optional(status)}
         if self._checkpoint_time is not None:
             metrics["checkpointTime"] = round(self._checkpoint_time)
+        metrics |= self.copies
         if self._evaluation is not None:
             scalars = self._evaluation.scalars()
             metrics |= {"testLoss": scalars.pop("loss"), **scalars}
@@ -301,7 +384,8 @@ def _optional(status: TrainingStatus) -> dict[str, float]:
     """Numbers that are reported only when there are any, by their names in metrics.jsonl."""
     norm = {} if status.gradient_norm is None else {"gradientNorm": status.gradient_norm}
     skipped = {"skippedSteps": status.skipped_steps} if status.skipped_steps else {}
-    return {**norm, **skipped, **({"corruptImages": status.corrupt_images} if status.corrupt_images else {})}
+    share = {} if status.mfu is None else {"mfu": round(status.mfu, 4)}
+    return {**norm, **share, **skipped, **({"corruptImages": status.corrupt_images} if status.corrupt_images else {})}
 
 
 def _values(status: TrainingStatus) -> dict[str, float | None]:
@@ -319,7 +403,21 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
         "train/corrupt_images": status.corrupt_images,
         "train/world_size": status.world,
         "train/restarts": status.restarts,
+        "train/stragglers": len(status.stragglers),
+        "train/memory_bytes": status.memory,
+        **({} if status.mfu is None else {"train/mfu": status.mfu}),
+        **{f"train/phase_seconds/{name}": seconds for name, seconds in status.phases.items()},
     }
+
+
+def _values_of(machines: Machines | None) -> dict[str, float | None]:
+    """Each rank's own seconds per step, for the sinks; of many ranks the first."""
+    own = machines.own[:_RANKS] if machines is not None and any(machines.own) else []
+    return {f"train/rank_step_seconds/{rank}": seconds for rank, seconds in enumerate(own)}
+
+
+def _as_numbers(stragglers: Sequence[Straggler]) -> list[dict[str, float]]:
+    return [{"rank": found.rank, "slowdown": found.slowdown} for found in stragglers]
 
 
 def open_display(first_rank: bool, interval: float, title: str) -> Display:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from ddpjob_trainer.reporting.stragglers import Straggler
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,13 @@ class TrainingStatus:
     """Images that could not be read, in this epoch."""
     world: int = 1
     restarts: int = 0
+    stragglers: tuple[Straggler, ...] = ()
+    mfu: float | None = None
+    """Share of the devices' peak FLOP/s that the model's FLOPs take; None: unknown."""
+    memory: float = 0.0
+    """The most bytes that a rank has held."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Of a step of rank 0, in seconds."""
     checkpoint_time: float | None = None
     """time.time() when the newest checkpoint of this incarnation was on disk."""
 
@@ -42,7 +52,11 @@ class TrainingStatus:
         """Parts that are shown only when there is something to show."""
         norm = [] if self.gradient_norm is None else [f"gradient norm {self.gradient_norm:.3g}"]
         skipped = [f"skipped steps {self.skipped_steps}"] if self.skipped_steps else []
-        return norm + skipped + ([f"corrupt images {self.corrupt_images}"] if self.corrupt_images else [])
+        share = [] if self.mfu is None else [f"MFU {self.mfu:.1%}"]
+        slow = [f"rank {found.rank} lags ({found.slowdown:.1f}x)" for found in self.stragglers]
+        return (
+            norm + share + slow + skipped + ([f"corrupt images {self.corrupt_images}"] if self.corrupt_images else [])
+        )
 
 
 def duration(seconds: float) -> str:

@@ -35,6 +35,11 @@ class Ddp(Strategy):
     _forget: Callable[[], None] | None = None
     """Clears the memory of the communication hook, where it has any."""
 
+    @property
+    def waits_apart(self) -> bool:
+        """Not where ranks exchange batch statistics in each layer."""
+        return not self.config.model.sync_batchnorm and self.parts is None
+
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
         """Raises ConfigError when options of ddp exclude each other."""
         comm_hooks.check(self.config.ddp)

@@ -26,6 +26,7 @@ from ddpjob_trainer.data.sampler import DataShare, Micro
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics
+from ddpjob_trainer.model.depths import depths
 from ddpjob_trainer.model.partition import Layer, MetaModel, Stage, split, to_sequential
 from ddpjob_trainer.strategies.strategy import State, Strategy, flat_gradients, set_gradients
 
@@ -73,6 +74,8 @@ class Pipeline(Strategy):
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
         """Of the model only this rank's stage is kept."""
+        if self.config.optim.layer_decay != 1:
+            self.depths = depths(model)
         layers = to_sequential(model)
         self._meta_model = MetaModel(layers)
         parts = split(layers, self._meta_model.costs(shape), self.stages, "pipeline.stages")

@@ -38,6 +38,15 @@ def devices_per_rank(config: Config) -> int:
     return config.ddp_mp.devices if config.strategy is StrategyName.DDP_MP else 1
 
 
+def computes_on(config: Config, device: torch.device) -> int:
+    """On how many devices a process whose first one is `device` computes, of which several may be one CPU."""
+    if device.type == "cpu":
+        return 1
+    if config.strategy is StrategyName.DP:
+        return max(1, int(getattr(torch, device.type).device_count()))
+    return devices_per_rank(config)
+
+
 def open_strategy(config: Config, group: Group, device: torch.device) -> Strategy:
     """The strategy that the configuration names.
 

@@ -20,3 +20,8 @@ class Single(Strategy):
                 " one process"
             )
         super().__init__(config, group, device)
+
+    @property
+    def waits_apart(self) -> bool:
+        """There is nobody to wait for."""
+        return True

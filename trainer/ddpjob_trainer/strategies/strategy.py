@@ -15,7 +15,9 @@ from ddpjob_trainer.data.randomness import seed_torch
 from ddpjob_trainer.data.sampler import DataShare, Micro
 from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.distributed.step_clock import Phase, StepClock
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics
+from ddpjob_trainer.model.depths import depths
 from ddpjob_trainer.model.shared_parts import SharedParts
 from ddpjob_trainer.optim.ema import MovingAverage
 from ddpjob_trainer.optim.loss import Loss
@@ -48,11 +50,14 @@ class Strategy:
     divides = False
     """Whether ranks may share micro-batches (see `sampler.Part`)."""
     parts: SharedParts | None = None
+    depths: dict[str, int] | None = None
+    """Of the whole model's parameters, where optim.layer_decay needs them."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         """Raises ConfigError when the configuration or the number of ranks does not fit the strategy."""
         self.config, self.group, self.device = config, group, device
         self.precision = Precision(config.amp, config.optim.clip_norm, device)
+        self.clock = StepClock(device)
         self.average: MovingAverage | None = None
         self.criterion = Loss(config.optim)
 
@@ -60,6 +65,11 @@ class Strategy:
     def data_share(self) -> DataShare:
         """Which samples this rank takes."""
         return DataShare(self.group.rank, self.group.world)
+
+    @property
+    def waits_apart(self) -> bool:
+        """Whether a rank's passes contain no collective, so that its own work can be timed."""
+        return False
 
     @property
     def portions(self) -> int:
@@ -78,12 +88,14 @@ class Strategy:
         Its weights are the same on every rank, and on `self.device`.
         """
         self.shape = shape
+        if self.depths is None and self.config.optim.layer_decay != 1:
+            self.depths = depths(model)
         self.model = self.precision.convert(model)
         self.network = self.wrap(self.model)
         self.statistics = self.batch_statistics()
         own = dict(self.model.named_parameters())
         self.parameters = [pair for pair in self.precision.parameters(self.model) if own[pair[0]].requires_grad]
-        self.optimizer = build_optimizer(self.config.optim, self.parameters)
+        self.optimizer = build_optimizer(self.config.optim, self.parameters, self.depths)
         if self.config.optim.ema_decay:
             self.average = self.moving_average()
         if self.config.model.compile:
@@ -123,7 +135,13 @@ class Strategy:
             # Statistics of all ranks' samples: one that does not count must not be among them.
             images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
             loss = self.loss(self.network(images), batch, micro)
-        self.precision.backward(loss * self.weight(count))
+        weighted = loss * self.weight(count)
+        if apart := self.waits_apart:
+            self.clock.lap(Phase.FORWARD)
+            self.clock.watch(weighted)
+        self.precision.backward(weighted)
+        if apart:
+            self.clock.lap(Phase.EXCHANGE)
         return loss.detach()
 
     def seed(self, key: int) -> None:

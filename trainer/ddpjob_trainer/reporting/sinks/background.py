@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import queue
 import sys
 import threading
@@ -121,12 +122,30 @@ def check_report(config: ReportConfig) -> None:
             f"report.profile_steps: {list(config.profile_steps)} is not [START, COUNT] from 1 on; write for example"
             " [20, 5]"
         )
+    _check_limits(config)
     for name, (wanted, package, install, _) in _KINDS.items():
         if wanted(config) and importlib.util.find_spec(package) is None:
             key = f"report.{_KEYS[name]}"
             raise ConfigError(
                 f"{key}: {name} needs a package that is not installed; pip install {install}, or leave {key} out"
             )
+
+
+def _check_limits(config: ReportConfig) -> None:
+    factor, seconds, peak = config.straggler_factor, config.straggler_seconds, config.peak_flops
+    if factor != 0 and not (math.isfinite(factor) and factor > 1):
+        raise ConfigError(
+            f"report.straggler_factor: {factor} is not above 1; write for example 1.5, or 0 to name nobody"
+        )
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ConfigError(
+            f"report.straggler_seconds: {seconds} is not a finite number of at least 0; write for example 30"
+        )
+    if not (math.isfinite(peak) and peak >= 0):
+        raise ConfigError(
+            f"report.peak_flops: {peak} is not a finite number of at least 0; write for example 989e12, or 0 for that"
+            " of the GPU's name"
+        )
 
 
 def open_sinks(config: ReportConfig, run: Run) -> Sinks:

@@ -37,12 +37,24 @@ _METRICS = {
         "Steps skipped because the loss or a gradient was not finite.",
     ),
     "train/corrupt_images": ("ddpjob_train_corrupt_images", True, "Images that could not be read."),
+    "train/mfu": ("ddpjob_train_mfu_ratio", False, "Share of the devices' peak FLOP/s that the model takes."),
+    "train/memory_bytes": (
+        "ddpjob_train_memory_bytes",
+        False,
+        "The most memory that a rank has held, of its GPU, or of the machine on a CPU.",
+    ),
+    "train/stragglers": ("ddpjob_train_stragglers", False, "Ranks that lag: all others wait for them in each step."),
     "train/world_size": ("ddpjob_train_world_size", False, "Ranks that train."),
     "train/restarts": ("ddpjob_train_restarts", True, "Restarts of the run so far."),
     "checkpoint/time": (
         "ddpjob_train_checkpoint_timestamp_seconds",
         False,
         "Unix time when the newest checkpoint was on disk.",
+    ),
+    "checkpoint/copied_time": (
+        "ddpjob_train_copy_timestamp_seconds",
+        False,
+        "Unix time when the newest checkpoint that is in checkpoint.url was saved.",
     ),
     "checkpoint/seconds": (
         "ddpjob_train_checkpoint_write_seconds",
@@ -64,6 +76,16 @@ _METRICS = {
         "Average precision of all decisions pooled.",
     ),
     "eval/epoch": ("ddpjob_train_eval_epoch", False, "Epochs that were complete at the newest evaluation."),
+}
+
+_BY_LABEL = {
+    # first part of the name in the sinks: (name for Prometheus, the label that the rest is, help)
+    "train/rank_step_seconds/": (
+        "ddpjob_train_rank_step_seconds",
+        "rank",
+        "A rank's own work per step, without waiting for others; the first 64 ranks.",
+    ),
+    "train/phase_seconds/": ("ddpjob_train_phase_seconds", "phase", "Time of a step of rank 0 by phase."),
 }
 
 
@@ -94,6 +116,13 @@ class Prometheus:
                 exported, is_counter, text = _METRICS[name]
                 family = (CounterMetricFamily if is_counter else GaugeMetricFamily)(exported, text, labels=LABELS)
                 family.add_metric(self._labels, value)
+                yield family
+        for prefix, (exported, label, text) in _BY_LABEL.items():
+            own = {name: value for name, value in self._newest.items() if name.startswith(prefix)}
+            if own:
+                family = GaugeMetricFamily(exported, text, labels=(*LABELS, label))
+                for name, value in own.items():
+                    family.add_metric([*self._labels, name.removeprefix(prefix)], value)
                 yield family
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -43,6 +43,11 @@ class DdpMp(Ddp):
             )
         return [torch.device(kind, first + part) for part in range(number)]
 
+    @property
+    def waits_apart(self) -> bool:
+        """Its work is on several devices."""
+        return False
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The stages on their devices, and DDP around them."""
         layers, devices = to_sequential(model), self.devices

@@ -288,10 +288,10 @@ def _check(config: Config) -> None:
             f"amp.level={amp.level}: strategy=deepspeed has float32 weights and scales no losses;"
             " set amp.level=O1 with amp.dtype=bfloat16, or amp.level=O0, or strategy=ddp or fsdp"
         )
-    if stage and config.optim.name is OptimizerName.LARS:
+    if stage and config.optim.name in (OptimizerName.LARS, OptimizerName.LAMB):
         raise ConfigError(
-            f"optim.name=lars: it needs whole layers, and deepspeed.stage={stage} gives the optimizer shards of them;"
-            " set deepspeed.stage=0"
+            f"optim.name={config.optim.name}: it needs whole layers, and deepspeed.stage={stage} gives the optimizer"
+            " shards of them; set deepspeed.stage=0"
         )
     if stage == 3 and config.optim.ema_decay:
         raise ConfigError(

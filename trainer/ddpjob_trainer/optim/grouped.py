@@ -1,0 +1,26 @@
+"""The loop of an optimizer that updates all weights of a parameter group together."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class GroupedOptimizer(torch.optim.Optimizer):
+    """Calls `_step_group` for each group with the weights that have a gradient; never with none."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step."""
+        assert closure is None
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if weights:
+                self._step_group(group, weights)
+
+    @abstractmethod
+    def _step_group(self, group: dict[str, Any], weights: list[torch.Tensor]) -> None:
+        """Update these weights, and their states."""

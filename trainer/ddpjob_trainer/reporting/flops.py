@@ -1,0 +1,63 @@
+"""How much of a device's peak a training uses (MFU: model FLOPs utilization; Chowdhery et al., PaLM, 2022)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.model.models import build_model
+
+_PEAKS: tuple[tuple[str, float, float, float], ...] = (
+    # name, dense 10^12 FLOP/s in: 16 bits, TensorFloat-32, float32; by NVIDIA's data sheets, without sparsity
+    (r"H100 PCIe", 756, 378, 51),
+    (r"H100 NVL", 835, 417, 60),
+    (r"H(200|100|800)\b", 989, 494, 67),
+    (r"A(100|800)\b", 312, 156, 19.5),
+    (r"A40\b", 149.7, 74.8, 37.4),
+    (r"A30\b", 165, 82, 10.3),
+    (r"A10G\b", 70, 35, 35),
+    (r"A10\b", 125, 62.5, 31.2),
+    (r"L40S\b", 362, 183, 91.6),
+    (r"L4\b", 121, 60, 30.3),
+    (r"V100\b", 125, 15.7, 15.7),
+    (r"\bT4\b", 65, 8.1, 8.1),
+)
+
+
+def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
+    """FLOP/s of a GPU by its name, as torch.cuda.get_device_name gives it, in a format; 0: unknown."""
+    for pattern, short, fast, whole in _PEAKS:
+        if re.search(pattern, name):
+            return 1e12 * (short if dtype is not torch.float32 else fast if tf32 else whole)
+    return 0.0
+
+
+def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> float:
+    """report.peak_flops, else by the device's name; 0: unknown."""
+    if config.report.peak_flops or device.type != "cuda":
+        return config.report.peak_flops
+    return peak(torch.cuda.get_device_name(device), dtype, tf32=config.amp.tf32)
+
+
+def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
+    """Of a forward and a backward pass, by torch's counter (a multiplication and an addition are two); 0: unknown.
+
+    Nothing is computed: the model is made without values. Models of one's own may need them. Before the ranks have
+    joined: a model that wants its peers gets an error, and does not wait for those that count nothing.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                keys = replace(config.model, sync_batchnorm=False, compile=False)
+                model = build_model(keys, shape, classes, 0, torch.device("meta")).train()
+                images = torch.empty(2, *shape, dtype=torch.int64 if whole_numbers else None)
+            with FlopCounterMode(display=False) as counter:
+                torch.autograd.backward(model(images).sum())
+        except Exception:  # Anybody's model.
+            return 0.0
+    return float(counter.get_total_flops()) / len(images)
