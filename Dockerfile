@@ -14,7 +14,7 @@ RUN python3 -c "import pathlib, tomllib; \
     chosen = lambda *names: project['dependencies'] + [r for n in names for r in extras[n] if not r.startswith('ddpjob[')]; \
     write = lambda name, lines: pathlib.Path(name).write_text('\n'.join(lines) + '\n'); \
     write('operator.txt', chosen('operator', 'cli')); \
-    write('trainer.txt', chosen('trainer')); \
+    write('trainer.txt', chosen('trainer', 's3')); \
     write('torch.txt', [r for r in chosen('trainer') if r.startswith('torch')])" \
  && rm pyproject.toml
 
@@ -39,7 +39,7 @@ RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/build \
 COPY --from=code /wheels /wheels
 RUN /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-compile --no-deps /wheels/*.whl \
  && rm -r /opt/venv/lib/python3*/site-packages/kubernetes/client/api \
- && /opt/venv/bin/python -c "import ddpjob.controller.main"
+ && /opt/venv/bin/python -c "import ddpjob.controller.main, ddpjob.dashboard.__main__"
 
 FROM ${BASE_IMAGE} AS operator
 LABEL org.opencontainers.image.title="DDPJob operator" org.opencontainers.image.licenses="Apache-2.0"

@@ -20,6 +20,21 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
+{{- /* Other labels than the operator's, whose Deployment, Service and policies choose pods by theirs. */ -}}
+{{- define "dashboard.selector" -}}
+app.kubernetes.io/name: ddpjob-dashboard
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "dashboard.labels" -}}
+{{- merge (include "dashboard.selector" . | fromYaml) (include "operator.labels" . | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{- define "operator.image" -}}
+{{- $tagged := printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- .Values.image.digest | empty | ternary $tagged (printf "%s@%s" $tagged .Values.image.digest) -}}
+{{- end -}}
+
 {{- define "operator.serviceAccount" -}}
 {{- if .Values.serviceAccount.name -}}
 {{- .Values.serviceAccount.name -}}
@@ -77,9 +92,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create]
+# Gangs, where the cluster serves them.
+- apiGroups: [scheduling.k8s.io]
+  resources: [podgroups]
+  verbs: [get, list, watch, create, delete]
+{{- if .Values.queues.kueue }}
+# Requests for quota, of jobs in a queue of Kueue's.
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads/status]
+  verbs: [update]
+{{- end }}
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
-  verbs: [get]
+  verbs: [get, create]
 # The claim by which of two operators only one acts in a namespace. A rule cannot restrict a creation by name.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
