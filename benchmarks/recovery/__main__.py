@@ -1,7 +1,7 @@
 """How long training stands still when something dies.
 
     python -m benchmarks.recovery [--runs 20] [--cases fast-spare,stock-replaced] [--csv FILE]    on loopback
-    python -m benchmarks.recovery overhead | chart | cluster ...                                  see --help of each
+    python -m benchmarks.recovery overhead | chart | phases | cluster ...                         see --help of each
 
 Measured from the kill to the first step of all ranks after it, by the ranks' own step logs and one clock. Rounds are
 interleaved: every case runs once per round. Stock torchrun needs most of a minute where it recovers at all, so its
@@ -14,10 +14,10 @@ import argparse
 import sys
 
 from benchmarks.processes import exit_on_sigterm
-from benchmarks.recovery import chart, cluster, interleaved, overhead
+from benchmarks.recovery import chart, cluster, interleaved, overhead, phases
 from benchmarks.recovery.cases import CASES, Loopback
 
-OTHERS = {"overhead": overhead.main, "chart": chart.main, "cluster": cluster.main}
+OTHERS = {"overhead": overhead.main, "chart": chart.main, "cluster": cluster.main, "phases": phases.main}
 
 
 def main() -> int:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 from benchmarks.recovery.digits import write_digits
 from benchmarks.recovery.groups import Fast, Group, NotRecovered, Shape, Standard, Stock
+from benchmarks.recovery.phases import phases
 
 KILLS_IN_A_ROW = 10
-WHOLE, ELASTIC, SPARE = Shape(), Shape(minimum=1), Shape(spares=1)
+WHOLE, ELASTIC, SPARE, ALONE = Shape(), Shape(minimum=1), Shape(spares=1), Shape(nodes=1, minimum=1)
+IMPORTS = "import time, torch; print(time.time())"
+"""The floor's program: what any worker has to do before it can train."""
+TICK_SECONDS = 0.01
+"""The precision of the time at which a process began."""
 WATCH_SECONDS = 6.0
 """How long a group is watched after its members have reconnected to the new coordinator."""
 
@@ -44,6 +51,8 @@ class Sample:
     seconds: float | None
     outcome: str
     load: float
+    phases: dict[str, float] = field(default_factory=dict)
+    """Where the seconds went: see phases.py."""
 
 
 class Backend(Protocol):
@@ -55,6 +64,9 @@ class Backend(Protocol):
 
     def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> AbstractContextManager[Group]:
         """A group that trains, ended on exit; `options` are passed to steps.py."""
+
+    def floor(self) -> float:
+        """Seconds that a node takes to start and to import torch, with nothing of this project."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +88,10 @@ class Case:
         seconds: float | None,
         kill: int = 1,
         outcome: str = "recovered",
+        phases: dict[str, float] | None = None,
     ) -> Sample:
-        return Sample(self.name, backend.name, victim, round_, kill, seconds, outcome, os.getloadavg()[0])
+        load = os.getloadavg()[0]
+        return Sample(self.name, backend.name, victim, round_, kill, seconds, outcome, load, phases or {})
 
 
 class Loopback:
@@ -101,11 +115,17 @@ class Loopback:
             finally:
                 group.close()
 
+    def floor(self) -> float:
+        """A process that imports torch and ends."""
+        began = time.time()
+        printed = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True).stdout
+        return float(printed) - began
 
-def recovery(group: Group, moment: float, world: int, patience: float) -> float:
-    """Seconds from `moment` until `world` ranks had made a step. Raises NotRecovered."""
-    step = group.wait("a step of all ranks", lambda: group.log.refresh().first_step_after(moment, world), patience)
-    return float(step) - moment
+
+def recovery(group: Group, moment: float, world: int, patience: float) -> tuple[float, dict[str, float]]:
+    """Seconds from `moment` until `world` ranks had made a step, and where they went. Raises NotRecovered."""
+    found = group.wait("a step of all ranks", lambda: group.log.refresh().first_after(moment, world), patience)
+    return found.formed - moment, phases(found, moment, group.created)
 
 
 def kill_one(case: Case, backend: Backend, round_: int, *, replaced: bool, world: int) -> Iterator[Sample]:
@@ -116,7 +136,8 @@ def kill_one(case: Case, backend: Backend, round_: int, *, replaced: bool, world
         if replaced:
             group.replace()
         try:
-            yield case.sample(backend, victim, round_, recovery(group, moment, world, backend.patience))
+            seconds, where = recovery(group, moment, world, backend.patience)
+            yield case.sample(backend, victim, round_, seconds, phases=where)
         except NotRecovered as error:
             yield case.sample(backend, victim, round_, None, outcome=str(error))
 
@@ -143,9 +164,8 @@ def in_a_row(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
             node, victim = group.pick(group.settle(), kill)
             moment = group.kill(node)
             group.replace()
-            yield case.sample(
-                backend, victim, round_, recovery(group, moment, case.shape.nodes, backend.patience), kill
-            )
+            seconds, where = recovery(group, moment, case.shape.nodes, backend.patience)
+            yield case.sample(backend, victim, round_, seconds, kill, phases=where)
 
 
 def coordinator_unnoticed(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
@@ -175,10 +195,29 @@ def coordinator_new_generation(case: Case, backend: Backend, round_: int) -> Ite
     """Kill the coordinator, which begins a new generation."""
     with backend.group(case.system, case.shape) as group:
         moment = group.kill_coordinator()
-        yield case.sample(backend, "coordinator", round_, recovery(group, moment, case.shape.nodes, backend.patience))
+        seconds, where = recovery(group, moment, case.shape.nodes, backend.patience)
+        yield case.sample(backend, "coordinator", round_, seconds, phases=where)
 
 
+def floor(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Kill nothing: start a node that only imports torch."""
+    yield case.sample(backend, "nothing", round_, backend.floor(), outcome="torch imported")
+
+
+def stock_start(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Kill nothing: start a node of plain torchrun, until its first step. Standard, which is torchrun, has no less."""
+    with backend.group(case.system, case.shape) as group:
+        found = group.settle()
+        moment = found.moments[0]["launcher"] - TICK_SECONDS
+        where = phases(found, moment, group.created)
+        assert found.formed is not None
+        yield case.sample(backend, "nothing", round_, found.formed - moment, outcome="first step", phases=where)
+
+
+FLOOR = "floor"
 CASES = (
+    Case(FLOOR, None, floor, System.STOCK),
+    Case("stock-start", None, stock_start, System.STOCK, ALONE),
     Case("fast-spare", 0.5, spare, System.FAST, SPARE),
     Case("fast-replaced", 3.5, replaced, System.FAST),
     Case("fast-shrink", 0.3, shrink, System.FAST, ELASTIC),

@@ -14,6 +14,7 @@ import copy
 import secrets
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob.client.manifest_sources import BadInput, read_job
-from kubernetes import client, config
+from kubernetes import client, config, watch
 from urllib3.exceptions import HTTPError
 
 from benchmarks.recovery import interleaved
-from benchmarks.recovery.cases import CASES, Backend, Case, Sample, Shape, System, recovery
+from benchmarks.recovery.cases import CASES, FLOOR, IMPORTS, Backend, Case, Sample, Shape, System, recovery
 from benchmarks.recovery.digits import write_digits
 from benchmarks.recovery.groups import Group, NotRecovered
 from benchmarks.recovery.step_log import StepLog
@@ -45,8 +46,10 @@ class ClusterGroup(Group):
         self.manifest, self.namespace = manifest, namespace
         self.name: str = manifest["metadata"]["name"]
         self.core, self.jobs = client.CoreV1Api(), client.CustomObjectsApi()
+        self._seen: dict[str, float] = {}
 
     def start(self) -> None:
+        self.follow()
         self.jobs.create_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, self.manifest)
 
     def pods(self, role: str) -> list[Any]:
@@ -77,6 +80,24 @@ class ClusterGroup(Group):
         for condition in status.get("conditions", ()):
             if condition["type"] == "Failed" and condition["status"] == "True":
                 raise NotRecovered(f"lost: {condition['reason']}: {condition['message'][:300]}")
+
+    def follow(self) -> None:
+        """Note in a thread of its own when each pod is first seen: its creationTimestamp has whole seconds."""
+
+        def note() -> None:
+            stream = watch.Watch().stream(
+                self.core.list_namespaced_pod,
+                self.namespace,
+                label_selector=f"ddpjob.io/job={self.name}",
+                timeout_seconds=600,
+            )
+            for event in stream:
+                self._seen.setdefault(event["object"].metadata.name, time.time())
+
+        threading.Thread(target=note, daemon=True).start()
+
+    def created(self, node: str) -> float | None:
+        return self._seen.get(node)
 
     def kill(self, *names: str) -> float:
         """Delete the pods by force, one right after the other. Returns the time before, in seconds since 1970."""
@@ -131,6 +152,28 @@ class Cluster:
             group.close()
             shutil.rmtree(folder, ignore_errors=True)  # A pod that is still ending may write.
 
+    def floor(self) -> float:
+        """A pod of the same image and podTemplate that imports torch and ends, from its creation to its last line."""
+        name, spec = f"floor-{secrets.token_hex(3)}", self.manifest["spec"]
+        body = copy.deepcopy(spec.get("podTemplate", {}).get("spec", {})) | {"restartPolicy": "Never"}
+        trainer = next((one for one in body.setdefault("containers", []) if one["name"] == "trainer"), None)
+        if trainer is None:
+            body["containers"].append(trainer := {"name": "trainer"})
+        trainer |= {"image": spec["image"], "command": ["python3", "-c", IMPORTS]}
+        trainer["imagePullPolicy"] = spec.get("imagePullPolicy", "IfNotPresent")
+        core = client.CoreV1Api()
+        began = time.time()
+        core.create_namespaced_pod(self.namespace, {"metadata": {"name": name}, "spec": body})
+        try:
+            while time.time() < began + self.patience:
+                pod = core.read_namespaced_pod(name, self.namespace)
+                if pod.status.phase in ("Succeeded", "Failed"):
+                    return float(core.read_namespaced_pod_log(name, self.namespace)) - began
+                time.sleep(0.1)
+            raise NotRecovered(f"not within {self.patience:.0f} s: a pod that imports torch")
+        finally:
+            core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0)
+
     def _job(self, name: str, system: System, shape: Shape, options: tuple[str, ...]) -> Json:
         job = copy.deepcopy(self.manifest)
         job["metadata"] = {"name": name, "namespace": self.namespace}
@@ -158,13 +201,16 @@ def network_cut(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
         moment = time.time()
         backend.cut(nodes[0])
         try:
-            yield case.sample(backend, "network", round_, recovery(group, moment, case.shape.nodes, backend.patience))
+            seconds, where = recovery(group, moment, case.shape.nodes, backend.patience)
+            yield case.sample(backend, "network", round_, seconds, phases=where)
         finally:
             backend.heal(nodes[0])
 
 
 # In Standard a replacement pod is ready before the group would continue without it.
-ON_CLUSTER = tuple(case for case in CASES if case.system is not System.STOCK and case.name != "standard-shrink")
+ON_CLUSTER = tuple(
+    case for case in CASES if case.name == FLOOR or (case.system is not System.STOCK and case.name != "standard-shrink")
+)
 CUT = Case("fast-network-cut", NODE_LOST_AFTER + 4.0, network_cut, System.FAST, slow=True)
 
 

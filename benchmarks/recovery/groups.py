@@ -125,6 +125,10 @@ class Group:
         """Start a new node in the slot of the dead one, as an orchestrator does."""
         self.add()
 
+    def created(self, node: str) -> float | None:
+        """When a node was created, in seconds since 1970; None where it is started at the moment of the kill."""
+        return None
+
     def kill_coordinator(self) -> float:
         """Kill the coordinator, and restart what the operator would. Returns the time just before the kill."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 
 @dataclass
@@ -17,6 +18,8 @@ class Incarnation:
     nodes: dict[int, str] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)
     """rank -> number of its first step"""
+    moments: dict[int, dict[str, float]] = field(default_factory=dict)
+    """rank -> when its `launcher` and its `process` began, torch was `imported` and the group `formed`"""
 
     @property
     def formed(self) -> float | None:
@@ -56,8 +59,11 @@ class StepLog:
                 self._take(json.loads(line))
         return self
 
-    def _take(self, row: dict[str, float]) -> None:
+    def _take(self, row: dict[str, Any]) -> None:
         incarnation = self.incarnations.setdefault(int(row["incarnation"]), Incarnation(int(row["world"])))
+        if "moments" in row:
+            incarnation.moments[int(row["rank"])] = row["moments"]
+            return
         incarnation.steps.setdefault(int(row["rank"]), []).append(row["t"])
         incarnation.nodes[int(row["rank"])] = str(row["node"])
         incarnation.first.setdefault(int(row["rank"]), int(row["step"]))
@@ -68,10 +74,10 @@ class StepLog:
         formed = [one for one in self.incarnations.values() if one.formed is not None]
         return max(formed, key=lambda one: one.began, default=None)
 
-    def first_step_after(self, moment: float, world: int) -> float | None:
-        """When all ranks of an incarnation of `world` ranks, begun after `moment`, had made their first step."""
-        times = [one.formed for one in self.incarnations.values() if one.world == world and one.began > moment]
-        return min((time for time in times if time is not None), default=None)
+    def first_after(self, moment: float, world: int) -> Incarnation | None:
+        """The first incarnation of `world` ranks, begun after `moment`, all of whose ranks have made a step."""
+        complete = [one for one in self.incarnations.values() if one.world == world and one.formed is not None]
+        return min((one for one in complete if one.began > moment), key=lambda one: one.formed or 0.0, default=None)
 
     def longest_gap(self, begin: float, end: float) -> float:
         """The longest time that any rank of the newest incarnation made no step between two times, in seconds."""

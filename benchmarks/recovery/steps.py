@@ -4,7 +4,8 @@
 
 All ranks share FOLDER. It holds `digits.pt` (images, labels); rank 0 saves a checkpoint there after every step, and
 every start resumes from it. An incarnation is one process group, from init_process_group to its end; rank 0 draws a
-random number that identifies it.
+random number that identifies it. A rank's first line says when its launcher and its process began, and when torch was
+imported and the group formed.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+IMPORTED = time.time()
 
 
 def arguments():
@@ -41,7 +44,7 @@ def network(width):
 class Log:
     """One file per process, named after its node."""
 
-    def __init__(self, folder, incarnation):
+    def __init__(self, folder, incarnation, formed):
         self.common = {
             "incarnation": incarnation,
             "rank": dist.get_rank(),
@@ -50,8 +53,29 @@ class Log:
         }
         self.file = (folder / f"steps-{self.common['node']}-{os.getpid()}-{incarnation}.jsonl").open("a", buffering=1)
 
+        launcher, process = process_starts()
+        moments = {"launcher": launcher, "process": process, "imported": IMPORTED, "formed": formed}
+        self.file.write(json.dumps({**self.common, "moments": moments}) + "\n")
+
     def step(self, step):
         self.file.write(json.dumps({**self.common, "step": step, "t": time.time()}) + "\n")
+
+
+def process_starts():
+    """When the launcher and this process began, in seconds since 1970, to 10 ms: proc(5)."""
+    pid = launcher = os.getpid()
+    while pid > 0:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"launcher" in words or b"torch.distributed.run" in words:
+            launcher = pid
+        pid = int(stat(pid)[1])
+    booted = time.time() - float(Path("/proc/uptime").read_text().split()[0])
+    return tuple(booted + int(stat(pid)[19]) / os.sysconf("SC_CLK_TCK") for pid in (launcher, os.getpid()))
+
+
+def stat(pid):
+    """The fields of a process from its state on: its name before them may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def new_incarnation():
@@ -70,7 +94,8 @@ def main():
     options = arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    log = Log(options.folder, new_incarnation())
+    formed = time.time()
+    log = Log(options.folder, new_incarnation(), formed)
     rank, world = dist.get_rank(), dist.get_world_size()
     images, labels = torch.load(options.folder / "digits.pt")
     model = network(options.width)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from benchmarks.recovery.cases import Sample
+from benchmarks.recovery.cases import FLOOR, Sample
 
 LAST_KILL = 10
 
@@ -27,7 +28,8 @@ class CsvFile:
         """Append a row."""
         if self._writer and self._file:
             seconds = "" if sample.seconds is None else f"{sample.seconds:.4f}"
-            self._writer.writerow(asdict(sample) | {"seconds": seconds, "load": f"{sample.load:.2f}"})
+            phases = json.dumps({name: round(value, 4) for name, value in sample.phases.items()})
+            self._writer.writerow(asdict(sample) | {"seconds": seconds, "load": f"{sample.load:.2f}", "phases": phases})
             self._file.flush()
 
 
@@ -38,6 +40,7 @@ def read_csv(path: Path) -> list[Sample]:
             Sample(
                 row["case"], row["backend"], row["victim"], int(row["round"]), int(row["kill"]),
                 float(row["seconds"]) if row["seconds"] else None, row["outcome"], float(row["load"]),
+                json.loads(row["phases"]),
             )
             for row in csv.DictReader(file)
         ]  # fmt: skip
@@ -49,19 +52,26 @@ def markdown(samples: Iterable[Sample], targets: dict[str, float | None]) -> str
     for sample in samples:
         victim = sample.victim if sample.case.startswith("stock") else ""
         groups.setdefault((sample.case, sample.backend, victim), []).append(sample)
+    floors = {backend: _median(found) for (case, backend, _), found in groups.items() if case == FLOOR}
     lines = [
-        "| case | runs on | killed | runs | median s | worst s | target s |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| case | runs on | killed | runs | median s | worst s | target s | times the floor |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (case, backend, victim), found in groups.items():
         target = targets.get(case)
         killed = victim or " and ".join(sorted({sample.victim for sample in found}))
-        lines.append(
-            f"| {case} | {backend} | {killed} | {len(found)} | {_figures(found)} | {'' if target is None else target} |"
-        )
+        floor, median = floors.get(backend), _median(found)
+        times = f"{median / floor:.2f}" if floor and median is not None else ""
+        cells = [case, backend, killed, len(found), _figures(found), "" if target is None else target, times]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", f"{os.cpu_count()} cores; load average {_load([s for found in groups.values() for s in found])}."]
     lines += [line for (case, *_), found in groups.items() if case.endswith("row") for line in _row(case, found)]
     return "\n".join(lines)
+
+
+def _median(samples: list[Sample]) -> float | None:
+    seconds = [sample.seconds for sample in samples if sample.seconds is not None]
+    return statistics.median(seconds) if seconds else None
 
 
 def _figures(samples: list[Sample]) -> str:

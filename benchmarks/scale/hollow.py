@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
 
-from ddpjob.api.types import DDPJob, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
 from ddpjob.controller.informer import Informer
 from ddpjob.controller.rest import MERGE_PATCH, ApiError, Rest
 from ddpjob.core.world import (

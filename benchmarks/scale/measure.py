@@ -22,6 +22,7 @@ RESOURCES = frozenset(
         "secrets",
         "networkpolicies",
         "poddisruptionbudgets",
+        "podgroups",
         "events",
         "nodes",
         "persistentvolumeclaims",

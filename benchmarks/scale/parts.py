@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.controller.main import CONNECTIONS
 from ddpjob.controller.rest import MERGE_PATCH, ApiError, Rest
 from ddpjob.core.world import (
@@ -27,6 +27,7 @@ from ddpjob.core.world import (
     LABEL_UID,
     MANAGED_BY,
 )
+from ddpjob.engine.ports import Unavailable
 
 from benchmarks.scale.hollow import ENDED, HOSTILE, PORT, Hollow, Pod, pods_of
 from benchmarks.scale.measure import Figure, Meter, Operator, Usage, requests
@@ -183,12 +184,17 @@ class Parts:
     async def _sweep(self, namespaces: Iterable[str]) -> None:
         """Removes jobs and all that they own: there may be no garbage collector."""
         for path in _SWEPT:
-            await together(
-                self.rest.request("DELETE", path.format(namespace), query={"gracePeriodSeconds": "0"})
-                for namespace in namespaces
-            )
+            await together(self._delete_all(path.format(namespace)) for namespace in namespaces)
         gone = set(namespaces)
         await self._until("all pods are gone", lambda: not any(n in gone for n, _ in self.hollow.pods))
+
+    async def _delete_all(self, path: str, **query: str) -> None:
+        while True:
+            try:
+                await self.rest.request("DELETE", path, query={"gracePeriodSeconds": "0", **query})
+                return
+            except Unavailable:  # On a busy machine it takes longer than a request may.
+                await asyncio.sleep(LOOK)
 
     # --- creation
 
@@ -245,7 +251,7 @@ class Parts:
         posts = (self.rest.request("POST", path(pod["metadata"]["namespace"]), body=pod) for pod in manifests)
         await together(posts, CONNECTIONS)
         usage = self.meter.read() - before
-        await together(self.rest.request("DELETE", path(team)) for team in self.teams)
+        await together(self._delete_all(path(team)) for team in self.teams)
         return _Burst(len(manifests), len(manifests) / usage.wall, usage, len(manifests))
 
     # --- rest
@@ -335,7 +341,7 @@ class Parts:
         """All nodes of some jobs are deleted at once, as when their Kubernetes nodes are."""
         quiet = sorted([await self._probe() for _ in range(PROBES)])
         jobs = self.jobs[: max(1, self.options.storm // self.options.nodes)]
-        victims = {p.uid for job in jobs for p in pods_of(self.hollow, job) if p.index >= 0}
+        victims = {p.uid for job in jobs for p in pods_of(self.hollow, job) if p.index >= 0 and p.attempt == 0}
         known, before, began = set(self._first_seen), self.meter.read(), time.monotonic()
 
         def replacements() -> list[float]:
@@ -358,16 +364,15 @@ class Parts:
         self._note(part, "until all jobs are Running again", time.monotonic() - began, "s")
 
     async def _delete_nodes_of(self, jobs: list[str]) -> None:
-        """By few requests, so that deleting does not take the processors."""
+        """By few requests, so that deleting does not take the processors. Replacements stay, if one is repeated."""
         by_team: dict[str, list[str]] = {}
         for job in jobs:
             namespace, _, name = job.partition("/")
             by_team.setdefault(namespace, []).append(name)
         await together(
-            self.rest.request(
-                "DELETE",
+            self._delete_all(
                 f"/api/v1/namespaces/{namespace}/pods",
-                query={"labelSelector": f"{LABEL_INDEX},{LABEL_JOB} in ({','.join(names)})", "gracePeriodSeconds": "0"},
+                labelSelector=f"{LABEL_INDEX},{LABEL_ATTEMPT}=0,{LABEL_JOB} in ({','.join(names)})",
             )
             for namespace, names in by_team.items()
         )

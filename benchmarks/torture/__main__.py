@@ -1,8 +1,9 @@
 """Random kills of everything that can be killed, pauses and cut connections, which must leave no trace in the result.
 
     python -m benchmarks.torture [--kills 40] [--seed 1]                under `ddpjob run`, on this machine; processes
-                                                                        are also stopped for 2 to 12 s (SIGSTOP), as
-                                                                        root connections are cut for as long
+                                                                        are also stopped for 2 to 12 s (SIGSTOP), clocks
+                                                                        of pods set to up to 2 min behind, as root
+                                                                        connections cut for 2 to 12 s
     python -m benchmarks.torture --cluster [--kills 200] [--seed 1]     on the test cluster (make cluster-up); the
                                                                         operator is killed, too
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ddpjob.local.paths import JobFolder
 from ddpjob.local.record import ask, read_record
 
-from benchmarks.torture.standstill import Standstill, of_container
+from benchmarks.torture.standstill import FARTHEST, Standstill, of_container, set_clock
 
 Json = dict[str, Any]
 
@@ -70,6 +70,7 @@ class Processes:
             "paused launcher": (2, lambda name, seen: self._hurt(name, seen.pods, "trainer", "main")),
             "paused worker": (2, lambda name, seen: self._hurt(name, seen.pods, "trainer", "workers")),
             "paused pod": (2, lambda name, seen: self._hurt(name, seen.pods, "trainer", "all")),
+            "clock set": (2, lambda name, seen: self._set_clock([*seen.pods, *seen.coordinators])),
         }
         if cuts:
             self.faults |= {
@@ -77,7 +78,8 @@ class Processes:
                 "cut pod": (2, lambda name, seen: self._hurt(name, seen.pods, "trainer", "cut")),
             }
         self._standstill = Standstill()
-        self._folder, self._runs = folder, folder / "runs"
+        self._folder, self._runs, self._clocks = folder, folder / "runs", folder / "clocks"
+        self._clocks.mkdir()
         self._runners: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, spec: Json) -> None:
@@ -91,7 +93,7 @@ class Processes:
         manifest.write_text(json.dumps(body))
         with (self._folder / f"{name}.out").open("wb") as out:
             command = [sys.executable, "-m", "ddpjob.cli", "run", str(manifest)]
-            environment = {**os.environ, "DDPJOB_RUNS": str(self._runs), "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "DDPJOB_RUNS": str(self._runs), "OMP_NUM_THREADS": "1", **self.skewed()}
             self._runners[name] = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
 
     def observe(self, name: str) -> Observed:
@@ -111,6 +113,18 @@ class Processes:
     def kill(self, name: str, pods: list[str]) -> None:
         for pod in pods:
             ask(JobFolder(self._runs / name), "kill", pod)
+
+    def skewed(self) -> dict[str, str]:
+        """The variables with which the processes of pods have clocks that can be set."""
+        path = filter(None, (str(Path(__file__).with_name("clocks")), os.environ.get("PYTHONPATH")))
+        return {"PYTHONPATH": os.pathsep.join(path), "TORTURE_CLOCKS": str(self._clocks)}
+
+    def _set_clock(self, pods: list[str]) -> str:
+        """Set the clock of one of the pods, while it runs, to at most two minutes behind this machine's."""
+        if not pods:
+            return ""
+        pod, behind = random.SystemRandom().choice(pods), random.SystemRandom().uniform(0, FARTHEST)
+        return f"{pod} to {behind:.0f} s behind" if set_clock(self._clocks / pod, behind) else ""
 
     def _hurt(self, name: str, pods: list[str], container: str, what: str) -> str:
         """Pause, or cut off, processes of one of the pods."""

@@ -1,10 +1,11 @@
-"""Faults that end nothing, on this machine: processes that stand still, connections that carry nothing for a while."""
+"""Faults that end nothing, here: processes that stand still, connections that carry nothing, false clocks."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterable
@@ -15,6 +16,10 @@ from ddpjob.local.pod import CONTAINER_VARIABLE, UID_VARIABLE
 
 SHORTEST, LONGEST = 2.0, 12.0
 """Of a fault, in seconds. A member may stand still for 15 s before it is given up."""
+
+
+FARTHEST = 120.0
+"""How far behind a pod's clock may be, in seconds."""
 
 
 class Standstill:
@@ -56,6 +61,16 @@ class Standstill:
         thread.start()
         self._undoing.append(thread)
         return seconds
+
+
+def set_clock(file: Path, behind: float) -> bool:
+    """Set the clock that clocks/sitecustomize.py reads from this file; False if no process has begun to."""
+    try:
+        with file.open("r+b") as clock:
+            clock.write(struct.pack("d", behind))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def of_container(uid: str, pod: str, container: str) -> tuple[list[int], list[int]]:

@@ -1,9 +1,10 @@
 """How fast the trainer feeds a model, and what its bookkeeping costs.
 
-    python -m benchmarks.trainer [cifar|jpeg|overhead|elasticity] [--rounds N] [--csv FILE] [--table FILE]
+    python -m benchmarks.trainer [cifar|jpeg|bookkeeping|elasticity] [--rounds N] [--csv FILE] [--table FILE]
 
-cifar, jpeg: images per second, compared with plain loops as in the official examples. overhead: time per step, compared
-with a bare loop on the same data. elasticity: throughput on other numbers of ranks than at the start; only when named.
+cifar, jpeg: images per second, compared with plain loops as in the official examples. bookkeeping: processor time of
+the parts of a step beside a bare loop's. elasticity: throughput on other numbers of ranks than at the start. The last
+two only when named.
 """
 
 from __future__ import annotations
@@ -25,23 +26,18 @@ def main() -> int:
     parser.add_argument(
         "what",
         nargs="*",
-        choices=["cifar", "jpeg", "overhead", "elasticity", []],
-        help="default: the first three",
+        choices=["cifar", "jpeg", "bookkeeping", "elasticity", []],
+        help="default: the first two",
     )
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="rounds of each case; overhead: four turns per round (default 5)"
-    )
-    parser.add_argument(
-        "--cases", default="", help=f"some of {', '.join(case.name for case in pipelines.CASES)} (default: all)"
-    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each case (default 5)")
+    names = [case.name for case in (*pipelines.CASES, *bookkeeping.CASES)]
+    parser.add_argument("--cases", default="", help=f"some of {', '.join(names)} (default: all)")
     parser.add_argument(
         "--workers",
         type=int,
         default=os.cpu_count() or 1,
         help="worker processes of both loaders (default: number of cores)",
     )
-    parser.add_argument("--seconds", type=float, default=4.0, help="overhead: length of a turn in seconds (default 4)")
-    parser.add_argument("--width", type=int, default=32, help="overhead: the network's width (default 32)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
     add_table_option(parser, "speed")
     parser.add_argument(
@@ -50,9 +46,12 @@ def main() -> int:
         metavar="FILE",
         help="write elasticity's tables between its marks in a document",
     )
+    parser.add_argument(
+        "--bookkeeping", type=Path, metavar="FILE", help="write bookkeeping's table between its marks in a document"
+    )
     given = parser.parse_args()
-    what = given.what or ["cifar", "jpeg", "overhead"]
-    wanted = given.cases.split(",") if given.cases else [case.name for case in pipelines.CASES]
+    what = given.what or ["cifar", "jpeg"]
+    wanted = given.cases.split(",") if given.cases else names
     cases = [case for case in pipelines.CASES if case.kind in what and case.name in wanted]
     rows: list[tuple[str, int, float, float]] = []
     tables: list[str] = []
@@ -70,23 +69,18 @@ def main() -> int:
         tables += both.values()
         for mark, text in both.items() if given.elasticity else ():
             write_between(given.elasticity, mark, text)
-    failure: SystemExit | None = None
-    if "overhead" in what:
-        try:
-            turns = bookkeeping.measure(4 * given.rounds, given.seconds, given.width)
-        except SystemExit as error:
-            failure = error  # The measurements so far are still written.
-        else:
-            rows += [("overhead", number, *pair) for number, pair in enumerate(turns, 1)]
-            tables.append(bookkeeping.table(turns, given.width))
+    if "bookkeeping" in what:
+        found_parts = [bookkeeping.measure(case, given.rounds) for case in bookkeeping.CASES if case.name in wanted]
+        rows += [(f"bookkeeping: {each.case.name}", 1, each.bare, sum(each.kept.values())) for each in found_parts]
+        tables.append(bookkeeping.table(found_parts))
+        if given.bookkeeping:
+            write_between(given.bookkeeping, "bookkeeping", tables[-1])
     if given.csv:
         with given.csv.open("w", newline="") as file:
             csv.writer(file).writerows([("case", "round", "plain", "trainer"), *rows])
     print("\n\n".join(tables))
-    if given.table:
-        write_between(given.table, "speed", "\n\n".join(tables))
-    if failure is not None:
-        raise failure
+    if given.table and cases:
+        write_between(given.table, "speed", tables[0])
     return 0
 
 

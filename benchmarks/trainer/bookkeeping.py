@@ -1,122 +1,149 @@
-"""The cost of the trainer's bookkeeping (progress, ledger, a checkpoint per minute, signals) compared with a bare loop.
+"""What the trainer's bookkeeping (dealing, ledger, reports, step clock, stop flag, checks) takes of a step.
 
-The two processes take turns; one is frozen while the other runs. Each turn gives the time of a step; a turn of the
-trainer is compared with the mean of the bare loop's turns before and after it.
+By processor time, which other work on the machine changes little: a rank's main thread, by parts, beside a bare loop of
+the same model on the same batches in the same process, one step of each in turn.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import CHECKOUT
-from benchmarks.processes import descendants, kill_all
+from benchmarks.processes import free_port, kill_all
 
-SETTLE = 0.3
-Lines = Callable[[], list[tuple[int, float]]]
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+BATCH = "batches"
+BARE = "bare loop"
+OTHER_THREADS = "other threads"
+REST = "the loop itself"
+MODEL = (FORWARD, BACKWARD, OPTIMIZER)
+
+_SETTINGS = (
+    *("train.threads=1", "train.eval_every=100000", "train.log_every=10", "train.ledger=true"),
+    *("checkpoint.every_epochs=0", "checkpoint.every_seconds=0"),
+)
 
 
-def measure(turns: int, seconds: float, width: int) -> list[tuple[float, float]]:
-    """(bare loop, trainer): seconds per step, for each turn of the trainer."""
+@dataclass(frozen=True)
+class Case:
+    """A shipped recipe, so many steps before the measured ones, and so many measured ones: a multiple of ten, as a
+    report comes every ten steps.
+    """
+
+    name: str
+    meaning: str
+    recipe: str
+    arguments: tuple[str, ...]
+    ranks: int
+    warm: int
+    steps: int
+
+
+CASES = (
+    Case("digits", "small_cnn, digits, batch 64", "digits", ("train.epochs=12",), 1, 23, 230),
+    Case("resnet", "ResNet-18, CIFAR-10, batch 32", "cifar10", ("train.epochs=1", "data.batch=32"), 1, 1, 10),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Processor seconds per step of the busiest rank's parts."""
+
+    case: Case
+    parts: dict[str, float]
+
+    @property
+    def bare(self) -> float:
+        """The bare loop."""
+        return self.parts[BARE]
+
+    @property
+    def model(self) -> float:
+        """Forward, backward and optimizer within the trainer."""
+        return sum(self.parts[part] for part in MODEL)
+
+    @property
+    def kept(self) -> dict[str, float]:
+        """The bookkeeping, the most expensive part first."""
+        own = {part: seconds for part, seconds in self.parts.items() if part not in (*MODEL, BATCH, BARE)}
+        return dict(sorted(own.items(), key=lambda item: -item[1]))
+
+    @property
+    def share(self) -> float:
+        """All bookkeeping as a share of the bare loop's step."""
+        return sum(self.kept.values()) / self.bare
+
+
+def measure(case: Case, rounds: int) -> Found:
+    """Of each part the median over rounds and ranks."""
+    taken = [parts for _ in range(rounds) for parts in _run(case)]
+    names = dict.fromkeys(name for parts in taken for name in parts)
+    return Found(case, {name: statistics.median(parts.get(name, 0.0) for parts in taken) for name in names})
+
+
+def table(found: list[Found]) -> str:
+    """A column per case; shares are of the bare loop's step."""
+    lines = [
+        f"| part of a step | {' | '.join(each.case.meaning for each in found)} |",
+        "| --- |" + " ---: |" * len(found),
+        f"| bare loop: forward, backward, optimizer | {' | '.join(f'{each.bare * 1e3:.4g} ms' for each in found)} |",
+        f"| the same within the trainer | {' | '.join(f'{each.model * 1e3:.4g} ms' for each in found)} |",
+        f"| reading and augmenting the batch | {' | '.join(f'{each.parts[BATCH] * 1e3:.3g} ms' for each in found)} |",
+    ]
+    parts = dict.fromkeys(part for each in found for part in each.kept)
+    for part in (*(part for part in parts if part not in (REST, OTHER_THREADS)), REST, OTHER_THREADS):
+        lines.append(f"| {part} | {' | '.join(_amount(each, each.parts.get(part, 0.0)) for each in found)} |")
+    total = " | ".join(f"**{_amount(each, sum(each.kept.values()))}**" for each in found)
+    steps = ", ".join(str(each.case.steps) for each in found)
+    return "\n".join(
+        [
+            *(*lines, f"| **all bookkeeping** | {total} |", ""),
+            f"Processor time per step; means of {steps} steps; {os.cpu_count()} cores, load average"
+            f" {os.getloadavg()[0]:.1f}.",
+        ]
+    )
+
+
+def _amount(found: Found, seconds: float) -> str:
+    return f"{max(0.0, seconds) * 1e3:.2f} ms, {max(0.0, seconds) / found.bare:.2%}"
+
+
+def _run(case: Case) -> list[dict[str, float]]:
+    """The parts of each rank."""
     from benchmarks.trainer import made_data
 
-    with tempfile.TemporaryDirectory(prefix="trainer-benchmark-") as scratch:
+    port = str(free_port())
+    with tempfile.TemporaryDirectory(prefix="bookkeeping-") as scratch:
         folder = Path(scratch)
-        made_data.cifar10(folder / "data", 10_000)
-        arguments = [
-            "data.name=cifar10", f"data.dir={folder / 'data'}", "data.batch=128",
-            "model.name=small_cnn", f"model.width={width}", "train.epochs=1000", "train.eval_every=1000",
-            "train.log_every=10", "train.print_seconds=5", "train.ledger=true", 
-            "checkpoint.every_seconds=60", "optim.lr=0.01",
-        ]  # fmt: skip
-        times, run = folder / "bare", folder / "run"
-        bare = _start(["-m", "benchmarks.trainer.bare_loop", str(times), *arguments])
-        trainer = _start(
-            ["-m", "ddpjob_trainer", f"checkpoint.dir={folder / 'checkpoints'}", f"train.run_dir={run}", *arguments]
-        )
+        arguments = [*_SETTINGS, *case.arguments, f"checkpoint.dir={folder / 'checkpoints'}"]
+        if case.recipe == "cifar10":
+            made_data.cifar10(folder / "data", 32 * (case.warm + case.steps + 1))
+            arguments.append(f"data.dir={folder / 'data'}")
+        arguments.append(f"strategy={'ddp' if case.ranks > 1 else 'single'}")
+        group = {"WORLD_SIZE": str(case.ranks), "LOCAL_WORLD_SIZE": str(case.ranks)}
+        group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(CHECKOUT)}
+        module = [sys.executable, "-m", "benchmarks.trainer.bookkeeping_rank"]
+        files = [folder / f"{rank}.json" for rank in range(case.ranks)]
+        ranks = [
+            subprocess.Popen(
+                [*module, str(file), case.recipe, str(case.warm), str(case.steps), *arguments],
+                cwd=CHECKOUT,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank, file in enumerate(files)
+        ]
         try:
-            loops: list[tuple[subprocess.Popen[bytes], Lines]] = [
-                (bare, lambda: _bare_times(times)),
-                (trainer, lambda: _trainer_times(run / "metrics.jsonl")),
-            ]
-            for process, lines in loops:
-                _wait_for_steps(process, lines)
-            _send(trainer, signal.SIGSTOP)
-            _send(bare, signal.SIGSTOP)
-            order = [0, *([1, 0] * turns)]
-            steps = [_turn(*loops[who], seconds) for who in order]
+            codes = [process.wait() for process in ranks]
+            if any(codes):
+                raise SystemExit(f"{case.name}: a rank of {case.ranks} failed")
         finally:
-            for process in (bare, trainer):
-                _send(process, signal.SIGCONT)
-            kill_all(bare, trainer)
-    bares, trainers = steps[::2], steps[1::2]
-    return [((before + after) / 2, mine) for (before, after), mine in zip(pairwise(bares), trainers, strict=True)]
-
-
-def _start(command: list[str]) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    environment.pop("OMP_NUM_THREADS", None)
-    return subprocess.Popen([sys.executable, *command], cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL)
-
-
-def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    for pid in (process.pid, *descendants(process.pid)):
-        os.kill(pid, number)
-
-
-def _turn(process: subprocess.Popen[bytes], lines: Lines, seconds: float) -> float:
-    """Let the process run alone for a turn. Returns the seconds per step."""
-    began = time.time()
-    _send(process, signal.SIGCONT)
-    time.sleep(seconds)
-    _send(process, signal.SIGSTOP)
-    if process.poll() is not None:
-        raise SystemExit(f"{process.args} ended with {process.returncode}")
-    seen = [(step, moment) for step, moment in lines() if moment > began + SETTLE]
-    if len(seen) < 2:
-        raise SystemExit(f"only {len(seen)} reports in a turn of {seconds} s: increase --seconds or reduce --width")
-    return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
-
-
-def _bare_times(path: Path) -> list[tuple[int, float]]:
-    rows = path.read_text().splitlines() if path.exists() else []
-    return [(int(step), float(moment)) for step, moment in (row.split() for row in rows)]
-
-
-def _trainer_times(path: Path) -> list[tuple[int, float]]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [(row["step"], row["time"]) for row in rows if row["event"] == "step" and row["step"] % 10 == 0]
-
-
-def _wait_for_steps(process: subprocess.Popen[bytes], lines: Lines, seconds: float = 600) -> None:
-    deadline = time.monotonic() + seconds
-    while len(lines()) < 3:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"{process.args}: no steps within {seconds} s, exit code {process.returncode}")
-        time.sleep(0.1)
-
-
-def table(found: list[tuple[float, float]], width: int) -> str:
-    """Medians, and the median ratio of a turn with its 95 % interval (order statistics, binomial)."""
-    ratios = sorted(trainer / bare - 1 for bare, trainer in found)
-    half, middle = 0.98 * len(ratios) ** 0.5, len(ratios) / 2
-    low, high = ratios[max(0, int(middle - half))], ratios[min(len(ratios) - 1, int(middle + half))]
-    bare, trainer = (statistics.median(pair[side] for pair in found) * 1000 for side in (0, 1))
-    over = f"{statistics.median(ratios):+.2%} ({low:+.2%} to {high:+.2%})"
-    lines = [
-        "| network | bare loop ms per step | trainer ms per step | overhead (95 % interval) | target |",
-        "| --- | --- | --- | --- | --- |",
-        f"| small_cnn, width {width}, 128 CIFAR images per step | {bare:.2f} | {trainer:.2f} | {over} | below 2 % |",
-    ]
-    return "\n".join(
-        [*lines, "", f"{len(found)} turns; {os.cpu_count()} cores; load average {os.getloadavg()[0]:.1f}."]
-    )
+            kill_all(*ranks)
+        return [json.loads(file.read_text()) for file in files]

@@ -21,7 +21,8 @@ from benchmarks.processes import kill_all
 
 BY_ARITHMETIC = ((8, 7), (64, 63), (64, 56), (64, 32), (8, 16), (4, 3), (2, 3))
 MEASURED = ((4, 3), (2, 3))
-KINDS = {"whole micro-batches": ["whole"], "shared (default)": [], "data.exact=false": ["data.exact=false"]}
+SHARED = "shared (default)"
+KINDS = {"whole micro-batches": ["whole"], SHARED: [], "data.exact=false": ["data.exact=false"]}
 SAMPLES = 16
 """Of a micro-batch, when measured."""
 
@@ -87,7 +88,12 @@ def table(found: list[Cost]) -> str:
     for began, now in dict.fromkeys((cost.began, cost.now) for cost in found):
         row = {cost.kind: f"{cost.throughput:.0%}" for cost in found if (cost.began, cost.now) == (began, now)}
         lines.append(f"| {began} -> {now} | {now / began:.0%} | {' | '.join(row[kind] for kind in KINDS)} |")
-    return "\n".join(lines)
+    seconds = "; ".join(
+        f"{cost.at_start:.2f} s with {cost.began} ranks, {cost.seconds:.2f} s shared by {cost.now}"
+        for cost in found
+        if cost.kind == SHARED
+    )
+    return "\n".join([*lines, "", f"A step of the busiest rank took {seconds}."])
 
 
 def _busiest(world: int, began: int, arguments: list[str]) -> float:

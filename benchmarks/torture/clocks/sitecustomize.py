@@ -1,0 +1,17 @@
+"""On PYTHONPATH of tortured jobs: the clock of each pod is behind the machine's by what a file says at the moment.
+
+Python's clock only, and never ahead: the launcher compares it with the times of files, which remain the machine's.
+"""
+
+import mmap
+import os
+import struct
+import time
+
+if "TORTURE_CLOCKS" in os.environ and "DDPJOB_POD" in os.environ:
+    with open(os.path.join(os.environ["TORTURE_CLOCKS"], os.environ["DDPJOB_POD"]), "a+b") as file:  # noqa: PTH118, PTH123
+        file.truncate(8)
+        behind = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
+    seconds, nanoseconds = time.time, time.time_ns
+    time.time = lambda: seconds() - struct.unpack_from("d", behind)[0]
+    time.time_ns = lambda: nanoseconds() - int(struct.unpack_from("d", behind)[0] * 1e9)
