@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from ddpjob_trainer.commands.check_ledger import read
+from machine import slowness
 from ranks import TINY, good, run, stop_at
 
-from benchmarks.recovery.step_log import StepLog
+from benchmarks.recovery import phases
+from benchmarks.recovery.cases import Sample
+from benchmarks.recovery.step_log import Incarnation, StepLog
+from benchmarks.recovery.tables import CsvFile, markdown, read_csv
+from benchmarks.torture.arena import Processes
 from benchmarks.torture.replay import replay, segments
+from benchmarks.torture.standstill import set_clock
 
 ARGUMENTS = [*TINY, "train.threads=1", "optim.lr=0.05"]
 
@@ -53,10 +63,10 @@ def test_recovery_ends_with_the_first_step_of_all_ranks_of_a_new_incarnation(tmp
     log_rows(tmp_path, 1, 2, 1, [1.1, 2.1, 3.6])
     log_rows(tmp_path, 2, 2, 0, [5.0, 6.0], first=4)
     log = StepLog(tmp_path).refresh()
-    assert log.first_step_after(3.0, 2) is None, "rank 1 has made no step yet"
+    assert log.first_after(3.0, 2) is None, "rank 1 has made no step yet"
     log_rows(tmp_path, 2, 2, 1, [5.5], first=4)
-    assert log.refresh().first_step_after(3.0, 2) == 5.5
-    assert log.first_step_after(3.0, 1) is None, "another size is another case"
+    assert (found := log.refresh().first_after(3.0, 2)) is not None and found.formed == 5.5
+    assert log.first_after(3.0, 1) is None, "another size is another case"
     assert log.newest is log.incarnations[2] and log.incarnations[2].first == {0: 4, 1: 4}
 
 
@@ -70,8 +80,76 @@ def test_a_line_that_is_not_complete_is_read_later(tmp_path: Path) -> None:
     assert log.refresh().incarnations[1].steps == {0: [1.0, 2.0]}
 
 
+def recovered(*moments: dict[str, float], first_steps: float = 9.0) -> Incarnation:
+    found = Incarnation(len(moments))
+    for rank, its in enumerate(moments):
+        found.steps[rank], found.nodes[rank], found.moments[rank] = [first_steps], f"n{rank}", its
+    return found
+
+
+SURVIVOR = {"launcher": 1.0, "process": 6.1, "imported": 6.5, "formed": 8.0}
+REPLACED = {"launcher": 3.5, "process": 6.0, "imported": 7.5, "formed": 8.25}
+
+
+def test_the_phases_are_those_of_the_rank_that_came_last_and_add_up() -> None:
+    found = phases.phases(recovered(SURVIVOR, REPLACED), 2.0, {"n1": 2.5}.get)
+    assert found == {
+        phases.CREATED: 0.5, phases.STARTED: 1.0, phases.LAUNCHER: 2.5, phases.WORKER: 1.5, phases.FORMED: 0.75,
+        phases.STEP: 0.75,
+    }  # fmt: skip
+    assert sum(found.values()) == 9.0 - 2.0
+    of_process = phases.phases(recovered(SURVIVOR, REPLACED), 2.0, {}.get)
+    assert of_process[phases.STARTED] == 1.5 and sum(of_process.values()) == 7.0
+
+
+def test_where_no_node_is_new_its_launcher_counts_for_nothing() -> None:
+    found = phases.phases(recovered(SURVIVOR), 2.0, {}.get)
+    assert found == pytest.approx({phases.ROUND: 4.1, phases.WORKER: 0.4, phases.FORMED: 1.5, phases.STEP: 1.0})
+
+
+def test_measurements_are_read_as_they_were_written_and_drawn(tmp_path: Path) -> None:
+    where = {phases.STARTED: 0.5, phases.STEP: 2.0}
+    samples = [
+        Sample("floor", "loopback", "nothing", 1, 1, 2.0, "torch imported", 0.5),
+        Sample("fast-replaced", "loopback", "rank 0", 1, 1, 2.5, "recovered", 0.5, where),
+        Sample("fast-replaced", "loopback", "other", 2, 1, None, "not within 60 s", 0.5),
+    ]
+    file = CsvFile(tmp_path / "recovery.csv")
+    for sample in samples:
+        file.add(sample)
+    assert read_csv(tmp_path / "recovery.csv") == samples
+    assert phases.main([str(tmp_path / "recovery.csv"), "-o", str(tmp_path / "phases.png")]) == 0
+    assert (tmp_path / "phases.png").stat().st_size > 10_000
+    floor, case = markdown(samples, {"fast-replaced": 3.5}).splitlines()[2:4]
+    assert floor.split("|")[-2].strip() == "1.00" and case.split("|")[-2].strip() == "1.25"
+
+
 @pytest.mark.parametrize(("begin", "end", "gap"), [(1.0, 3.0, 1.5), (2.5, 9.0, 6.5)])
 def test_the_longest_gap_of_any_rank(begin: float, end: float, gap: float, tmp_path: Path) -> None:
     log_rows(tmp_path, 1, 2, 0, [1.0, 1.5, 2.0, 2.5, 3.0])
     log_rows(tmp_path, 1, 2, 1, [1.0, 2.5])
     assert StepLog(tmp_path).refresh().longest_gap(begin, end) == gap
+
+
+def test_the_clock_of_a_pod_is_set_while_its_processes_run(tmp_path: Path) -> None:
+    pods = Processes(tmp_path)
+    asks = "import time\nwhile input(): print(time.time(), time.time_ns() // 10**9, flush=True)"
+    environment = {**os.environ, **pods.skewed(), "DDPJOB_POD": "job-0-0"}
+    with subprocess.Popen(
+        [sys.executable, "-c", asks], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin and process.stdout
+
+        def behind() -> tuple[float, float]:
+            process.stdin.write("?\n")
+            process.stdin.flush()
+            before = time.time()
+            first, second = map(float, process.stdout.readline().split())
+            return before - first, before - second
+
+        slack = 5 * slowness()
+        assert all(abs(seconds) < slack for seconds in behind())
+        assert set_clock(tmp_path / "clocks" / "job-0-0", 10_000.0)
+        assert all(abs(seconds - 10_000.0) < slack for seconds in behind())
+        assert not set_clock(tmp_path / "clocks" / "job-1-0", 1.0), "no process of it has begun"
+        process.stdin.write("\n")

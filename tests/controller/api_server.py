@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION
 from ddpjob.api.schema import schema_of
-from ddpjob.api.types import GROUP, KIND, PLURAL, VERSION
 from simulation.store import Json, Refusal, Store
 
 KINDS = {
@@ -29,11 +29,16 @@ KINDS = {
     "nodes": "Node",
     "persistentvolumeclaims": "PersistentVolumeClaim",
     "poddisruptionbudgets": "PodDisruptionBudget",
+    "podgroups": "PodGroup",
+    "workloads": "Workload",
+    "resourceflavors": "ResourceFlavor",
+    "workloadpriorityclasses": "WorkloadPriorityClass",
+    "priorityclasses": "PriorityClass",
     "leases": "Lease",
     "events": "Event",
     PLURAL: KIND,
 }
-CLUSTERED = {"nodes"}
+CLUSTERED = {"nodes", "resourceflavors", "workloadpriorityclasses", "priorityclasses"}
 DISCOVERY = {
     "/api/v1": {
         "pods": "Pod",
@@ -81,6 +86,10 @@ class ApiServer:
         """Events that no watch receives: what a client must survive when a watch has a gap."""
         self.status_schema: Json | None = schema_of("status")
         """Of the CRD in the cluster; None: it is not installed."""
+        self.serves_gangs = False
+        """Whether there are PodGroups, which most clusters do not serve."""
+        self.serves_queues = False
+        """Whether there are Kueue's Workloads."""
         self.is_published = True
         """Whether the index of the published schemas lists the CRD."""
         self.requests: list[tuple[str, str, dict[str, str]]] = []
@@ -192,7 +201,8 @@ class ApiServer:
         match = re.fullmatch(
             r"/(?:api/v1|apis/[^/]+/[^/]+)(?:/namespaces/([^/]+))?/([a-z]+)(?:/([^/]+))?(?:/(status))?", path
         )
-        if match is None or match[2] not in KINDS:
+        unserved = {"podgroups": not self.serves_gangs, "workloads": not self.serves_queues}
+        if match is None or match[2] not in KINDS or unserved.get(match[2]):
             if path.endswith(("customresourcedefinitions", "/namespaces")):
                 return await self._watch(request, "", "-", query) if "watch" in query else _list([], self.store.version)
             return _status(404, "NotFound", f"the server could not find the requested resource {path}")

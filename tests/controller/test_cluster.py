@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from ddpjob.api.types import DDPJob, Json
+from ddpjob.api.job import PRIORITY_LABEL, QUEUE_LABEL, DDPJob
+from ddpjob.api.job_classes import JobClasses
+from ddpjob.api.job_spec import Json
 from ddpjob.controller.caches import Caches
 from ddpjob.controller.kubernetes_cluster import CREATIONS, LOOK_AGAIN, KubernetesCluster
 from ddpjob.controller.report_watch import ReportWatch
@@ -23,8 +26,9 @@ from ddpjob.core.world import Role
 from ddpjob.engine.coordinator_client import CoordinatorClient
 from ddpjob.engine.ports import Conflict, JobKey, NamespaceEnding, NameTaken, Refused, ReportPending, Unavailable
 from ddpjob.engine.reconcile import CONFLICT_RETRY, reconcile
+from ddpjob.objects.claim import build_claim
 from ddpjob.objects.platform import Platform
-from ddpjob.objects.service import build_runtime, build_service, runtime_files, runtime_key, runtime_name
+from ddpjob.objects.service import build_runtime, build_service, runtime_name
 from simulation.store import Refusal
 
 from .api_server import ApiServer, Fault
@@ -42,14 +46,14 @@ class Case:
         self.woken: list[tuple[JobKey, bool]] = []
         self.add("job")
 
-    def add(self, name: str, nodes: int = 2) -> None:
+    def add(self, name: str, nodes: int = 2, status: dict[str, Any] | None = None, **spec: Any) -> None:
         """One more job."""
         self.server.store.create(
             "DDPJob",
             {
                 "metadata": {"name": name, "uid": f"{name}-uid"},
-                "status": {},
-                "spec": {"image": "image", "script": "train.py", "nodes": nodes, "gpusPerNode": 0},
+                "status": status or {},
+                "spec": {"image": "image", "script": "train.py", "nodes": nodes, "gpusPerNode": 0, **spec},
             },
         )
 
@@ -106,8 +110,9 @@ class Case:
 
 
 @asynccontextmanager
-async def case() -> AsyncIterator[Case]:
+async def case(*, serves_gangs: bool = False, serves_queues: bool = False) -> AsyncIterator[Case]:
     async with api_server() as server, connected(server) as rest:
+        server.serves_gangs, server.serves_queues = serves_gangs, serves_queues
         coordinators, woken = CoordinatorClient(), list[tuple[JobKey, bool]]()
         caches = Caches(rest, lambda key, urgent: woken.append((key, urgent)), lambda hosts, changed: None)
         cluster = KubernetesCluster(rest, caches, coordinators, Platform(operator_key=b"key"), "operator-0")
@@ -327,13 +332,37 @@ def test_many_jobs_become_owners_of_their_runtime_by_two_requests() -> None:
     run(main())
 
 
+def test_a_job_that_becomes_an_owner_of_the_runtime_takes_those_along_that_are_about_to() -> None:
+    """But none that has ended, is suspended, or runs with the runtime of another version."""
+
+    async def main() -> None:
+        async with case() as c:
+            await reconcile(c.cluster, KEY, loop_moment)
+            for name in ("b", "c", "d"):
+                c.add(name)
+            complete = {"type": "Complete", "status": "True", "reason": "Finished", "message": ""}
+            complete["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+            c.add("ended", status={"phase": "Complete", "conditions": [complete]})
+            c.add("older", status={"runtime": "ddpjob-runtime-00000000"})
+            c.add("suspended", runPolicy={"suspend": True})
+            await seen()
+            for name in ("b", "c", "d"):
+                await reconcile(c.cluster, JobKey("space", name), loop_moment)
+            asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
+            assert asked == ["POST", "PATCH"]
+            [runtime] = c.server.store.all("ConfigMap")
+            assert {o["name"] for o in runtime["metadata"]["ownerReferences"]} == {"job", "b", "c", "d"}
+
+    run(main())
+
+
 @pytest.mark.parametrize("wrong", ["content", "mutable", "label"])
 def test_a_runtime_that_is_not_the_operator_s_is_not_mounted(wrong: str) -> None:
     async def main() -> None:
         async with case() as c:
             manifest = build_runtime(await c.job())
             if wrong == "content":
-                manifest["data"] = {**manifest["data"], "ddpjob_runtime.protocol.py": "evil"}
+                manifest["binaryData"] = {**manifest["binaryData"], "ddpjob_worker.py": b64encode(b"evil").decode()}
             if wrong == "mutable":
                 manifest["immutable"] = False
             if wrong == "label":
@@ -465,14 +494,14 @@ def test_an_older_runtime_is_kept_while_its_files_are_those_that_pods_mount(file
             await c.reconcile()
             store = c.server.store
             made = next(store.all("ConfigMap"))
-            data = {**made["data"], "ddpjob_runtime.protocol.py": "the older one"}
+            data = {**made["binaryData"], "ddpjob_worker.py": b64encode(b"the older one").decode()}
             if files == "one more":
                 data["ddpjob_runtime.more.py"] = ""
             old = {**made["metadata"], "name": f"job-runtime-{digest(data)}", "uid": "old"}
             if files == "one less":
                 data.popitem()
             store.remove("ConfigMap", made)
-            store.create("ConfigMap", {**made, "metadata": old, "data": data})
+            store.create("ConfigMap", {**made, "metadata": old, "binaryData": data})
             job = next(store.all("DDPJob"))
             job["status"] = {**job["status"], "runtime": old["name"]}
             store.changed("DDPJob", job)
@@ -545,8 +574,8 @@ def test_a_status_of_another_version_is_a_conflict() -> None:
 
 def digest(data: dict[str, str]) -> str:
     """As the name of a ConfigMap of the runtime ends."""
-    contents = (f"{path}\0{data[runtime_key(path)]}\0" for path in runtime_files())
-    return hashlib.sha256("".join(contents).encode()).hexdigest()[:8]
+    files = ((name.encode(), b64decode(text)) for name, text in sorted(data.items()))
+    return hashlib.sha256(b"".join(b"%s\0%d\0%s" % (n, len(c), c) for n, c in files)).hexdigest()[:8]
 
 
 MANIFEST = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "job-0-0"}, "spec": {}}
@@ -605,6 +634,83 @@ def test_a_name_that_exists_is_its_own_or_taken() -> None:
             c.server.store.create("Pod", MANIFEST)
             with pytest.raises(NameTaken, match="another name"):
                 await c.cluster.create(job, _owned(job))
+
+    run(main())
+
+
+def _make_a_claim(c: Case, **more: Any) -> None:
+    """Have the job make the claim of its checkpoints."""
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    body = c.server.store.get("DDPJob", "job")
+    body["spec"]["storage"] = {"checkpoints": {"claimTemplate": {"spec": spec}}}
+    body["metadata"]["generation"] += 1
+    body.update(more)
+    c.server.store.changed("DDPJob", body)
+
+
+def test_a_job_is_read_with_its_class_as_soon_as_that_is_written() -> None:
+    async def main() -> None:
+        async with case() as c:
+            c.cluster.classes = JobClasses.read({"team": {"spec": {"image": "team/train:1"}}})
+            body = c.server.store.get("DDPJob", "job")
+            del body["spec"]["image"]
+            body["spec"]["className"] = "team"
+            body["metadata"]["generation"] += 1
+            c.server.store.changed("DDPJob", body)
+            await seen()
+            assert await reconcile(c.cluster, KEY, loop_moment) == 0.0 and not c.pods()
+            assert c.server.store.get("DDPJob", "job")["status"]["jobClass"]["name"] == "team"
+            job = c.cluster.caches.job(KEY)
+            assert job is not None and job.spec.image == "team/train:1"
+            await seen()
+            await c.reconcile()
+            read = c.cluster.caches.job(KEY)
+            assert read is not None and read.spec == job.spec, "from the watch too"
+            assert {pod["spec"]["containers"][0]["image"] for pod in c.server.store.all("Pod")} == {"team/train:1"}
+
+    run(main())
+
+
+def test_a_claim_is_made_once_and_one_without_an_owner_is_known_by_its_label() -> None:
+    async def main() -> None:
+        async with case() as c:
+            _make_a_claim(c)
+            await asyncio.sleep(1)
+            await reconcile(c.cluster, KEY, loop_moment)
+            claim = c.server.store.get("PersistentVolumeClaim", "job-checkpoints")
+            assert c.pods(), "in the same reconcile"
+            job = DDPJob.read(c.server.store.get("DDPJob", "job"))
+            await c.cluster.create(job, build_claim(job))  # as after a lost answer
+            with pytest.raises(NameTaken, match="another name"):
+                await c.cluster.create(replace(job, uid="later"), build_claim(job))
+            assert [claim] == list(c.server.store.all("PersistentVolumeClaim"))
+
+    run(main())
+
+
+def test_a_claim_that_is_lost_under_a_job_is_seen_when_a_pod_is_missing() -> None:
+    async def main() -> None:
+        async with case() as c:
+            _make_a_claim(c, status={"schema": 1, "trained": True})
+            await seen()
+            await c.reconcile()
+            pods = c.pods()
+            assert pods, "it has trained elsewhere: its first claim is made"
+            await seen()
+            await c.reconcile()
+            assert c.server.store.get("DDPJob", "job")["status"]["claimMade"]
+            c.server.store.remove(
+                "PersistentVolumeClaim", c.server.store.get("PersistentVolumeClaim", "job-checkpoints")
+            )
+            for pod in pods:
+                c.server.store.remove("Pod", c.server.store.get("Pod", pod))
+            await seen()
+            for _ in range(3):
+                await c.reconcile()
+                await seen()
+            conditions = c.server.store.get("DDPJob", "job")["status"]["conditions"]
+            assert [x["reason"] for x in conditions if x["type"] == "Scheduled"] == ["ClaimNotFound"]
+            assert not c.pods() and c.server.store.find("PersistentVolumeClaim", "job-checkpoints") is None
 
     run(main())
 
@@ -803,5 +909,229 @@ def test_without_the_right_to_read_policies_everything_else_is_read() -> None:
                 await caches.answered()
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+
+    run(main())
+
+
+# --- gangs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_serves_no_gangs_gets_none_and_is_not_asked_again_soon() -> None:
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            await asyncio.sleep(300)
+            assert len(c.pods()) == 3 and not list(c.server.store.all("PodGroup"))
+            assert c.asked("podgroups") == 1
+
+    run(main())
+
+
+def test_what_may_not_be_listed_is_not_used() -> None:
+    """As after an upgrade of the image without that of the chart."""
+
+    async def main() -> None:
+        async with api_server() as server, connected(server) as rest:
+            server.serves_gangs = True
+            server.faults = lambda method, path: Fault(403, reason="Forbidden") if "podgroups" in path else None
+            caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
+            following = asyncio.create_task(caches.run())
+            await caches.answered()
+            assert caches.complete_in("space") and not caches.serves_gangs("space")
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    run(main())
+
+
+def test_a_cluster_that_serves_gangs_gets_one_per_generation_and_loses_the_last() -> None:
+    async def main() -> None:
+        async with case(serves_gangs=True) as c:
+            await c.reconcile()
+            (group,) = c.server.store.all("PodGroup")
+            assert group["metadata"]["name"] == "job-gang-0"
+            assert group["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
+            for pod in c.server.store.all("Pod"):
+                assert pod["spec"]["schedulingGroup"] == {"podGroupName": "job-gang-0"}
+            body = c.server.store.get("DDPJob", "job")
+            body["spec"] = {**body["spec"], "nodes": 3}
+            body["metadata"]["generation"] += 1
+            c.server.store.changed("DDPJob", body)
+            for _ in range(4):
+                await seen()
+                await c.reconcile()
+            (group,) = c.server.store.all("PodGroup")
+            assert group["metadata"]["name"] == "job-gang-1"
+            assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 4}}
+            deletions = [path for method, path in c.server.acted if method == "DELETE" and "podgroups" in path]
+            assert len(deletions) == 1
+
+    run(main())
+
+
+def test_a_group_that_its_pods_still_hold_is_deleted_once() -> None:
+    async def main() -> None:
+        async with case(serves_gangs=True) as c:
+            await c.reconcile()
+            (group,) = c.server.store.all("PodGroup")
+            group["metadata"]["deletionTimestamp"] = c.server.store.clock.stamp()
+            c.server.store.changed("PodGroup", group)
+            await seen()
+            job = await c.job()
+            assert c.cluster.caches.gangs(job) == {"job-gang-0": ""}
+
+    run(main())
+
+
+def test_groups_that_are_served_no_more_are_a_refusal_and_no_loop() -> None:
+    async def main() -> None:
+        async with case(serves_gangs=True) as c:
+            c.server.faults = lambda method, path: (
+                Fault(404, reason="NotFound", message="404 page not found")
+                if method == "POST" and "podgroups" in path
+                else None
+            )
+            assert await c.reconcile() == BLOCKED_POLL
+            conditions = {one.type: one for one in (await c.job()).status.conditions}
+            assert "does not serve it any more" in conditions["Scheduled"].message and not c.pods()
+
+    run(main())
+
+
+# --- queues
+
+
+def put_into_queue(c: Case, **labels: str) -> None:
+    body = c.server.store.get("DDPJob", "job")
+    body["metadata"]["labels"] = {QUEUE_LABEL: "team", **labels}
+    c.server.store.changed("DDPJob", body)
+
+
+def judged(c: Case, *, admitted: bool = False, **states: str) -> Json:
+    """The job's Workload after Kueue has set conditions, and with `admitted` the flavor `spot`."""
+    (workload,) = c.server.store.all("Workload")
+    status = workload.setdefault("status", {})
+    known = {one["type"]: one for one in status.get("conditions", ())}
+    for kind, state in states.items():
+        moment = {"lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 1}
+        known[kind] = {"type": kind, "status": state, "reason": "Preempted", "message": "said", **moment}
+    status["conditions"] = list(known.values())
+    if admitted:
+        sets = [
+            {"name": s["name"], "count": s["count"], "flavors": {"cpu": "spot"}} for s in workload["spec"]["podSets"]
+        ]
+        status["admission"] = {"clusterQueue": "all", "podSetAssignments": sets}
+    c.server.store.changed("Workload", workload)
+    return workload
+
+
+SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [{"key": "spot", "operator": "Exists"}]}
+
+
+def test_a_job_in_a_queue_asks_runs_with_its_flavor_and_gives_back() -> None:
+    async def main() -> None:
+        async with case(serves_queues=True) as c:
+            c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
+            put_into_queue(c)
+            await seen()
+            await c.reconcile()
+            (workload,) = c.server.store.all("Workload")
+            assert workload["metadata"]["ownerReferences"][0]["uid"] == "job-uid" and not c.pods()
+            assert (await c.job()).status.phase == "Queued"
+            judged(c, admitted=True, QuotaReserved="True", Admitted="True")
+            await seen()
+            await c.reconcile()
+            for pod in c.server.store.all("Pod"):
+                assert (
+                    pod["spec"]["nodeSelector"] == {"pool": "spot"}
+                    and SPOT["tolerations"][0] in pod["spec"]["tolerations"]
+                )
+            for _ in range(3):
+                await c.reconcile()
+            assert c.asked("resourceflavors") == 2, "one look per kind of pod"
+
+            judged(c, Evicted="True", PodsReady="True")
+            await seen()
+            for _ in range(3):
+                await c.reconcile()
+                await seen()
+            assert not c.pods()
+            conditions = {one["type"]: one for one in workload["status"]["conditions"]}
+            assert "admission" not in workload["status"]
+            held = {kind for kind, one in conditions.items() if one["status"] == "True"}
+            assert held == {"Evicted", "Requeued"} and len(conditions) == 5
+            assert conditions["Evicted"]["lastTransitionTime"] == "2026-01-01T00:00:00Z"
+            written = [path for method, path in c.server.acted if method == "PUT" and "workloads" in path]
+            assert len(written) == 1
+
+    run(main())
+
+
+def test_quota_is_not_given_back_where_kueue_has_judged_again() -> None:
+    """It was evicted when the decision was made, and is admitted when it is carried out."""
+
+    async def main() -> None:
+        async with case(serves_queues=True) as c:
+            put_into_queue(c)
+            await seen()
+            await c.reconcile()
+            workload = judged(c, admitted=True, QuotaReserved="True", Admitted="True", Evicted="False")
+            await c.cluster.release_workload(await c.job(), workload["metadata"]["name"], workload["metadata"]["uid"])
+            assert "admission" in workload["status"]
+            judged(c, Evicted="True")
+            await c.cluster.release_workload(await c.job(), workload["metadata"]["name"], "another")
+            assert "admission" in workload["status"], "a Workload of the same name is another one"
+
+    run(main())
+
+
+def test_without_the_right_to_read_flavors_no_pod_runs_elsewhere() -> None:
+    async def main() -> None:
+        async with case(serves_queues=True) as c:
+            put_into_queue(c)
+            await seen()
+            await c.reconcile()
+            judged(c, admitted=True, QuotaReserved="True", Admitted="True")
+            c.server.faults = lambda method, path: Fault(403, reason="Forbidden") if "flavors" in path else None
+            await seen()
+            await c.reconcile()
+            suspended = next(one for one in (await c.job()).status.conditions if one.type == "Suspended")
+            assert "cannot read ResourceFlavor spot" in suspended.message and not c.pods()
+
+    run(main())
+
+
+def test_a_priority_is_that_of_the_class() -> None:
+    async def main() -> None:
+        async with case(serves_queues=True) as c:
+            put_into_queue(c, **{PRIORITY_LABEL: "urgent"})
+            await seen()
+            assert await c.reconcile() == BLOCKED_POLL
+            suspended = next(one for one in (await c.job()).status.conditions if one.type == "Suspended")
+            assert "WorkloadPriorityClass urgent" in suspended.message and "not found" in suspended.message
+            c.server.store.create("WorkloadPriorityClass", {"metadata": {"name": "urgent"}, "value": 700}, "")
+            c.cluster._pauses.clear()
+            await c.reconcile()
+            (workload,) = c.server.store.all("Workload")
+            assert workload["spec"]["priority"] == 700
+            assert workload["spec"]["priorityClassRef"]["name"] == "urgent"
+
+    run(main())
+
+
+def test_a_workload_of_another_namespace_grants_nothing() -> None:
+    """Its labels may name any job."""
+
+    async def main() -> None:
+        async with case(serves_queues=True) as c:
+            put_into_queue(c)
+            await seen()
+            await c.reconcile()
+            workload = judged(c, admitted=True, QuotaReserved="True", Admitted="True")
+            foreign = {**workload, "metadata": {**workload["metadata"], "namespace": "elsewhere", "uid": "other"}}
+            c.server.store.delete("Workload", workload["metadata"]["name"])
+            c.server.store.create("Workload", foreign, "elsewhere")
+            await seen()
+            assert not c.cluster.caches.workloads(await c.job())
 
     run(main())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ddpjob.api.types import DDPJob
+from ddpjob.api.job import DDPJob
 from ddpjob.controller import job_metrics
 from ddpjob.controller.job_metrics import JobAccounts, JobSeries
 from ddpjob.engine.ports import JobKey

@@ -123,6 +123,25 @@ def test_after_a_restart_the_living_job_comes_before_a_thousand_that_have_ended(
     run(main())
 
 
+def test_kopf_reads_the_jobs_once_more_only_after_the_first_pass_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            for number in range(60):
+                add(server, f"job-{number}", namespace=f"team-{number % 7}")
+            async with running(server, monkeypatch) as o:
+                begun: list[int] = []
+
+                async def kopf(settings: Settings, seen: object) -> None:
+                    begun.append(len(set(o.reconciled)))
+                    await asyncio.sleep(1e9)
+
+                monkeypatch.setattr(operator_main, "follow_jobs", kopf)
+                await asyncio.sleep(90)
+                assert len(begun) == 1 and begun[0] >= 40, "no job waits for a worker any more"
+
+    run(main())
+
+
 def test_after_a_restart_the_job_that_lacks_a_pod_comes_before_those_that_are_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -463,7 +482,7 @@ def test_a_crd_of_another_release_that_has_what_is_needed_is_enough(monkeypatch:
     async def main() -> None:
         async with api_server() as server:
             add(server, "job")
-            server.status_schema = without("schema", "trained", "slots.count", "slots.nodes")
+            server.status_schema = without("schema", "trained", "claimMade", "slots.count", "slots.nodes")
             server.status_schema["properties"]["fromTheFuture"] = {"type": "string"}
             async with running(server, monkeypatch) as o:
                 await asyncio.sleep(20)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from ddpjob.api.types import ConditionType, JobStatus
+from ddpjob.api.job_status import ConditionType, JobStatus
 from prometheus_client import REGISTRY
 
 from .operators import HttpStory, played

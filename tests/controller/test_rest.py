@@ -148,6 +148,20 @@ def test_an_object_as_deep_as_the_api_server_takes_hides_no_other(
     assert sys.getrecursionlimit() == before
 
 
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (b'{"text": "\\ud800"}', {"text": "\ud800"}),
+        (b'{"items": null, "number": 9223372036854775807}', {"items": None, "number": 2**63 - 1}),
+        (b"<html>", {}),
+        (b'{"cut": ', {}),
+        (b"[]", {}),
+    ],
+)
+def test_whatever_is_answered_is_an_object(text: bytes, read: dict[str, Any]) -> None:
+    assert rest_module._parse(text) == read
+
+
 def test_no_error_ends_an_informer() -> None:
     async def main() -> None:
         errors: list[Exception] = [RecursionError(), AttributeError(), RuntimeError(), KeyError()]

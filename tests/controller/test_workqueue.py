@@ -13,10 +13,12 @@ from ddpjob.controller.workqueue import DelayQueue, Turns
 from .virtual_loop import virtual
 
 
-async def drive(queue: DelayQueue[str], handle: Callable[[str], Awaitable[float | None]], seconds: float) -> None:
+async def drive(
+    queue: DelayQueue[str], handle: Callable[[str], Awaitable[float | None]], seconds: float, workers: int = 2
+) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await queue.work(handle, workers=2)
+            await queue.work(handle, workers)
 
 
 @virtual
@@ -114,6 +116,21 @@ async def test_what_is_not_urgent_waits_a_second_after_the_last_start_and_what_i
     assert len(starts) == 3
     assert starts[0] < 0.3 < starts[1] < 0.9, "the first at once, and the urgent one at once"
     assert starts[2] - starts[1] >= queue_module.INTERVAL
+
+
+@virtual
+async def test_a_queue_is_drained_when_no_key_that_is_due_waits() -> None:
+    queue: DelayQueue[str] = DelayQueue()
+    done: list[tuple[str, bool]] = []
+
+    async def handle(key: str) -> None:
+        done.append((key, queue.drained.is_set()))
+
+    for key in ("a", "b"):
+        queue.add(key)
+    queue.add("later", 0.2)
+    await drive(queue, handle, 0.5, workers=1)
+    assert done == [("a", False), ("b", False), ("later", True)]
 
 
 @virtual

@@ -10,7 +10,8 @@ from typing import Any
 from unittest import mock
 
 from ddpjob.core import decide, group
-from ddpjob.core.failures import merge_causes
+from ddpjob.core.failures import merge_causes, node_health
+from ddpjob.core.failures.classify import Cause, End
 from ddpjob.core.plan import slots
 from ddpjob.core.view import View
 from ddpjob_runtime.coordinator.coordinator import Coordinator
@@ -18,7 +19,7 @@ from ddpjob_runtime.coordinator.hang import HangWatch
 from ddpjob_runtime.coordinator.incidents import Incidents
 from ddpjob_runtime.coordinator.round import Round
 
-from .story import Story
+from .story import KINDS
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ DEFECTS: dict[str, Defect] = {
     "a suspended job forgets the pods that no status shows": Defect(
         "core", ("suspend", "kill-operator", "template"), decide, "_suspend", _no_new_generation, 363
     ),
+    "a move to another node counts as a failure": Defect(
+        "core", ("agent",), node_health, "End", lambda _, message: End(Cause.WORKER_FAILED, message), 1
+    ),
     "members are not asked to end their workers": Defect(
         "coordinator", ("hang", "isolate"), Round, "_end_workers", lambda self, *_, **__: None, 20
     ),
@@ -82,7 +86,7 @@ DEFECTS: dict[str, Defect] = {
 
 def finds(seed: int, faults: tuple[str, ...] = ()) -> str:
     """What a seed finds; empty: nothing."""
-    story = Story(seed)
+    story = KINDS["agents" if "agent" in faults else ""](seed)
     story.only = faults
     try:
         asyncio.run(story.run())

@@ -130,7 +130,8 @@ class Invariants:
         restarts = status.get("restarts", {})
         if restarts and restarts["counted"] + restarts["uncounted"] > restarts["total"]:
             self._fail("more restarts than there were in total")
-        if self.s.wake is None and self.s.job is not None and not _ended(status) and self.s.phase != "Suspended":
+        woken = self.s.phase in ("Suspended", "Queued") or (spec.get("managedBy") and not status.get("phase"))
+        if self.s.wake is None and self.s.job is not None and not _ended(status) and not woken:
             self._fail(f"nobody will wake a job that is {self.s.phase}")
 
     def running_is_true(self, stale: float, hang: bool) -> None:

@@ -28,6 +28,8 @@ class Host:
     cut: bool = False
     mute: bool = False
     """Its kubelet is dead: what runs on it runs on, and is reached."""
+    ill: bool = False
+    """Whether a health agent says so."""
     generation: int = 0
     """Counts cuts, so that what was planned for an earlier one is void."""
 
@@ -193,13 +195,24 @@ class Machines:
         host = self.hosts[name] = Host(name, body)
         self._say_ready(host, True)
 
+    def diagnose(self, host: Host, ill: bool) -> None:
+        """What its health agent says from now on."""
+        host.ill = ill
+        self._say_ready(host, self._is_ready(host))
+
+    def cordon(self, host: Host) -> None:
+        """New pods are to stay away, as `kubectl cordon` says."""
+        host.body["spec"]["unschedulable"] = True
+        self.store.changed("Node", host.body)
+
     def _say_ready(self, host: Host, ready: bool) -> None:
         body = self.store.find("Node", host.name, "")
         if body is None:
             return
         now = self.clock.stamp()
         condition = {"type": "Ready", "status": "True" if ready else "Unknown", "lastTransitionTime": now}
-        body["status"] = {"conditions": [condition]}
+        agent = {"type": "GpuUnhealthy", "status": str(host.ill), "reason": "XidError", "lastTransitionTime": now}
+        body["status"] = {"conditions": [condition, agent]}
         self.store.changed("Node", body)
 
     # ---- from the API server
@@ -227,8 +240,9 @@ class Machines:
             return
         taken = sum(p.is_node and p.host is not NOWHERE and not p.ended and not p.removed for p in self.pods.values())
         ready = [h for h in self.hosts.values() if self._is_ready(h)]
-        if not ready or (pod.is_node and taken >= self.capacity):
-            message = f"0/{len(self.hosts)} nodes are available"
+        lacking = "" if not ready else self._lacking(pod, taken)
+        if not ready or lacking:
+            message = lacking or f"0/{len(self.hosts)} nodes are available"
             condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
             if pod.body.get("status", {}).get("conditions") != [condition]:
                 pod.body["status"] = {"phase": "Pending", "conditions": [condition]}
@@ -248,6 +262,34 @@ class Machines:
         pod.body["status"] = {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "True"}]}
         self.store.changed("Pod", pod.body)
         self.clock.later(self.network.draw("start"), lambda: self._start(pod))
+
+    def _lacking(self, pod: Pod, taken: int) -> str:
+        """Why a pod finds no host, as kube-scheduler says it; empty: it finds one.
+
+        The pods of a PodGroup find theirs together: when as many exist as its minimum, and there is room for those.
+        """
+        room = self.capacity - taken
+        full = f"0/{len(self.hosts)} nodes are available" if pod.is_node and room <= 0 else ""
+        name = pod.body["spec"].get("schedulingGroup", {}).get("podGroupName")
+        if name is None:
+            return full
+        group = self.store.find("PodGroup", name)
+        if group is None:
+            return f"waiting for pod group {name}"
+        least = group["spec"]["schedulingPolicy"]["gang"]["minCount"]
+        members = [
+            p
+            for p in self.pods.values()
+            if p.body["spec"].get("schedulingGroup", {}).get("podGroupName") == name and not p.removed and not p.ended
+        ]
+        waiting = [p for p in members if p.host is NOWHERE and not p.deleting]
+        placed = sum(p.host is not NOWHERE for p in members)
+        fitting = min(room, sum(p.is_node for p in waiting)) + sum(not p.is_node for p in waiting)
+        if len(members) < least:
+            return "waiting for minCount pods from a gang to appear in scheduling queue"
+        if placed + fitting < least:
+            return full or "waiting for minCount pods from a gang to be scheduled"
+        return full
 
     def _is_ready(self, host: Host) -> bool:
         body = self.store.find("Node", host.name, "")

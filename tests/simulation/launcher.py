@@ -62,7 +62,7 @@ class Launcher:
         self._pause = 0.05
         self._acts = 0  # planned acts of an earlier state of the workers are void
         self.init_error = ""
-        self.note_cold = ""
+        self.note_cold = self.unfit = ""
         self._later(0.01, self._dial)
         if self.mode == production.FAST:
             self._later(production.LOOKUP_SECONDS, self._look)
@@ -243,6 +243,9 @@ class Launcher:
         if self.init_error:
             self.send("init_failure", message=self.init_error)
             self.leave(production.EXIT_INIT_FAILURE, "InitFailure", self.init_error)
+            return
+        if self.unfit:
+            self.leave(production.EXIT_UNFIT, "PreflightFailed", self.unfit)
             return
         if self.note_cold:
             self.send("note", kind="ColdWorkers", why=self.note_cold)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddpjob_runtime.protocol import ToMember
+
 from .clock import Clock
 
 if TYPE_CHECKING:
@@ -130,7 +132,9 @@ class Connection:
     def _from_coordinator(self, verb: str, fields: dict[str, Any]) -> None:
         """What the coordinator calls as a member's `send`."""
         if self.up_open:
-            self.to_launcher(self.coordinator.encode(verb, fields))
+            line = self.coordinator.encode(verb, fields)
+            if verb != ToMember.RECORD:  # No volume is simulated, and each line draws the delays of those after it.
+                self.to_launcher(line)
 
     def _send(self, up: bool, line: bytes | None) -> None:
         if self.frozen_since is not None:

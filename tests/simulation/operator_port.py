@@ -10,18 +10,36 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from typing import Any
 
-from ddpjob.api.types import DDPJob, JobStatus
-from ddpjob.controller.pod_views import read_pod
+from ddpjob.api.job import DDPJob, queue_labels, taken_class
+from ddpjob.api.job_classes import JobClasses
+from ddpjob.api.job_status import JobStatus
+from ddpjob.controller.pod_views import read_claim, read_pod, read_workload
 from ddpjob.core.decision import Event
-from ddpjob.core.world import LABEL_ROLE, HostView, PodView, Role, World, remembered
+from ddpjob.core.volumes import claims_to_read
+from ddpjob.core.world import (
+    LABEL_ROLE,
+    LABEL_UID,
+    ClaimView,
+    HealthSignals,
+    HostView,
+    Outcome,
+    PodView,
+    Role,
+    World,
+    remembered,
+)
 from ddpjob.engine.coordinator_client import read_report
 from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation
+from ddpjob.objects.claim import template_mark
 from ddpjob.objects.isolation import policy_name
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.pod_template import problems
 from ddpjob.objects.service import runtime_name
+from ddpjob.objects.workload import marked, released
 from ddpjob_runtime.protocol import Report
 
 from .clock import Clock
@@ -40,6 +58,9 @@ class Killed(BaseException):
     """The operator dies here; nothing more of it happens."""
 
 
+SIGNALS = HealthSignals(conditions=(("GpuUnhealthy", "True"),))
+
+
 class MemoryCluster:
     """See `ddpjob.engine.ports.Cluster`. Every write passes through `_call`, where the operator can be made to die."""
 
@@ -53,9 +74,17 @@ class MemoryCluster:
         self.conflicts = 0
         """So many of the next writes of the status meet another writer."""
         self.knows_hosts = True
+        self.serves_gangs = False
+        self.serves_queues: bool | None = None
         self.lose_messages = self.repeat_messages = self.lose_reports = 0.0
         """Chances."""
         self.delay_messages = 0.0
+        self.received: list[Json] = []
+        """What the receiver has got."""
+        self.outcomes: dict[str, Outcome] = {}
+        """Of notifications, as this life of the operator knows them."""
+        self.receiver_works = True
+        self.classes = JobClasses()
         self.events: list[Event] = []
         self.writes = 0
         self.actions: list[str] = []
@@ -80,6 +109,7 @@ class MemoryCluster:
         self.dead = False
         self._remembered = None
         self._departed.clear()
+        self.outcomes.clear()
         self.changed()
 
     # --- reading
@@ -106,11 +136,20 @@ class MemoryCluster:
             has_service=self.store.find("Service", job.name) is not None,
             has_budget=self.store.find("PodDisruptionBudget", job.name) is not None,
             hosts=self._host_views() if self.knows_hosts else None,
+            serves_gangs=self.serves_gangs,
+            gangs={b["metadata"]["name"]: b["metadata"]["uid"] for b in self.store.all("PodGroup")},
+            serves_queues=self.serves_queues,
+            workloads=tuple(map(read_workload, self.store.all("Workload"))) if self.serves_queues else (),
             runtime=wanted if self.store.find("ConfigMap", wanted) is not None else "",
             runtime_offered=runtime_name(),
             policy=policy_name(job, self.platform),
             has_policy=self.store.find("NetworkPolicy", policy_name(job, self.platform)) is not None,
             key_mark=self.platform.key_mark,
+            receivers=frozenset({"team"}),
+            offer=self.classes.offer(job),
+            outcomes=dict(self.outcomes),
+            claims=tuple(self._claim(name) for name in claims_to_read(job, pods)),
+            claim_template=template_mark(job),
             report=self._report(endpoint) if endpoint else None,
             problems=problems(job.spec.pod_template)
             if job.status.template_hash.split("-")[0] != job.spec.template_hash
@@ -118,13 +157,20 @@ class MemoryCluster:
         )
         return Observation(job, world)
 
+    def _claim(self, name: str) -> ClaimView:
+        found = self.store.find("PersistentVolumeClaim", name)
+        return read_claim(found) if found is not None else ClaimView(name=name, exists=False)
+
     def _read(self, body: Json) -> DDPJob:
-        """The job; its spec is read once per generation, which saves a fifth of the time."""
+        """The job; its spec is read once per generation and class, which saves a fifth of the time."""
         meta = body["metadata"]
-        if self._job is None or self._job.generation != meta["generation"]:
-            self._job = DDPJob.read(body)
         status = JobStatus.read(body.get("status") or {})
-        return replace(self._job, status=status, resource_version=meta["resourceVersion"])
+        known = self._job
+        if known is None or known.generation != meta["generation"] or known.status.job_class != status.job_class:
+            self._job = known = DDPJob.read(body)
+        queue, priority = queue_labels(meta, taken_class(body["spec"], status))
+        version = meta["resourceVersion"]
+        return replace(known, status=status, resource_version=version, queue=queue, queue_priority=priority)
 
     def _list(self) -> tuple[PodView, ...]:
         if self._pods is None or self.clock.now - self._listed >= LISTED_FOR:
@@ -145,7 +191,7 @@ class MemoryCluster:
             name, version = body["metadata"]["name"], body["metadata"]["resourceVersion"]
             known = self._hosts.get(name)
             if known is None or known[0] != version:
-                known = self._hosts[name] = version, HostView.read(body)
+                known = self._hosts[name] = version, HostView.read(body, SIGNALS)
             found[name] = known[1]
         self._remembered = remembered(self._remembered, found, self.clock.moment())
         return self._remembered
@@ -201,6 +247,7 @@ class MemoryCluster:
             except Refusal:
                 found = self.store.get(kind, name)
                 owners = [o["uid"] for o in found["metadata"].get("ownerReferences", ())]
+                owners += [found["metadata"].get("labels", {}).get(LABEL_UID)] if "Claim" in kind else []
                 if job.uid not in owners or "deletionTimestamp" in found["metadata"]:
                     raise NameTaken("an object of this name is still being removed") from None
             self.changed()
@@ -214,6 +261,36 @@ class MemoryCluster:
             self.changed()
 
         self._call(f"deletes {name} (grace {grace})", act)
+
+    async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
+        def act() -> None:
+            with contextlib.suppress(Refusal):
+                self.store.delete("PodGroup", name, uid)
+
+        self._call(f"deletes PodGroup {name}", act)
+
+    async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
+        def act() -> None:
+            with contextlib.suppress(Refusal):
+                self.store.delete("Workload", name, uid)
+
+        self._call(f"deletes Workload {name}", act)
+
+    async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
+        change = partial(marked, condition=condition, reason=reason, message=message)
+        self._change_workload(f"marks Workload {name} {condition}", name, uid, change)
+
+    async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
+        self._change_workload(f"releases Workload {name}", name, uid, released)
+
+    def _change_workload(self, what: str, name: str, uid: str, change: Callable[[Json, datetime], Json | None]) -> None:
+        def act() -> None:
+            found = self.store.find("Workload", name)
+            changed = change(found, self.clock.moment()) if found and found["metadata"]["uid"] == uid else None
+            if changed is not None:
+                self.store.replace_status("Workload", name, changed)
+
+        self._call(what, act)
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         def act() -> None:
@@ -248,6 +325,15 @@ class MemoryCluster:
                 self.clock.later(self.random.uniform(0, 2), deliver)
 
         self._call(f"posts {verb} {body}", act)
+
+    async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
+        def act() -> None:
+            if id not in self.outcomes:
+                self.received.append(body)
+                works = self.receiver_works
+                self.outcomes[id] = Outcome(delivered=works, message="" if works else "HTTP 500")
+
+        self._call(f"notifies {receiver} of {body['event']}", act)
 
     async def record(self, job: DDPJob, event: Event) -> None:
         self._call(f"event {event.reason}: {event.message.splitlines()[0]}", lambda: self.events.append(event))

@@ -27,10 +27,11 @@ STARTING_SECONDS: float = sockets.STARTING_SECONDS
 RECONNECT_SECONDS: float = protocol.RECONNECT_SECONDS
 LOOKUP_SECONDS: float = client.LOOKUP_SECONDS
 EXIT_STEPPED_ASIDE, EXIT_RENDEZVOUS_LOST = protocol.EXIT_STEPPED_ASIDE, protocol.EXIT_RENDEZVOUS_LOST
-EXIT_STOPPED, EXIT_INIT_FAILURE, EXIT_FENCED = (
+EXIT_STOPPED, EXIT_INIT_FAILURE, EXIT_FENCED, EXIT_UNFIT = (
     protocol.EXIT_STOPPED,
     protocol.EXIT_INIT_FAILURE,
     protocol.EXIT_FENCED,
+    protocol.EXIT_UNFIT,
 )
 encode, decode = protocol.encode, protocol.decode
 seal, is_sealed = protocol.seal, protocol.is_sealed

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from simulation.defects import DEFECTS, first_that_finds
-from simulation.story import Story
+from simulation.story import KINDS, Story
 
 
 def play(seed: int, *, trace: bool = False) -> Story:
@@ -30,11 +30,9 @@ def play(seed: int, *, trace: bool = False) -> Story:
     return story
 
 
-def replay(seed: int, *, trace: bool, kubelets: bool = False) -> int:
-    """Prints the story, or only how it ended. `kubelets`: with the faults in which they die."""
-    story = Story(seed, trace=trace)
-    if kubelets:
-        story.left_out = frozenset()
+def replay(seed: int, *, trace: bool, kind: str = "") -> int:
+    """Prints the story, or only how it ended. `kind`: with the faults of this kind."""
+    story = KINDS[kind](seed, trace=trace)
     failed = ""
     try:
         asyncio.run(story.run())
@@ -50,14 +48,14 @@ def replay(seed: int, *, trace: bool, kubelets: bool = False) -> int:
     return 1 if failed else 0
 
 
-def run(seeds: Iterable[int], until: float = float("inf")) -> int:
+def run(seeds: Iterable[int], until: float = float("inf"), kind: str = "") -> int:
     """Many of them; prints the replay command of each that fails."""
     began, count, failed, faults = time.monotonic(), 0, 0, Counter[str]()
     reconciles, seconds = 0, 0.0
     for seed in seeds:
         if time.monotonic() > until:
             break
-        story = Story(seed)
+        story = KINDS[kind](seed)
         count += 1
         try:
             asyncio.run(story.run())
@@ -66,6 +64,7 @@ def run(seeds: Iterable[int], until: float = float("inf")) -> int:
             print(
                 f"seed {seed}: {str(error)[:300]}\n"
                 f"    .venv/bin/python tests/simulation/replay.py --seed {seed} --trace"
+                + (f" --kind {kind}" if kind else "")
             )
         faults += story.faults
         reconciles += story.reconciles
@@ -96,21 +95,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", default="0:2000")
     parser.add_argument("--trace", action="store_true")
-    parser.add_argument("--kubelets", action="store_true", help="with the faults in which kubelets die")
+    parser.add_argument("--kind", choices=KINDS, default="", help="with kubelets that die, or with health agents")
     parser.add_argument("--minutes", type=float, default=60.0)
     arguments = parser.parse_args()
     if arguments.what == "replay":
         if arguments.seed is None:
             parser.error("--seed is missing")
-        return replay(arguments.seed, trace=arguments.trace, kubelets=arguments.kubelets)
+        return replay(arguments.seed, trace=arguments.trace, kind=arguments.kind)
     if arguments.what == "defects":
         return defects()
     if arguments.what == "soak":
         first = int(time.time()) * 1000
         print(f"from seed {first} on, for {arguments.minutes:g} minutes")
-        return run(range(first, first + 10**9), time.monotonic() + 60 * arguments.minutes)
+        return run(range(first, first + 10**9), time.monotonic() + 60 * arguments.minutes, arguments.kind)
     first, _, last = arguments.seeds.partition(":")
-    return run(range(int(first), int(last)))
+    return run(range(int(first), int(last)), kind=arguments.kind)
 
 
 if __name__ == "__main__":

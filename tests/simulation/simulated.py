@@ -47,7 +47,7 @@ class Simulation:
             {
                 "metadata": {"name": KEY.name, "uid": "job-uid"},
                 "spec": {"image": "image", "script": "train.py", "nodes": 2, "gpusPerNode": 0, **spec},
-                "status": {},
+                "status": {"schema": 1},
             },
         )
 

@@ -10,7 +10,10 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from unittest import mock
 
+from ddpjob.core.failures import node_health
 from ddpjob.core.world import Role
 from ddpjob.objects.platform import Platform
 
@@ -61,8 +64,9 @@ class Looks:
 class Story:
     """One seed."""
 
-    left_out: frozenset[str] = frozenset({"kubelet"})
-    """Names of faults. Those of kubelets have seeds of their own: what runs without one hears nothing."""
+    left_out: frozenset[str] = frozenset({"kubelet", "agent"})
+    """Names of faults. Those of kubelets have seeds of their own: what runs without one hears nothing. So do those of
+    health agents, which come with a judgement that is quicker than in earnest."""
     only: tuple[str, ...] = ()
     """Where some are named, no others happen."""
 
@@ -460,6 +464,20 @@ def _kubelet(t: Story) -> bool:
     return True
 
 
+def _agent(t: Story) -> bool:
+    """A health agent speaks against a node where the job runs: for a moment, for long, or again and again."""
+    hosts = [p.host for p in t.s.machines.pods.values() if p.running and not p.host.silent and not p.host.ill]
+    if not hosts:
+        return False
+    host, begin = t.random.choice(hosts), 0.0
+    for seconds in t.random.choice(((1.0,), (20.0,), (120.0,), (4.0, 4.0, 4.0), (1.0, 1.0, 9.0))):
+        t.s.clock.later(begin, lambda: t.s.machines.diagnose(host, True))
+        t.s.clock.later(begin + seconds, lambda: t.s.machines.diagnose(host, False))
+        begin += seconds + 1
+    t.s.network.say(f"FAULT: the health agent of host {host.name} speaks")
+    return True
+
+
 def _delete_host(t: Story) -> bool:
     hosts = [p.host for p in t.s.machines.pods.values() if p.running and not p.host.cut]
     if not hosts or len(t.s.machines.hosts) < 6:
@@ -603,6 +621,7 @@ FAULTS: dict[str, tuple[Callable[[Story], bool], int]] = {
     "cut-host": (_cut_host, 3),
     "delete-host": (_delete_host, 1),
     "kubelet": (_kubelet, 6),
+    "agent": (_agent, 6),
     "isolate": (_isolate, 3),
     "cut-operator": (_cut_operator, 1),
     "kill-operator": (_kill_operator, 4),
@@ -618,3 +637,23 @@ FAULTS: dict[str, tuple[Callable[[Story], bool], int]] = {
     "init-failure": (_init_failure, 1),
 }
 OWN = {"worker", "two-workers", "worker-oom", "exit", "exit-pair", "hang", "init-failure"}
+
+
+class KubeletStory(Story):
+    """With the faults in which kubelets die."""
+
+    left_out = frozenset({"agent"})
+
+
+class AgentStory(Story):
+    """With health agents, which are believed after 3 s: a story is shorter than what is waited for in earnest."""
+
+    left_out = frozenset({"kubelet"})
+
+    async def run(self) -> None:
+        with mock.patch.object(node_health, "LASTS", timedelta(seconds=3)):
+            await super().run()
+
+
+KINDS: dict[str, type[Story]] = {"": Story, "kubelets": KubeletStory, "agents": AgentStory}
+"""By the option of replay.py that plays them."""

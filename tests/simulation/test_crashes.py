@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import ddpjob.engine.reconcile as reconcile_module
 import pytest
-from ddpjob.api.types import DDPJob
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import NotificationState
 from ddpjob.core.decision import Decision
 from ddpjob.core.world import Role
 from ddpjob.engine.apply import Applied
@@ -162,28 +163,71 @@ async def both_out_of_memory(s: Simulation) -> None:
     await s.until_phase("Complete")
 
 
+TEMPLATE = {"spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}}
+
+
+async def makes_a_claim(s: Simulation) -> None:
+    s.change_spec({"storage": {"checkpoints": {"claimTemplate": TEMPLATE}}})
+    await s.until_phase("Running")
+    [claim] = s.store.all("PersistentVolumeClaim")
+    assert claim["metadata"]["name"] == "job-checkpoints"
+    s.force_delete(some_node(s))
+    await s.until_phase("Complete")
+
+
 async def time_to_live(s: Simulation) -> None:
     s.change_spec({"runPolicy": {"ttlSecondsAfterFinished": 5}})
     await s.until(lambda: s.job is None)
+
+
+NOTIFIED = {"notify": {"receiver": "team"}}
+
+
+async def complete_and_notified(s: Simulation) -> None:
+    s.change_spec(NOTIFIED)
+    await s.until_phase("Complete")
+    await notified(s)
+
+
+async def failed_and_notified(s: Simulation) -> None:
+    s.change_spec({**NOTIFIED, "recovery": {"maxRestarts": 1}})
+    await s.until_phase("Running")
+    assert s.worker_fails(next(p.name for p in s.nodes() if p.running))
+    await s.until(lambda: s.status["restarts"]["counted"] == 1 and s.phase == "Running")
+    assert s.worker_fails(next(p.name for p in s.nodes() if p.running))
+    await s.until_phase("Failed")
+    await notified(s)
+
+
+async def notified_and_deleted(s: Simulation) -> None:
+    s.change_spec({**NOTIFIED, "runPolicy": {"ttlSecondsAfterFinished": 0}})
+    await s.until(lambda: s.job is None)
+
+
+async def notified(s: Simulation) -> None:
+    await s.until(lambda: all(n["state"] == "Delivered" for n in s.status["notifications"]))
 
 
 SCENARIOS: list[Scenario] = [
     start_and_complete, pod_deleted, worker_fails, pod_fails, failed_pod_removed, coordinator_deleted,
     suspended_and_resumed, scaled, key_changed, runtime_changed,
     budget_spent, time_to_live, spare_takes_over, elastic_shrinks_and_grows, scaled_down_and_up, node_lost,
-    fast_coordinator_lost, both_out_of_memory,
+    fast_coordinator_lost, both_out_of_memory, makes_a_claim,
+    complete_and_notified, failed_and_notified, notified_and_deleted,
 ]  # fmt: skip
 
 
 def outcome(s: Simulation) -> object:
+    # A receiver may get one twice, if the operator dies before it has written that it was delivered: with the same id.
+    got = sorted({(body["id"], body["event"]) for body in s.cluster.received})
     if s.job is None:
-        return "gone"
+        return "gone", got
     restarts = s.status["restarts"]
     recent = [(r["reason"], r["counted"]) for r in restarts.get("recent", ())]
     # The coordinator reports a change of size as well: whether that is recorded beside Scaled depends on the moment.
     echoes = recent.count(("Joined", False)) if ("Scaled", False) in recent else 0
     reasons = [one for one in recent if not echoes or one != ("Joined", False)]
-    return s.phase, restarts["counted"], restarts["uncounted"] - echoes, reasons
+    return s.phase, restarts["counted"], restarts["uncounted"] - echoes, reasons, got
 
 
 async def run(scenario: Scenario, die_at: set[int], placement: str) -> Simulation:
@@ -218,6 +262,12 @@ async def _status_last(cluster: Cluster, job: DDPJob, decision: Decision) -> App
     return await right_apply(cluster, job, replace(decision, actions=()))
 
 
+async def _calls_it_delivered_before(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
+    """A defect: writes that a notification was delivered, and then sends it."""
+    done = tuple(replace(n, state=NotificationState.DELIVERED) for n in decision.status.notifications)
+    return await right_apply(cluster, job, replace(decision, status=replace(decision.status, notifications=done)))
+
+
 async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
     """A defect: does not write down which of the coordinator's incidents it has counted."""
     counts = replace(decision.status.restarts, seen_incident=0)
@@ -225,7 +275,12 @@ async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) 
 
 
 @pytest.mark.parametrize(
-    ("defect", "scenario"), [(_status_last, failed_pod_removed), (_forgets_incidents, worker_fails)]
+    ("defect", "scenario"),
+    [
+        (_status_last, failed_pod_removed),
+        (_forgets_incidents, worker_fails),
+        (_calls_it_delivered_before, complete_and_notified),
+    ],
 )
 async def test_the_check_sees_a_deliberate_defect(
     defect: Callable[..., Awaitable[Applied]], scenario: Scenario, monkeypatch: pytest.MonkeyPatch

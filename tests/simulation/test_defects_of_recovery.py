@@ -95,6 +95,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFECTS)
 async def test_a_deliberate_defect_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, attribute, wrong, check = DEFECTS[name]

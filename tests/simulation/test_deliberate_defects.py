@@ -10,6 +10,7 @@ import pytest
 from .defects import DEFECTS, finds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_deliberate_defect_is_found(name: str) -> None:
     defect = DEFECTS[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 
 from .kubelet import Host, Pod
 from .simulated import Simulation, conditions

@@ -2,7 +2,7 @@
 the end of story.py.
 
 The environment variable DDPJOB_SEEDS says how many seeds are played (2,000 without it); a twentieth with kubelets that
-die, so that of few seeds some parts play none.
+die, and one with health agents that speak against nodes, so that of few seeds some parts play none.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ import traceback
 
 import pytest
 
-from .story import Story
+from .story import KINDS
 
 SEEDS = int(os.environ.get("DDPJOB_SEEDS", "2000"))
 PARTS = 40
 """Tests that the seeds are dealt to, so that workers share them."""
 
 
-@pytest.mark.parametrize("kubelets", [False, True], ids=["", "kubelets-die"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_faults(part: int, kubelets: bool) -> None:
-    for seed in range(part, SEEDS // 20 if kubelets else SEEDS, PARTS):
-        story = Story(seed)
-        if kubelets:
-            story.left_out = frozenset()
+def test_random_faults(part: int, kind: str) -> None:
+    for seed in range(part, SEEDS // 20 if kind else SEEDS, PARTS):
+        story = KINDS[kind](seed)
         try:
             asyncio.run(story.run())
         except Exception:
             pytest.fail(
                 f"{traceback.format_exc()}\n\nTo see what happened:\n"
-                f"    .venv/bin/python tests/simulation/replay.py --seed {seed} --trace" + " --kubelets" * kubelets,
+                f"    .venv/bin/python tests/simulation/replay.py --seed {seed} --trace"
+                + (f" --kind {kind}" if kind else ""),
                 pytrace=False,
             )

@@ -6,9 +6,11 @@ What is done, and that the status is true meanwhile.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
-from ddpjob.api.types import DDPJob, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
 from ddpjob.core.world import Role
 
 from .kubelet import Pod
@@ -295,6 +297,104 @@ async def test_a_silent_node_is_left_and_its_pod_replaced_elsewhere(mode: str, k
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-1"]
 
 
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+async def test_a_pod_leaves_an_unhealthy_node_before_it_fails(mode: str) -> None:
+    s = Simulation({"nodes": 2, "recovery": {"mode": mode}}, steps=10**6)
+    s.machines.saves = True
+    await s.until_phase("Running")
+    node = s.pods["job-1-0"].node
+    s.machines.diagnose(s.host_of("job-1-0"), True)
+    await passes(s, 55)
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"], "it has to last"
+    await passes(s, 15)
+    await s.until_phase("Running")
+    assert [p.name for p in running(s)] == ["job-0-0", "job-1-1"] and s.pods["job-1-1"].node != node
+    assert reasons(s) == [("NodeUnhealthy", False)] and s.status["restarts"]["counted"] == 0
+    assert [entry["node"] for entry in s.status["avoidedNodes"]] == [node]
+    assert "NodesHealthy" not in conditions(s)
+
+
+async def test_what_an_agent_takes_back_moves_nothing() -> None:
+    s = Simulation({"nodes": 2}, steps=10**6)
+    await s.until_phase("Running")
+    for _ in range(6):
+        s.machines.diagnose(s.host_of("job-1-0"), True)
+        await passes(s, 40, step=2)
+        s.machines.diagnose(s.host_of("job-1-0"), False)
+        await passes(s, 5, step=2)
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
+
+
+async def test_a_broken_agent_that_speaks_against_most_nodes_moves_nothing() -> None:
+    s = Simulation({"nodes": 2}, steps=10**6)
+    await s.until_phase("Running")
+    for host in list(s.machines.hosts.values())[:3]:
+        s.machines.diagnose(host, True)
+    await passes(s, 90, step=2)
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
+    shown = conditions(s)["NodesHealthy"]
+    assert (shown["status"], shown["reason"]) == ("False", "TooManyUnhealthy")
+    assert "more than a quarter of the Kubernetes nodes of its kind are unhealthy" in shown["message"]
+    for host in s.machines.hosts.values():
+        s.machines.diagnose(host, False)
+    await passes(s, 5)
+    assert conditions(s)["NodesHealthy"]["status"] == "True"
+
+
+async def test_a_spare_takes_over_from_an_unhealthy_node_at_once() -> None:
+    s = Simulation({**FAST, "nodes": 2, "spares": 1}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+    for host in s.machines.hosts.values():
+        s.machines.cordon(host)  # there is no other place
+    s.machines.diagnose(s.host_of("job-0-0"), True)
+    await passes(s, 63)
+    assert reasons(s) == [("NodeUnhealthy", False)]
+    assert conditions(s)["Running"]["status"] == "True" and s.status["nodes"]["display"].startswith("2/2")
+
+
+async def test_a_pod_stays_on_an_unhealthy_node_where_there_is_no_other() -> None:
+    s = Simulation({"nodes": 2}, steps=10**6)
+    await s.until_phase("Running")
+    for host in s.machines.hosts.values():
+        s.machines.cordon(host)  # there is no other place
+    s.machines.diagnose(s.host_of("job-0-0"), True)
+    await passes(s, 90, step=2)
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
+    assert conditions(s)["NodesHealthy"]["reason"] == "NoOtherNode"
+
+
+@pytest.mark.parametrize("end", ["Suspended", "Complete", "Failed"])
+async def test_a_job_without_pods_says_nothing_of_their_nodes(end: str) -> None:
+    s = Simulation({"nodes": 2}, steps=400)
+    await s.until_phase("Running")
+    for host in s.machines.hosts.values():
+        s.machines.cordon(host)
+    s.machines.diagnose(s.host_of("job-0-0"), True)
+    await passes(s, 65)
+    assert conditions(s)["NodesHealthy"]["status"] == "False"
+    if end == "Suspended":
+        s.change_spec({"runPolicy": {"suspend": True}})
+    elif end == "Failed":
+        s.change_spec({"runPolicy": {"activeDeadlineSeconds": 60}})
+    await s.until_phase(end, 1000)
+    assert "NodesHealthy" not in conditions(s)
+
+
+async def test_a_job_leaves_a_node_once_an_hour_and_moves_three_times_at_most() -> None:
+    s = Simulation({"nodes": 1}, steps=10**7)
+    await s.until_phase("Running")
+    for number in range(4):
+        s.machines.diagnose(s.host_of(f"job-0-{number}"), True)
+        await passes(s, 80, step=2)
+        if number < 3:
+            for host in s.machines.hosts.values():
+                s.machines.diagnose(host, False)
+    assert [p.name for p in running(s)] == ["job-0-3"]
+    assert conditions(s)["NodesHealthy"]["reason"] == "MovedTooOften"
+    await passes(s, 3600, step=10)
+    assert [p.name for p in running(s)] == ["job-0-4"], "an hour later it may move again"
+
+
 async def test_a_short_silence_is_no_loss() -> None:
     s = Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000)
     await s.until_phase("Running")
@@ -509,6 +609,44 @@ async def test_an_import_error_before_any_step_fails_the_job() -> None:
     await s.until_phase("Failed", limit=3)
     assert conditions(s)["Failed"]["reason"] == "InitFailure"
     assert "No module named 'lunch'" in conditions(s)["Failed"]["message"]
+
+
+NAME_ERROR = "NameError: name 'lunch' is not defined"
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_the_same_error_in_the_program_three_times_before_any_step_fails_the_job(mode: str) -> None:
+    s = Simulation({"recovery": {"mode": mode}}, steps=10**9)
+    s.training.progress = False
+    for rank in (1, 0, 1):
+        await s.until(lambda: s.phase == "Failed" or s.worker_fails(f"job-{rank}-0", NAME_ERROR))  # noqa: B023
+    await s.until_phase("Failed", limit=5)
+    failed = conditions(s)["Failed"]
+    assert failed["reason"] == "ProgramError" and s.status["restarts"]["counted"] == 3
+    assert NAME_ERROR in failed["message"] and "waits" not in failed["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "recovery", "progress"),
+    [
+        ([NAME_ERROR, NAME_ERROR, NAME_ERROR.replace("lunch", "dinner")], {}, False),
+        (["ValueError: lunch"] * 3, {}, False),  # What a disk or a network gave may be another value the next time.
+        ([NAME_ERROR] * 3, {}, True),
+        ([NAME_ERROR] * 3, {"rules": [{"cause": "ExitCode", "exitCodes": [1], "action": "Restart"}]}, False),
+    ],
+)
+async def test_other_errors_before_the_first_step_are_tried_again(
+    messages: list[str], recovery: dict[str, Any], progress: bool
+) -> None:
+    s = Simulation({"recovery": recovery}, steps=10**9)
+    s.training.progress = progress
+    for number, message in enumerate(messages, start=1):
+        await s.until_phase("Running")
+        if progress:
+            await passes(s, 3)
+        assert s.worker_fails("job-1-0", message)
+        await s.until(lambda: len(reasons(s)) == number)  # noqa: B023
+    await s.until_phase("Running")
 
 
 async def test_a_pod_that_fails_at_its_start_again_and_again_waits() -> None:

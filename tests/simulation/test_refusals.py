@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ddpjob.api.types import DDPJob, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
 from ddpjob.engine.ports import NameTaken, Refused
+from ddpjob.objects.claim import build_claim
 
 from .clock import EPOCH
 from .operator_port import MemoryCluster
@@ -19,8 +21,11 @@ class RefusingCluster(MemoryCluster):
     pods_allowed = 99
     taken = False
     denial: Refused | None = None
+    claim_denial: Refused | None = None
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
+        if manifest["kind"] == "PersistentVolumeClaim" and self.claim_denial is not None:
+            raise self.claim_denial
         if manifest["kind"] == "Service" and self.taken:
             raise NameTaken("an object of this name is there and does not belong to this job")
         if manifest["kind"] == "Pod" and len(list(self.store.all("Pod"))) >= self.pods_allowed:
@@ -290,3 +295,142 @@ async def test_what_else_a_namespace_forbids_is_reported_with_the_field() -> Non
     message = conditions(s)["Scheduled"]["message"]
     assert "hostPort" in message and "spec.podTemplate.spec.securityContext" in message
     assert not list(s.store.all("Pod"))
+
+
+# --- the claim that a job makes ---------------------------------------------------------------------------------
+
+CLAIM = {"spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}}
+FIELD = "spec.storage.checkpoints.claimTemplate"
+
+
+def storing(when_deleted: str = "Retain") -> Json:
+    return {"storage": {"checkpoints": {"claimTemplate": {**CLAIM, "whenDeleted": when_deleted}}}}
+
+
+async def test_a_quota_of_storage_is_reported_with_the_field_and_never_counts() -> None:
+    s = Refusing(storing())
+    s.cluster.claim_denial = Refused(403, "exceeded quota: storage, requested: requests.storage=1Gi")
+    for _ in range(30):
+        await s.settle()
+        s.advance(1)
+    scheduled = conditions(s)["Scheduled"]
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "CreationRefused")
+    assert f"PersistentVolumeClaim job-checkpoints ({FIELD}): exceeded quota" in scheduled["message"]
+    assert not s.pods and [e.reason for e in s.cluster.events].count("CreationRefused") == 1
+    s.cluster.claim_denial = None
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["total"] == 0
+
+
+async def test_a_claim_that_is_refused_for_good_fails_the_job_with_the_field() -> None:
+    s = Refusing(storing())
+    s.cluster.claim_denial = Refused(422, "spec.dataSource.name: Invalid value")
+    await s.until_phase("Failed")
+    failed = conditions(s)["Failed"]
+    assert failed["reason"] == "InvalidClaim" and FIELD in failed["message"] and not s.pods
+    assert s.status["restarts"]["total"] == 0
+
+
+@pytest.mark.parametrize("when_deleted", ["Retain", "Delete"])
+async def test_a_claim_stays_or_goes_with_its_job(when_deleted: str) -> None:
+    s = Refusing(storing(when_deleted))
+    await s.until_phase("Complete")
+    [claim] = s.store.all("PersistentVolumeClaim")
+    assert claim["metadata"]["labels"]["ddpjob.io/job-uid"] == s.job_body["metadata"]["uid"]
+    s.store.remove("DDPJob", s.job_body)
+    assert (s.store.find("PersistentVolumeClaim", "job-checkpoints") is not None) == (when_deleted == "Retain")
+
+
+async def test_a_kept_claim_is_used_again() -> None:
+    s, mark = Refusing(storing()), "ddpjob.io/claim-template"
+    kept = build_claim(DDPJob.read(s.job_body))
+    kept["metadata"]["labels"]["ddpjob.io/job-uid"] = "earlier"
+    other = {**kept, "metadata": {**kept["metadata"], "annotations": {mark: "another"}}}
+    s.store.create("PersistentVolumeClaim", other)
+    await s.settle()
+    assert "made from another claimTemplate" in conditions(s)["Scheduled"]["message"] and not s.pods
+    s.store.remove("PersistentVolumeClaim", s.store.get("PersistentVolumeClaim", "job-checkpoints"))
+    s.store.create("PersistentVolumeClaim", kept)
+    await s.until_phase("Complete")
+    [claim] = s.store.all("PersistentVolumeClaim")
+    assert claim["metadata"]["labels"]["ddpjob.io/job-uid"] == "earlier", "it is not touched"
+
+
+async def test_somebody_elses_claim_is_never_used() -> None:
+    s = Refusing(storing())
+    theirs = {"metadata": {"name": "job-checkpoints"}, "spec": CLAIM["spec"]}
+    s.store.create("PersistentVolumeClaim", theirs)
+    for _ in range(20):
+        await s.settle()
+        s.advance(1)
+    scheduled = conditions(s)["Scheduled"]
+    assert scheduled["reason"] == "ClaimTaken" and FIELD in scheduled["message"]
+    assert not s.pods and s.store.find("Service", "job") is None, "nothing is created"
+    s.store.remove("PersistentVolumeClaim", s.store.get("PersistentVolumeClaim", "job-checkpoints"))
+    await s.until_phase("Complete")
+
+
+# --- storage that changes while the job is suspended ------------------------------------------------------------
+
+
+async def resumed_with(s: Simulation, storage: Json) -> None:
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    s.spec["storage"] = {}
+    s.change_spec({**storage, "runPolicy": {"suspend": False}})
+    for _ in range(20):
+        await s.settle()
+        s.advance(1)
+
+
+async def until_trained(s: Simulation) -> None:
+    await s.until_phase("Running")
+    while not s.status.get("trained"):
+        await s.one_pass()
+        s.advance(10)
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+async def test_a_claim_does_not_go_with_a_job_whose_spec_says_so_no_more(made_again: bool) -> None:
+    s = Refusing(storing("Delete"), steps=10**6)
+    await s.until_phase("Running")
+    named = {"storage": {"checkpoints": {"claimName": "job-checkpoints"}}}
+    await resumed_with(s, named)
+    if made_again:
+        await resumed_with(s, storing("Retain"))
+    scheduled = conditions(s)["Scheduled"]
+    assert scheduled["reason"] == "ClaimTaken" and "kubectl patch pvc job-checkpoints" in scheduled["message"]
+    assert not s.pods
+    claim = s.store.get("PersistentVolumeClaim", "job-checkpoints")
+    claim["metadata"]["ownerReferences"] = []
+    if made_again:
+        await s.until(lambda: "made by this job from another" in conditions(s)["Scheduled"]["message"])
+        await resumed_with(s, named)
+    await s.until_phase("Running")
+    s.store.remove("DDPJob", s.job_body)
+    assert s.store.find("PersistentVolumeClaim", "job-checkpoints") is not None
+
+
+async def test_a_job_that_has_trained_without_a_claim_may_be_given_one() -> None:
+    s = Refusing({}, steps=10**6)
+    await until_trained(s)
+    await resumed_with(s, storing())
+    await s.until_phase("Running")
+    assert s.store.find("PersistentVolumeClaim", "job-checkpoints") is not None and s.status["claimMade"]
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_a_claim_that_is_lost_under_a_job_is_not_made_again(mode: str) -> None:
+    s = Refusing({**storing(), "recovery": {"mode": mode}}, steps=10**6)
+    await until_trained(s)
+    claim = s.store.get("PersistentVolumeClaim", "job-checkpoints")
+    s.store.remove("PersistentVolumeClaim", claim)
+    s.force_delete("job-0-0")
+    await s.until(lambda: conditions(s)["Scheduled"]["reason"] == "ClaimNotFound")
+    for _ in range(60):
+        await s.one_pass()
+        s.advance(1)
+    assert s.store.find("PersistentVolumeClaim", "job-checkpoints") is None
+    assert not {p.name for p in s.nodes()} - {"job-1-0"}, "no pod is made that would train from nothing"
+    s.store.create("PersistentVolumeClaim", claim)  # from a backup
+    await s.until_phase("Running")

@@ -88,6 +88,7 @@ def sole_refusals() -> list[tuple[str, Any, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "number"), [pytest.param(p, n, id=f"{'.'.join(p[1::2])}-{n}") for p, n in _rules(object_schema())]
 )

@@ -184,6 +184,7 @@ def test_no_text_makes_the_reader_raise_another_exception(text: str) -> None:
         assert str(error)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(_FIELDS, _VALUES))
 def test_no_spec_makes_the_checks_raise(spec: dict[str, object]) -> None:
     problems = validate({"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "a"}, "spec": spec})

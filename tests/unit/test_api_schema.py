@@ -19,22 +19,29 @@ from typing import Any
 
 import pytest
 import yaml
-from ddpjob.api import types
+from ddpjob.api import job_spec
 from ddpjob.api.cel import SUPPORTED
-from ddpjob.api.schema import Json, apply_defaults, load_crd, object_schema, schema_of, to_json_schema
-from ddpjob.api.types import (
+from ddpjob.api.job_spec import JobSpec, NotifyEvent
+from ddpjob.api.job_status import (
     AvoidedNode,
+    ClassLimits,
     Condition,
     ConditionType,
-    JobSpec,
+    GangStatus,
+    JobClass,
     JobStatus,
+    Notification,
+    NotificationState,
     Phase,
+    PodChanges,
+    QueueStatus,
     RendezvousStatus,
     Restart,
     Restarts,
     Slot,
     SlotState,
 )
+from ddpjob.api.schema import Json, apply_defaults, load_crd, object_schema, schema_of, to_json_schema
 from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +106,7 @@ def test_rules_use_what_both_evaluators_support() -> None:
 
 def test_no_field_changes_by_itself_while_running() -> None:
     """A field of spec either may change at any time or has a rule against it, never both."""
-    free = {"nodes", "elastic", "spares", "recovery", "runPolicy"}
+    free = {"nodes", "elastic", "spares", "recovery", "runPolicy", "notify"}
     guarded = {rule["fieldPath"].lstrip(".") for rule in SPEC["x-kubernetes-validations"] if "oldSelf" in rule["rule"]}
     assert guarded == (set(SPEC["properties"]) - free) | {"recovery.mode"}
 
@@ -112,7 +119,10 @@ def _two_values(schema: Mapping[str, Any]) -> tuple[Any, Any]:
     """Two different values of a field: at least one is not its default."""
     if "enum" in schema:
         return schema["enum"][0], schema["enum"][-1]
-    by_type = {"boolean": (False, True), "integer": (70, 71), "number": (7.5, 8.5), "string": ("/some", "/other")}
+    by_type: dict[str, tuple[Any, Any]] = {
+        "boolean": (False, True), "integer": (70, 71), "number": (7.5, 8.5),
+        "string": ("/some", "/other"), "object": ({}, {}),
+    }  # fmt: skip
     return by_type.get(schema.get("type", ""), ("7Gi", "8Gi"))
 
 
@@ -174,10 +184,11 @@ def test_no_default_is_written_twice() -> None:
     assert len(declared) > 50
     for schema, found in declared:
         assert found.default_factory is MISSING, found
-        assert found.default is MISSING if "default" in schema else found.default in (MISSING, None, ()), found
+        assert found.default is MISSING if "default" in schema else found.default in (MISSING, None, (), ""), found
     # Nor may the code that reads contain one; 0, 1 and 10 have other uses.
     defaults = {s["default"] for _, s in _schemas(SPEC, "") if isinstance(s.get("default"), str | int)} - {0, 1, 10}
-    tree = ast.parse(Path(types.__file__).read_text())
+    folder = Path(job_spec.__file__).parent
+    tree = ast.parse("\n".join((folder / f"{name}.py").read_text() for name in ("job_spec", "job_status", "job")))
     enums = {node for c in tree.body if ast.unparse(c).find("(StrEnum)") > 0 for node in ast.walk(c)}
     literals = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and n not in enums}
     assert literals & defaults == set()
@@ -202,11 +213,13 @@ def test_the_enums_have_the_same_values() -> None:
     def values(path: str, part: Mapping[str, Any]) -> set[str]:
         return set(dict(_schemas(part, ""))[path]["enum"])
 
-    assert values(".rendezvous.placement", SPEC) == set(types.Placement)
-    assert values(".recovery.mode", SPEC) == set(types.Mode)
-    assert values(".recovery.rules[].cause", SPEC) == set(types.RuleCause)
-    assert values(".recovery.rules[].action", SPEC) == set(types.RuleAction)
-    assert values(".runPolicy.cleanPodPolicy", SPEC) == set(types.CleanPodPolicy)
+    assert values(".rendezvous.placement", SPEC) == set(job_spec.Placement)
+    assert values(".recovery.mode", SPEC) == set(job_spec.Mode)
+    assert values(".recovery.rules[].cause", SPEC) == set(job_spec.RuleCause)
+    assert values(".recovery.rules[].action", SPEC) == set(job_spec.RuleAction)
+    assert values(".runPolicy.cleanPodPolicy", SPEC) == set(job_spec.CleanPodPolicy)
+    assert values(".notify.events[]", SPEC) == set(job_spec.NotifyEvent)
+    assert values(".notifications[].state", STATUS) == set(NotificationState)
     assert values(".slots[].state", STATUS) == values(".rendezvous.state", STATUS) == set(SlotState)
     columns = load_crd()["spec"]["versions"][0]["additionalPrinterColumns"]
     for text in (STATUS["properties"]["phase"]["description"], columns[0]["description"]):
@@ -229,6 +242,8 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
         round=2,
     )
     restart = replace(restart, consequence=True)
+    text = {"a": "b"}
+    changes = PodChanges(node_selector=text, tolerations=({"key": "a"},), labels=text, annotations=text)
     status = JobStatus(
         observed_generation=1,
         phase=Phase.RUNNING,
@@ -252,6 +267,16 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
         rendezvous=RendezvousStatus(
             generation=1, attempt=2, failures=3, not_before=now, state=SlotState.RUNNING, endpoint="a:29400", nodes=2
         ),
+        gang=GangStatus(nodes=2, placed=True),
+        job_class=JobClass(
+            name="c",
+            mark="m",
+            spec={"image": "a"},
+            queue="q",
+            fixed=("image",),
+            limits=ClassLimits(max_nodes=1, max_gpus_per_node=1, images=("a",)),
+        ),
+        queue=QueueStatus(workload="w", uid="u", cluster_queue="q", pods=3, node=changes, coordinator=changes),
         active=2,
         ready=2,
         spare=1,
@@ -281,24 +306,35 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
             seen_round=2,
             recent=(restart,),
         ),
+        notifications=(
+            Notification(
+                event=NotifyEvent.FAILED, id="uid.Failed.3", time=now, state=NotificationState.GIVEN_UP, message="m"
+            ),
+        ),
         progress=dict.fromkeys(("epoch", "epochs", "step", "steps", "percent", "loss", "samplesPerSecond"), 1)
         | dict.fromkeys(("eta", "display", "lossDisplay", "speedDisplay"), "a")
-        | {"metrics": {"accuracy": 1}, "updatedAt": TIME},
+        | {"metrics": {"accuracy": 1}, "updatedAt": TIME}
+        | {"stragglers": [{"rank": 3, "pod": "p", "node": "n", "slowdown": 1.8, "since": TIME}]},
         trained=True,
+        claim_made=True,
         schema=1,
     )
     status = replace(status, slots=(*status.slots, *(Slot(node=f"n{i}") for i in range(100))))
     written = status.write(JobSpec.read({"image": "a"}))
     assert [error.message for error in Draft202012Validator(to_json_schema(STATUS)).iter_errors(written)] == []
     assert JobStatus.read(written) == status
-    assert {path for path, _ in _schemas(STATUS, "")} - {"", ".progress.metrics[]"} == _paths(written, "")
+    of_class = ".jobClass.spec."  # Fields of the spec, which the status' schema does not repeat.
+    paths = {path for path in _paths(written, "") if not path.startswith(of_class)}
+    assert {path for path, _ in _schemas(STATUS, "")} - {""} == paths
     assert _at_default(status) == []
 
 
 def _paths(value: Any, path: str) -> set[str]:
-    """Paths of a JSON value as `_schemas` names them, metrics' names left out."""
+    """Paths of a JSON value as `_schemas` names them, with [] for whatever names a mapping's schema admits."""
     if isinstance(value, Mapping):
-        if path.endswith(".metrics"):
+        if path.endswith((".metrics", ".nodeSelector", ".labels", ".annotations")):
+            return {path, f"{path}[]"}
+        if path.endswith(".tolerations[]"):
             return {path}
         found = (_paths(item, f"{path}.{name}") for name, item in value.items())
         return {path for path in (path,) if path}.union(*found)
@@ -372,6 +408,8 @@ def test_what_nobody_writes_into_a_status_is_left_out() -> None:
     assert (read.rendezvous.generation, read.rendezvous.not_before) == (5, None)
     for nothing in ({"slots": 3}, {"slots": [None] * 5000}, {"conditions": {}}, {"restarts": None}, {"nodes": []}):
         assert JobStatus.read(nothing) == JobStatus(), nothing
+    assert JobStatus.read({"restarts": 5}) == JobStatus()
+    assert JobStatus.read({"slots": [{"count": 1, "nodes": 5}]}).slots == (Slot(),)
 
 
 SCHEMA_WORDS = {
@@ -452,9 +490,9 @@ def test_equal_slots_of_a_large_job_are_written_as_one() -> None:
 def test_a_crd_of_the_first_release_is_sent_only_what_it_holds() -> None:
     """It would prune the rest: a job of 1,024 slots would have one left."""
     spec = JobSpec.read({"image": "a"})
-    status = JobStatus(slots=(Slot(),) * 1024, trained=True)
+    status = JobStatus(slots=(Slot(),) * 1024, trained=True, claim_made=True)
     assert len(status.write(spec)["slots"]) == 1024
-    assert not {"trained", "schema"} & status.write(spec).keys()
+    assert not {"trained", "claimMade", "schema"} & status.write(spec).keys()
     assert apply_defaults({}, STATUS)["schema"] == 1, "a later CRD says that it is one"
 
 
@@ -489,22 +527,25 @@ def test_a_new_default_of_the_crd_restarts_no_job(monkeypatch: pytest.MonkeyPatc
         "default": {},
         "properties": {"policy": {"type": "string", "default": "Isolated"}, "queue": queue, "note": {"type": "string"}},
     }
-    later["properties"]["storage"]["properties"]["data"]["properties"]["cache"] = {"type": "boolean", "default": False}
+    later["properties"]["storage"]["properties"]["data"]["properties"]["split"] = {
+        "type": "boolean",
+        "default": False,
+    }
     read = apply_defaults(STORED, later)
-    assert read["fabric"] == {"policy": "Isolated", "queue": {"depth": 3}} and read["storage"]["data"]["cache"] is False
+    assert read["fabric"] == {"policy": "Isolated", "queue": {"depth": 3}} and read["storage"]["data"]["split"] is False
     assert JobSpec.read(read).template_hash == FIRST_HASH, "an operator that does not know the fields yet"
     with monkeypatch.context() as patched:
-        patched.setattr(types, "schema_of", lambda path: later if path == "spec" else schema_of(path))
-        assert types._template_hash(read, "Standard") == FIRST_HASH
+        patched.setattr(job_spec, "schema_of", lambda path: later if path == "spec" else schema_of(path))
+        assert job_spec._template_hash(read, "Standard") == FIRST_HASH
         for change in ({"policy": "Open"}, {"note": "x"}, {"queue": {"depth": 4}}):
             changed = {**read, "fabric": {**read["fabric"], **change}}
-            assert types._template_hash(changed, "Standard") != FIRST_HASH
+            assert job_spec._template_hash(changed, "Standard") != FIRST_HASH
     assert first_release_hash(_pruned(read)) == FIRST_HASH, "the first release, with its own CRD again"
 
 
 def _pruned(spec: Json) -> Json:
     spec = deepcopy(spec)
-    del spec["fabric"], spec["storage"]["data"]["cache"], spec["network"], spec["scheduling"]["disruptionBudget"]
+    del spec["fabric"], spec["storage"]["data"]["split"], spec["network"], spec["scheduling"]["disruptionBudget"]
     return spec
 
 
@@ -512,7 +553,7 @@ def test_the_defaults_of_the_first_release_stay_and_later_ones_are_not_added_to_
     """Another value would change what running jobs do, and the list decides what their hashes hold."""
     assert apply_defaults(STORED, schema_of("spec")).keys() >= STORED.keys()
     bare = {key: STORED[key] for key in ("image", "script")}
-    for name in types._FIRST_DEFAULTS:
+    for name in job_spec._FIRST_DEFAULTS:
         first = STORED
         for part in name.split("."):
             first = first[part]
@@ -521,4 +562,4 @@ def test_the_defaults_of_the_first_release_stay_and_later_ones_are_not_added_to_
             for part in name.split("."):
                 filled = filled[part]
             assert filled == first, name
-    assert len(types._FIRST_DEFAULTS) == 21
+    assert len(job_spec._FIRST_DEFAULTS) == 21

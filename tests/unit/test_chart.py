@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -30,6 +31,7 @@ def helm(*words: str) -> str:
 def test_every_object_has_the_recommended_labels() -> None:
     rendered = helm("template", "mine", str(CHART), "--set", f"replicas=2,{MONITORING}")
     objects = [document for document in yaml.safe_load_all(rendered) if document]
+    assert not [body for body in objects if "ddpjob-dashboard" in str(body)], "off unless it is asked for"
     assert {body["kind"] for body in objects} >= {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap"}
     for body in objects:
         labels = body["metadata"]["labels"]
@@ -69,7 +71,89 @@ def test_the_notes_work_without_the_checkout(upgrade: bool, tmp_path: Path) -> N
     assert checked(manifest)["spec"]["module"] == "torch.utils.collect_env"
 
 
+def test_the_charts_page_says_what_the_definition_says() -> None:
+    """The annotations that Artifact Hub shows."""
+    notes = yaml.safe_load((CHART / "Chart.yaml").read_text())["annotations"]
+    [shown] = yaml.safe_load(notes["artifacthub.io/crds"])
+    definition = yaml.safe_load((CHART / "crds" / "ddpjobs.ddpjob.io.yaml").read_text())
+    assert shown["name"] == definition["metadata"]["name"] and shown["kind"] == definition["spec"]["names"]["kind"]
+    assert shown["version"] in [version["name"] for version in definition["spec"]["versions"]]
+    for example in yaml.safe_load(notes["artifacthub.io/crdsExamples"]):
+        [manifest] = read_manifests(yaml.safe_dump(example), "the example")
+        assert checked(manifest)["kind"] == "DDPJob"
+
+
 @needs_helm
 def test_the_definition_can_be_taken_from_the_chart() -> None:
     shown = subprocess.run([str(HELM), "show", "crds", str(CHART)], capture_output=True, text=True, check=True).stdout
     assert yaml.safe_load(shown)["metadata"]["name"] == "ddpjobs.ddpjob.io"
+
+
+def dashboard(*words: str) -> dict[str, dict[str, Any]]:
+    """What the chart renders for the dashboard, by kind."""
+    rendered = helm("template", "mine", str(CHART), "--set", "dashboard.enabled=true", *words)
+    found = [body for body in yaml.safe_load_all(rendered) if body and body["metadata"]["name"].endswith("-dashboard")]
+    assert all(body["metadata"]["labels"]["app.kubernetes.io/name"] == "ddpjob-dashboard" for body in found)
+    return {body["kind"]: body for body in found}
+
+
+@needs_helm
+def test_the_dashboard_has_no_rights() -> None:
+    found = dashboard()
+    assert found.keys() == {"ServiceAccount", "Service", "NetworkPolicy", "Deployment"}, (
+        "no Role, no binding, no Secret"
+    )
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False is found["ServiceAccount"]["automountServiceAccountToken"]
+    assert pod["volumes"] == [{"name": "ca", "configMap": {"name": "kube-root-ca.crt"}}]
+    rendered = helm("template", "mine", str(CHART), "--set", "dashboard.enabled=true")
+    bound = [body for body in yaml.safe_load_all(rendered) if body and body["kind"].endswith("RoleBinding")]
+    assert bound and "mine-operator-dashboard" not in str(bound)
+
+
+@needs_helm
+def test_the_dashboard_is_no_pod_of_the_operator() -> None:
+    """The operator's Deployment, Service and disruption budget, and the jobs' policies, choose pods by labels."""
+    labels = dashboard()["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    rendered = helm("template", "mine", str(CHART), "--set", "dashboard.enabled=true,replicas=2")
+    for body in yaml.safe_load_all(rendered):
+        if body and body["metadata"]["name"] in ("mine-operator", "mine-operator-metrics"):
+            spec = body.get("spec", {})
+            chosen = spec.get("selector", {})
+            chosen = chosen.get("matchLabels", chosen)
+            assert not chosen or not chosen.items() <= labels.items(), body["kind"]
+
+
+@needs_helm
+def test_the_dashboard_is_reached_by_whom_the_values_name() -> None:
+    policy = dashboard()["NetworkPolicy"]["spec"]
+    assert policy["ingress"] == [] and policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["egress"] == [{"ports": [{"protocol": "TCP", "port": port} for port in (443, 6443)]}]
+    peer = '[{"podSelector": {"matchLabels": {"app": "proxy"}}}]'
+    given = dashboard("--set-json", f"dashboard.ingressFrom={peer}", "--set", "dashboard.port=9999")
+    assert given["NetworkPolicy"]["spec"]["ingress"] == [
+        {"from": yaml.safe_load(peer), "ports": [{"protocol": "TCP", "port": 9999}]}
+    ]
+
+
+@needs_helm
+def test_every_value_of_the_dashboard_arrives() -> None:
+    values = "dashboard.hosts={jobs.example.com},dashboard.namespaces={two,three},dashboard.tlsSecret=pages"
+    found = dashboard("--set", values)
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert environment["DDPJOB_DASHBOARD_HOSTS"] == '["jobs.example.com"]'
+    assert yaml.safe_load(environment["DDPJOB_DASHBOARD_NAMESPACES"]) == ["two", "three", "one"]
+    assert (
+        environment["DDPJOB_DASHBOARD_TLS"] == "/tls"
+        and {"name": "tls", "secret": {"secretName": "pages"}} in (pod["volumes"])
+    )
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    assert found["Service"]["spec"]["ports"] == [{"name": "https", "port": 443, "targetPort": "pages"}]
+    context = container["securityContext"]
+    assert context["readOnlyRootFilesystem"] and context["capabilities"] == {"drop": ["ALL"]}
+    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    notes = helm("install", "mine", str(CHART), "--dry-run=client", "--set", "dashboard.enabled=true")
+    assert "port-forward service/mine-operator-dashboard 8300:http\n" in notes

@@ -32,6 +32,8 @@ OTHER_WORDS = {
     *("RunContainerError", "ContainerCannotRun", "ContainerStatusUnknown", "Unknown"),
     *("ContainerCreating", "PodInitializing", "Pending", "Running", "Succeeded", "Ready", "True"),
     *("ReadWriteOnce", "ReadWriteOncePod"),
+    *("PodsReady", "Started", "WorkloadSliceReplaced"),
+    *("NoSchedule", "NoExecute", "Exists", "Equal"),
 }
 
 

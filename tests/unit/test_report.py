@@ -19,7 +19,8 @@ from typing import Any
 
 import ddpjob_report
 import pytest
-from ddpjob_report import link, resume, stop
+from ddpjob.client.metric_series import read_metrics
+from ddpjob_report import curve_file, link, resume, stop
 from ddpjob_runtime import protocol
 
 
@@ -139,6 +140,7 @@ ddpjob_report.saved_and_leave()
     assert done.stderr == f"ddpjob_report: SIGTERM: rank 0 {what}\n"
 
 
+@pytest.mark.slow
 def test_without_its_coordinator_training_is_not_delayed(tmp_path: Path) -> None:
     """One that accepts and never answers: the end waits for two seconds, no step for any."""
     import socket
@@ -411,3 +413,74 @@ def test_accelerate_must_not_choose_another_folder(tmp_path: Path, monkeypatch: 
     with named:
         module.resume(Accelerator(own_names=True), tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of curves of rank 0 in a job, whose coordinator is away."""
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(link, "post", lambda figures: None)
+    monkeypatch.setattr(link, "is_reporting", lambda: True)
+    monkeypatch.setattr(curve_file, "_file", None)
+    monkeypatch.setattr(curve_file, "SHORTEST_PAUSE", 0.0)
+    yield tmp_path / curve_file.NAME
+    curve_file.close()
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    curve_file.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "time"} for row in rows]
+
+
+def test_what_is_reported_is_kept_as_curves(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ddpjob_report.report(step=7.0, steps=70, epoch=1, loss=0.5, accuracy=0.25, event=9, lr=0.1, samples_per_second=30)
+    assert written(curves) == [
+        {"event": "start", "step": 7, "world": 3},
+        {"event": "step", "step": 7, "epoch": 1, "loss": 0.5, "lr": 0.1, "samplesPerSecond": 30},
+        {"event": "eval", "step": 7, "accuracy": 0.25},
+    ]
+    # After a kill in the middle of a line.
+    with curves.open("a") as file:
+        file.write('{"event": "step", "st')
+    monkeypatch.setattr(curve_file, "_file", None)
+    ddpjob_report.report(step=8, loss=float("nan"))
+    curve_file.close()
+    series = read_metrics(curves.read_text())
+    assert series.starts == [7, 8] and series.steps["loss"] == {7: 0.5} and series.evaluations["accuracy"] == {7: 0.25}
+    assert len(curves.read_text().splitlines()) == 6
+
+
+def test_figures_without_a_step_are_no_curve_and_wait_for_one(curves: Path) -> None:
+    ddpjob_report.report(loss=1)
+    ddpjob_report.report(accuracy=0.5)
+    time.sleep(0.05)
+    assert not curves.exists() or curves.read_text() == ""
+    ddpjob_report.report(step=1)
+    assert written(curves)[1:] == [
+        {"event": "step", "step": 1, "loss": 1},
+        {"event": "eval", "step": 1, "accuracy": 0.5},
+    ]
+
+
+def test_a_script_that_runs_long_writes_fewer_lines(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curve_file, "LINES_PER_LIFE", 1e-9)
+    for step in range(100):
+        ddpjob_report.report(step=step, loss=step)
+        time.sleep(0.001)
+    rows = [row for row in written(curves) if row["event"] == "step"]
+    assert len(rows) <= 2
+
+
+def test_a_folder_that_cannot_be_written_costs_the_curves_alone(
+    curves: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves.parent.write_text("a file of the script's own")
+    ddpjob_report.report(step=1, loss=1)
+    curve_file.close()
+    assert "no curves are kept" in capfd.readouterr().err
+    monkeypatch.setattr(curve_file, "_file", None)
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(curves.parent.parent / "not mounted"))
+    ddpjob_report.report(step=1, loss=1)
+    assert curve_file._file is None

@@ -7,11 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpjob.api.types import DDPJob
+from ddpjob.api.job import DDPJob
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.pods import build_coordinator, build_node
 from ddpjob.objects.service import build_runtime, runtime_name
@@ -28,31 +29,32 @@ JOB = DDPJob.read(
 )
 
 
-def mounted(folder: Path, pod: dict[str, Any]) -> Path:
-    """The runtime as the kubelet mounts it for this pod."""
-    [volume] = [v["configMap"] for v in pod["spec"]["volumes"] if "configMap" in v]
-    assert volume["name"] == JOB.status.runtime
-    data = build_runtime(JOB)["data"]
-    for item in volume["items"]:
-        path = folder / item["path"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(data.pop(item["key"]))
-    assert not data, "every file is mounted"
-    return folder
+@pytest.fixture
+def mount(tmp_path: Path) -> Path:
+    """The runtime as the kubelet mounts it, whose files are links, in a folder that cannot be written to."""
+    (tmp_path / "..data").mkdir()
+    for name, content in build_runtime(JOB)["binaryData"].items():
+        (tmp_path / "..data" / name).write_bytes(b64decode(content))
+        (tmp_path / name).symlink_to(Path("..data") / name)
+    return tmp_path
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    own = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", env=own | environment)
 
 
 @pytest.mark.parametrize("program", ["coordinator", "launcher"])
-def test_the_mounted_files_are_a_package_that_runs(tmp_path: Path, program: str) -> None:
+def test_the_mounted_files_are_a_program_that_runs(mount: Path, program: str) -> None:
     pod = (
         build_coordinator(JOB, JOB.status, PLATFORM)
         if program == "coordinator"
         else build_node(JOB, JOB.status, PLATFORM, 0, 0)
     )
-    folder = mounted(tmp_path, pod)
     [command] = [c["command"] for c in pod["spec"]["containers"]]
     assert command[0] == "python3" and command[1].startswith("/opt/ddpjob/") and command[2] == program
-    local = [sys.executable, "-I", command[1].replace("/opt/ddpjob", str(folder)), *command[2:]]
-    done = subprocess.run(local, capture_output=True, text=True, timeout=60, cwd="/", env={"PATH": os.environ["PATH"]})
+    done = python("-I", command[1].replace("/opt/ddpjob", str(mount)), *command[2:])
     expected = {
         "coordinator": "the following arguments are required: --port, --nodes",
         "launcher": "environment variables missing: DDPJOB_COORDINATOR",
@@ -60,10 +62,90 @@ def test_the_mounted_files_are_a_package_that_runs(tmp_path: Path, program: str)
     assert expected[program] in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_pod_does_not_list_the_files_of_the_runtime() -> None:
+    """A path for each was more than half of every pod, which the API server stores and sends to all that watch."""
+    pod = build_node(JOB, JOB.status, PLATFORM, 0, 0)
+    [volume] = [v for v in pod["spec"]["volumes"] if "configMap" in v]
+    assert volume == {"name": "ddpjob-runtime", "configMap": {"name": JOB.status.runtime}}
+
+
+def test_the_archive_runs_itself_and_the_worker_beside_it(mount: Path) -> None:
+    """The coordinator starts the store, and torchrun the workers, by a path."""
+    words = "import sys; sys.path[:0] = sys.argv[1:]; import ddpjob_runtime as it; print(it.PROGRAM, it.WORKER)"
+    found = python("-c", words, f"{mount}/ddpjob_runtime")
+    program, worker = found.stdout.split()
+    assert "usage: python3" in python("-I", program).stderr
+    (mount / "script.py").write_text("import sys; print(sys.argv[1:], sys.path)")
+    folder = str(mount / "script.py").rpartition("/")[0]
+    done = python("-S", worker, "--script", f"{folder}/script.py", "x")
+    assert done.stdout.startswith(f"['x'] ['{folder}', ") and done.stdout.count(folder) == 1
+
+
+IMPORTS = """
+import multiprocessing, sys
+def child(queue):
+    from ddpjob_report import link, resume
+    queue.put((link.__name__, resume.__file__))
+if __name__ == "__main__":
+    assert not [path for path in sys.path if path.endswith("ddpjob_runtime")], sys.path
+    import ddpjob_report
+    from ddpjob_report import stop
+    assert ddpjob_report.should_stop() is False and stop.__name__ == "ddpjob_report.stop", ddpjob_report
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(queue,))
+    process.start()
+    print(*queue.get())
+"""
+
+
+@pytest.mark.parametrize("by", ["worker", "PYTHONPATH"])
+def test_a_script_imports_ddpjob_report_of_the_archive(mount: Path, by: str) -> None:
+    """In workers, by the import hook; in programs of a job with `command`, by PYTHONPATH; in their children too."""
+    (mount / "own").mkdir()
+    (mount / "own" / "script.py").write_text(IMPORTS)
+    if by == "worker":
+        arguments = [f"{mount}/ddpjob_worker.py", "--script", f"{mount}/own/script.py"]
+        done = python("-S", *arguments, DDPJOB_COORDINATOR="127.0.0.1:1")
+    else:
+        done = python("-S", f"{mount}/own/script.py", PYTHONPATH=str(mount))
+    assert "ddpjob_runtime/ddpjob_report/resume.py" in done.stdout, done.stderr
+
+
+COMPILED = """
+import collections, runpy, sys
+files = collections.Counter()
+sys.addaudithook(lambda name, arguments: files.update([arguments[1]] if name == "compile" else []))
+sys.argv = [sys.argv[1], "coordinator"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit:
+    print(*(number for name, number in files.items() if "/ddpjob_runtime/coordinator/" in str(name)))
+"""
+
+
+def test_starting_compiles_each_module_once(mount: Path) -> None:
+    """Half of a coordinator's start is compiling, and Python's own import from archives does it twice."""
+    numbers = python("-c", COMPILED, f"{mount}/ddpjob_runtime").stdout.split()
+    assert len(numbers) > 10 and set(numbers) == {"1"}, numbers
+
+
+def test_tracebacks_from_the_archive_show_its_lines(mount: Path) -> None:
+    words = "import sys, traceback; sys.path[:0] = sys.argv[1:]; from ddpjob_runtime.protocol import Report"
+    words += "\ntry: Report.read(None)\nexcept Exception: traceback.print_exc()"
+    done = python("-c", words, f"{mount}/ddpjob_runtime")
+    assert re.search(r'File ".*/ddpjob_runtime/ddpjob_runtime/protocol.py", line \d+, in \w+\n    \w+', done.stderr)
+
+
+def test_the_archive_is_the_same_wherever_it_is_made() -> None:
+    command = [sys.executable, "-c", "from ddpjob.objects.service import runtime_name; print(runtime_name())"]
+    moved = {**os.environ, "TZ": "Asia/Tokyo", "SOURCE_DATE_EPOCH": "1", "PYTHONHASHSEED": "7"}
+    assert subprocess.check_output(command, text=True, env=moved).strip() == runtime_name()
+
+
 def test_the_config_map_is_one_that_kubernetes_takes() -> None:
     manifest = build_runtime(JOB)
-    assert all(re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", key) for key in manifest["data"])
-    assert sum(map(len, manifest["data"].values())) < 2**19, "half of what a ConfigMap may hold"
+    assert all(re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", key) for key in manifest["binaryData"])
+    assert sum(map(len, manifest["binaryData"].values())) < 2**18, "a quarter of what a ConfigMap may hold"
     assert manifest["metadata"]["name"] == runtime_name() and re.fullmatch(r"ddpjob-runtime-\w{8}", runtime_name())
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chromium import browser_page
 
 ROOT = Path(__file__).parents[2]
 HOOKS = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))
@@ -71,16 +72,42 @@ def test_other_files_are_linked_where_the_repository_is_known() -> None:
     assert made == "[a](https://host/me/ddpjob/blob/main/examples/x.yaml)"
 
 
-def test_the_strict_build_finds_nothing(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
     for package in ("mkdocs", "material"):
         if importlib.util.find_spec(package) is None:
             pytest.skip("mkdocs and mkdocs-material are not installed; they are in the extra dev")
+    folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert built.returncode == 0, built.stdout + built.stderr
-    assert "<h1" in (tmp_path / "first-job-on-kind.html").read_text()
-    assert "helm show crds" in (tmp_path / "chart.html").read_text()
+    return folder
+
+
+def test_the_strict_build_finds_nothing(site: Path) -> None:
+    assert "<h1" in (site / "first-job-on-kind.html").read_text()
+    assert "helm show crds" in (site / "chart.html").read_text()
     foreign = re.compile(r"""\bsrc=["']?(?:https?:)?//""")
-    assert [page.name for page in tmp_path.rglob("*.html") if foreign.search(page.read_text())] == []
+    assert [page.name for page in site.rglob("*.html") if foreign.search(page.read_text())] == []
+
+
+@pytest.fixture
+def diagrams(site: Path) -> dict[Path, int]:
+    """How many diagrams the pages have that have any."""
+    counted = {page: page.read_text().count('class="mermaid"') for page in site.rglob("*.html")}
+    return {page: number for page, number in counted.items() if number}
+
+
+async def test_diagrams_are_drawn_without_another_server(diagrams: dict[Path, int]) -> None:
+    """In a real browser: what a page loads while it is read is in none of its tags."""
+    assert {page.name for page in diagrams} >= {"architecture.html", "protocol.html"}
+    async with browser_page() as tab:
+        await tab.size(1400)
+        for page, number in diagrams.items():
+            await tab.open(page.as_uri())
+            drawn = "[...document.querySelectorAll('div.mermaid')].filter((d) => d.offsetHeight > 20).length"
+            await tab.until(f"{drawn} === {number}")
+        assert [url for url in tab.requests if not url.startswith(("file:", "data:", "about:"))] == []

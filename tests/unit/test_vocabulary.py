@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("operator/ddpjob", "runtime/ddpjob_runtime", "runtime/ddpjob_report", "trainer/ddpjob_trainer")
+PACKAGES = (
+    *("operator/ddpjob", "runtime/ddpjob_runtime", "runtime/ddpjob_report", "runtime/ddpjob_bucket"),
+    "trainer/ddpjob_trainer",
+)
 MAP = runpy.run_path(str(ROOT / "docs" / "generate_map.py"))
 
 UNWANTED = {

@@ -100,7 +100,7 @@ def test_plot_reads_the_metrics_of_this_machine(
 ) -> None:
     written()
     assert main(["--local", "plot", "j"]) == 2
-    assert "only the built-in trainer writes it" in capsys.readouterr().err
+    assert "scripts that call ddpjob_report.report(step=...)" in capsys.readouterr().err
     (job_folder("j").checkpoints / METRICS).write_bytes(b"x" * METRICS_BYTES + "\n".join(LINES).encode() + b"\xff")
     assert main(["--local", "plot", "j"]) == 0
     note = "the beginning is not shown: only the last 8 MiB of run/metrics.jsonl are read"

@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from ddpjob.api.types import Condition, ConditionType, DDPJob, JobStatus, Phase, Restart, Restarts
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Phase, Restart, Restarts
 from ddpjob.cli.display import PlainLines, panel, recoveries
 from ddpjob.core.decision import Event
 from ddpjob.local.process_cluster import TimedEvent

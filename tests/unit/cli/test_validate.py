@@ -26,6 +26,11 @@ def in_spec(line: str) -> str:
     return f"{JOB}  {line}\n"
 
 
+def making_claim(spec: str) -> str:
+    return in_spec(f"storage: {{checkpoints: {{claimTemplate: {{spec: {{{spec}, {SIZE}}}}}}}}}") + "  nodes: 2\n"
+
+
+SIZE = "resources: {requests: {storage: 1Gi}}"
 REFUSED = {
     # other operators' words
     "replicas": (in_spec("replicas: 4"), "spec.replicas: unknown field; did you mean spec.nodes? (job.yaml, line 7)"),
@@ -71,6 +76,14 @@ REFUSED = {
     "account": (JOB + TEMPLATE % "serviceAccountName: My SA", "did you mean my-sa?"),
     "priority": (in_spec("scheduling: {priorityClassName: High Prio}"), "did you mean high-prio?"),
     "claim": (in_spec("storage: {checkpoints: {claimName: My_Claim}}"), "did you mean my-claim?"),
+    "one node's claim": (
+        making_claim("accessModes: [ReadWriteOnce]"),
+        "claimTemplate.spec.accessModes: a claim with ReadWriteOnce serves one Kubernetes node, and the job has 2 pods",
+    ),
+    "a claim's class": (
+        making_claim("accessModes: [ReadWriteMany], storageClassName: My_NFS"),
+        "claimTemplate.spec.storageClassName: 'My_NFS' is not the name of an object",
+    ),
     "space": (JOB.replace("image: a", "image: 'my image'"), "is not the name of an image: it contains a space"),
     "upper case": (JOB.replace("image: a", "image: Ghcr.io/Me/Train:1"), "did you mean ghcr.io/me/train:1?"),
     "no tag": (JOB.replace("image: a", "image: 'train:'"), "the tag after ':' is missing"),

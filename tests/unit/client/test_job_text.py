@@ -52,6 +52,19 @@ def test_a_job_that_no_operator_has_seen() -> None:
     assert "no operator has looked at it" in text(job()) and "ddpjob doctor" in text(job())
 
 
+def test_a_job_of_another_controller() -> None:
+    theirs = "kueue.x-k8s.io/multikueue"
+    assert text(job(spec={"managedBy": theirs})) == (
+        f"j is managed by {theirs} (spec.managedBy): DDPJob's operator leaves it alone."
+    )
+
+
+def test_a_job_in_a_queue_is_not_called_suspended_by_its_user() -> None:
+    said = text(job(phase="Queued", conditions=[condition("Suspended", True, "Queued", "waits in queue team")]))
+    assert said.startswith("j waits: Queued, for 2m00s.\n  waits in queue team")
+    assert "ddpjob resume" not in said and "kubectl get workloads" in said
+
+
 def test_a_failed_job_with_its_remedy() -> None:
     failed = condition("Failed", True, "RestartBudgetSpent", "the last one:\n  ValueError: x")
     said = text(job(phase="Failed", conditions=[failed, condition("Running", False, "Failed")]))
@@ -77,7 +90,8 @@ def test_suspended_complete_running_and_interrupted() -> None:
     assert text(done) == "j is complete: it ran for 30m00s."
     running = job(phase="Running", nodes={"ready": 2, "spare": 1}, conditions=[condition("Running", True, "GroupRuns")])
     assert text(running) == "j trains on 2 nodes and 1 spare."
-    assert "run it again" in text(job(phase="Interrupted"))
+    assert "run it again" in text(job(phase="Interrupted")), "a job of this machine"
+    assert "no end was recorded" in text(job({"image": ""}, phase="Interrupted")), "one of which a folder is left"
 
 
 def test_a_description_of_a_thousand_nodes_fits_a_screen() -> None:

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
+from ddpjob.client import log_follower
 from ddpjob.client.backend import LogOptions, PodLine
 from ddpjob.client.log_follower import rank_of_line, ranks_of_pods, ranks_per_node
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has ended is over at once: nothing here waits for the next look at the pods."""
+    monkeypatch.setattr(log_follower, "_POLL", 3600.0)
 
 
 def pod(name: str, role: str = "node", state: str = "Running") -> PodLine:

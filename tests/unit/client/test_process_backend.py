@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from ddpjob.client import process_backend
 from ddpjob.client.process_backend import ProcessBackend
 from ddpjob.local.paths import JobFolder, job_folder
 from ddpjob.local.record import write_record
+from ddpjob.local.runner import prepare
 
 DONE = {
     "type": "Complete",
@@ -34,3 +36,34 @@ def test_a_job_that_ends_while_it_is_read_was_not_interrupted(tmp_path: Path, mo
 
     monkeypatch.setattr(process_backend, "runner", ended)
     assert backend.job("j")["status"]["phase"] == "Complete"
+
+
+@pytest.mark.parametrize(
+    ("runs", "stay"),
+    [
+        (["Retain"], True),
+        (["Delete"], False),
+        (["Delete", "Delete"], False),
+        (["", "Delete"], True),
+        (["Retain", "Delete", "Delete"], True),
+        (["Delete", "Retain"], True),
+        (["Delete", "", "Delete"], True),
+        (["Delete", "Delete --fresh"], False),
+    ],
+)
+def test_checkpoints_go_with_a_job_whose_claim_would(
+    runs: list[str], stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the job stands for the claim of a claimTemplate; with another template's it is no such claim."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    folder, now = job_folder("j"), datetime(2026, 1, 1, tzinfo=UTC)
+    for number, words in enumerate(runs):
+        when_deleted = words.split(" ")[0]
+        template = {"claimTemplate": {"whenDeleted": when_deleted}} if when_deleted else {"claimName": "claim"}
+        prepare(folder, fresh="--fresh" in words, now=now, disposable=when_deleted == "Delete")
+        (folder.checkpoints / f"step-{number}.pt").write_text("weights")
+        spec = {"storage": {"checkpoints": template}}
+        write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": spec, "status": {}, "local": {}})
+    ProcessBackend().delete("j")
+    assert folder.path.exists() == stay
+    assert not stay or len(list(folder.checkpoints.iterdir())) == len(runs)

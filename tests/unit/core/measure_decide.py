@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import replace
 
-from ddpjob.api.types import DDPJob
+from ddpjob.api.job import DDPJob
 from ddpjob.core.decide import decide
 from ddpjob.core.world import HostView, World
 from ddpjob_runtime.protocol import CoordinatorState, MemberState

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from ddpjob.api.types import JobSpec
+from ddpjob.api.job_spec import JobSpec
 from ddpjob.core.failures.classify import Cause, names_entry_point, stuck, vanished, why_ended
 from ddpjob.core.failures.policy import evaluate_rules
 from ddpjob.core.world import ContainerView, HostView, PodView, Role
@@ -30,6 +30,7 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> Container
         (pod(ended(137, "OOMKilled")), Cause.OOM_KILLED, True),
         (pod(ended(78, message=TOLD)), Cause.INIT_FAILURE, True),
         (pod(ended(79)), Cause.FENCED, False),
+        (pod(ended(80, message=TOLD)), Cause.PREFLIGHT_FAILED, False),
         (pod(ended(128, "StartError", "no python3")), Cause.START_ERROR, False),
         (pod(ended(255, "Unknown")), Cause.NODE_FAULT, False),
         (pod(ended(255)), Cause.EXIT_CODE, True),
@@ -75,7 +76,13 @@ def test_causes(view: PodView, cause: Cause, counts: bool) -> None:
 
 @pytest.mark.parametrize(
     ("code", "by_launcher"),
-    [(76, Cause.RENDEZVOUS_LOST), (77, Cause.DELETED), (78, Cause.INIT_FAILURE), (79, Cause.FENCED)],
+    [
+        (76, Cause.RENDEZVOUS_LOST),
+        (77, Cause.DELETED),
+        (78, Cause.INIT_FAILURE),
+        (79, Cause.FENCED),
+        (80, Cause.PREFLIGHT_FAILED),
+    ],
 )
 def test_the_launchers_exit_codes_are_those_of_a_launcher_only(code: int, by_launcher: Cause) -> None:
     assert why_ended(pod(ended(code))).cause is by_launcher

@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from ddpjob.api.types import ConditionType, DDPJob, JobStatus, Phase, SlotState
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decide import decide
 from ddpjob.core.decision import POLL, CreateNode, Decision, Notify
 from ddpjob.core.plan.slots import protocol_of

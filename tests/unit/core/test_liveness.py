@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from ddpjob.api.types import AvoidedNode, JobStatus, Restart, Restarts
+from ddpjob.api.job_status import AvoidedNode, JobStatus, Restart, Restarts
 from ddpjob.core.failures.avoided_nodes import avoided
 from ddpjob.core.failures.liveness import lost_since, out_of_service
 from ddpjob.core.world import ContainerView, HostView, PodView, Role, World, remembered

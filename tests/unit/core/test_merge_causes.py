@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ddpjob.api.types import Condition, ConditionType, JobStatus, Restart, Restarts
+from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, Restarts
 from ddpjob.core.failures.classify import Cause
 from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
 from ddpjob.core.failures.policy import COUNTED

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from ddpjob.api.types import ConditionType, JobStatus, Phase, SlotState
-from ddpjob.core.status.messages import count, without_wait
+from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
+from ddpjob.core.failures.classify import without_wait
+from ddpjob.core.status.messages import count
 from ddpjob.core.world import ContainerView
 from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind, MemberState, Overdue, Recovery
 from worlds import COORDINATOR, NOW, job_of, later, pod, report, running, seen

@@ -6,7 +6,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from ddpjob.api.types import DDPJob, JobStatus, Slot
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import JobStatus, Slot
 from ddpjob.core.failures.new_incidents import new_incidents
 from ddpjob.core.view import View
 from ddpjob.core.world import World

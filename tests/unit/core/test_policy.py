@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ddpjob.api.types import Backoff, JobSpec
+from ddpjob.api.job_spec import Backoff, JobSpec
 from ddpjob.core.failures.classify import Cause
 from ddpjob.core.failures.policy import Ruling, evaluate_rules, shell_code
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from ddpjob.core.status.shown_progress import duration, shown_progress
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import JobStatus, RendezvousStatus, Slot
+from ddpjob.core.status.events import change_events
+from ddpjob.core.status.shown_progress import duration, shown_progress, shown_stragglers
+from ddpjob.core.view import View
+from ddpjob.core.world import PodView, Role, World
+from ddpjob_runtime.protocol import CoordinatorState, Member, MemberState, Report, read_figures
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -27,6 +34,11 @@ def test_displays() -> None:
     assert shown["speedDisplay"] == "1,234/s"
     assert shown["eta"] == "12m34s"
     assert shown["percent"] == 45
+
+
+def test_a_loss_of_minus_zero_is_zero() -> None:
+    """A mean of negative logarithms of 1."""
+    assert shown_progress({}, {"loss": -0.0}, NOW, at_once=False)["lossDisplay"] == "0"
 
 
 @pytest.mark.parametrize("steps", [0, -1])
@@ -72,3 +84,125 @@ def test_durations() -> None:
 def test_a_time_that_nobody_can_compute_with_does_not_hold_progress_up(written: Any) -> None:
     fresh = shown_progress({"step": 1, "updatedAt": written}, {"step": 2}, NOW, at_once=False)
     assert (fresh["step"], fresh["updatedAt"]) == (2, "2026-01-01T00:00:00Z")
+
+
+# ------------------------------------------------------------ ranks that lag
+
+
+def lagging(stragglers: Any, *, shown: Any = (), state: CoordinatorState = CoordinatorState.RUNNING) -> View:
+    """A view of a job of two nodes with two ranks each."""
+    body = {"image": "image", "script": "train.py", "nodes": 2, "procsPerNode": 2}
+    job = DDPJob.read({"metadata": {"name": "job", "namespace": "space", "uid": "uid"}, "spec": body})
+    pods = [PodView(name=f"job-{n}-0", uid=f"{n}", role=Role.NODE, index=n, host=("", "host")[n]) for n in (0, 1)]
+    members = tuple(Member(pod, MemberState.RUNNING, rank=rank) for rank, pod in ((0, "job-1-0"), (1, "job-0-0")))
+    figures = read_figures({"step": 3, "stragglers": stragglers}, "progress")
+    report = Report(0, state, 2, 2, (1.0, 60.0), progress=figures, members=members)
+    progress = {"stragglers": list(shown)} if shown else {}
+    status = JobStatus(slots=(Slot(), Slot()), rendezvous=RendezvousStatus(nodes=2), progress=progress)
+    return View(job, status, World(pods=tuple(pods), report=report), NOW)
+
+
+def test_a_rank_that_lags_is_shown_with_its_pod() -> None:
+    found = shown_stragglers(lagging([{"rank": 1, "slowdown": 1.84}, {"rank": 2, "slowdown": 2}]))
+    assert found == [
+        {"rank": 2, "pod": "job-0-0", "slowdown": 2.0, "since": "2026-01-01T00:00:00Z"},
+        {"rank": 1, "pod": "job-1-0", "node": "host", "slowdown": 1.8, "since": "2026-01-01T00:00:00Z"},
+    ]
+    shown = shown_progress({}, {"step": 3}, NOW, at_once=False, stragglers=found)
+    assert shown["stragglers"] == found
+    assert "stragglers" not in shown_progress(shown, {"step": 4}, NOW + timedelta(seconds=9), at_once=False)
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [
+        "x",
+        {},
+        [1, None, "a", [], {}],
+        [{"rank": 4, "slowdown": 2}],  # There are four ranks.
+        [{"rank": -1, "slowdown": 2}],
+        [{"rank": True, "slowdown": 2}],
+        [{"rank": 1.5, "slowdown": 2}],
+        [{"rank": "1", "slowdown": 2}],
+        [{"rank": 1, "slowdown": float("nan")}],
+        [{"rank": 1, "slowdown": 0.5}],
+        [{"rank": 1}],
+    ],
+)
+def test_what_names_no_rank_of_the_job_is_not_shown(reported: Any) -> None:
+    assert shown_stragglers(lagging(reported)) == []
+
+
+def test_what_is_shown_is_bounded() -> None:
+    many = [{"rank": rank % 4, "slowdown": 1e18} for rank in range(1000)]
+    found = shown_stragglers(lagging(many))
+    assert [entry["rank"] for entry in found] == [0, 1, 2, 3] and {entry["slowdown"] for entry in found} == {1000.0}
+    assert len(read_figures({"stragglers": [{"rank": n, "slowdown": 2} for n in range(99)]}, "")["stragglers"]) == 8
+
+
+def test_a_rank_stays_for_a_minute_and_its_episode_is_one_event() -> None:
+    """A script that changes its mind at each report makes one event a minute, not one each time."""
+    status, events = JobStatus(), 0
+    for second in range(0, 300, 2):
+        now = NOW + timedelta(seconds=second)
+        view = lagging([{"rank": 1, "slowdown": 2}] if second % 4 else [], shown=status.progress.get("stragglers", ()))
+        found = shown_stragglers(replace(view, now=now))
+        after = replace(status, progress={"stragglers": found} if found else {})
+        events += len(change_events(status, after))
+        status = after
+    assert 4 <= events <= 6
+    assert found, "the last report is younger than a minute"
+    (event,) = change_events(JobStatus(), after)
+    assert event.warning and event.reason == "RankLags"
+    later = lagging([], shown=found)
+    assert shown_stragglers(replace(later, now=NOW + timedelta(minutes=10))) == [], "but not for longer"
+
+
+def test_ranks_that_are_swapped_take_no_blame_along() -> None:
+    view = lagging([{"rank": 2, "slowdown": 2}])
+    shown = shown_stragglers(view)
+    assert [entry["pod"] for entry in shown] == ["job-0-0"]
+    assert view.report is not None
+    swapped = tuple(replace(m, rank=1 - m.rank) for m in view.report.members if m.rank is not None)
+    next_round = replace(view.report, members=swapped, round=2, progress={"step": 3})
+    status = replace(view.status, progress={"step": 3, "stragglers": shown})
+    later = replace(view, status=status, world=replace(view.world, report=next_round), now=NOW + timedelta(seconds=5))
+    assert shown_stragglers(later) == [], "the minute is that of the pod"
+    again = replace(next_round, progress=view.report.progress)
+    (entry,) = shown_stragglers(replace(later, world=replace(view.world, report=again)))
+    assert (entry["pod"], entry["since"]) == ("job-1-0", "2026-01-01T00:00:05Z")
+    (event,) = change_events(status, JobStatus(progress={"stragglers": [entry]}))
+    assert "rank 2 (job-1-0" in event.message
+
+
+def test_a_lag_that_lasts_is_one_event_with_pod_and_node() -> None:
+    first = shown_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
+    (event,) = change_events(JobStatus(), JobStatus(progress={"stragglers": first}))
+    assert event.reason == "RankLags"
+    assert event.message == (
+        "rank 1 (job-1-0 on Kubernetes node host) takes 2.0 times as long for its own work of a step as the median"
+        " rank, and all others wait for it"
+    )
+    view = replace(lagging([{"rank": 1, "slowdown": 3}], shown=first), now=NOW + timedelta(hours=1))
+    later = shown_stragglers(view)
+    assert later[0]["slowdown"] == 3 and later[0]["since"] == first[0]["since"]
+    assert change_events(JobStatus(progress={"stragglers": first}), JobStatus(progress={"stragglers": later})) == []
+
+
+def test_nobody_lags_while_the_group_does_not_run() -> None:
+    for state in (CoordinatorState.RESTARTING, CoordinatorState.FORMING):
+        assert shown_stragglers(lagging([{"rank": 1, "slowdown": 2}], state=state)) == []
+
+
+@pytest.mark.parametrize(
+    "state", [None, *(state for state in CoordinatorState if state is not CoordinatorState.RUNNING)]
+)
+def test_of_a_job_that_has_ended_or_stands_still_nobody_is_shown(state: CoordinatorState | None) -> None:
+    """Not even for the minute, and not where there is no report any more."""
+    shown = shown_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
+    view = lagging([{"rank": 1, "slowdown": 2}], shown=shown, state=state or CoordinatorState.RUNNING)
+    view = view if state else replace(view, world=replace(view.world, report=None))
+    assert shown_stragglers(view) == []
+    before = {"step": 3, "stragglers": shown, "updatedAt": "2026-01-01T00:00:00Z"}
+    after = shown_progress(before, view.reported_progress, NOW, at_once=True, stragglers=shown_stragglers(view))
+    assert after["step"] == 3 and "stragglers" not in after

@@ -7,7 +7,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from ddpjob.api.types import DDPJob, Json, SlotState
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import SlotState
 from ddpjob.core.decide import decide
 from ddpjob.core.decision import CreateCoordinator, CreateNode, CreateRuntime, Creation, Decision, DeletePod
 from ddpjob.core.world import ContainerView, PodView, Role, World

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from ddpjob.api.types import DDPJob, JobStatus, RendezvousStatus, Slot
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import JobStatus, RendezvousStatus, Slot
 from ddpjob.core.view import View, is_number
 from ddpjob.core.world import ClaimView, PodView, Role, World
 from ddpjob_runtime.protocol import CoordinatorState, Report

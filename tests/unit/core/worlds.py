@@ -6,7 +6,8 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ddpjob.api.types import DDPJob, Phase
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import Phase
 from ddpjob.core.decide import decide
 from ddpjob.core.decision import Decision
 from ddpjob.core.world import ContainerView, PodView, Role, World

@@ -14,15 +14,15 @@ from typing import Any
 
 import aiohttp
 import pytest
-from ddpjob.api.types import DDPJob
+from ddpjob.api.job import DDPJob
 from ddpjob.client.backend import LogOptions, Mistake, PodLine
 from ddpjob.client.log_follower import LogFollower
 from ddpjob.client.metric_series import read_metrics
 from ddpjob.client.process_backend import ProcessBackend
 from ddpjob.dashboard import web_server
 from ddpjob.dashboard.fleet import Fleet, Samples, fleet_row
+from ddpjob.dashboard.gate import own_host
 from ddpjob.dashboard.job_views import Choice, listed, plain, reported_curves, timeline, trained_curves
-from ddpjob.dashboard.web_server import _own_host
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder
 from ddpjob.local.record import write_record
 from machine import slowness
@@ -252,9 +252,9 @@ async def test_only_who_has_the_token_may_ask_and_only_for_this_server(names: li
 def test_names_of_this_server() -> None:
     own = ("localhost:1", "127.0.0.1:8300", "[::1]:8300", "10.1.2.3")
     names = {"localhost", "gpu-1", ""}
-    assert all(_own_host(host, names) for host in (*own, "GPU-1:8300"))
+    assert all(own_host(host, names) for host in (*own, "GPU-1:8300"))
     foreign = ("", "evil.example", "localhost.evil.example", "a@localhost", "127.0.0.1.x", "[")
-    assert not any(_own_host(host, names) for host in foreign)
+    assert not any(own_host(host, names) for host in foreign)
 
 
 async def events(answer: aiohttp.ClientResponse, wanted: bytes) -> str:
@@ -470,12 +470,33 @@ def test_reported_samples_are_bounded() -> None:
     json.dumps(curve, allow_nan=False)
 
 
+def test_goodput_is_training_seconds_by_pod_seconds(names: list[str]) -> None:
+    backend, now = ProcessBackend(), [100.0]
+    fleet, body = Fleet(backend, clock=lambda: now[0]), record(0, NOW)
+    assert fleet.goodput() == (None, 0.0)
+
+    def after(seconds: float, phase: str, active: int, ready: int) -> None:
+        now[0] += seconds
+        status = {**body["status"], "phase": phase, "nodes": {"active": active, "ready": ready, "display": ""}}
+        fleet._keep({**body, "status": status}, backend)
+
+    after(0, "Starting", 4, 0)
+    after(10, "Running", 4, 4)
+    after(70, "Restarting", 4, 3)
+    now[0] += 20
+    assert fleet.goodput() == (pytest.approx(0.7), 100.0)
+    fleet._drop(("default", body["metadata"]["name"]))
+    now[0] += 50
+    assert fleet.goodput()[0] == pytest.approx(0.7), "what is gone held nothing"
+
+
 def test_another_job_of_the_same_name_has_curves_of_its_own(names: list[str]) -> None:
-    fleet, body = Fleet(ProcessBackend()), record(0, NOW)
+    backend = ProcessBackend()
+    fleet, body = Fleet(backend), record(0, NOW)
     for step in (1, 2):
-        fleet._keep({**body, "status": {**body["status"], "progress": {"step": step, "loss": 1.0}}})
+        fleet._keep({**body, "status": {**body["status"], "progress": {"step": step, "loss": 1.0}}}, backend)
     later = {**body, "metadata": {**body["metadata"], "creationTimestamp": "2026-02-01T00:00:00Z"}}
-    fleet._keep({**later, "status": {**body["status"], "progress": {"step": 9, "loss": 1.0}}})
+    fleet._keep({**later, "status": {**body["status"], "progress": {"step": 9, "loss": 1.0}}}, backend)
     assert list(fleet.samples(("default", body["metadata"]["name"])).steps) == [9]
 
 

@@ -9,7 +9,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from ddpjob.api.types import DDPJob, SlotState
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import SlotState
 from ddpjob.core.decide import decide
 from ddpjob.core.world import ContainerView, PodView, Role, World
 from ddpjob.engine.coordinator_client import read_report

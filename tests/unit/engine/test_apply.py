@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ddpjob.api.types import DDPJob, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
 from ddpjob.core.decision import CreateCoordinator, CreateNode, CreateService, Decision, DeletePod, Event, Notify
 from ddpjob.engine import apply as apply_module
 from ddpjob.engine.apply import CONCURRENT, apply

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddpjob.api.job import DDPJob
 from ddpjob.api.reader import with_defaults
-from ddpjob.api.types import DDPJob
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec, usable_gpus
 from ddpjob.local.paths import JobFolder
@@ -92,11 +92,16 @@ def test_what_only_a_cluster_has_is_named_by_its_field(tmp_path: Path) -> None:
             "volumes": [{"name": "v", "emptyDir": {}}],
         }
     }
-    found = fitted(tmp_path, envFrom=[{"secretRef": {"name": "wandb"}}], podTemplate=template)
+    more = {"network": {"interface": "eth1"}, "notify": {"receiver": "team"}}
+    found = fitted(tmp_path, envFrom=[{"secretRef": {"name": "wandb"}}], podTemplate=template, **more)
+    assert found.spec.network.interface is None, "the loopback has another name"
+    assert found.spec.notify is None, "there is no operator that knows the receiver"
     fields = {warning.split(":")[0] for warning in found.warnings}
     expected = {
         "spec.image",
         "spec.envFrom[0].secretRef",
+        "spec.network.interface",
+        "spec.notify",
         "spec.podTemplate.spec.containers[1]",
         "spec.podTemplate.spec.volumes",
     }
@@ -105,3 +110,29 @@ def test_what_only_a_cluster_has_is_named_by_its_field(tmp_path: Path) -> None:
 
 def test_a_time_to_live_does_not_count(tmp_path: Path) -> None:
     assert fitted(tmp_path, runPolicy={"ttlSecondsAfterFinished": 0}).spec.run_policy.ttl_seconds_after_finished is None
+
+
+def test_a_bucket_s_secret_is_this_shell_s_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = {"checkpoints": {"url": "s3://models/runs", "secretName": "keys"}}
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    [problem] = fitted(tmp_path, storage=storage).problems
+    assert problem.startswith("spec.storage.checkpoints.secretName: Secret keys cannot be read on this machine; export")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    assert not fitted(tmp_path, storage=storage).problems
+
+
+def test_data_of_a_bucket_have_a_folder_of_their_own_below_the_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    storage = {"data": {"url": "s3://sets/a", "secretName": "keys"}}
+    found = fitted(tmp_path, storage=storage)
+    assert found.data is not None and found.data.parent == tmp_path / "j" / "data"
+    [problem] = found.problems
+    assert problem.startswith("spec.storage.data.secretName: Secret keys cannot be read on this machine; export")
+    assert not any("spec.storage.data" in warning for warning in found.warnings)
+    given = fitted(tmp_path, Options(data=tmp_path), storage=storage)
+    assert given.data == tmp_path and not given.problems
+    assert given.spec.storage.data is not None and given.spec.storage.data.url is None

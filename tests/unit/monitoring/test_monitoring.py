@@ -12,11 +12,17 @@ from typing import Any
 
 import pytest
 import yaml
+from ddpjob.api.job_status import Phase
 from ddpjob.api.schema import schema_of
-from ddpjob.api.types import Phase
 from ddpjob.controller.job_metrics import FAILURES, SERIES
 from ddpjob_runtime.coordinator import metrics as coordinator
 from ddpjob_runtime.protocol import CoordinatorState, IncidentKind, Report
+from ddpjob_trainer.config.sections import ReportConfig
+from ddpjob_trainer.reporting.reporter import Machines, _values, _values_of
+from ddpjob_trainer.reporting.sinks import prometheus as trainer
+from ddpjob_trainer.reporting.sinks.sink import Run
+from ddpjob_trainer.reporting.terminal import TrainingStatus
+from machine import free_port
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_programs import prometheus_programs
 
@@ -45,7 +51,7 @@ def exported() -> str:
 
 def a_report() -> str:
     progress = {"epoch": 1, "step": 2, "steps": 3, "loss": 0.5, "samplesPerSecond": 9.0, "eta": 60.0}
-    own = {"checkpointTime": 1.7e9, 'odd "name"\n\\': 1.0}
+    own = {"checkpointTime": 1.7e9, "copyTime": 1.7e9, "copyBehind": 0, 'odd "name"\n\\': 1.0}
     report = Report(
         generation=1,
         state=CoordinatorState.RUNNING,
@@ -73,6 +79,23 @@ def test_the_page_has_what_a_scrape_finds() -> None:
     assert made <= documented, "those of single jobs, of which there are none"
     own = {family.name for family in METRICS["coordinators"]()} - {"ddpjob_last_recovery_seconds"}
     assert set(re.findall(r"^(ddpjob_\w+){", a_report(), flags=re.MULTILINE)) >= own - {"ddpjob_members"}
+
+
+def test_the_page_has_every_family_of_the_trainer(tmp_path: Path) -> None:
+    """With its labels, as a scrape finds it: of all that the reporter hands to its sinks."""
+    machines = Machines([1.0, 2.0], [1.0, 2.0], [0.1, 0.1], [1.0, 1.0], {"data": 0.1, "forward": 0.2})
+    status = TrainingStatus(1, 2, 3, 4, 0.5, 0.1, 100.0, 60.0, 0.1, mfu=0.4, phases=machines.phases)
+    given = {name: value or 0.0 for name, value in (_values(status) | _values_of(machines)).items()}
+    sink = trainer.Prometheus(ReportConfig(prometheus_port=free_port()), Run(tmp_path, "run", {}, 0, 0))
+    try:
+        sink.write(3, {**dict.fromkeys(trainer._METRICS, 1.0), **given})
+        families = [(family.samples[0].name, set(family.samples[0].labels)) for family in sink.collect()]
+    finally:
+        sink.close(complete=True)
+    documented = {family.name: set(family.labels) for family in METRICS["trainers"]()}
+    assert dict(families) == documented
+    assert documented["ddpjob_train_rank_step_seconds"] == {*trainer.LABELS, "rank"}
+    assert documented["ddpjob_train_phase_seconds"] == {*trainer.LABELS, "phase"}
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:

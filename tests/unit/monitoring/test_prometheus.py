@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ddpjob.api.types import DDPJob
+from ddpjob.api.job import DDPJob
 from ddpjob.controller import job_metrics, operator_metrics
 from ddpjob.controller.job_metrics import SERIES, JobAccounts
 from ddpjob.controller.main import Operator

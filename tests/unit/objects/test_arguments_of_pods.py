@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.objects.pods import build_coordinator, build_node
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from built import PLATFORM, job
-from ddpjob.api.types import DDPJob, Json
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
 from ddpjob.local.local_platform import LocalPlatform
 from ddpjob.objects import isolation
 from ddpjob.objects.isolation import build_policy, build_token, policy_name

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from built import PLATFORM, container, job
-from ddpjob.api.types import Json
+from ddpjob.api.job_spec import Json
 from ddpjob.objects.pods import as_non_root, build_coordinator, build_node
 
 ROOT = Path(__file__).parents[3]

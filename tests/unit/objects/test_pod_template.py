@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from built import NOW, PLATFORM, container, environment, job, node
-from ddpjob.api.types import AvoidedNode, Json
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import AvoidedNode
 from ddpjob.core.decision import CreateBudget
 from ddpjob.core.plan.actions import plan_actions
 from ddpjob.core.view import View
@@ -240,6 +241,24 @@ def test_a_null_in_the_trainer_changes_nothing(field: str, placement: str) -> No
     assert build_coordinator(made, made.status, PLATFORM) == build_coordinator(plain, plain.status, PLATFORM)
 
 
+def test_one_domain_for_all_pods_beside_the_template_s_affinity() -> None:
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    near: Json = {"topologyKey": "zone", "labelSelector": {"matchLabels": {"app": "data"}}}
+    template = {"spec": {"affinity": {"podAffinity": {required: [near]}}}}
+    made = job(nodes=2, scheduling={"sameTopology": "example.com/rack"}, podTemplate=template)
+    avoided = replace(made.status, avoided_nodes=(AvoidedNode(node="bad", until=NOW),))
+    pod = build_node(made, avoided, PLATFORM, 1, 0)
+    affinity, labels = pod["spec"]["affinity"], pod["metadata"]["labels"]
+    rack, data = affinity["podAffinity"][required]
+    assert rack["topologyKey"] == "example.com/rack" and data == near
+    assert rack["labelSelector"]["matchLabels"].items() <= labels.items(), "else the first pod finds no place"
+    assert labels["ddpjob.io/role"] in rack["labelSelector"]["matchExpressions"][0]["values"]
+    assert affinity["nodeAffinity"] and affinity["podAntiAffinity"], "avoided nodes, and one pod per node"
+    assert "affinity" not in build_coordinator(made, made.status, PLATFORM)["spec"]
+    alone = job(nodes=1, scheduling={"sameTopology": "example.com/rack"})
+    assert "affinity" not in build_node(alone, alone.status, PLATFORM, 0, 0)["spec"]
+
+
 def test_affinity_of_the_template_is_added_to_the_operator_s_own() -> None:
     required, preferred = (f"{kind}DuringSchedulingIgnoredDuringExecution" for kind in ("required", "preferred"))
     away: Json = {"topologyKey": "rack", "labelSelector": {"matchLabels": {"app": "noisy"}}}
@@ -269,6 +288,37 @@ def test_the_coordinator_keeps_away_from_the_same_kubernetes_nodes_and_from_no_p
     affinity = build_coordinator(made, avoided, PLATFORM)["spec"]["affinity"]
     assert affinity == {"nodeAffinity": build_node(job(), avoided, PLATFORM, 0, 0)["spec"]["affinity"]["nodeAffinity"]}
     assert '"bad"' in json.dumps(affinity)
+
+
+def test_the_interface_of_the_network_is_for_nccl_and_gloo_unless_they_are_set() -> None:
+    def seen(pod: Json) -> list[tuple[str, str]]:
+        given = pod["spec"]["containers"][0]["env"]
+        return [(e["name"], e["value"]) for e in given if e["name"].endswith("_IFNAME")]
+
+    network = {"interface": "eth1"}
+    assert seen(node()) == []
+    assert seen(node(network=network)) == [("NCCL_SOCKET_IFNAME", "eth1"), ("GLOO_SOCKET_IFNAME", "eth1")]
+    own = [{"name": "NCCL_SOCKET_IFNAME", "value": "ib0"}]
+    assert seen(node(network=network, env=own)) == [("GLOO_SOCKET_IFNAME", "eth1"), ("NCCL_SOCKET_IFNAME", "ib0")]
+    template = {"spec": {"containers": [{"name": "trainer", "env": own}]}}
+    assert ("NCCL_SOCKET_IFNAME", "ib0") in seen(node(network=network, podTemplate=template))
+
+
+def test_claims_of_dynamic_resources_pass_through() -> None:
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "eight-gpus"}]
+    trainer = {"name": "trainer", "resources": {"claims": [{"name": "gpus"}]}}
+    template = {"spec": {"resourceClaims": claims, "containers": [trainer]}}
+    assert problems(template) == ()
+    given = {"gpusPerNode": 0, "resources": {"limits": {"memory": "1Gi"}}, "podTemplate": template}
+    pod = node(**given)
+    assert pod["spec"]["resourceClaims"] == claims
+    assert pod["spec"]["containers"][0]["resources"] == {"limits": {"memory": "1Gi"}, "claims": [{"name": "gpus"}]}
+    made = job(**given)
+    coordinator = build_coordinator(made, made.status, PLATFORM)
+    assert "resourceClaims" not in coordinator["spec"], "it needs no GPU"
+    more = {"name": "trainer", "resources": {"claims": [{"name": "gpus"}], "limits": {"memory": "1Gi"}}}
+    [fault] = problems({"spec": {"containers": [more]}})
+    assert "only claims may stand here" in fault
 
 
 def test_on_the_hosts_network_pods_still_find_each_other_by_name() -> None:
@@ -304,3 +354,21 @@ def test_a_merge_changes_neither_of_its_arguments() -> None:
     merged["spec"]["containers"][0]["env"].append({"name": "z"})
     merged["spec"]["affinity"]["l"]["m"] = 1
     assert (base, overlay) == before
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"volumes": [{"emptyDir": {}, "name": None}]},
+        {
+            "volumes": [{"emptyDir": {}}, {"name": "a", "emptyDir": {}}],
+            "containers": [{"name": "trainer", "volumeMounts": [{"mountPath": "/b"}, {"name": "a"}]}],
+        },
+    ],
+)
+def test_what_lacks_a_name_is_left_to_the_api_server(spec: Json) -> None:
+    """It refuses the pod with the place, and the condition shows that; the operator raises nothing."""
+    assert problems({"spec": spec}) == ()
+    made = job(podTemplate={"spec": spec})
+    assert build_coordinator(made, made.status, PLATFORM)["spec"]["volumes"]
+    assert build_node(made, made.status, PLATFORM, 0, 0)["spec"]["volumes"]

@@ -1,0 +1,217 @@
+"""Classes of jobs in simulated time: missing, appearing later, changed under a running job, refused, and crashes."""
+
+from __future__ import annotations
+
+import pytest
+from ddpjob.api.job_classes import JobClasses
+
+from .simulated import Simulation, conditions
+from .store import Json
+
+H100: Json = {
+    "spec": {"image": "team/train:1", "env": [{"name": "NCCL_IB_HCA", "value": "mlx5"}]},
+    "limits": {"maxNodes": 3, "images": ["team/*"]},
+}
+
+
+def classed(spec: Json | None = None, steps: int = 20, **classes: Json) -> Simulation:
+    """A job that names class h100, and no image."""
+    s = Simulation({"className": "h100", **(spec or {})}, steps=steps)
+    if "image" not in (spec or {}):
+        del s.spec["image"]
+    s.cluster.classes = JobClasses.read(classes)
+    return s
+
+
+def platform_team_sets(s: Simulation, **classes: Json) -> None:
+    """As a chart's upgrade does: the operator starts again with other settings."""
+    s.cluster.restart()
+    s.cluster.classes = JobClasses.read(classes)
+
+
+async def passes(s: Simulation, seconds: int) -> None:
+    for _ in range(seconds):
+        await s.one_pass()
+        s.advance(1)
+
+
+def images(s: Simulation) -> set[str]:
+    return {c["image"] for body in s.store.all("Pod") for c in body["spec"]["containers"]}
+
+
+def variables(s: Simulation) -> list[dict[str, str]]:
+    pods = [body for body in s.store.all("Pod") if body["metadata"]["labels"]["ddpjob.io/role"] == "node"]
+    return [{e["name"]: e.get("value", "") for e in body["spec"]["containers"][0]["env"]} for body in pods]
+
+
+def events(s: Simulation) -> list[str]:
+    return [event.reason for event in s.cluster.events]
+
+
+# --- a life
+
+
+async def test_a_job_has_what_its_class_gives() -> None:
+    s = classed({"env": [{"name": "MINE", "value": "1"}]}, h100=H100)
+    await s.until_phase("Running")
+    assert images(s) == {"team/train:1"}, "the coordinator's too"
+    assert all((v["NCCL_IB_HCA"], v["MINE"]) == ("mlx5", "1") for v in variables(s)) and len(variables(s)) == 2
+    taken = s.status["jobClass"]
+    assert (taken["name"], taken["spec"], taken["limits"]) == ("h100", H100["spec"], H100["limits"])
+    assert conditions(s)["ClassApplied"]["status"] == "True"
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["total"] == 0 and s.status["rendezvous"]["generation"] == 0
+
+
+async def test_a_job_writes_the_class_before_it_creates_anything() -> None:
+    s = classed(h100=H100)
+    await s.one_pass()
+    assert s.status["jobClass"]["name"] == "h100" and not list(s.store.all("Pod")) and s.wake == 0.0
+
+
+async def test_a_missing_class_is_waited_for() -> None:
+    s = classed(other={"namespaces": ["elsewhere"]}, a100=H100)
+    await passes(s, 30)
+    assert s.phase == "Pending" and not s.pods and "startTime" not in s.status
+    condition = conditions(s)["ClassApplied"]
+    assert (condition["status"], condition["reason"]) == ("False", "ClassMissing")
+    assert 'spec.className: "h100" is none of the classes' in condition["message"] and "(a100)" in condition["message"]
+    assert events(s) == ["ClassMissing"], "once"
+    writes = s.cluster.writes
+    await passes(s, 5)
+    assert s.cluster.writes == writes
+    platform_team_sets(s, h100=H100)
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["total"] == 0
+
+
+async def test_a_class_of_other_namespaces_is_missing() -> None:
+    s = classed(h100={**H100, "namespaces": ["elsewhere"]})
+    await passes(s, 3)
+    assert conditions(s)["ClassApplied"]["reason"] == "ClassMissing" and not s.pods
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["changed", "gone"])
+async def test_a_running_job_keeps_the_class_that_it_has_taken(gone: bool) -> None:
+    s = classed(h100=H100, steps=200)
+    await s.until_phase("Running")
+    before = s.status["jobClass"]
+    other = {**H100, "spec": {"image": "team/train:2"}, "limits": {"maxNodes": 1}}
+    platform_team_sets(s, **({} if gone else {"h100": other}))
+    await passes(s, 5)
+    assert s.phase == "Running" and s.status["restarts"]["total"] == 0
+    s.delete(s.nodes()[0].name)
+    await s.until(lambda: s.status["restarts"]["total"] == 1)
+    await s.until_phase("Running")
+    assert images(s) == {"team/train:1"}, "a replacement is as the others"
+    assert s.status["jobClass"] == before and conditions(s)["ClassApplied"]["status"] == "True"
+
+
+async def test_a_resumed_job_takes_the_class_as_it_is_then() -> None:
+    s = classed(h100=H100, steps=200)
+    await s.until_phase("Running")
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await passes(s, 60)
+    assert not [p for p in s.pods.values() if not p.ended]
+    platform_team_sets(s, h100={**H100, "spec": {"image": "team/train:2"}})
+    await passes(s, 5)
+    assert s.status["jobClass"]["spec"]["image"] == "team/train:1", "it is looked at when the job resumes"
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await s.until_phase("Running")
+    now = str(s.status["rendezvous"]["generation"])
+    pods = [body for body in s.store.all("Pod") if body["metadata"]["labels"]["ddpjob.io/generation"] == now]
+    assert {c["image"] for body in pods for c in body["spec"]["containers"]} == {"team/train:2"}
+    assert s.status["restarts"]["counted"] == 0
+    await s.until_phase("Complete")
+
+
+async def test_a_resumed_job_whose_class_is_gone_or_refuses_it_waits_and_keeps_what_it_has() -> None:
+    s = classed(h100=H100, steps=200)
+    await s.until_phase("Running")
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await passes(s, 60)
+    platform_team_sets(s)
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await passes(s, 30)
+    assert s.phase == "Suspended" and conditions(s)["Suspended"]["reason"] == "ClassMissing"
+    platform_team_sets(s, h100={**H100, "limits": {"maxNodes": 1}})
+    await passes(s, 30)
+    assert s.phase == "Suspended" and conditions(s)["ClassApplied"]["reason"] == "ClassRefused"
+    assert not [p for p in s.pods.values() if not p.ended]
+    platform_team_sets(s, h100=H100)
+    await s.until_phase("Complete")
+
+
+# --- limits
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "says"),
+    [
+        ({"nodes": 3, "spares": 1}, H100, "spec.nodes: 4 with the spares, and class h100 allows at most 3"),
+        ({"image": "other/train:1"}, H100, "spec.image: other/train:1 is none of the images"),
+        ({"image": "team/other:1"}, {**H100, "fixed": ["image"]}, "spec.image: is set by class h100"),
+        ({}, {}, "spec.image: required, but neither the job nor class h100 names one"),
+    ],
+)
+async def test_a_job_that_breaks_a_rule_of_its_class_fails_with_nothing_created(
+    spec: Json, given: Json, says: str
+) -> None:
+    s = classed(spec, h100=given)
+    await passes(s, 3)
+    failed = conditions(s)["Failed"]
+    assert s.phase == "Failed" and failed["reason"] == "ClassRefused" and failed["message"].startswith(says)
+    assert not s.pods and not list(s.store.all("Service")) and "ClassRefused" in events(s)
+
+
+async def test_a_job_may_override_what_is_not_fixed() -> None:
+    s = classed({"image": "team/mine:1"}, h100=H100)
+    await s.until_phase("Complete")
+    assert images(s) == {"team/mine:1"}
+
+
+async def test_a_running_job_that_is_scaled_beyond_its_class_grows_as_far_as_it_allows() -> None:
+    s = classed(h100=H100, steps=400)
+    await s.until_phase("Running")
+    s.change_spec({"nodes": 8})
+    await passes(s, 30)
+    assert s.phase == "Running" and len(s.status["slots"]) == 3 and s.status["restarts"]["counted"] == 0
+    condition = conditions(s)["ClassApplied"]
+    assert condition["reason"] == "ClassExceeded" and "spec.nodes: 8 with the spares" in condition["message"]
+    s.change_spec({"nodes": 2})
+    await s.until(lambda: conditions(s)["ClassApplied"]["status"] == "True")
+    await s.until_phase("Complete")
+
+
+async def test_what_class_and_job_set_by_halves_is_held_to_the_definitions_rules() -> None:
+    s = classed({"script": None, "command": ["train"]}, h100={"spec": {"image": "team/train:1", "preflight": {}}})
+    del s.spec["script"]
+    await passes(s, 2)
+    assert "preflight cannot be used with command" in conditions(s)["Failed"]["message"]
+
+
+async def test_a_job_that_names_no_class_any_more_runs_without() -> None:
+    s = classed({"image": "team/mine:1"}, h100=H100, steps=200)
+    await s.until_phase("Running")
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await passes(s, 60)
+    del s.spec["className"]
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await s.until_phase("Running")
+    assert "jobClass" not in s.status and "ClassApplied" not in conditions(s)
+
+
+# --- crashes
+
+
+@pytest.mark.parametrize("point", range(12))
+async def test_an_operator_that_dies_anywhere_at_the_start_leaves_pods_of_one_kind(point: int) -> None:
+    s = classed(h100=H100)
+    s.cluster.die_at = {point + 1}
+    for _ in range(400):
+        if s.phase == "Complete":
+            break
+        if not await s.one_pass():
+            platform_team_sets(s, h100={**H100, "spec": {"image": "team/train:2"}})
+        s.advance(1)
+    assert s.phase == "Complete" and len(images(s)) == 1

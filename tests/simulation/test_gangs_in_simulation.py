@@ -1,0 +1,389 @@
+"""Gangs in simulated time: all or nothing at every start, and through losses, changes of size, faults and crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+
+import pytest
+from ddpjob.api.job import DDPJob
+from ddpjob.core.world import Role
+from ddpjob.engine.ports import Refused
+
+from . import test_crashes as crashes
+from .kubelet import Pod
+from .operator_port import MemoryCluster
+from .simulated import Simulation, conditions
+from .store import Json
+from .story import Story
+
+FAST: Json = {"recovery": {"mode": "Fast"}}
+SEEDS = int(os.environ.get("DDPJOB_SEEDS", "2000")) // 20
+
+
+class WithGangs(Simulation):
+    """A cluster that serves PodGroups."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        self.cluster.serves_gangs = True
+
+
+def bound(s: Simulation) -> list[Pod]:
+    """Pods of slots that hold a host."""
+    return [p for p in s.nodes() if p.node and not p.ended]
+
+
+def groups(s: Simulation) -> dict[str, int]:
+    """Minimum of each PodGroup."""
+    return {g["metadata"]["name"]: g["spec"]["schedulingPolicy"]["gang"]["minCount"] for g in s.store.all("PodGroup")}
+
+
+def grouped(s: Simulation) -> set[str]:
+    return {name for name, p in s.pods.items() if "schedulingGroup" in p.body["spec"]}
+
+
+async def passes(s: Simulation, seconds: int) -> None:
+    for _ in range(seconds):
+        await s.one_pass()
+        s.advance(1)
+
+
+# --- the start
+
+
+@pytest.mark.parametrize("placement", ["Dedicated", "Master"])
+async def test_a_gang_holds_nothing_until_there_is_room_for_all_of_it(placement: str) -> None:
+    s = WithGangs({"nodes": 4, "rendezvous": {"placement": placement}}, steps=20)
+    s.machines.capacity = 3
+    await passes(s, 60)
+    assert not any(p.node for p in s.pods.values())
+    assert groups(s) == {"job-gang-0": 5 if placement == "Dedicated" else 4}
+    assert conditions(s)["Scheduled"]["message"].startswith("waits for 4 nodes at once")
+    s.machines.capacity = 4
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["total"] == 0
+
+
+async def test_without_a_gang_the_same_job_holds_what_there_is() -> None:
+    """The check above sees the deliberate defect."""
+    s = WithGangs({"nodes": 4, "scheduling": {"gang": False}})
+    s.machines.capacity = 3
+    await passes(s, 60)
+    assert len(bound(s)) == 3 and not groups(s)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"scheduling": {"schedulerName": "volcano"}},
+        {"podTemplate": {"spec": {"schedulingGroup": {"podGroupName": "ours"}}}},
+    ],
+)
+async def test_who_has_a_scheduler_or_a_group_of_its_own_gets_no_gang_unless_it_asks(spec: Json) -> None:
+    for gang, wanted in ((None, set()), (True, {"job-gang-0"})):
+        scheduling = {**spec.get("scheduling", {}), **({} if gang is None else {"gang": gang})}
+        s = WithGangs({"nodes": 2, **spec, "scheduling": scheduling})
+        await passes(s, 3)
+        assert len(s.nodes()) == 2 and set(groups(s)) == wanted
+
+
+@pytest.mark.parametrize("gang", [True, False])
+async def test_two_jobs_that_each_need_everything(gang: bool) -> None:
+    """The other job is a rival that takes what is free, as this one does, pod by pod or all at once."""
+    s = WithGangs({"nodes": 2, "scheduling": {"gang": gang}}, steps=20)
+    s.machines.capacity = 1  # the rival's first pod has the other half
+    await passes(s, 30)
+    rival_waits_forever = len(bound(s)) == 1
+    assert rival_waits_forever is not gang
+    if gang:
+        s.machines.capacity = 0  # the rival finds its second half, and ends
+        await passes(s, 30)
+        s.machines.capacity = 2
+        await s.until_phase("Complete")
+
+
+async def test_spares_and_elastic_nodes_come_after_the_gang() -> None:
+    s = WithGangs({"nodes": 3, "spares": 1, "elastic": {"minNodes": 2}, **FAST}, steps=1000)
+    s.machines.capacity = 1
+    await passes(s, 30)
+    assert sorted(p.index for p in s.nodes()) == [0, 1] and not bound(s)
+    s.machines.capacity = 3
+    await s.until_phase("Running")
+    assert grouped(s) == {"job-0-0", "job-1-0", "job-coordinator-0"} and groups(s) == {"job-gang-0": 3}
+    s.machines.capacity = 4
+    await s.until(lambda: s.status["nodes"]["display"] == "3/3 +1")
+
+
+async def test_a_single_node_needs_no_gang() -> None:
+    s = WithGangs({"nodes": 1}, steps=20)
+    await s.until_phase("Complete")
+    assert not groups(s)
+
+
+async def test_a_pod_that_is_lost_before_the_gang_is_placed_is_one_of_the_gang_again() -> None:
+    s = WithGangs({"nodes": 2}, steps=20)
+    s.machines.capacity = 1
+    await passes(s, 10)
+    s.force_delete("job-1-0")
+    await passes(s, 10)
+    assert {"job-0-0", "job-1-1"} <= grouped(s) and not bound(s)
+    s.machines.capacity = 2
+    await s.until_phase("Complete")
+
+
+@pytest.mark.parametrize(
+    ("change", "size"), [({"nodes": 2}, 3), ({"nodes": 4}, 5), ({"elastic": {"minNodes": 2}}, 3), ({"nodes": 1}, None)]
+)
+async def test_a_gang_that_waits_follows_a_change_of_its_size(change: Json, size: int | None) -> None:
+    s = WithGangs({"nodes": 3}, steps=20)
+    s.machines.capacity = 0
+    await passes(s, 10)
+    s.change_spec(change)
+    await passes(s, 10)
+    assert groups(s) == ({"job-gang-1": size} if size else {}) and not bound(s)
+    s.machines.capacity = 4
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["counted"] == 0
+
+
+# --- what the cluster serves
+
+
+async def test_a_job_that_insists_on_a_gang_waits_for_a_cluster_that_serves_it() -> None:
+    s = Simulation({"scheduling": {"gang": True}}, steps=20)
+    await passes(s, 30)
+    assert not s.pods
+    scheduled = conditions(s)["Scheduled"]
+    assert scheduled["reason"] == "GangNotServed" and "leave scheduling.gang out" in scheduled["message"]
+    s.cluster.serves_gangs = True
+    await s.until_phase("Complete")
+
+
+async def test_what_the_cluster_serves_later_changes_no_running_job() -> None:
+    s = Simulation({}, steps=1000)
+    await s.until_phase("Running")
+    for serves in (True, False):
+        s.cluster.serves_gangs = serves
+        before = set(s.pods)
+        await passes(s, 20)
+        assert set(s.pods) == before and s.status["restarts"]["total"] == 0
+
+
+async def test_a_gang_that_waits_goes_without_where_the_cluster_serves_none_any_more() -> None:
+    s = WithGangs({}, steps=20)
+    s.machines.capacity = 0
+    await passes(s, 10)
+    s.cluster.serves_gangs = False
+    await passes(s, 10)
+    assert not grouped(s)
+    s.machines.capacity = 2
+    await s.until_phase("Complete")
+
+
+# --- losses
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_a_pod_that_replaces_one_of_a_placed_gang_is_scheduled_by_itself(mode: str) -> None:
+    s = WithGangs({"nodes": 3, "recovery": {"mode": mode}}, steps=1000)
+    await s.until_phase("Running")
+    s.force_delete("job-1-0")
+    await s.until(lambda: s.phase == "Running" and "job-1-1" in s.pods)
+    assert "job-1-1" not in grouped(s) and s.status["rendezvous"]["generation"] == 0
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_what_cannot_train_gives_up_its_nodes_and_waits_as_a_gang(mode: str) -> None:
+    s = WithGangs({"nodes": 3, "recovery": {"mode": mode, "maxRestarts": 0}}, steps=60)
+    await s.until_phase("Running")
+    s.machines.capacity = 2
+    s.force_delete("job-1-0")
+    await passes(s, 20)
+    assert len(bound(s)) == 2, "the room may come back soon"
+    await passes(s, 60)
+    assert not bound(s) and groups(s) == {"job-gang-1": 4}
+    await passes(s, 300)
+    assert s.status["restarts"]["recent"][-1]["reason"] == "Yielded" and s.status["restarts"]["total"] == 2, "once"
+    s.machines.capacity = 3
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["counted"] == 0
+
+
+async def test_yields_are_not_limited_by_what_the_status_remembers() -> None:
+    s = WithGangs({"nodes": 2, "recovery": {"maxRestarts": 0}}, steps=10**6)
+    for _ in range(8):
+        s.machines.capacity = 2
+        await s.until_phase("Running")
+        s.machines.capacity = 1
+        s.force_delete(max(p.name for p in bound(s)))
+        await s.until(lambda: not bound(s))
+    assert s.status["restarts"]["uncounted"] == 16 and s.status["restarts"]["counted"] == 0
+    s.machines.capacity = 2
+    await s.until_phase("Running")
+
+
+async def test_a_group_that_trains_with_fewer_yields_nothing() -> None:
+    s = WithGangs({"nodes": 3, "elastic": {"minNodes": 2}}, steps=10**6)
+    await s.until_phase("Running")
+    s.machines.capacity = 2
+    s.force_delete("job-2-0")
+    await s.until(lambda: s.status["nodes"]["display"] == "2/3" and s.phase == "Running")
+    await passes(s, 200)
+    assert len(bound(s)) == 2 and s.phase == "Running"
+
+
+def preempt(s: Simulation, name: str) -> None:
+    """As kube-scheduler does: a condition, then the deletion."""
+    pod = s.pods[name]
+    why = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "preempted"}
+    pod.body["status"] = {**pod.body["status"], "conditions": [*pod.body["status"]["conditions"], why]}
+    s.store.changed("Pod", pod.body)
+    s.delete(name)
+
+
+@pytest.mark.parametrize(
+    "spec", [{}, FAST, {"script": None, "command": ["train"]}], ids=["Standard", "Fast", "command"]
+)
+async def test_a_preempted_job_gives_up_the_rest_at_once(spec: Json) -> None:
+    spec = {key: value for key, value in {"script": "train.py", **spec}.items() if value is not None}
+    s = WithGangs({"nodes": 3, **spec}, steps=10**6)
+    if "command" in spec:
+        s.spec.pop("script", None)
+    await s.until_phase("Running")
+    s.machines.capacity = 2
+    preempt(s, "job-1-0")
+    await s.one_pass()
+    await s.until(lambda: not bound(s), limit=60)
+    assert groups(s) == {"job-gang-1": 4}
+    assert {r["reason"] for r in s.status["restarts"]["recent"]} == {"Preempted"}
+    s.machines.capacity = 3
+    await s.until_phase("Running")
+    assert s.status["restarts"]["counted"] == 0
+
+
+async def test_a_preempted_spare_is_no_matter() -> None:
+    s = WithGangs({"nodes": 2, "spares": 1, **FAST}, steps=10**6)
+    await s.until(lambda: s.status.get("nodes", {}).get("display") == "2/2 +1")
+    s.machines.capacity = 2
+    preempt(s, next(p.name for p in s.nodes() if p.role is Role.SPARE))
+    await passes(s, 100)
+    assert s.phase == "Running" and s.status["rendezvous"]["generation"] == 0 and len(bound(s)) == 2
+
+
+async def test_a_spare_without_a_node_replaces_nobody() -> None:
+    s = WithGangs({"nodes": 2, "spares": 1, **FAST}, steps=10**6)
+    s.machines.capacity = 2
+    await s.until_phase("Running")
+    s.machines.capacity = 1
+    preempt(s, "job-1-0")
+    await s.until(lambda: not bound(s), limit=10)
+
+
+async def test_a_resumed_job_waits_as_a_gang() -> None:
+    s = WithGangs({}, steps=60)
+    await s.until_phase("Running")
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    s.machines.capacity = 1
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await passes(s, 60)
+    assert not bound(s) and len(groups(s)) == 1
+    s.machines.capacity = 2
+    await s.until_phase("Complete")
+
+
+# --- the operator dies; everything at random
+
+
+async def loses_a_half(s: Simulation) -> None:
+    await s.until_phase("Running")
+    s.machines.capacity = 1
+    s.force_delete("job-1-0")
+    await s.until(lambda: s.status["rendezvous"]["generation"] == 1 and not bound(s))
+    s.machines.capacity = 2
+    await s.until_phase("Complete")
+
+
+async def resized_while_it_waits(s: Simulation) -> None:
+    s.machines.capacity = 1
+    await passes(s, 5)
+    s.change_spec({"nodes": 3})
+    await passes(s, 5)
+    s.machines.capacity = 3
+    await s.until_phase("Complete")
+
+
+Scenario = Callable[[Simulation], Awaitable[None]]
+SCENARIOS: list[Scenario] = [
+    crashes.start_and_complete, crashes.suspended_and_resumed, crashes.spare_takes_over, loses_a_half,
+    crashes.elastic_shrinks_and_grows, crashes.scaled_down_and_up, resized_while_it_waits,
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+async def test_the_operator_dies_before_and_after_every_call(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crashes, "Simulation", WithGangs)
+    await crashes.die_everywhere(scenario, "Dedicated")
+
+
+@pytest.mark.slow
+async def test_a_preempted_job_ends_well_whenever_the_operator_dies() -> None:
+    """A new process may find the pod gone, without the reason: then the job yields a while later."""
+
+    async def play(die_at: set[int]) -> Simulation:
+        s = WithGangs({}, steps=60)
+        s.cluster.die_at = die_at
+        await s.until_phase("Running")
+        s.machines.capacity = 1
+        preempt(s, "job-1-0")
+        await s.until(lambda: s.status["rendezvous"]["generation"] == 1 and not bound(s))
+        s.machines.capacity = 2
+        await s.until_phase("Complete")
+        assert s.status["restarts"]["counted"] == 0
+        return s
+
+    for point in range(1, (await play(set())).cluster.points + 1):
+        await play({point})
+
+
+class RefusesGroups(MemoryCluster):
+    """The API server refuses every PodGroup."""
+
+    refusal = Refused(422, 'PodGroup "job-gang-0" is invalid: spec.priorityClassName: no such class')
+
+    async def create(self, job: DDPJob, manifest: Json) -> None:
+        if manifest["kind"] == "PodGroup":
+            raise self.refusal
+        await super().create(job, manifest)
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 422])
+async def test_a_refused_group_is_named_with_its_cause_and_the_way_out(status: int) -> None:
+    class Refusing(Simulation):
+        cluster_class = RefusesGroups
+
+    s = Refusing({}, steps=20)
+    s.cluster.serves_gangs = True
+    RefusesGroups.refusal = Refused(status, "spec.priorityClassName: no such class")
+    await passes(s, 100)
+    scheduled = conditions(s)["Scheduled"]
+    assert (s.phase, scheduled["reason"]) == ("Pending", "CreationRefused") and not s.nodes()
+    for part in ("PodGroup job-gang-0", "spec.priorityClassName: no such class", "set scheduling.gang to false"):
+        assert part in scheduled["message"]
+    assert sum(e.reason == "CreationRefused" for e in s.cluster.events) == 1
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await passes(s, 5)
+    s.change_spec({"runPolicy": {"suspend": False}, "scheduling": {"gang": False}})
+    await s.until_phase("Complete")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(5))
+def test_random_faults_with_gangs(part: int) -> None:
+    for seed in range(part, SEEDS, 5):
+        asyncio.run(Story(seed, simulation=WithGangs).run())

@@ -1,0 +1,86 @@
+"""spec.preflight over time: pods that do not pass, on hosts that are defective, and what the status says of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from .kubelet import Pod
+from .simulated import Simulation, conditions
+
+
+def defective(s: Simulation, *hosts: str) -> None:
+    """Pods do not pass on these hosts; without any, on none."""
+
+    def boot(pod: Pod) -> None:
+        if pod.launcher is not None and (pod.node in hosts or not hosts):
+            pod.launcher.unfit = "cuda:3: 12 of 1024 rows of a matrix product are wrong"
+
+    s.machines.on_pod = boot
+
+
+def reasons(s: Simulation) -> list[tuple[str, bool]]:
+    return [(str(r["reason"]), r["counted"]) for r in s.status["restarts"].get("recent", ())]
+
+
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+async def test_a_pod_that_does_not_pass_is_replaced_elsewhere_and_nothing_counts(mode: str) -> None:
+    s = Simulation({"preflight": {"scope": "Node"}, "recovery": {"mode": mode, "maxRestarts": 0}}, steps=10**6)
+    s.machines.favourite = {1: "n5"}
+    defective(s, "n5")
+    await s.until(lambda: s.status.get("restarts", {}).get("total", 0) > 0)
+    failed = conditions(s)["PreflightPassed"]
+    assert (failed["status"], failed["reason"]) == ("False", "PreflightFailed")
+    assert failed["message"] == (
+        "pod job-1-0 on Kubernetes node n5 has not passed the preflight: "
+        "cuda:3: 12 of 1024 rows of a matrix product are wrong"
+    )
+    await s.until_phase("Running")
+    await s.one_pass()
+    assert reasons(s) == [("PreflightFailed", False)]
+    assert [(n["node"], n["reason"]) for n in s.status["avoidedNodes"]] == [
+        ("n5", "PreflightFailed on it within an hour")
+    ]
+    assert s.pods["job-1-1"].node != "n5", "although the scheduler prefers it"
+    assert conditions(s)["PreflightPassed"]["reason"] == "NodesChecked"
+    assert s.status["rendezvous"]["generation"] == 0, "the other pods stay"
+
+
+async def test_a_training_too_short_to_be_seen_has_passed() -> None:
+    s = Simulation({"preflight": {"scope": "Node"}, "recovery": {"mode": "Fast"}}, steps=5)
+    s.machines.favourite = {1: "n5"}
+    defective(s, "n5")
+    await s.until(lambda: "job-1-1" in s.pods)
+    assert conditions(s)["PreflightPassed"]["reason"] == "PreflightFailed"
+    s.advance(120)
+    await s.one_pass()
+    assert s.phase == "Complete"
+    assert conditions(s)["PreflightPassed"]["reason"] == "NodesChecked"
+
+
+async def test_a_replacement_that_does_not_pass_costs_time_and_no_budget() -> None:
+    s = Simulation({"preflight": {}, "recovery": {"mode": "Fast", "maxRestarts": 0}}, steps=10**6)
+    s.machines.favourite = {1: "n5"}
+    await s.until_phase("Running")
+    defective(s, "n5")
+    s.force_delete("job-1-0")
+    await s.until(lambda: s.status["restarts"]["total"] >= 2)
+    await s.until_phase("Running")
+    assert reasons(s) == [("Deleted", False), ("PreflightFailed", False)]
+    assert s.pods["job-1-2"].node != "n5"
+    assert "PreflightPassed" in conditions(s)
+
+
+async def test_a_preflight_that_nobody_passes_fails_the_job() -> None:
+    s = Simulation({"preflight": {}, "recovery": {"mode": "Fast"}}, steps=100)
+    defective(s)
+    await s.until_phase("Failed")
+    failed = conditions(s)["Failed"]
+    assert failed["reason"] == "InitFailure"
+    assert failed["message"].startswith("no pod has passed: pod job-")
+    assert len([r for r in reasons(s) if r == ("PreflightFailed", False)]) >= 3
+
+
+async def test_without_the_field_there_is_no_such_condition() -> None:
+    s = Simulation({}, steps=100)
+    await s.until_phase("Running")
+    assert "PreflightPassed" not in conditions(s)

@@ -1,0 +1,319 @@
+"""Queues in simulated time: a job waits, runs with quota, is evicted, resumed and resized, through crashes."""
+
+from __future__ import annotations
+
+import pytest
+from ddpjob.api.job import QUEUE_LABEL
+
+from . import test_crashes as crashes
+from .kueue import Kueue
+from .simulated import Simulation, conditions
+from .store import Json
+
+
+def queued(spec: Json | None = None, pods: int = 2, steps: int = 20) -> tuple[Simulation, Kueue]:
+    s = Simulation(spec or {}, steps=steps)
+    return s, Kueue(s, pods)
+
+
+async def passes(s: Simulation, seconds: int) -> None:
+    for _ in range(seconds):
+        await s.one_pass()
+        s.advance(1)
+
+
+def events(s: Simulation) -> list[str]:
+    return [event.reason for event in s.cluster.events]
+
+
+# --- a life
+
+
+@pytest.mark.parametrize("placement", ["Dedicated", "Master"])
+async def test_a_job_waits_without_pods_until_its_queue_has_room(placement: str) -> None:
+    s, kueue = queued({"rendezvous": {"placement": placement}})
+    kueue.taken = 1
+    await passes(s, 30)
+    assert s.phase == "Queued" and not s.pods and "startTime" not in s.status
+    suspended = conditions(s)["Suspended"]
+    assert suspended["reason"] == "Queued"
+    assert suspended["message"] == "waits in queue team for the quota of 2 pods: insufficient unused quota for cpu"
+    [workload] = kueue.workloads().values()
+    assert workload["spec"]["queueName"] == "team"
+    assert [(one["name"], one["count"]) for one in workload["spec"]["podSets"]] == (
+        [("node", 2), ("coordinator", 1)] if placement == "Dedicated" else [("node", 2)]
+    )
+    kueue.taken = 0
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["total"] == 0 and s.status["rendezvous"]["generation"] == 0
+    await passes(s, 3)
+    assert kueue.using() == 0 and kueue.holds(workload, "Finished"), "quota is given back at the end"
+    assert events(s)[:2] == ["Queued", "Admitted"]
+
+
+async def test_kueue_hears_that_the_pods_run() -> None:
+    s, kueue = queued(steps=1000)
+    await s.until_phase("Running")
+    await passes(s, 2)
+    [workload] = kueue.workloads().values()
+    assert kueue.holds(workload, "PodsReady")
+    writes = s.cluster.writes
+    await passes(s, 5)
+    assert not any("Workload" in action for action in s.cluster.actions) and s.cluster.writes - writes <= 5
+
+
+async def test_an_evicted_job_saves_gives_its_quota_back_and_continues_later() -> None:
+    s, kueue = queued({"recovery": {"maxRestarts": 0}}, steps=60)
+    await s.until_phase("Running")
+    kueue.taken = 1
+    kueue.evict()
+    held_while_pods_end = []
+    for _ in range(40):
+        await s.one_pass()
+        if any(not p.ended for p in s.pods.values()):
+            held_while_pods_end.append(kueue.using())
+        s.advance(1)
+    assert held_while_pods_end and set(held_while_pods_end) == {2}, "others must not use what is still in use"
+    assert s.phase == "Queued" and kueue.using() == 0 and not [p for p in s.nodes() if not p.ended]
+    assert "Evicted" in events(s)
+    [workload] = kueue.workloads().values()
+    assert kueue.holds(workload, "Requeued"), "it keeps its place in the queue"
+    kueue.taken = 0
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["total"] == 0 and s.status["rendezvous"]["generation"] == 1
+
+
+async def test_a_lost_pod_is_replaced_within_the_quota() -> None:
+    s, kueue = queued(steps=100)
+    await s.until_phase("Running")
+    before = kueue.workloads()
+    s.force_delete("job-1-0")
+    await s.until(lambda: s.phase == "Running" and "job-1-1" in s.pods)
+    assert kueue.workloads() == before and s.status["restarts"]["total"] == 1
+
+
+async def test_a_job_that_its_user_suspends_holds_no_quota() -> None:
+    s, kueue = queued(steps=60)
+    await s.until_phase("Running")
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until(lambda: s.phase == "Suspended" and not kueue.workloads())
+    await passes(s, 5)
+    assert not kueue.workloads() and "queue" not in s.status and "Admitted" not in conditions(s)
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await s.until_phase("Complete")
+
+
+async def test_a_workload_that_somebody_deletes_ends_the_pods_and_is_asked_for_again() -> None:
+    s, kueue = queued(steps=60)
+    await s.until_phase("Running")
+    [name] = kueue.workloads()
+    s.store.delete("Workload", name)
+    await s.until_phase("Queued")
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["total"] == 0
+
+
+async def test_what_the_flavor_adds_is_in_every_pod() -> None:
+    s, _ = queued(steps=60)
+    await s.until_phase("Queued")
+
+    def with_flavor(workload: Json) -> None:
+        update = {"nodeSelector": {"pool": "spot"}, "tolerations": [{"key": "spot", "operator": "Exists"}]}
+        updates = [{"name": name, **update} for name in ("node", "coordinator")]
+        workload.setdefault("status", {})["admissionChecks"] = [
+            {"name": "c", "state": "Ready", "podSetUpdates": updates}
+        ]
+
+    [workload] = s.store.all("Workload")
+    with_flavor(workload)
+    await s.until_phase("Running")
+    s.force_delete("job-1-0")
+    await s.until(lambda: s.phase == "Running" and "job-1-1" in s.pods)
+    for pod in s.pods.values():
+        assert pod.body["spec"]["nodeSelector"]["pool"] == "spot"
+        assert {"key": "spot", "operator": "Exists"} in pod.body["spec"]["tolerations"]
+
+
+# --- another size
+
+
+async def test_a_larger_job_trains_at_its_old_size_until_there_is_quota() -> None:
+    s, kueue = queued(pods=2, steps=200)
+    await s.until_phase("Running")
+    s.change_spec({"nodes": 3})
+    await passes(s, 20)
+    assert s.status["nodes"]["display"] == "2/3" and s.phase == "Running" and s.status["restarts"]["total"] == 0
+    admitted = conditions(s)["Admitted"]
+    assert (admitted["status"], admitted["reason"]) == ("True", "Growing")
+    assert "2 pods; waits in queue team for the quota of 3 pods: insufficient" in admitted["message"]
+    assert len(s.nodes()) == 2 and len(kueue.workloads()) == 2
+    kueue.pods = 3
+    await s.until(lambda: s.status["nodes"]["display"] == "3/3" and s.phase == "Running")
+    await passes(s, 3)
+    assert len(kueue.workloads()) == 1 and kueue.using() == 3
+    assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
+
+
+async def test_a_smaller_job_gives_quota_back_without_a_stop() -> None:
+    s, kueue = queued({"nodes": 3}, pods=3, steps=200)
+    await s.until_phase("Running")
+    s.change_spec({"nodes": 2})
+    await s.until(lambda: s.status["nodes"]["display"] == "2/2" and s.phase == "Running" and kueue.using() == 2)
+    s.change_spec({"nodes": 3})
+    await s.until(lambda: s.status["nodes"]["display"] == "3/3" and kueue.using() == 3)
+    assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
+
+
+async def test_a_size_that_is_taken_back_while_it_waits_leaves_nothing() -> None:
+    s, kueue = queued(pods=2, steps=200)
+    await s.until_phase("Running")
+    [first] = kueue.workloads()
+    s.change_spec({"nodes": 3})
+    await passes(s, 5)
+    s.change_spec({"nodes": 2})
+    await passes(s, 5)
+    assert list(kueue.workloads()) == [first] and conditions(s)["Admitted"]["reason"] == "Admitted"
+
+
+async def test_a_size_that_is_taken_back_while_it_takes_over_leaves_the_job_with_quota() -> None:
+    """Kueue has finished the first Workload, and not yet admitted the one that replaces it."""
+    s, kueue = queued(pods=3, steps=400)
+    await s.until_phase("Running")
+    [first] = kueue.workloads()
+    s.change_spec({"nodes": 3})
+    await s.until(lambda: kueue.holds(kueue.workloads()[first], "Finished"))
+    assert len(kueue.workloads()) == 2 and kueue.using() == 0
+    s.change_spec({"nodes": 2})
+    await s.until(lambda: s.status["nodes"]["display"] == "2/2" and s.phase == "Running" and kueue.using() == 2)
+    assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
+
+
+async def test_a_job_that_waits_asks_for_what_it_needs_by_now() -> None:
+    s, _kueue = queued({"nodes": 3}, pods=2)
+    await passes(s, 5)
+    assert s.phase == "Queued"
+    s.change_spec({"nodes": 2})
+    await s.until_phase("Complete")
+
+
+async def test_other_resources_are_other_quota() -> None:
+    s, kueue = queued(steps=100)
+    await s.until_phase("Running")
+    kueue.pods = 0
+    s.change_spec({"resources": {"requests": {"cpu": "2"}}})
+    await s.until_phase("Queued")
+    await passes(s, 60)
+    assert not [p for p in s.nodes() if not p.ended] and kueue.using() == 0
+    kueue.pods = 2
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["counted"] == 0
+
+
+# --- labels, and what the cluster serves
+
+
+async def test_a_queue_is_chosen_again_while_the_job_waits() -> None:
+    s, kueue = queued(pods=1)
+    await passes(s, 5)
+    s.job_body["metadata"]["labels"][QUEUE_LABEL] = "other"
+    await passes(s, 5)
+    [workload] = kueue.workloads().values()
+    assert workload["spec"]["queueName"] == "other"
+
+
+async def test_a_label_does_not_stop_what_runs_without_a_queue() -> None:
+    s = Simulation({}, steps=1000)
+    s.cluster.serves_queues = True
+    await s.until_phase("Running")
+    Kueue(s, 0)
+    await passes(s, 10)
+    assert s.phase == "Running" and not list(s.store.all("Workload"))
+
+
+async def test_a_label_that_is_removed_lets_the_job_run() -> None:
+    s, kueue = queued(pods=0)
+    await passes(s, 5)
+    s.job_body["metadata"]["labels"] = {}
+    await s.until_phase("Complete")
+    assert not kueue.workloads()
+
+
+async def test_without_kueue_a_job_in_a_queue_waits_and_says_so() -> None:
+    s, kueue = queued(steps=1000)
+    s.cluster.serves_queues = False
+    await passes(s, 5)
+    assert s.phase == "Queued" and not s.pods
+    assert conditions(s)["Suspended"]["reason"] == "QueueNotServed"
+    s.cluster.serves_queues = True
+    await s.until_phase("Running")
+    s.cluster.serves_queues = False
+    await passes(s, 10)
+    assert s.phase == "Running" and len(kueue.workloads()) == 1, "what runs is left alone"
+
+
+async def test_a_job_of_another_controller_is_left_alone() -> None:
+    s, kueue = queued({"managedBy": "kueue.x-k8s.io/multikueue"})
+    await passes(s, 10)
+    assert not s.pods and not kueue.workloads() and s.status == {"schema": 1} and not s.cluster.actions
+
+
+async def test_a_job_that_names_this_operator_runs() -> None:
+    s = Simulation({"managedBy": "ddpjob.io/operator"}, steps=20)
+    await s.until_phase("Complete")
+
+
+# --- the operator's death
+
+
+async def admitted_and_done(s: Simulation) -> None:
+    kueue = Kueue(s, 2)
+    kueue.taken = 1
+    await s.until(lambda: s.phase == "Queued")
+    kueue.taken = 0
+    await s.until_phase("Complete")
+    await passes(s, 5)
+    assert kueue.using() == 0
+
+
+async def evicted_and_resumed(s: Simulation) -> None:
+    kueue = Kueue(s, 2)
+    await s.until_phase("Running")
+    kueue.taken = 1
+    kueue.evict()
+    await s.until(lambda: s.phase == "Queued" and kueue.using() == 0)
+    kueue.taken = 0
+    await s.until_phase("Complete")
+
+
+async def grown_while_admitted(s: Simulation) -> None:
+    s.training.steps = 60
+    kueue = Kueue(s, 3)
+    await s.until_phase("Running")
+    s.change_spec({"nodes": 3})
+    await s.until(lambda: s.status["nodes"]["display"] == "3/3" and kueue.using() == 3 and len(kueue.workloads()) == 1)
+    await s.until_phase("Complete")
+
+
+async def suspended_in_a_queue(s: Simulation) -> None:
+    kueue = Kueue(s, 2)
+    await s.until_phase("Running")
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until(lambda: s.phase == "Suspended" and not kueue.workloads())
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await s.until_phase("Complete")
+
+
+SCENARIOS = [admitted_and_done, evicted_and_resumed, grown_while_admitted, suspended_in_a_queue]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+async def test_the_operator_dies_before_and_after_every_call_for_a_queue(scenario: crashes.Scenario) -> None:
+    await crashes.die_everywhere(scenario, "Dedicated")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+async def test_the_operator_dies_at_every_third_call_for_a_queue(scenario: crashes.Scenario) -> None:
+    undisturbed = await crashes.run(scenario, set(), "Dedicated")
+    disturbed = await crashes.run(scenario, set(range(1, 400, 3)), "Dedicated")
+    assert crashes.outcome(disturbed) == crashes.outcome(undisturbed)

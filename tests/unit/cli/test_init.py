@@ -1,0 +1,60 @@
+"""`ddpjob init`: files to begin with, and nothing that was there is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddpjob.cli.main import main
+from ddpjob.client.manifest_sources import read_job
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_its_manifest_is_valid_and_says_what_was_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "net/main.py", "--name=1on", "--image=on", "--nodes=3", "--gpus=8"]) == 2
+    assert "metadata.name" in capsys.readouterr().err and list(folder.iterdir()) == []
+    assert main(["init", "net/main.py", "--name=one", "--image=on", "--nodes=3", "--gpus=8"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("written: job.yaml and net/main.py\n")
+    assert "--image on --nodes 3 --gpus 8 net/main.py" in said
+    job = read_job("job.yaml")
+    spec = job["spec"]
+    assert (job["metadata"]["name"], spec["image"], spec["script"]) == ("one", "on", "net/main.py")
+    assert (spec["nodes"], spec["gpusPerNode"], spec["recovery"]["mode"]) == (3, 8, "Fast")
+    compile((folder / "net/main.py").read_text(), "main.py", "exec")
+
+
+def test_its_comments_are_fields(folder: Path) -> None:
+    assert main(["init"]) == 0
+    manifest = folder / "job.yaml"
+    lines = manifest.read_text().splitlines()
+    manifest.write_text("\n".join(line.replace("# ", "", 1) if line.startswith("  # ") else line for line in lines))
+    spec = read_job("job.yaml")["spec"]
+    assert spec["spares"] == 1 and spec["elastic"]["minNodes"] == 1 and spec["storage"]["checkpoints"]["claimName"]
+
+
+def test_what_is_there_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.py").write_text("print(1)\n")
+    assert main(["init", "mine.py"]) == 0
+    assert capsys.readouterr().out.startswith("written: job.yaml\n")
+    before = (folder / "job.yaml").read_text()
+    assert main(["init", "mine.py", "--nodes=4"]) == 2
+    assert "job.yaml is there already" in capsys.readouterr().err
+    assert (folder / "job.yaml").read_text() == before and (folder / "mine.py").read_text() == "print(1)\n"
+
+
+@pytest.mark.parametrize("script", ["train.sh", "/tmp/train.py", "../train.py"])
+def test_a_script_elsewhere_is_refused(script: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", script]) == 2
+    assert script in capsys.readouterr().err and list(folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "job.yaml").mkdir()
+    assert main(["init"]) == 2
+    assert "job.yaml" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""`ddpjob show`: what a job's pods have left in its checkpoint folder, and what else may be there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddpjob.cli.main import main
+from ddpjob.client.backend import Mistake
+from ddpjob.client.left_behind import in_words, read_left_behind
+
+BREAK = {
+    "id": 1, "time": "2026-01-02T03:05:00.000Z", "kind": "WorkerFailed", "pod": "first-1-0", "rank": 3, "exitCode": 1,
+    "message": "ValueError: bug\nmore", "traceback": "Traceback\n  line 7\nValueError: bug", "consequences": 2,
+}  # fmt: skip
+
+
+def line(event: str, minute: int, number: int, **more: Any) -> str:
+    return json.dumps({
+        "event": event, "time": f"2026-01-02T03:{minute:02}:00.000Z", "round": number, "incidents": [], "progress": {},
+        "job": "first", "namespace": "ml", "uid": "u", "generation": "0", **more,
+    })  # fmt: skip
+
+
+LINES = [
+    line("round", 1, 1, world=2, uid="earlier"),
+    line("round", 3, 1, world=2),
+    line("round", 6, 2, world=3, incidents=[BREAK]),
+    line("end", 9, 2, ok=True, why="every node has finished", progress={"step": 7, "loss": 0.25, "metrics": {"a": 2}}),
+]
+
+
+def test_rounds_causes_and_the_end_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES))
+    (tmp_path / "run").mkdir()
+    steps = [{"event": "step", "step": step, "loss": 1 / step, "time": step} for step in range(1, 9)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    assert main(["show", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Job:       ml/first\nState:     Complete: every node has finished\n")
+    assert "2026-01-02T03:03:00Z to 2026-01-02T03:09:00Z, 6m" in out and "1 other job" in out
+    assert "step 7" in out and "loss 0.25, a 2" in out and "Rounds:    2, with 1 break\n" in out
+    rest = out.partition("round 1 begins with 2 nodes\n")[2].splitlines()
+    where = "pod first-1-0, rank 3, exit code 1, 2 consequences"
+    assert rest[0] == f"2026-01-02T03:05:00Z  WorkerFailed ({where}): ValueError: bug"
+    assert rest[1:4] == ["    | Traceback", "    |   line 7", "    | ValueError: bug"]
+    assert rest[4].endswith("round 2 begins with 3 nodes") and rest[5].endswith("the end: every node has finished")
+    assert "now 0.125" in out
+
+
+def test_an_end_that_nobody_wrote_is_not_made_up(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()  # A folder of `ddpjob run`.
+    (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl.1").write_text(LINES[1] + "\n")
+    (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(LINES[2])
+    words = list(in_words(read_left_behind(tmp_path)))
+    assert "no end was recorded" in words[1] and not any("the end:" in word for word in words)
+    failed = line("end", 9, 2, ok=False, why="RestartBudgetSpent")
+    (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(failed)
+    assert list(in_words(read_left_behind(tmp_path)))[1] == "State:     Stopped: RestartBudgetSpent"
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        '{"event": "round", "time": "2026', "[" * 100_000, "1", "[]", "\x00\xff", line("round", 6, 2),
+        line("round", 6, 2, world=True, time=5), line("round", 6, 10**400, world=1),
+        line("round", 6, 2, world=1, incidents=[{"id": 1}]), line("round", 6, 2, world=1, progress=[1]),
+        line("round", 6, 2, world=1, incidents={}), line("other", 6, 2, world=1),
+    ],
+)  # fmt: skip
+def test_a_line_that_cannot_be_read_costs_itself(tmp_path: Path, evil: str) -> None:
+    (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join([LINES[1], evil, LINES[3]]))
+    found = read_left_behind(tmp_path)
+    assert len(found.lines) == 2 and found.unread == 1
+    assert "Not read:  1 line" in list(in_words(found))
+
+
+def test_a_terminal_is_not_commanded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = {**BREAK, "message": "\x1b]0;owned\x07", "traceback": "\x1b[2J"}
+    (tmp_path / ".ddpjob-rounds.jsonl").write_text(line("round", 6, 2, world=3, incidents=[evil], job="\x1b[2J"))
+    assert main(["show", str(tmp_path)]) == 0 and "\x1b" not in capsys.readouterr().out
+
+
+def test_a_folder_without_records_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(tmp_path)]) == 2
+    assert ".ddpjob-rounds.jsonl" in capsys.readouterr().err
+    with pytest.raises(Mistake, match="no such folder"):
+        read_left_behind(tmp_path / "nowhere")

@@ -1,0 +1,92 @@
+"""`ddpjob dashboard FOLDER`: the pages of jobs that are gone, from what they have left in their checkpoint folders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from pathlib import Path
+
+import aiohttp
+import pytest
+from ddpjob.client.backend import Mistake
+from ddpjob.client.past_jobs import PastJobs
+from ddpjob.dashboard.fleet import Fleet
+from ddpjob.dashboard.gate import OneSession, View
+from ddpjob.dashboard.web_server import serve
+from unit.client.test_left_behind import LINES, line
+
+
+def left(folder: Path, lines: list[str], steps: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".ddpjob-rounds.jsonl").write_text("\n".join(lines))
+    if steps:
+        (folder / "run").mkdir()
+        rows = [{"event": "step", "step": step, "loss": 1 / step, "time": step} for step in range(1, steps)]
+        (folder / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+async def pages(folder: Path, *paths: str) -> list[str]:
+    """What the dashboard of a folder answers."""
+    backend = PastJobs(folder)
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    with Fleet(backend) as fleet:
+        gate = OneSession(View(fleet, lambda namespace: backend, backend.where, past=True), "t")
+        task = asyncio.create_task(serve(gate, host="127.0.0.1", port=0, started=port.set_result))
+        found = []
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+            for path in ("/?token=t", *paths):
+                async with session.get(f"http://127.0.0.1:{await port}{path}") as answer:
+                    found.append(await answer.text())
+                    assert answer.status == 200, found[-1]
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    return found
+
+
+def text(page: str) -> str:
+    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
+
+
+async def test_a_job_s_page_outlives_the_job(tmp_path: Path) -> None:
+    left(tmp_path, LINES, steps=9)
+    fleet, page, curves = await pages(tmp_path, "/jobs/ml/first", "/jobs/ml/first/curves")
+    assert "first" in fleet and "Complete" in fleet and "WorkerFailed" not in text(fleet)
+    words = text(page)
+    for shown in ("WorkerFailed", "first-1-0", "ValueError: bug", "exit code 1", "2 consequences", "60.0 s",
+                  "round 2: 3 nodes", "every node has finished", "first is complete: it ran for 6m"):  # fmt: skip
+        assert shown in words, shown
+    for unknown in ("Counted", "GPUs per node", "Manifest", "Slots and pods", "Mode"):
+        assert unknown not in words, unknown
+    assert json.loads(curves)["curves"][0]["title"] == "loss"
+
+
+async def test_a_folder_of_folders_is_an_archive(tmp_path: Path) -> None:
+    left(tmp_path / "one", LINES)
+    left(tmp_path / "two", [line("round", 1, 1, world=2, job="second", uid="2")])
+    left(tmp_path / "three", [line("round", 1, 1, world=2), line("end", 2, 1, ok=False, why="budget spent")])
+    left(tmp_path / "hostile", [line("round", 1, 1, world=2, job="<script>alert(1)</script>")])
+    (tmp_path / "other").mkdir()
+    fleet, second = await pages(tmp_path, "/jobs/ml/second")
+    assert "<script>alert" not in fleet and "4 " in text(fleet)
+    assert fleet.count('href="/jobs/ml/first') == 2, "two folders of one name are two jobs"
+    assert "hostile" in fleet and "budget spent" in fleet
+    assert "no end was recorded" in text(second)
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(Mistake, match=str(folder)):
+            PastJobs(folder)
+
+
+def test_what_is_written_later_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpjob.client.past_jobs._LOOK_SECONDS", 0.01)
+    left(tmp_path, LINES[:2])
+    changes = PastJobs(tmp_path).changes(None)
+    assert next(changes)[0]["status"]["phase"] == "Interrupted"
+    (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES) + "\n")
+    assert next(changes)[0]["status"]["phase"] == "Complete"

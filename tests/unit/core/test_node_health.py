@@ -1,0 +1,329 @@
+"""What counts as a health agent's word against a Kubernetes node, and which pods leave it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import Restart, SlotState
+from ddpjob.controller.operator_settings import Settings, SettingsError
+from ddpjob.core.failures.node_health import LASTS, judge_nodes, next_judgement
+from ddpjob.core.view import View
+from ddpjob.core.world import HealthSignals, HostView, PodView, World, remembered
+from worlds import NOW, later, running
+
+SIGNALS = HealthSignals((("AcceleratedHardwareReady", "False"), ("Gpu*", "True")), ("example.com/gpu-", "agent.io/*"))
+
+
+def node(*conditions: tuple[str, str], taints: tuple[str, ...] = (), **spec: Any) -> dict[str, Any]:
+    listed = [{"type": "Ready", "status": "True"}, *({"type": t, "status": s, "reason": "R"} for t, s in conditions)]
+    return {
+        "metadata": {"name": "n0"},
+        "spec": {"taints": [{"key": key, "effect": "NoSchedule"} for key in taints], **spec},
+        "status": {"conditions": listed, "allocatable": {"cpu": "8", "nvidia.com/gpu": "8", "hugepages-2Mi": "0"}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (node(), ""),
+        (node(("AcceleratedHardwareReady", "True")), ""),
+        (node(("AcceleratedHardwareReady", "False")), "condition AcceleratedHardwareReady is False (R)"),
+        (node(("AcceleratedHardwareReady", "Unknown")), ""),
+        (node(("GpuMemWatch", "True")), "condition GpuMemWatch is True (R)"),
+        (node(("MyGpu", "True")), ""),
+        (node(taints=("example.com/gpu-error",)), ""),
+        (node(taints=("example.com/gpu-",)), "taint example.com/gpu-"),
+        (node(taints=("agent.io/xid",)), "taint agent.io/xid"),
+        (node(taints=("node.kubernetes.io/unschedulable",), unschedulable=True), ""),
+        (node(("Gpu" + "x" * 1000, "True")), ("condition Gpu" + "x" * 1000)[:300]),
+    ],
+)
+def test_the_signs_of_an_unhealthy_node(body: dict[str, Any], said: str) -> None:
+    host = HostView.read(body, SIGNALS)
+    assert host.unhealthy == said and host.ready and host.devices == {"nvidia.com/gpu": 8}
+    assert host.schedulable is ("unschedulable" not in body["spec"])
+    assert HostView.read(body).unhealthy == "", "without signals none is unhealthy"
+
+
+def test_the_operator_s_own_clock_says_since_when() -> None:
+    ill, well = HostView.read(node(("GpuMemWatch", "True")), SIGNALS), HostView.read(node(), SIGNALS)
+    clear = remembered(None, {"n0": well}, NOW)
+    first = remembered(clear, {"n0": ill}, later(10))
+    again = remembered(first, {"n0": ill}, later(50))
+    assert first["n0"].unhealthy_since == again["n0"].unhealthy_since == later(10)
+    healed = remembered(again, {"n0": well}, later(60))
+    assert healed["n0"].unhealthy_since is None
+    assert remembered(healed, {"n0": ill}, later(70))["n0"].unhealthy_since == later(70), "it begins again"
+
+
+def test_a_sign_that_is_older_than_the_operator_is_not_believed() -> None:
+    ill, well = HostView.read(node(("GpuMemWatch", "True")), SIGNALS), HostView.read(node(), SIGNALS)
+    found = remembered(None, {"n0": ill}, NOW)
+    again = remembered(found, {"n0": ill}, later(1000))
+    assert found["n0"].unhealthy and found["n0"].unhealthy_since is again["n0"].unhealthy_since is None
+    job, pods = running(1)
+    assert judged(job, pods, {**hosts(known=5), "n0": again["n0"]}, at=2000) == []
+    clear = remembered(again, {"n0": well}, later(1010))
+    assert remembered(clear, {"n0": ill}, later(1020))["n0"].unhealthy_since == later(1020)
+
+
+def test_a_deleted_node_is_not_unhealthy() -> None:
+    ill, well = HostView.read(node(("GpuMemWatch", "True")), SIGNALS), HostView.read(node(), SIGNALS)
+    before = remembered(remembered(None, {"n0": well}, NOW), {"n0": ill}, later(10))
+    deleted = remembered(before, {}, later(20))
+    assert deleted["n0"].deleted and not deleted["n0"].unhealthy and deleted["n0"].unhealthy_since is None
+    back = remembered(deleted, {"n0": ill}, later(30))["n0"]
+    assert back.unhealthy and back.unhealthy_since is None, "another node of that name: the first look at it"
+
+
+def hosts(*ill: int, known: int = 12, **fields: Any) -> dict[str, HostView]:
+    found = {}
+    for number in range(known):
+        word = "condition GpuUnhealthy is True (XidError)" if number in ill else ""
+        since = NOW if word else None
+        values = {"ready": True, "since": NOW, "out_of_service": False, "devices": {"nvidia.com/gpu": 8}, **fields}
+        found[f"n{number}"] = HostView(name=f"n{number}", unhealthy=word, unhealthy_since=since, **values)
+    return found
+
+
+def judged(
+    job: DDPJob, pods: tuple[PodView, ...], nodes: Mapping[str, HostView], at: float = LASTS.total_seconds()
+) -> list[tuple[int, str]]:
+    view = View(job, job.status, World(pods=pods, hosts=nodes), later(at))
+    return [(verdict.index, verdict.reason) for verdict in judge_nodes(view)]
+
+
+def test_a_sign_has_to_last() -> None:
+    job, pods = running(2, gpusPerNode=8)
+    assert judged(job, pods, hosts(1), at=59) == []
+    assert judged(job, pods, hosts(1)) == [(1, "")]
+    assert judged(job, pods, hosts()) == []
+    assert judged(job, pods, hosts(1, ready=False)) == [], "one that is silent is judged by that"
+
+
+def test_many_at_once_are_a_broken_agent() -> None:
+    job, pods = running(2, gpusPerNode=8)
+    assert judged(job, pods, hosts(0, 1, 5)) == [(0, ""), (1, "")], "a quarter of the nodes"
+    assert judged(job, pods, hosts(0, 5, 6, 7)) == [(0, "TooManyUnhealthy")]
+    assert judged(job, pods, hosts(1, known=3)) == [(1, "")], "of few nodes one"
+
+
+def test_nodes_of_another_kind_say_nothing_of_an_agent() -> None:
+    job, pods = running(2, gpusPerNode=8)
+    broken = {
+        name: replace(host, devices={"nvidia.com/gpu": 0}) for name, host in hosts(2, 3, 4).items() if host.unhealthy
+    }
+    nodes = {**hosts(1, known=10), **broken}
+    others = {f"cpu{number}": replace(nodes["n9"], name=f"cpu{number}", devices={}) for number in range(40)}
+    assert judged(job, pods, {**nodes, **others}) == [(1, "TooManyUnhealthy")], "four of ten, and 40 without GPUs"
+    sick = {name: replace(host, unhealthy="x") for name, host in others.items()}
+    assert judged(job, pods, {**hosts(1, known=10), **sick}) == [(1, "")], "an agent of nodes that no GPU is in"
+    job, pods = running(2, podTemplate={"spec": {"nodeSelector": {"pool": "a"}}})
+    nodes = {name: replace(host, labels={"pool": "a"}) for name, host in nodes.items()}
+    assert judged(job, pods, {**nodes, **others}) == [(1, "TooManyUnhealthy")], "without devices by its labels"
+
+
+def test_how_many_are_unhealthy_is_not_in_the_status() -> None:
+    job, pods = running(2)
+
+    def why(*ill: int) -> list[str]:
+        return [v.why for v in judge_nodes(View(job, job.status, World(pods=pods, hosts=hosts(*ill)), later(60)))]
+
+    assert why(1, 5, 6, 7) == why(1, 5, 6, 7, 8) != []
+
+
+def test_it_needs_another_node_that_may_take_the_pod() -> None:
+    job, pods = running(2, gpusPerNode=8)
+    assert judged(job, pods, hosts(1, known=2)) == [(1, "NoOtherNode")], "each pod has a node of its own"
+    cordoned = {name: replace(host, schedulable=name in ("n0", "n1")) for name, host in hosts(1).items()}
+    assert judged(job, pods, cordoned) == [(1, "NoOtherNode")]
+    assert judged(job, pods, hosts(1, devices={"nvidia.com/gpu": 4})) == [(1, "NoOtherNode")], "others are too small"
+    nodes = hosts(0, 1)
+    for number in range(3, 12):
+        nodes[f"n{number}"] = replace(nodes[f"n{number}"], schedulable=False)
+    assert judged(job, pods, nodes) == [(0, ""), (1, "NoOtherNode")], "one place for two pods"
+    together, pods = running(2, gpusPerNode=0, scheduling={"onePodPerNode": False})
+    assert judged(together, pods, hosts(1, known=2)) == [(1, "")]
+
+
+def test_pods_that_may_share_a_node_need_a_place_each() -> None:
+    job, pods = running(3, gpusPerNode=4, scheduling={"onePodPerNode": False})
+    pods = tuple(replace(pod, host="n0") if pod.name in ("job-0-0", "job-1-0") else pod for pod in pods)
+    assert judged(job, pods, hosts(0, known=4)) == [(0, ""), (1, "")], "n3 has room for two"
+    nodes = {name: host for name, host in hosts(0, known=4).items() if name in ("n0", "n2")}
+    assert judged(job, pods, nodes) == [(0, ""), (1, "NoOtherNode")], "n2 has four devices left"
+    pods = tuple(replace(pod, host="n0") if pod.name == "job-2-0" else pod for pod in pods)
+    assert judged(job, pods, hosts(0, known=2)) == [(0, ""), (1, ""), (2, "NoOtherNode")], "n1 has eight devices"
+
+
+def test_the_unhealthy_node_must_be_able_to_take_the_pod_back() -> None:
+    job, pods = running(2, gpusPerNode=8)
+    nodes = hosts(1)
+    for change in ({"schedulable": False}, {"taints": (("gpu", "bad", "NoSchedule"),)}):
+        assert judged(job, pods, {**nodes, "n1": replace(nodes["n1"], **change)}) == [(1, "NoOtherNode")]
+
+
+@pytest.mark.parametrize(
+    ("toleration", "fits"),
+    [
+        ({"key": "dedicated", "operator": "Exists"}, True),
+        ({"key": "dedicated", "value": "gpu"}, True),
+        ({"key": "dedicated", "value": "gpu", "effect": "NoSchedule"}, True),
+        ({"operator": "Exists"}, True),
+        ({"key": "dedicated", "value": "cpu"}, False),
+        ({"key": "dedicated", "operator": "Exists", "effect": "NoExecute"}, False),
+        ({"key": "other", "operator": "Exists"}, False),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_a_node_takes_the_pod_only_if_its_taints_are_tolerated(toleration: dict[str, str] | None, fits: bool) -> None:
+    tolerations = [] if toleration is None else [toleration]
+    job, pods = running(2, gpusPerNode=8, podTemplate={"spec": {"tolerations": tolerations}})
+    body = node()
+    body["spec"]["taints"] = [
+        {"key": "dedicated", "value": "gpu", "effect": "NoSchedule"},
+        {"key": "soft", "effect": "PreferNoSchedule"},
+    ]
+    taints = HostView.read(body).taints
+    assert taints == (("dedicated", "gpu", "NoSchedule"),)
+    nodes = {name: host if name in ("n0", "n1") else replace(host, taints=taints) for name, host in hosts(1).items()}
+    assert judged(job, pods, nodes) == [(1, "" if fits else "NoOtherNode")]
+
+
+def test_a_node_with_more_taints_than_are_looked_at_takes_nothing() -> None:
+    host = HostView.read(node(taints=tuple(f"t{number}" for number in range(1000))))
+    assert len(host.taints) == 50 and not host.schedulable
+
+
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"podTemplate": {"spec": {"affinity": {"nodeAffinity": {_REQUIRED: {"nodeSelectorTerms": [{}]}}}}}},
+        {"podTemplate": {"spec": {"affinity": {"podAntiAffinity": {_REQUIRED: [{"topologyKey": "zone"}]}}}}},
+        {"podTemplate": {"spec": {"resourceClaims": [{"name": "gpus"}]}}},
+        {"podTemplate": {"spec": {"topologySpreadConstraints": [{"maxSkew": 1}]}}},
+        {"podTemplate": {"spec": {"nodeName": "n1"}}},
+        {"resources": {"limits": {"rdma/hca": 1}}},
+        {"resources": {"limits": {"rdma/hca": "1k"}}},
+        {"podTemplate": {"spec": {"containers": [{"name": "trainer", "resources": {"limits": {"rdma/hca": 1}}}]}}},
+        {"podTemplate": {"spec": {"containers": [{"name": "x", "resources": {"limits": {"nvidia.com/gpu": 1}}}]}}},
+    ],
+)
+def test_what_only_the_scheduler_can_judge_moves_nothing(spec: dict[str, Any]) -> None:
+    job, pods = running(2, gpusPerNode=8, **spec)
+    assert judged(job, pods, hosts(1)) == [(1, "NoOtherNode")]
+
+
+def test_extended_resources_are_allocatable_there() -> None:
+    job, pods = running(2, gpusPerNode=8, resources={"requests": {"cpu": "4", "rdma/hca": 1}})
+    assert judged(job, pods, hosts(1, devices={"nvidia.com/gpu": 8, "rdma/hca": 1})) == [(1, "")]
+
+
+def test_one_pod_has_no_topology_to_share() -> None:
+    job, pods = running(1, scheduling={"sameTopology": "rack"})
+    nodes = {name: replace(host, labels={"rack": name}) for name, host in hosts(0).items()}
+    assert judged(job, pods, nodes) == [(0, "")]
+
+
+def test_pods_that_are_kept_apart_by_a_zone_need_another_zone() -> None:
+    job, pods = running(2, scheduling={"topologyKey": "zone"})
+    zones = {"n0": "a", "n1": "b", "n2": "a", "n3": "b"}
+    nodes = {name: replace(host, labels={"zone": zones[name]}) for name, host in hosts(1, known=4).items()}
+    assert judged(job, pods, nodes) == [(1, "")], "n3 is in the zone that the pod leaves"
+    nodes["n3"] = replace(nodes["n3"], labels={"zone": "a"})
+    assert judged(job, pods, nodes) == [(1, "NoOtherNode")]
+
+
+def test_the_operator_looks_again_when_a_sign_has_lasted() -> None:
+    job, pods = running(2)
+    world = World(pods=pods, hosts=hosts(1))
+    assert next_judgement(View(job, job.status, world, later(20))) == NOW + LASTS
+    assert next_judgement(View(job, job.status, world, later(61))) is None
+    assert next_judgement(View(job, job.status, replace(world, hosts=hosts()), later(20))) is None
+
+
+def test_the_other_node_has_the_labels_that_the_pod_asks_for() -> None:
+    job, pods = running(2, scheduling={"sameTopology": "rack"}, podTemplate={"spec": {"nodeSelector": {"gpu": "a100"}}})
+    nodes = {name: replace(host, labels={"rack": "1", "gpu": "a100"}) for name, host in hosts(1, known=4).items()}
+    assert judged(job, pods, nodes) == [(1, "")]
+    for labels in ({"rack": "2", "gpu": "a100"}, {"rack": "1", "gpu": "t4"}, {"gpu": "a100"}):
+        others = {name: replace(host, labels=labels) if name in ("n2", "n3") else host for name, host in nodes.items()}
+        assert judged(job, pods, others) == [(1, "NoOtherNode")]
+
+
+def test_a_job_that_finishes_is_left_alone() -> None:
+    job, pods = running(2)
+    slots = (replace(job.status.slots[0], state=SlotState.SUCCEEDED), job.status.slots[1])
+    assert judged(replace(job, status=replace(job.status, slots=slots)), pods, hosts(1)) == []
+
+
+def test_a_node_is_left_once_an_hour_and_a_job_moves_thrice() -> None:
+    job, pods = running(2, gpusPerNode=8)
+
+    def after(*moves: tuple[str, int]) -> DDPJob:
+        recent = tuple(
+            Restart(time=NOW, pod="p", reason="NodeUnhealthy", message="", counted=False, node=name, round=number)
+            for name, number in moves
+        )
+        return replace(job, status=replace(job.status, restarts=replace(job.status.restarts, recent=recent)))
+
+    assert judged(after(("n1", 1)), pods, hosts(1)) == [(1, "MovedBefore")]
+    assert judged(after(("n1", 1)), pods, hosts(1), at=timedelta(hours=1).total_seconds() + 1) == [(1, "")]
+    assert judged(after(("n5", 1), ("n6", 1), ("n7", 1)), pods, hosts(1)) == [(1, "")], "together they are one move"
+    assert judged(after(("n5", 1), ("n6", 2), ("n7", 3)), pods, hosts(1)) == [(1, "MovedTooOften")]
+
+
+def test_restarts_of_other_kinds_do_not_hide_moves() -> None:
+    job, pods = running(2, gpusPerNode=8)
+    one = Restart(time=NOW, pod="p", reason="WorkerFailed", message="", counted=True, node="n5", round=1)
+
+    def after(*recent: Restart) -> DDPJob:
+        return replace(job, status=replace(job.status, restarts=replace(job.status.restarts, recent=recent)))
+
+    assert judged(after(*[one] * 9), pods, hosts(1)) == [(1, "")]
+    assert judged(after(*[one] * 10), pods, hosts(1)) == [(1, "MovedTooOften")], "moves may have been among more"
+    assert judged(after(replace(one, time=later(-3600)), *[one] * 9), pods, hosts(1)) == [(1, "")]
+
+
+def test_a_pod_that_came_to_an_unhealthy_node_stays() -> None:
+    job, pods = running(2, gpusPerNode=8)
+    younger = tuple(replace(pod, created=later(5)) if pod.name == "job-1-0" else pod for pod in pods)
+    assert judged(job, younger, hosts(1)) == [(1, "PlacedThere")]
+
+
+def test_a_pod_that_does_not_run_yet_is_left_to_the_kubelet() -> None:
+    job, pods = running(2, gpusPerNode=8)
+    starting = tuple(replace(pod, containers={}) if pod.name == "job-1-0" else pod for pod in pods)
+    assert judged(job, starting, hosts(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("NODE_CONDITIONS", '["GpuUnhealthy"]', "write TYPE=True"),
+        ("NODE_CONDITIONS", '["Ready=False"]', "Ready is watched anyway"),
+        ("NODE_CONDITIONS", '["*=True"]', "write TYPE=True"),
+        ("NODE_CONDITIONS", '["Gpu*Down=True"]', "write TYPE=True"),
+        ("NODE_TAINTS", '["a*b"]', "only at its end"),
+        ("NODE_CONDITIONS", '{"a": 1}', "must be a JSON list"),
+        ("NODE_CONDITIONS", "[1]", "at most 100 names"),
+        ("NODE_TAINTS", '["*"]', "at most 100 names"),
+        ("NODE_TAINTS", '["node.kubernetes.io/unschedulable"]', "a cordon among them"),
+        ("NODE_TAINTS", '["node.kube*"]', "a cordon among them"),
+        ("NODE_TAINTS", json.dumps(["a"] * 101), "at most 100 names"),
+    ],
+)
+def test_wrong_signals_are_refused(name: str, value: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=f"DDPJOB_OPERATOR_{name}.*{message}"):
+        Settings.from_environment({"DDPJOB_OPERATOR_KEY": "k" * 16, f"DDPJOB_OPERATOR_{name}": value})

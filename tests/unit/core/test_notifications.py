@@ -1,0 +1,182 @@
+"""What a job's receiver is notified of, and what the message says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import NotifyEvent
+from ddpjob.api.job_status import ConditionType, NotificationState
+from ddpjob.core.decide import decide
+from ddpjob.core.decision import Decision, DeleteJob, SendNotification
+from ddpjob.core.world import ContainerView, Outcome, World
+from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind, MemberState
+from worlds import COORDINATOR, NOW, job_of, later, pod, report, running
+
+TEAM = {"notify": {"receiver": "team"}}
+
+
+def decided(job: DDPJob, at: float, world: World, **more: object) -> tuple[DDPJob, Decision]:
+    values = {"runtime": "r", "runtime_offered": "r", "receivers": frozenset({"team"}), **more}
+    decision = decide(job, replace(world, **values), later(at))
+    return replace(job, status=decision.status), decision
+
+
+def sent(decision: Decision) -> list[SendNotification]:
+    return [action for action in decision.actions if isinstance(action, SendNotification)]
+
+
+def ended_pods(exit_code: int) -> World:
+    over = ContainerView(started=NOW, exit_code=exit_code, finished=later(5))
+    phase = "Succeeded" if exit_code == 0 else "Failed"
+    return World(pods=(*(pod(i, over, phase=phase) for i in range(2)), COORDINATOR), has_service=True, has_budget=True)
+
+
+def completed(**spec: object) -> tuple[DDPJob, Decision]:
+    job, _ = running(2, **{**TEAM, **spec})
+    return decided(job, 6, ended_pods(0))
+
+
+def failing(job: DDPJob, number: int, message: str = "ValueError: lunch") -> tuple[DDPJob, Decision]:
+    """The coordinator reports as many failures of workers, one after the other."""
+    incidents = tuple(
+        Incident(id=n, time=later(n), kind=IncidentKind.WORKER_FAILED, pod="job-0-0", index=0, exit_code=1,
+                 message=message)
+        for n in range(1, number + 1)
+    )  # fmt: skip
+    state = replace(report(CoordinatorState.RESTARTING, *[MemberState.RUNNING] * 2), incidents=incidents)
+    world = World(pods=(pod(0), pod(1), COORDINATOR), report=state, has_service=True, has_budget=True)
+    return decided(job, 10 + number, world)
+
+
+def test_the_end_and_what_is_owed_are_written_at_once() -> None:
+    job, decision = completed()
+    [entry] = job.status.notifications
+    assert (entry.event, entry.id, entry.state) == (NotifyEvent.COMPLETE, "uid.Complete.0", NotificationState.PENDING)
+    [send] = sent(decision)
+    assert (send.id, send.receiver, send.body["event"], send.body["state"]) == (
+        entry.id,
+        "team",
+        "Complete",
+        "Complete",
+    )
+
+
+def test_it_is_sent_until_the_outcome_is_known_and_never_again() -> None:
+    job, _ = completed()
+    job, again = decided(job, 20, ended_pods(0))
+    assert [s.id for s in sent(again)] == ["uid.Complete.0"] and again.wake is not None
+    job, after = decided(job, 21, ended_pods(0), outcomes={"uid.Complete.0": Outcome(delivered=True)})
+    assert job.status.notifications[0].state is NotificationState.DELIVERED and not sent(after)
+    _, later_on = decided(job, 500, ended_pods(0))
+    assert not sent(later_on) and later_on.status == job.status
+
+
+def test_one_that_is_given_up_is_an_event() -> None:
+    job, _ = completed()
+    job, decision = decided(job, 20, ended_pods(0), outcomes={"uid.Complete.0": Outcome(delivered=False, message="m")})
+    assert [(e.warning, e.reason, e.message) for e in decision.events] == [
+        (True, "NotificationGivenUp", "Complete to team: m")
+    ]
+    assert (job.status.notifications[0].state, job.status.notifications[0].message) == (NotificationState.GIVEN_UP, "m")
+
+
+def test_a_job_is_not_deleted_before_its_receiver_knows() -> None:
+    job, decision = completed(runPolicy={"ttlSecondsAfterFinished": 0})
+    job, decision = decided(job, 100, World())
+    assert not any(isinstance(a, DeleteJob) for a in decision.actions) and decision.wake is not None
+    _, decision = decided(job, 101, World(), outcomes={"uid.Complete.0": Outcome(delivered=True)})
+    assert any(isinstance(a, DeleteJob) for a in decision.actions)
+
+
+def test_only_what_was_asked_for_is_sent() -> None:
+    job, decision = completed(notify={"receiver": "team", "events": ["Failed"]})
+    assert not job.status.notifications and not sent(decision)
+
+
+def test_what_happened_before_somebody_asked_is_not_sent() -> None:
+    job, _ = completed()
+    silent = replace(job, status=replace(job.status, notifications=()))
+    _, decision = decided(silent, 20, ended_pods(0))
+    assert not sent(decision) and not decision.status.notifications
+
+
+def test_nobody_is_notified_when_the_field_is_removed() -> None:
+    job, _ = completed()
+    job = replace(job, spec=replace(job.spec, notify=None))
+    _, decision = decided(job, 20, ended_pods(0))
+    assert not sent(decision) and not decision.status.notifications
+
+
+@pytest.mark.parametrize(("allowed", "first"), [(10, 8), (5, 4), (3, 2), (2, 1), (1, 1)])
+def test_restarts_that_are_nearly_used_up_are_notified_of_once(allowed: int, first: int) -> None:
+    job, _ = running(2, **TEAM, recovery={"maxRestarts": allowed})
+    sent_after = []
+    for number in range(1, allowed + 1):
+        job, decision = failing(job, number)
+        sent_after += [number] if any(s.id for s in sent(decision) if number not in sent_after) else []
+        assert job.status.restarts.counted == number
+        assert bool(job.status.notifications) == (number >= first)
+    [entry] = job.status.notifications
+    assert entry.event is NotifyEvent.BUDGET_NEARLY_SPENT and entry.id.endswith(f".{first}")
+    job, decision = failing(job, allowed + 1)
+    assert [(n.event, n.state) for n in job.status.notifications][-1] == (NotifyEvent.FAILED, NotificationState.PENDING)
+
+
+def test_a_budget_of_nothing_is_not_nearly_spent_before_anything_fails() -> None:
+    job, _ = running(2, **TEAM, recovery={"maxRestarts": 1})
+    assert not job.status.notifications
+
+
+# --- a receiver that the namespace may not use ------------------------------------------------------------------
+
+
+def test_an_unknown_receiver_is_named_at_the_jobs_beginning_and_costs_nothing_else() -> None:
+    job = job_of(2, **TEAM)
+    job, decision = decided(job, 1, World(), receivers=frozenset({"other"}))
+    condition = job.status.condition(ConditionType.NOTIFIES)
+    assert condition is not None and not condition.status and condition.reason == "ReceiverUnknown"
+    assert 'spec.notify.receiver: "team"' in condition.message and "(other)" in condition.message
+    assert [e.reason for e in decision.events].count("ReceiverUnknown") <= 1
+    assert any(not isinstance(a, SendNotification) for a in decision.actions), "the job begins all the same"
+    job, _ = decided(job, 2, World())
+    assert job.status.condition(ConditionType.NOTIFIES) is None
+
+
+def test_nothing_is_sent_to_a_receiver_that_the_namespace_may_not_use() -> None:
+    job, _ = running(2, **TEAM)
+    job, decision = decided(job, 6, ended_pods(0), receivers=frozenset())
+    assert not sent(decision) and job.status.notifications[0].state is NotificationState.GIVEN_UP
+    assert "NotificationGivenUp" in [e.reason for e in decision.events]
+
+
+# --- the message ------------------------------------------------------------------------------------------------
+
+
+def body_of(message: str, **world: object) -> dict[str, object]:
+    job, _ = running(2, **TEAM, recovery={"maxRestarts": 1})
+    _, decision = failing(job, 1, message)
+    return dict(sent(decision)[0].body)
+
+
+def test_the_message_says_what_a_person_must_know() -> None:
+    body = body_of("ValueError: lunch")
+    assert (body["job"], body["namespace"], body["uid"], body["state"]) == ("job", "space", "uid", "Restarting")
+    assert body["reason"] == "BudgetNearlySpent" and "1 of recovery.maxRestarts = 1" in str(body["message"])
+    assert "ValueError: lunch" in str(body["message"]) and body["restarts"] == {"counted": 1, "total": 1, "max": 1}
+    assert str(body["text"]).startswith("DDPJob space/job: BudgetNearlySpent (BudgetNearlySpent); restarts 1/1")
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    ["<!channel> <https://evil.example|click>", "```\n<!here>", "@channel @here @all", "\x1b[2J\u202e", "x" * 100_000],
+)
+def test_the_training_script_s_words_call_nobody_and_hide_nothing(hostile: str) -> None:
+    body = body_of(hostile)
+    text = str(body["text"])
+    assert len(text.encode()) < 4000 and len(str(body["message"]).encode()) <= 1000
+    assert "<" not in text and ">" not in text
+    assert text.count("```") == 2 and text.rstrip().endswith("```")
+    assert not any(f"@{word}" in text for word in ("channel", "here", "all"))
+    assert not any(c in text for c in "\x1b\u202e")

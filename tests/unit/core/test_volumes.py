@@ -1,0 +1,128 @@
+"""Which claims can serve a job, and which of those that exist is its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import Slot, SlotState
+from ddpjob.core.volumes import FIELD, claims_to_read, has_claim, missing_claim, unusable_claim
+from ddpjob.core.world import ClaimView, PodView, Role, World
+
+SPEC = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+OURS = ClaimView(
+    name="job-checkpoints", access_modes=("ReadWriteMany",), made_by="uid", made_for="job", template="mark"
+)
+ABSENT = ClaimView(name="job-checkpoints", exists=False)
+
+
+def job_with(*, trained: bool = False, claim_made: bool = False, **spec: Any) -> DDPJob:
+    body = {"image": "image", "script": "train.py", "nodes": 2, **spec}
+    job = DDPJob.read({"metadata": {"name": "job", "namespace": "space", "uid": "uid"}, "spec": body})
+    return replace(job, status=replace(job.status, trained=trained, claim_made=claim_made))
+
+
+def making(template: dict[str, Any] | None = None, **spec: Any) -> DDPJob:
+    return job_with(storage={"checkpoints": {"claimTemplate": {"spec": SPEC, **(template or {})}}}, **spec)
+
+
+def problem(claim: ClaimView, job: DDPJob | None = None) -> str:
+    found = unusable_claim(job or making(), World(claims=(claim,), claim_template="mark"))
+    return f"{found.reason}: {found.message}" if found else ""
+
+
+def test_a_claim_that_is_missing_is_made_where_the_job_makes_it() -> None:
+    assert problem(ABSENT) == "" and missing_claim(making(), World(claims=(ABSENT,)))
+    named = job_with(storage={"checkpoints": {"claimName": "job-checkpoints"}})
+    assert problem(ABSENT, named).startswith("ClaimNotFound") and not missing_claim(named, World(claims=(ABSENT,)))
+    assert not missing_claim(making(), World()), "it is not looked at while pods run"
+
+
+def test_a_claim_that_is_gone_after_training_is_not_made_again() -> None:
+    """Training would begin from nothing without anybody's notice."""
+    message = problem(ABSENT, making(trained=True, claim_made=True))
+    assert message.startswith("ClaimNotFound") and FIELD in message and "claimName" in message
+    assert problem(ABSENT, making(claim_made=True)) == "", "it was empty"
+
+
+def test_a_job_that_has_trained_elsewhere_may_have_its_first_claim_made() -> None:
+    job = making(trained=True)
+    assert problem(ABSENT, job) == "" and missing_claim(job, World(claims=(ABSENT,)))
+    mine, theirs = (replace(OURS, made_for=name) for name in ("job", "other"))
+    assert [has_claim(job, World(claims=(c,), claim_template="mark")) for c in (ABSENT, mine, theirs)] == [
+        False, True, False,
+    ]  # fmt: skip
+
+
+def test_the_made_claim_is_looked_at_whenever_a_pod_is_missing() -> None:
+    running = (Slot(state=SlotState.RUNNING), Slot(state=SlotState.RUNNING))
+    job = making(claim_made=True)
+    job = replace(job, status=replace(job.status, active=2, slots=running))
+    first = PodView(name="job-0-0", uid="1", role=Role.NODE, index=0, host="n1")
+    second = replace(first, name="job-1-0", uid="2", index=1)
+    moment = datetime(2026, 1, 1, tzinfo=UTC)
+    assert claims_to_read(job, (first, second)) == ()
+    for missing in ((first,), (first, replace(second, host="")), (first, replace(second, deleted_at=moment))):
+        assert claims_to_read(job, missing) == ("job-checkpoints",)
+    done = replace(job.status, slots=(running[0], Slot(state=SlotState.SUCCEEDED)))
+    assert claims_to_read(replace(job, status=done), (first,)) == ()
+    unseen = replace(job, status=replace(job.status, claim_made=False))
+    assert claims_to_read(unseen, (first, second)) == ("job-checkpoints",), "until it is noted"
+    named = job_with(storage={"checkpoints": {"claimName": "a"}})
+    assert claims_to_read(named, ()) == ("a",), "before the first pod"
+    assert claims_to_read(replace(named, status=job.status), (first,)) == ()
+
+
+def test_the_jobs_own_and_one_kept_for_it_serve() -> None:
+    assert problem(OURS) == ""
+    assert problem(replace(OURS, owners=("uid",)), making({"whenDeleted": "Delete"})) == ""
+    assert problem(replace(OURS, made_by="earlier")) == "", "an earlier job of this name kept it"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"made_by": "", "made_for": ""}, "was not made by a job of this name"),
+        ({"made_for": "other"}, "was not made by a job of this name"),
+        ({"made_by": "earlier", "template": "another"}, "kept from an earlier job of this name, and made from another"),
+        ({"template": "another"}, "made by this job from another claimTemplate"),
+        ({"made_by": "earlier", "owners": ("earlier",)}, "an earlier job"),
+        ({"owners": ("x",)}, "removed with another object"),
+        ({"owners": ("uid",)}, "to keep it, run kubectl patch pvc job-checkpoints --namespace space --patch '{"),
+        ({"deleting": True}, "is being removed"),
+    ],
+)
+def test_what_is_not_the_jobs_is_never_used(change: dict[str, Any], says: str) -> None:
+    message = problem(replace(OURS, **change))
+    assert message.startswith("ClaimTaken") and says in message and FIELD in message
+
+
+def test_a_claim_that_goes_with_the_job_is_not_used_where_the_spec_does_not_say_so() -> None:
+    """The template may be taken away and written again, and the owner stays."""
+    for kind in ("checkpoints", "data"):
+        named = job_with(storage={kind: {"claimName": "job-checkpoints"}})
+        message = problem(replace(OURS, owners=("x", "uid")), named)
+        patch = '{"metadata":{"ownerReferences":[{"$patch":"delete","uid":"uid"}]}}'
+        assert message.startswith("ClaimTaken") and f"--patch '{patch}'" in message
+        assert problem(OURS, named) == "" and problem(replace(OURS, owners=("x",)), named) == ""
+        theirs = replace(OURS, made_by="", made_for="", template="", owners=("uid",))
+        assert problem(theirs, named) == "", "whose user has made the job its owner"
+
+
+def test_access_modes_are_judged_before_the_claim_is_made() -> None:
+    single = {"spec": {**SPEC, "accessModes": ["ReadWriteOnce"]}}
+    message = problem(ABSENT, making(single))
+    assert message.startswith("VolumeSingleNode") and f"{FIELD}.spec.accessModes [ReadWriteMany]" in message
+    assert problem(ABSENT, making(single, nodes=1)) == ""
+    assert problem(ABSENT, making(single, scheduling={"onePodPerNode": False})) == ""
+    only_pod = {"spec": {**SPEC, "accessModes": ["ReadWriteOncePod"]}}
+    assert problem(ABSENT, making(only_pod, scheduling={"onePodPerNode": False})).startswith("VolumeSingleNode")
+
+
+def test_names_of_claims() -> None:
+    assert making().claims == ("job-checkpoints",) and making().made_claim == "job-checkpoints"
+    both = job_with(storage={"checkpoints": {"claimName": "a"}, "data": {"claimName": "a"}})
+    assert both.claims == ("a",) and both.made_claim == ""

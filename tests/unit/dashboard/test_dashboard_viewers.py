@@ -1,0 +1,292 @@
+"""The dashboard of a cluster: each viewer sees what the API server lets their own token read, and nothing of others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from ddpjob.dashboard import viewers
+from ddpjob.dashboard.viewers import Viewers
+from ddpjob.dashboard.web_server import serve
+from machine import slowness
+
+from benchmarks.dashboard_views import record
+
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
+ROOT = "/apis/ddpjob.io/v1alpha1"
+
+
+class Rbac:
+    """An API server that knows tokens and what each may list: namespaces, or `*`. It serves jobs, pods and events."""
+
+    def __init__(self) -> None:
+        self.rights: dict[str, set[str]] = {}
+        self.jobs: list[dict[str, Any]] = []
+        self.asked: list[tuple[str, str]] = []
+        """(token, path) of every request."""
+        self.news = asyncio.Event()
+
+    def add(self, namespace: str, number: int, name: str) -> None:
+        body = record(number, NOW)
+        body.pop("local")
+        body["metadata"] |= {"namespace": namespace, "name": name, "resourceVersion": str(len(self.jobs) + 1)}
+        self.jobs.append(body)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.asked.append((token, request.path))
+        if token not in self.rights:
+            return self.refuse(401, "Unauthorized")
+        if request.path.endswith("/selfsubjectreviews"):
+            assert request.method == "POST"
+            return web.json_response({"status": {"userInfo": {"username": f"user-of-{token}"}}})
+        found = re.fullmatch(
+            r"(?:/apis/ddpjob\.io/v1alpha1|/api/v1)(?:/namespaces/([^/]+))?/([^/]+)(?:/(.+))?", request.path
+        )
+        if found is None or request.method != "GET":
+            return self.refuse(404, "the server could not find the requested resource")
+        namespace, plural, name = found.groups()
+        if not {"*", namespace} & self.rights[token]:
+            return self.refuse(403, f'{plural} is forbidden: User "user-of-{token}" cannot list in {namespace or "*"}')
+        jobs = [job for job in self.jobs if namespace in (None, job["metadata"]["namespace"])]
+        if plural != "ddpjobs":
+            return web.json_response({"metadata": {}, "items": []})
+        if name:
+            one = next((job for job in jobs if job["metadata"]["name"] == name), None)
+            return web.json_response(one) if one else self.refuse(404, f'ddpjobs "{name}" not found')
+        if "watch" not in request.query:
+            return web.json_response({"metadata": {"resourceVersion": "1"}, "items": jobs})
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        await self.news.wait()
+        return stream
+
+    @staticmethod
+    def refuse(status: int, message: str) -> web.Response:
+        return web.json_response({"kind": "Status", "message": message}, status=status)
+
+
+@contextlib.asynccontextmanager
+async def started(app: Any) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[tuple[Rbac, str]]:
+    rbac = Rbac()
+    rbac.rights = {"admin": {"*"}, "ann": {"team-a"}, "bob": {"team-b"}, "nobody": set()}
+    for number, (namespace, name) in enumerate((("team-a", "alpha"), ("team-b", "beta"), ("team-c", "gamma"))):
+        rbac.add(namespace, number, name)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", rbac.answer)
+    async with started(app) as url:
+        yield rbac, url
+
+
+class Visitor:
+    """A browser without redirects."""
+
+    def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
+        self.address, self.session = address, session
+
+    async def ask(self, path: str, token: str = "", *, method: str = "GET", **rest: Any) -> tuple[int, str]:
+        headers = {**({"Authorization": f"Bearer {token}"} if token else {}), **rest.pop("headers", {})}
+        async with self.session.request(
+            method, self.address + path, headers=headers, allow_redirects=False, **rest
+        ) as answer:
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+            assert answer.headers["Cache-Control"] == "no-store"
+            return answer.status, await answer.text()
+
+    async def sign_in(self, token: str, namespaces: str = "", **headers: str) -> tuple[int, str]:
+        form = {"token": token, "namespaces": namespaces}
+        return await self.ask("/sign-in", method="POST", data=form, headers={"Origin": self.address, **headers})
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str, *namespaces: str, names: tuple[str, ...] = ()) -> AsyncIterator[tuple[Visitor, Viewers]]:
+    gate = Viewers(url, "", names, namespaces)
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(gate, host="127.0.0.1", port=0, started=port.set_result))
+    try:
+        address = f"http://127.0.0.1:{await port}"
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+            yield Visitor(address, session), gate
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_two_viewers_see_different_namespaces(cluster: tuple[Rbac, str]) -> None:
+    rbac, url = cluster
+    async with opened(url, "team-a", "team-b") as (visitor, _):
+        for token, seen, unseen in (("ann", "alpha", "beta"), ("bob", "beta", "alpha"), ("ann", "alpha", "beta")):
+            status, page = await visitor.ask("/", token)
+            assert status == 200 and seen in page and unseen not in page and "gamma" not in page
+            assert f"user-of-{token}" in page
+        status, page = await visitor.ask("/", "admin")
+        assert all(name in page for name in ("alpha", "beta", "gamma")) and "all namespaces" in page
+    assert {token for token, _ in rbac.asked} == {"ann", "bob", "admin"}, "no request without a viewer's token"
+
+
+async def test_without_a_token_there_is_nothing(cluster: tuple[Rbac, str]) -> None:
+    rbac, url = cluster
+    async with opened(url, "team-a") as (visitor, _):
+        await visitor.ask("/", "ann")
+        for path in ("/", "/jobs/team-a/alpha", "/jobs/team-a/alpha/logs", "/jobs/team-a/alpha/log", "/live",
+                     "/jobs/team-a/alpha/manifest", "/jobs/team-a/alpha/curves"):  # fmt: skip
+            status, page = await visitor.ask(path)
+            assert status == 401 and "alpha" not in page.replace(path, "") and "team-a" not in page, path
+        assert not any(path.endswith("/alpha") for _, path in rbac.asked)
+        for wrong in ("made-up", "x" * 100):
+            assert (await visitor.ask("/", wrong))[0] == 401
+        async with visitor.session.get(visitor.address + "/", headers={"Authorization": "Basic YTpi"}) as answer:
+            assert answer.status == 401
+        assert (await visitor.ask("/healthz"))[0] == 200
+        status, page = await visitor.ask("/", "nobody")
+        assert status == 403 and "user-of-nobody may not list DDPJobs" in page and "alpha" not in page
+
+
+async def test_what_one_viewer_has_read_serves_no_other(cluster: tuple[Rbac, str]) -> None:
+    rbac, url = cluster
+    async with opened(url, "team-a", "team-b") as (visitor, _):
+        for path in ("/jobs/team-a/alpha", "/jobs/team-a/alpha/manifest", "/jobs/team-a/alpha/curves"):
+            assert (await visitor.ask(path, "ann"))[0] == 200
+            status, page = await visitor.ask(path, "bob")
+            assert status == 404 and "GPU" not in page, "neither the page nor what was read for it"
+        rbac.rights["carl"] = {"team-a"}
+        before = len(rbac.asked)
+        assert (await visitor.ask("/jobs/team-a/alpha", "carl"))[0] == 200
+        assert all(token == "carl" for token, _ in rbac.asked[before:])
+        assert any(path.endswith("/ddpjobs/alpha") for _, path in rbac.asked[before:]), "carl's own token has read it"
+
+
+async def test_rights_that_end_take_the_page_with_them(
+    cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rbac, url = cluster
+    monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.0)
+    async with opened(url, "team-a", "team-b") as (visitor, gate):
+        rbac.rights["ann"] = {"team-a", "team-b"}
+        assert "beta" in (await visitor.ask("/", "ann"))[1]
+        rbac.rights["ann"] = {"team-a"}
+        status, page = await visitor.ask("/", "ann")
+        assert status == 200 and "alpha" in page and "beta" not in page
+        rbac.rights["ann"] = set()
+        assert (await visitor.ask("/", "ann"))[0] == 403
+        del rbac.rights["ann"]
+        assert (await visitor.ask("/", "ann"))[0] == 401
+        assert not gate._views
+
+
+async def test_a_stream_ends_with_its_token(cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rbac, url = cluster
+    monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.1)
+    async with opened(url, "team-a") as (visitor, _):
+        headers = {"Authorization": "Bearer ann"}
+        async with visitor.session.get(visitor.address + "/live", headers=headers) as live:
+            assert b"changed" in await live.content.readany()
+            del rbac.rights["ann"]
+            async with asyncio.timeout(30 * slowness()):
+                while await live.content.readany():
+                    pass
+
+
+async def test_a_session_is_signed_in_and_out(cluster: tuple[Rbac, str]) -> None:
+    _, url = cluster
+    async with opened(url) as (visitor, gate):
+        status, page = await visitor.sign_in("made-up")
+        assert status == 401 and "does not accept" in page
+        assert (await visitor.sign_in("a b"))[0] == 400 and (await visitor.sign_in(""))[0] == 400
+        assert (await visitor.sign_in("ann", "Team_A"))[0] == 400
+        assert (await visitor.sign_in("ann", "team-a, team-b"))[0] == 303
+        cookies = {cookie.key: cookie for cookie in visitor.session.cookie_jar}
+        (session,) = [cookie for name, cookie in cookies.items() if name != "ddpjob-namespaces"]
+        assert session["httponly"] and session["samesite"] == "Lax" and "ann" not in session.value
+        status, page = await visitor.ask("/")
+        assert status == 200 and "alpha" in page and "beta" not in page and "Sign out" in page
+        assert (await visitor.ask("/sign-out", method="POST", headers={"Origin": visitor.address}))[0] == 303
+        assert (await visitor.ask("/"))[0] == 401 and not gate._views and not gate._sessions
+
+
+async def test_another_site_can_neither_sign_in_nor_read(cluster: tuple[Rbac, str]) -> None:
+    _, url = cluster
+    async with opened(url, "team-a") as (visitor, gate):
+        evil = {"Origin": "https://evil.example"}
+        assert (await visitor.sign_in("ann", **evil))[0] == 403
+        assert (await visitor.sign_in("ann", **{"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}))[
+            0
+        ] == 403
+        assert (await visitor.ask("/sign-in", method="POST", data={"token": "ann"}))[0] == 403, "without an origin"
+        assert not gate._sessions
+        assert (await visitor.sign_in("ann"))[0] == 303
+        assert (await visitor.ask("/sign-out", method="POST", headers=evil))[0] == 403
+        headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"}
+        assert (await visitor.ask("/jobs/team-a/alpha/curves", headers=headers))[0] == 403
+        assert (await visitor.ask("/", headers={"Host": "evil.example"}))[0] == 421
+
+
+async def test_a_token_is_only_taken_where_it_cannot_be_read_on_its_way(cluster: tuple[Rbac, str]) -> None:
+    rbac, url = cluster
+    async with opened(url, "team-a", names=("jobs.example.com",)) as (visitor, _):
+        for headers in (
+            {"Host": "10.1.2.3:8300"}, {"Host": "jobs.example.com"},
+            {"Host": "jobs.example.com", "X-Forwarded-Proto": "http"},
+            {"Host": "10.1.2.3", "X-Forwarded-Proto": "https"},
+        ):  # fmt: skip
+            status, page = await visitor.ask("/", "ann", headers=headers)
+            assert status == 403 and "encrypted" in page, headers
+        assert not rbac.asked
+        proxied = {"Host": "jobs.example.com", "X-Forwarded-Proto": "https"}
+        assert (await visitor.ask("/", "ann", headers=proxied))[0] == 200
+        form = {"token": "ann", "namespaces": ""}
+        origin = {**proxied, "Origin": "https://jobs.example.com"}
+        async with visitor.session.post(
+            visitor.address + "/sign-in", data=form, headers=origin, allow_redirects=False
+        ) as answer:
+            (cookie,) = [value for value in answer.headers.getall("Set-Cookie") if "__Host-ddpjob=" in value]
+            assert "Secure" in cookie and "HttpOnly" in cookie and "Path=/" in cookie
+
+
+async def test_one_user_s_tokens_push_out_no_other_user(
+    cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, url = cluster
+    monkeypatch.setattr(viewers, "MOST_VIEWS", 5)
+    async with opened(url, "team-a", "team-b") as (visitor, gate):
+        await visitor.ask("/", "bob")
+        for number in range(8):
+            path = f"/?q={number}"
+            assert (await visitor.ask(path, "ann", headers={"Cookie": f"ddpjob-namespaces=team-a.x{number}"}))[0] == 200
+        users = [opened.view.user for opened in gate._views.values()]
+        assert sorted(users) == ["user-of-ann"] * viewers.MOST_OF_A_USER + ["user-of-bob"]
+
+
+async def test_no_command_runs_in_a_pod(cluster: tuple[Rbac, str]) -> None:
+    rbac, url = cluster
+    async with opened(url, "team-a") as (visitor, _):
+        status, curves = await visitor.ask("/jobs/team-a/alpha/curves?pods=1", "ann")
+        assert status == 200 and json.loads(curves)["more"] is False
+        assert not any("exec" in path for _, path in rbac.asked)
+
+
+async def test_a_cluster_that_does_not_answer_is_said_and_nothing_is_shown(cluster: tuple[Rbac, str]) -> None:
+    async with opened("http://127.0.0.1:9") as (visitor, gate):
+        status, page = await visitor.ask("/", "ann")
+        assert status == 502 and "does not answer" in page and "alpha" not in page and not gate._views

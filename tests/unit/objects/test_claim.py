@@ -1,0 +1,71 @@
+"""The claim that a job makes: whose it is, with what it is removed, and what makes another one of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import JobStatus, Slot
+from ddpjob.controller.pod_views import read_claim
+from ddpjob.core.world import ClaimView
+from ddpjob.objects.claim import build_claim, template_mark
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.pods import build_node
+
+SPEC = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+
+
+def making(uid: str = "uid", **template: Any) -> DDPJob:
+    storage = {"checkpoints": {"claimTemplate": {"spec": SPEC, **template}, "subPath": "run"}}
+    spec = {"image": "image", "script": "train.py", "storage": storage}
+    return DDPJob.read({"metadata": {"name": "job", "namespace": "space", "uid": uid}, "spec": spec})
+
+
+def test_a_claim_is_kept_unless_the_job_says_otherwise() -> None:
+    kept = build_claim(making())
+    assert "ownerReferences" not in kept["metadata"]
+    assert (kept["kind"], kept["metadata"]["name"], kept["spec"]) == ("PersistentVolumeClaim", "job-checkpoints", SPEC)
+    assert build_claim(making(whenDeleted="Delete"))["metadata"]["ownerReferences"][0]["uid"] == "uid"
+
+
+def test_the_operators_labels_win() -> None:
+    """Also where a CRD of another release let them pass."""
+    metadata = {"labels": {"team": "a", "ddpjob.io/job": "other"}, "annotations": {"ddpjob.io/claim-template": "x"}}
+    job = making(metadata=metadata)
+    made = read_claim(build_claim(job))
+    assert build_claim(job)["metadata"]["labels"]["team"] == "a"
+    assert made == ClaimView(
+        name="job-checkpoints",
+        access_modes=("ReadWriteMany",),
+        made_by="uid",
+        made_for="job",
+        template=template_mark(job),
+    )
+
+
+def test_the_mark_is_of_what_makes_another_claim() -> None:
+    mark = template_mark(making())
+    assert mark == template_mark(making(uid="later")) == template_mark(making(metadata={"labels": {"a": "b"}}))
+    larger = {**SPEC, "resources": {"requests": {"storage": "2Gi"}}}
+    assert len({mark, template_mark(making(spec=larger)), template_mark(making(whenDeleted="Delete"))}) == 3
+
+
+def test_pods_mount_it() -> None:
+    status = JobStatus(slots=(Slot(),), runtime="r")
+    pod = build_node(making(), status, Platform(operator_key=b"k"), 0, 0)["spec"]
+    volume = next(v for v in pod["volumes"] if v["name"] == "ddpjob-checkpoints")
+    assert volume["persistentVolumeClaim"] == {"claimName": "job-checkpoints", "readOnly": False}
+    mount = next(m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "ddpjob-checkpoints")
+    assert mount == {"name": "ddpjob-checkpoints", "mountPath": "/checkpoints", "subPath": "run"}
+    shared = next(e for e in pod["containers"][0]["env"] if e["name"] == "DDPJOB_CHECKPOINT_SHARED")
+    assert shared["value"] == "1"
+
+
+def test_a_claim_without_a_template_is_a_mistake() -> None:
+    job = making()
+    bare = replace(job, spec=replace(job.spec, storage=replace(job.spec.storage, checkpoints=None)))
+    with pytest.raises(ValueError, match="makes no claim"):
+        build_claim(bare)
+    assert template_mark(bare) == ""

@@ -1,0 +1,36 @@
+"""What the launcher of a pod is to check: DDPJOB_PREFLIGHT."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from built import environment, node
+
+
+def settings(**spec: Any) -> Any:
+    return json.loads(environment(node(**spec))["DDPJOB_PREFLIGHT"])
+
+
+def test_a_job_without_a_preflight_has_no_such_variable() -> None:
+    assert "DDPJOB_PREFLIGHT" not in environment(node())
+
+
+def test_the_launcher_is_given_what_the_pod_must_have() -> None:
+    assert settings(preflight={}, gpusPerNode=8) == {
+        "group": True,
+        "seconds": 120,
+        "least": 0,
+        "gpus": 8,
+        "resource": "nvidia.com/gpu",
+        "backend": "auto",
+        "folder": "/checkpoints",
+    }
+    asked = settings(preflight={"scope": "Group", "timeoutSeconds": 30, "minMegabytesPerSecond": 5000})
+    assert (asked["seconds"], asked["least"]) == (30, 5000)
+    assert settings(preflight={"scope": "Node"})["group"] is False
+
+
+def test_a_folder_that_is_read_only_is_not_written_to() -> None:
+    volume = {"claimName": "shared", "readOnly": True}
+    assert settings(preflight={}, storage={"checkpoints": volume})["folder"] == ""

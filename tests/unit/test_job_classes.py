@@ -1,0 +1,265 @@
+"""Classes of jobs: what a class may set, what of it a job gets, how lists merge, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_classes import LARGEST_CLASS, JobClasses
+from ddpjob.api.job_status import JobStatus
+from ddpjob.api.merging import CLASS_FIELDS, with_class
+from ddpjob.api.schema import schema_of
+from ddpjob.controller.operator_settings import Settings, SettingsError
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.pods import build_node
+
+Json = dict[str, Any]
+KEY = {"DDPJOB_OPERATOR_KEY": "0123456789abcdef"}
+
+
+def body_of(spec: Json, labels: dict[str, str] | None = None) -> Json:
+    metadata = {"name": "job", "namespace": "vision", "uid": "uid", "labels": labels or {}}
+    return {"metadata": metadata, "spec": {"className": "c", "script": "train.py", **spec}}
+
+
+def taken(spec: Json, given: Json, labels: dict[str, str] | None = None) -> DDPJob:
+    """The job as it is read once it has taken the class."""
+    body = body_of(spec, labels)
+    offered = JobClasses.read({"c": given}).offer(DDPJob.read(body)).job_class
+    assert offered is not None
+    job = DDPJob.read(body)
+    status = json.loads(json.dumps(JobStatus(job_class=offered).write(job.spec)))
+    return DDPJob.read({**body, "status": status})
+
+
+def problems_of(spec: Json, given: Json, labels: dict[str, str] | None = None) -> tuple[str, ...]:
+    return JobClasses.read({"c": given}).offer(DDPJob.read(body_of(spec, labels))).problems
+
+
+# --- what a class may set
+
+
+@pytest.mark.parametrize("path", CLASS_FIELDS)
+def test_what_a_class_may_set_has_no_default_that_could_be_taken_for_the_jobs_own(path: str) -> None:
+    assert schema_of(f"spec.{path}").get("default", {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"spec": {"nodes": 4}}, r"c\.spec\.nodes: a class cannot set it"),
+        ({"spec": {"gpusPerNode": 8}}, r"c\.spec\.gpusPerNode: a class cannot set it"),
+        ({"spec": {"scheduling": {"onePodPerNode": False}}}, r"c\.spec\.scheduling\.onePodPerNode: a class cannot"),
+        ({"spec": {"scheduling": 3}}, r"c\.spec\.scheduling: a class cannot set it"),
+        ({"spec": {"image": 12}}, r"c\.spec\.image: must be a string"),
+        ({"spec": {"env": [{"value": "x"}]}}, r"c\.spec\.env"),
+        ({"spec": {"notify": {}}}, r"c\.spec\.notify\.receiver: required"),
+        ({"spec": {"podTemplate": {"spec": {"tolerationz": []}}}}, r"c\.spec\.podTemplate\.spec\.tolerationz: no such"),
+        ({"spec": {"podTemplate": {"spec": {"hostname": "x"}}}}, r"c\.spec\.podTemplate\.spec\.hostname: belongs to"),
+        ({"spec": []}, r"c\.spec: must be a mapping"),
+        ({"fixed": ["nodes"]}, r"c\.fixed: nodes is no field of a class"),
+        ({"fixed": "image"}, r"c\.fixed: must be a list of texts"),
+        ({"namespaces": "vision"}, r"c\.namespaces: must be a list of texts"),
+        ({"limits": {"maxNodes": 0}}, r"c\.limits\.maxNodes: 0 is no integer from 1"),
+        ({"limits": {"maxNodes": True}}, r"c\.limits\.maxNodes"),
+        ({"limits": {"maxPods": 3}}, r"c\.limits: must be a mapping of maxNodes"),
+        ({"limits": {"images": ["*"]}}, r"c\.limits\.images: '\*'"),
+        ({"queue": "a/b"}, r"c\.queue: 'a/b' is no name"),
+        ({"image": "x"}, r"c\.image: unknown; the fields are"),
+        ([], r"c: must be a mapping"),
+        ({"spec": {"podTemplate": {"metadata": {"annotations": {"a": "x" * LARGEST_CLASS}}}}}, r"c: larger than"),
+    ],
+)
+def test_a_faulty_class_is_named_at_the_operators_start(given: Any, says: str) -> None:
+    with pytest.raises(SettingsError, match=f"DDPJOB_OPERATOR_CLASSES: {says}"):
+        Settings.from_environment(KEY | {"DDPJOB_OPERATOR_CLASSES": json.dumps({"c": given})})
+
+
+@pytest.mark.parametrize("wrong", ["{", "[]", '{"A/b": {}}', json.dumps({f"c{n}": {} for n in range(101)})])
+def test_wrong_settings_are_named(wrong: str) -> None:
+    with pytest.raises(SettingsError, match="DDPJOB_OPERATOR_CLASSES"):
+        Settings.from_environment(KEY | {"DDPJOB_OPERATOR_CLASSES": wrong})
+
+
+def test_the_operator_reads_classes_and_a_namespace_uses_its_own() -> None:
+    given = {"a": {"namespaces": ["vision"]}, "b": {}, "c": {"namespaces": ["speech"]}, "d": {"namespaces": []}}
+    settings = Settings.from_environment(KEY | {"DDPJOB_OPERATOR_CLASSES": json.dumps(given)})
+    offer = settings.classes.offer(DDPJob.read(body_of({"image": "i"})))
+    assert offer.job_class is None and offer.known == ("a", "b")
+
+
+# --- what a job gets
+
+
+def test_the_jobs_own_value_counts_and_the_class_fills_what_is_absent() -> None:
+    given = {"spec": {"image": "theirs", "workingDir": "/theirs", "scheduling": {"priorityClassName": "high"}}}
+    job = taken({"image": "mine", "scheduling": {"onePodPerNode": False}}, given)
+    assert (job.spec.image, job.spec.working_dir) == ("mine", "/theirs")
+    assert (job.spec.scheduling.priority_class_name, job.spec.scheduling.one_pod_per_node) == ("high", False)
+
+
+def test_what_the_api_server_adds_is_not_taken_for_the_jobs_own() -> None:
+    stored = {"resources": {"requests": {}}, "podTemplate": {}, "scheduling": {"onePodPerNode": True}, "runPolicy": {}}
+    given = {
+        "spec": {"image": "i", "resources": {"limits": {"memory": "1Gi"}}, "preflight": {}},
+        "fixed": ["resources", "podTemplate"],
+    }
+    assert problems_of(stored, given) == ()
+    job = taken(stored, given)
+    assert job.spec.resources["limits"] == {"memory": "1Gi"} and job.spec.preflight is not None
+
+
+def test_lists_merge_by_name() -> None:
+    own = {
+        "env": [{"name": "B", "value": "mine"}, {"name": "C", "value": "mine"}],
+        "imagePullSecrets": [{"name": "mine"}],
+        "envFrom": [{"secretRef": {"name": "mine"}}],
+        "resources": {"limits": {"cpu": 1}},
+    }
+    given = {
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}],
+        "imagePullSecrets": [{"name": "theirs"}, {"name": "mine"}],
+        "envFrom": [{"secretRef": {"name": "theirs"}}],
+        "resources": {"limits": {"cpu": 2, "memory": "1Gi"}},
+    }
+    merged = with_class(own, given)
+    assert merged["env"] == [
+        {"name": "A", "value": "1"},
+        {"name": "B", "value": "mine"},
+        {"name": "C", "value": "mine"},
+    ], "the job's replaces the class's as a whole"
+    assert [s["name"] for s in merged["imagePullSecrets"]] == ["theirs", "mine"]
+    assert [s["secretRef"]["name"] for s in merged["envFrom"]] == ["theirs", "mine"]
+    assert merged["resources"] == {"limits": {"cpu": 1, "memory": "1Gi"}}
+    assert own["resources"] == {"limits": {"cpu": 1}}, "nothing of the job's is changed"
+
+
+def test_pod_templates_merge_as_kubernetes_does() -> None:
+    given: Json = {
+        "spec": {
+            "image": "i",
+            "podTemplate": {
+                "spec": {
+                    "volumes": [{"name": "cache", "emptyDir": {}}, {"name": "theirs", "emptyDir": {}}],
+                    "tolerations": [
+                        {"operator": "Exists", "effect": "NoExecute"},
+                        {"key": "gpu", "operator": "Exists"},
+                    ],
+                    "nodeSelector": {"pool": "theirs", "arch": "x"},
+                }
+            },
+        }
+    }
+    own: Json = {
+        "spec": {
+            "volumes": [{"name": "cache", "emptyDir": {"medium": "Memory"}}],
+            "tolerations": [{"key": "spot", "operator": "Exists"}],
+            "nodeSelector": {"pool": "mine"},
+        }
+    }
+    job = taken({"podTemplate": own, "gpusPerNode": 0}, given)
+    pod = build_node(job, job.status, Platform(operator_key=b"key"), 0, 0)["spec"]
+    volumes = {v["name"]: v for v in pod["volumes"]}
+    assert volumes["cache"]["emptyDir"] == {"medium": "Memory"} and "theirs" in volumes
+    assert pod["nodeSelector"] == {"pool": "mine", "arch": "x"}
+    keys = [t.get("key") for t in pod["tolerations"]]
+    assert {None, "gpu", "spot"} <= set(keys)
+
+
+def test_a_queue_of_the_class_is_that_of_jobs_without_a_label() -> None:
+    label = {"kueue.x-k8s.io/queue-name": "mine"}
+    given = {"spec": {"image": "i"}, "queue": "gpus"}
+    assert taken({}, given).queue == "gpus" and taken({}, given, label).queue == "mine"
+    assert taken({}, {**given, "fixed": ["queue"]}, label).queue == "gpus"
+
+
+def test_a_class_that_a_job_has_not_taken_changes_nothing() -> None:
+    job = taken({"image": "mine"}, {"spec": {"workingDir": "/theirs"}})
+    body = body_of({"image": "mine", "className": "other"})
+    assert DDPJob.read({**body, "status": job.status.write(job.spec)}).spec.working_dir is None
+
+
+def test_an_equal_class_has_an_equal_mark_and_another_content_another() -> None:
+    first, again, other = (
+        JobClasses.read({"c": {"spec": {"image": image}, "namespaces": spaces}}).classes["c"].mark
+        for image, spaces in (("a", ["x"]), ("a", ["y"]), ("b", ["x"]))
+    )
+    assert first == again != other, "who else may use it changes nothing for those that do"
+
+
+# --- what a job may not
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "says"),
+    [
+        ({"image": "b"}, {"spec": {"image": "a"}, "fixed": ["image"]}, "spec.image: is set by class c, and a job may"),
+        ({"podTemplate": {"spec": {"hostNetwork": True}}}, {"fixed": ["podTemplate"]}, "spec.podTemplate: is set by"),
+        (
+            {"env": [{"name": "A", "value": "2"}, {"name": "B", "value": "2"}]},
+            {"spec": {"env": [{"name": "A", "value": "1"}]}, "fixed": ["env"]},
+            "spec.env: class c sets A",
+        ),
+        (
+            {"scheduling": {"priorityClassName": "high"}},
+            {"fixed": ["scheduling.priorityClassName"]},
+            "spec.scheduling.priorityClassName: is set by class c",
+        ),
+        ({"nodes": 2, "spares": 1}, {"limits": {"maxNodes": 2}}, "spec.nodes: 3 with the spares, and class c allows"),
+        ({"gpusPerNode": 8}, {"limits": {"maxGpusPerNode": 4}}, "spec.gpusPerNode: 8, and class c allows at most 4"),
+        (
+            {},
+            {"limits": {"images": ["reg/team:1", "reg/ok/*"]}},
+            "spec.image: image is none of the images that class c",
+        ),
+        (
+            {"image": "reg/a", "podTemplate": {"spec": {"initContainers": [{"name": "s", "image": "evil"}]}}},
+            {"limits": {"images": ["reg/*"]}},
+            "spec.podTemplate, container s: evil is none of",
+        ),
+        (
+            {
+                "gpusPerNode": 4,
+                "podTemplate": {
+                    "spec": {"containers": [{"name": "s", "resources": {"limits": {"nvidia.com/gpu": "4"}}}]}
+                },
+            },
+            {"limits": {"maxGpusPerNode": 4}},
+            "spec.gpusPerNode: 8, and class c",
+        ),
+        ({"script": None, "command": ["x"]}, {"spec": {"preflight": {}}}, "spec.preflight: preflight cannot be used"),
+    ],
+)
+def test_a_violation_names_the_field_the_class_and_the_remedy(spec: Json, given: Json, says: str) -> None:
+    body = {key: value for key, value in {"image": "image", "script": "s", **spec}.items() if value is not None}
+    if "script" not in body:
+        body["script"] = None
+    found = JobClasses.read({"c": given}).offer(DDPJob.read(_without_script(body_of(body)))).problems
+    assert len(found) == 1 and found[0].startswith(says), found
+
+
+def _without_script(body: Json) -> Json:
+    return {**body, "spec": {name: value for name, value in body["spec"].items() if value is not None}}
+
+
+def test_fixed_variables_leave_others_to_the_job() -> None:
+    given = {"spec": {"image": "i", "env": [{"name": "A", "value": "1"}]}, "fixed": ["env"]}
+    spec = {"env": [{"name": "B", "value": "2"}]}
+    assert problems_of(spec, given) == ()
+    assert [e["name"] for e in taken(spec, given).spec.env] == ["B", "A"]
+
+
+@pytest.mark.parametrize("hostile", [{"spec": {"containers": 3}}, {"spec": []}, {"spec": {"containers": [3]}}])
+def test_a_pod_template_of_any_shape_is_left_to_those_who_judge_it(hostile: Any) -> None:
+    given = {"spec": {"image": "i"}, "limits": {"images": ["i"], "maxGpusPerNode": 1}}
+    assert problems_of({"podTemplate": hostile}, given) == ()
+
+
+@pytest.mark.parametrize("amount", [True, [], {"a": 1}, "1e9", "-3", "9" * 400])
+def test_an_amount_of_gpus_that_is_no_number_counts_as_too_many(amount: Any) -> None:
+    container = {"name": "s", "image": "i", "resources": {"limits": {"nvidia.com/gpu": amount}}}
+    given = {"limits": {"maxGpusPerNode": 8}}
+    found = problems_of({"image": "i", "podTemplate": {"spec": {"containers": [container]}}}, given)
+    assert found and found[0].startswith("spec.gpusPerNode")

@@ -1,0 +1,284 @@
+"""`ddpjob_report.copy_checkpoint` and `restore_checkpoint`: whole or absent, the same on all ranks, in time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ddpjob_report
+import pytest
+from ddpjob_bucket import Bucket, BucketError, Stored
+from ddpjob_report import copies, link
+from machine import slowness
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A pod's environment, and nothing copied so far."""
+    monkeypatch.setattr(copies, "_State", type("_State", (), dict(vars(copies._State))))
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path / "pod"))
+    (tmp_path / "pod").mkdir()
+    yield
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bucket:
+    pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+    url = f"file://{tmp_path / 'store'}"
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_URL", url)
+    start(monkeypatch, 0)
+    return Bucket.open(url)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, number: int, generation: int = 0) -> None:
+    """The next start of the group, in this process."""
+    monkeypatch.setenv("DDPJOB_UID", "uid")
+    monkeypatch.setenv("DDPJOB_FENCE", f"{generation}.{number}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+    copies._State.bucket = copies._State.uploads = copies._State.restored = None
+
+
+def on_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> Path:
+    folder = tmp_path / name
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(folder))
+    return folder
+
+
+def saved(folder: Path, text: str) -> Path:
+    """As a script does: under another name first."""
+    path = folder / "snapshot.pt"
+    (folder / "snapshot.new").write_text(text)
+    (folder / "snapshot.new").replace(path)
+    return path
+
+
+def test_a_copy_is_found_by_a_pod_on_another_node(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert ddpjob_report.restore_checkpoint() is None
+    snapshot = saved(tmp_path / "pod", "weights of 10")
+    ddpjob_report.copy_checkpoint(snapshot, step=10, wait=True)
+    assert [entry.step for entry in bucket.entries()] == [10]
+    assert sorted(path.name for path in (tmp_path / "pod").iterdir()) == ["snapshot.pt"]
+    start(monkeypatch, 1)
+    there = on_another_node(monkeypatch, tmp_path, "there")
+    assert ddpjob_report.restore_checkpoint() == there / "snapshot.pt"
+    assert (there / "snapshot.pt").read_text() == "weights of 10"
+
+
+def test_a_folder_of_files_comes_back_as_it_was(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "pod" / "checkpoint-20"
+    files = {"model.safetensors": b"m" * 3_000_000, "global_step20/zero_0.pt": b"z", "empty": b"", "epoch=0.ckpt": b"e"}
+    for name, content in files.items():
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_bytes(content)
+    ddpjob_report.copy_checkpoint(checkpoint, 20, wait=True)
+    start(monkeypatch, 1)
+    there = on_another_node(monkeypatch, tmp_path, "there")
+    (there / "checkpoint-20").mkdir()
+    (there / "checkpoint-20" / "of another start").write_text("goes")
+    found = ddpjob_report.restore_checkpoint()
+    assert found == there / "checkpoint-20"
+    assert {str(p.relative_to(found)): p.read_bytes() for p in found.rglob("*") if p.is_file()} == files
+
+
+def test_what_is_replaced_or_removed_after_the_call_is_copied_as_it_was(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    held, publish = threading.Event(), Bucket.publish
+    monkeypatch.setattr(Bucket, "publish", lambda *a: (held.wait(30), publish(*a))[1])
+    ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "first"), 1)
+    saved(tmp_path / "pod", "second").unlink()
+    held.set()
+    assert copies.finish(30)
+    start(monkeypatch, 1)
+    found = ddpjob_report.restore_checkpoint()
+    assert found is not None and found.read_text() == "first"
+
+
+def test_what_is_written_in_place_while_it_is_copied_does_not_become_a_checkpoint(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import ddpjob_bucket.stored as module
+
+    path, digest = tmp_path / "pod" / "snapshot.pt", module._sha256
+    path.write_text("first")
+
+    def overwritten(file: Path) -> str:
+        found = digest(file)
+        path.write_text("second, in place")
+        return found
+
+    monkeypatch.setattr(module, "_sha256", overwritten)
+    ddpjob_report.copy_checkpoint(path, 1)
+    deadline = time.monotonic() + 20 * slowness()
+    while not copies._State.uploads.failures and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert bucket.entries() == []
+    copies._State.uploads.close()
+    assert "has changed while it was copied" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_all_ranks_get_the_same_although_an_old_upload_completes_meanwhile(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
+    old = copies._State.bucket
+    assert old is not None
+    start(monkeypatch, 1)
+    first = on_another_node(monkeypatch, tmp_path, "first")
+    assert ddpjob_report.restore_checkpoint() == first / "snapshot.pt"
+    old.publish(saved(tmp_path / "pod", "11"), 11)  # the pod that was lost is not dead yet
+    start(monkeypatch, 1)
+    second = on_another_node(monkeypatch, tmp_path, "second")
+    assert ddpjob_report.restore_checkpoint() == second / "snapshot.pt"
+    assert (first / "snapshot.pt").read_text() == (second / "snapshot.pt").read_text() == "10"
+    start(monkeypatch, 2)
+    found = ddpjob_report.restore_checkpoint()
+    assert found is not None and found.read_text() == "11", "of the next start it is the newest"
+    start(monkeypatch, 1)
+    with pytest.raises(BucketError, match="a later start of this job"):
+        ddpjob_report.restore_checkpoint()
+
+
+def test_ranks_that_begin_at_once_agree(bucket: Bucket) -> None:
+    bucket.take_term()
+    ranks = [Bucket.open(bucket.url) for _ in range(8)]
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda one=one: found.append(one.join("uid", (0, 3, 3)))) for one in ranks]
+    [one.start() for one in threads]
+    [one.join() for one in threads]
+    assert found == [None] * 8 and len({one.term for one in ranks}) == 1
+
+
+def test_a_node_s_ranks_fetch_it_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
+    there = on_another_node(monkeypatch, tmp_path, "there")
+    fetched, fetch = [], Bucket.fetch
+    monkeypatch.setattr(Bucket, "fetch", lambda *a: (fetched.append(1), fetch(*a))[1])
+    for _ in range(3):
+        start(monkeypatch, 1)
+        assert ddpjob_report.restore_checkpoint() == there / "snapshot.pt"
+    assert len(fetched) == 1
+    (there / "snapshot.pt").write_text("of a later step, that nobody copied")
+    start(monkeypatch, 1)
+    found = ddpjob_report.restore_checkpoint()
+    assert found is not None and found.read_text() == "10"
+
+
+def test_the_newest_few_stay(bucket: Bucket, tmp_path: Path) -> None:
+    for step in range(1, 7):
+        ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", str(step)), step, keep=2, wait=True)
+    assert [entry.step for entry in bucket.entries()] == [6, 5]
+
+
+def test_the_figures_travel_with_the_script_s(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(link, "post", sent.append)
+    before = time.time()
+    ddpjob_report.report(step=1)
+    assert sent == [{"step": 1}]
+    ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "5"), 5, wait=True)
+    ddpjob_report.report(step=6, loss=0.5)
+    for metrics in (sent[1]["metrics"], sent[2]["metrics"]):
+        assert metrics["copyStep"] == 5 and metrics["copyBehind"] == 0
+        assert int(before) <= metrics["copyTime"] <= time.time() + 1
+
+
+def test_without_a_bucket_the_folder_itself_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert ddpjob_report.restore_checkpoint() is None
+    path = saved(tmp_path / "pod", "1")
+    ddpjob_report.copy_checkpoint(path, 1)
+    assert ddpjob_report.restore_checkpoint() == path
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "0")
+    monkeypatch.setenv("DDPJOB_NODES", "2")
+    assert ddpjob_report.restore_checkpoint() is None, "the other nodes do not see it"
+    monkeypatch.delenv("DDPJOB_CHECKPOINT_SHARED")
+    path.unlink()
+    assert ddpjob_report.restore_checkpoint() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"step": -1}, "step must be a whole number"),
+        ({"step": 1.5}, "step must be a whole number"),
+        ({"step": 10**9}, "step must be a whole number"),
+        ({"step": 1, "keep": 0}, "keep must be"),
+        ({"step": 1, "path": "/no/such"}, "path /no/such does not exist"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        ddpjob_report.copy_checkpoint(**{"path": tmp_path, **arguments})
+
+
+def test_names_that_no_bucket_should_have_are_refused(bucket: Bucket, tmp_path: Path) -> None:
+    for name in ("a b", "ä", "x" * 201):
+        odd = tmp_path / "pod" / name
+        odd.write_text("1")
+        with pytest.raises(BucketError, match="in their names"):
+            ddpjob_report.copy_checkpoint(odd, 1)
+    (tmp_path / "pod" / "nothing").mkdir()
+    with pytest.raises(BucketError, match="0 files"):
+        ddpjob_report.copy_checkpoint(tmp_path / "pod" / "nothing", 1)
+
+
+def test_an_image_without_the_library_names_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_URL", "s3://models/runs/space/job")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(BucketError, match="pip install obstore"):
+        ddpjob_report.restore_checkpoint()
+
+
+ENDS = """
+import sys, threading, time, ddpjob_report
+from ddpjob_bucket import Bucket
+from ddpjob_report import copies
+publish, copies.LAST_SECONDS = Bucket.publish, float(sys.argv[2])
+def slow(*arguments):
+    time.sleep(float(sys.argv[1]))
+    return publish(*arguments)
+Bucket.publish = slow
+path = ddpjob_report.checkpoint_dir() / "last.pt"
+path.write_text("the result")
+ddpjob_report.copy_checkpoint(path, 9)
+if len(sys.argv) > 3:
+    raise SystemError("a bug")
+"""
+
+
+def ends(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", ENDS, *arguments], capture_output=True, text=True, check=False, env=dict(os.environ),
+        timeout=60 * slowness(),
+    )  # fmt: skip
+
+
+def test_a_script_ends_when_its_last_copy_is_complete(bucket: Bucket) -> None:
+    done = ends("0.5", "60")
+    assert done.returncode == 0, done.stderr
+    assert bucket.entries() == [Stored(1, 9)]
+
+
+def test_without_its_last_copy_a_script_does_not_end_well(bucket: Bucket) -> None:
+    done = ends("60", "0.2")
+    assert done.returncode == 1 and "the job must not end without it" in done.stderr
+    assert bucket.entries() == []
+
+
+def test_a_script_that_fails_does_not_wait(bucket: Bucket) -> None:
+    began = time.monotonic()
+    done = ends("600", "600", "fail")
+    assert done.returncode == 1 and "a bug" in done.stderr and time.monotonic() - began < 60 * slowness()
