@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -16,13 +14,6 @@ from ddpjob.local import processes
 from process_harness import Machine, manifest
 
 LOOP = ["bash", "-c", "while true; do echo at work; sleep 0.2; done"]
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    made = Machine(tmp_path)
-    yield made
-    made.close()
 
 
 def test_the_commands_from_another_terminal(machine: Machine) -> None:
@@ -70,6 +61,20 @@ def test_a_signal_is_named_as_what_suspended_the_job(machine: Machine) -> None:
     why = machine.command("why", "job")
     assert why.returncode == 0 and "run it again" in why.stdout
     assert machine.command("wait", "job").returncode == 1
+
+
+def test_what_init_writes_survives_a_kill(machine: Machine) -> None:
+    assert machine.command("init").returncode == 0
+    job = yaml.safe_load((machine.folder / "job.yaml").read_text())
+    job["spec"]["args"] = ["--epochs=20"]
+    run = machine.start(job)
+    run.until(lambda r: r.status.get("progress", {}).get("epoch", 0) >= 2)
+    with run.frozen():
+        assert machine.command("kill", "first-0-0").returncode == 0
+    assert run.wait(120) == 0, run.output
+    shown = run.status["progress"]
+    assert shown["epoch"] == 20 and shown["metrics"]["accuracy"] > 0.9
+    assert run.status["restarts"]["uncounted"] == 1
 
 
 def test_the_client(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from process_harness import Machine, Run, manifest
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    machine = Machine(tmp_path)
-    yield machine
-    machine.close()
-
 
 FAST = {"mode": "Fast"}
 

@@ -5,20 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from process_harness import SCRIPTS, Json, Machine, Run, manifest
 
 STEPS = 60
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    machine = Machine(tmp_path)
-    yield machine
-    machine.close()
 
 
 def job(script: str, *args: str) -> Json:

@@ -6,20 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from machine import slowness
 from process_harness import TRAIN, Machine, manifest
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    machine = Machine(tmp_path)
-    yield machine
-    machine.close()
-
 
 HANG = ["bash", "-c", "trap '' TERM; setsid sleep 1000 & (sleep 1000 &) ; sleep 1000"]
 """A job that ignores SIGTERM and has children in sessions of their own."""
@@ -56,6 +46,21 @@ def test_digits_with_a_node_killed(machine: Machine) -> None:
     checked = subprocess.run(ledger, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     run.assert_nothing_left()
+    shown = machine.command("show", str(run.folder / "checkpoints")).stdout
+    assert "State:     Complete: every node has finished" in shown and "Rounds:    2, with 1 break" in shown
+    assert "PeerLost (pod digits-0-0" in shown and "test accuracy" in shown
+
+
+def test_what_has_ended_a_job_is_left_in_its_checkpoint_folder(machine: Machine) -> None:
+    bug = "import os\n\ndef fails():\n    raise ValueError(f'bug in rank {os.environ[\"RANK\"]}')\n\nfails()\n"
+    (machine.folder / "bug.py").write_text(bug)
+    rule = {"maxRestarts": 1, "backoff": {"initialSeconds": 1, "maxSeconds": 1}}
+    run = machine.run(manifest(script=str(machine.folder / "bug.py"), recovery=rule))
+    assert run.process.returncode == 1, run.everything()
+    shown = machine.command("show", str(run.folder)).stdout
+    assert "State:     Stopped: RestartBudgetSpent" in shown and "Rounds:    2, with 2 breaks" in shown, shown
+    assert shown.count("    | ValueError: bug in rank ") == 2 and "in fails" in shown
+    assert machine.command("delete", "job").returncode == 0 and not run.folder.exists()
 
 
 @pytest.mark.parametrize("budget", [0, 1])
@@ -76,6 +81,18 @@ def test_a_missing_script_fails_at_once(machine: Machine) -> None:
     assert run.condition("Failed")["reason"] == "InitFailure"
     assert "not-there.py" in run.output and str(machine.folder) in run.output
     assert run.status["restarts"]["counted"] <= 2
+    run.assert_nothing_left()
+
+
+def test_an_error_in_the_script_is_tried_three_times(machine: Machine) -> None:
+    (machine.folder / "wrong.py").write_text("print(undefined)\n")
+    run = machine.run(manifest(script="wrong.py"), seconds=60)
+    assert run.process.returncode == 1, run.everything()
+    failed = run.condition("Failed")
+    assert failed["reason"] == "ProgramError" and run.status["restarts"]["counted"] == 3
+    assert "NameError: name 'undefined' is not defined" in failed["message"] and "wrong.py" in failed["message"]
+    shown = machine.command("why", "job").stdout
+    assert "Correct the script" in shown, shown
     run.assert_nothing_left()
 
 

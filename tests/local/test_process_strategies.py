@@ -5,9 +5,6 @@ fsdp and deepspeed do so on real pods: tests/cluster/test_strategies.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from ddpjob.client.process_backend import ProcessBackend
 from libraries import horovod_site
@@ -22,13 +19,6 @@ STRATEGIES = {
     "horovod": ("Fast", []),
 }
 """Mode of recovery and keys of each."""
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    machine = Machine(tmp_path)
-    yield machine
-    machine.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from coordinator_world import FAST, RESET, STANDARD, World
+from ddpjob_runtime.coordinator import progress
 from ddpjob_runtime.coordinator.drain import DRAIN_SECONDS
 from ddpjob_runtime.protocol import iso, time_of
 
@@ -168,7 +169,7 @@ def test_two_that_do_not_drain_are_both_notified_before_a_round_forms() -> None:
     new = world.coordinator.members.by_index[0]
     new.send = lambda verb, fields: order.append(f"new {verb}")
     world.pass_time(DRAIN_SECONDS + 1)
-    assert order == ["job-1-0 stop", "job-2-0 stop", "new go"]
+    assert order == ["job-1-0 stop", "job-2-0 stop", "new record", "new go"]
 
 
 def test_a_planned_restart_leaves_the_members_grace() -> None:
@@ -246,6 +247,26 @@ def test_the_first_exception_is_the_cause_even_when_its_consequence_is_heard_fir
     world.fail(second, "ValueError: bug", ago=0.6)
     world.pass_time(2)
     assert world.incidents() == [("WorkerFailed", "job-1-0", 1)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "horovod.common.exceptions.HorovodInternalError: Horovod has been shut down. This was caused by an exception on"
+        " one of the ranks or an attempt to allreduce, allgather or broadcast a tensor after one of the ranks finished"
+        " execution.",
+        "RuntimeError: eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)",
+    ],
+)
+def test_what_other_libraries_say_of_a_lost_peer_is_a_consequence(message: str) -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, message)
+    world.pass_time(0.3)
+    assert world.incidents() == []
+    world.lose(second)
+    world.pass_time(1.01)
+    assert world.incidents() == [("PeerLost", "job-1-0", 1)]
 
 
 def test_a_worker_that_hangs_is_reported_although_only_connection_errors_are_known() -> None:
@@ -985,6 +1006,41 @@ def test_recovery_is_measured_to_the_next_step() -> None:
     world.pass_time(2)
     world.coordinator.report_progress({"step": 1, "automatic": True})
     assert world.report()["recovery"] == {"lastSeconds": pytest.approx(5), "downSince": None}
+
+
+def test_who_lagged_in_a_round_is_forgotten_with_it() -> None:
+    """The ranks of the next round are others: a rank's name must not pass to another pod."""
+    world = World(2)
+    first, second = world.form()
+    world.coordinator.report_progress({"step": 1})
+    world.coordinator.report_progress({"stragglers": [{"rank": 1, "slowdown": 2.0}]})
+    assert world.report()["progress"]["stragglers"] == [{"rank": 1, "slowdown": 2.0}]
+    world.lose(second)
+    assert "stragglers" not in world.report()["progress"] and world.report()["progress"]["step"] == 1
+    world.coordinator.report_progress({"stragglers": [{"rank": 1, "slowdown": 2.0}]})  # Rank 0 has not ended yet.
+    second = world.hello(1, attempt=1)
+    world.ready(first, second)
+    world.join(first, second)
+    assert "stragglers" not in world.report()["progress"] and world.report()["progress"]["step"] == 1
+
+
+def test_a_fenced_rank_0_names_nobody_in_the_next_round_and_shows_no_life() -> None:
+    world = World(2)
+    first, second = world.form()
+    world.coordinator.report_progress({"step": 1})
+    world.lose(second)
+    second = world.hello(1, attempt=1)
+    world.ready(first, second)
+    world.join(first, second)
+    lag, number = [{"rank": 1, "slowdown": 2.0}], world.report()["round"]
+    before = world.report()
+    for fenced in (f"{before['generation']}.{number - 1}", f"{before['generation'] + 1}.{number}"):
+        world.coordinator.report_progress(progress.check({"stragglers": lag, "round": fenced}))
+        assert world.report() == before
+    world.coordinator.report_progress(progress.check({"stragglers": lag, "round": f"{before['generation']}.{number}"}))
+    assert world.report()["progress"]["stragglers"] == lag and "round" not in world.report()["progress"]
+    world.coordinator.report_progress(progress.check({"stragglers": [], "round": f"{before['generation']}.1"}))
+    assert world.report()["progress"]["stragglers"] == lag, "nor does it take back what was named"
 
 
 def test_a_stopped_group_stays_stopped_when_the_last_node_joins() -> None:

@@ -85,7 +85,7 @@ class Wire:
         line = self.lines.readline()
         assert line, "the coordinator closed the connection"
         message: dict[str, Any] = json.loads(line)
-        return message
+        return self.hear() if message["t"] == "record" else message
 
     def closed(self) -> bool:
         return self.lines.readline() == b""

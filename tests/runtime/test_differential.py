@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,14 @@ DEFECTS = {
     "traceback": ("worker.py", "co_filename == __file__", "co_filename == ''"),
 }
 """{the program that finds it: (file, what is there, what replaces it)}."""
+
+
+@pytest.fixture(autouse=True)
+def without_nohup() -> Iterator[None]:
+    """Programs inherit that SIGHUP is ignored where the tests run under nohup; containers have no such thing."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_nothing_but_the_tables_rows_differs(tmp_path: Path) -> None:

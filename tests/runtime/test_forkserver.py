@@ -18,7 +18,8 @@ from ddpjob_runtime.launcher import forkserver, late_environment
 from machine import slowness
 from runtime_harness import RUNTIME, SCRIPTS
 
-pytest.importorskip("torch")
+torch: Any = pytest.importorskip("torch")
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 PROBE = """
 import json, sys, os, random, threading, time
@@ -85,6 +86,100 @@ def test_its_end_is_reported(tmp_path: Path) -> None:
     assert (exits["code"], exits["out"]) == (7, "at exit\n")
     assert [says["code"], killed["code"], init["code"]] == [1, -9, 1]
     assert json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["ddpjob_init"] is True
+
+
+TRAINS = """
+import sys, torch
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.path[0]}/group", rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def train():
+    optimizer.zero_grad()
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+def kept():  # what torch calls in place of the function
+    return vars(torch.optim.Optimizer.add_param_group.__wrapped__).get("__dynamo_disable")
+train()
+print("sympy" in sys.modules, kept() is torch.optim.Optimizer.add_param_group.__wrapped__)
+import torch._dynamo.config as settings
+dynamo = sys.modules["torch._dynamo"]
+print("sympy" in sys.modules, settings is sys.modules["torch._dynamo.config"] is dynamo.config, dynamo is torch._dynamo)
+print(type(dynamo).__name__, settings.__spec__.loader.__class__.__name__, settings.optimize_ddp, kept())
+print(dynamo.utils.istype(1, int), dynamo.graph_break.__module__)
+train()
+optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+print(kept() is not None and kept() is not torch.optim.Optimizer.add_param_group.__wrapped__)
+print(torch.compile(model, backend="eager")(torch.zeros(1, 2)).shape, dynamo.utils.counters["frames"]["ok"] > 0)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_torchs_compiler_is_imported_when_something_needs_it(tmp_path: Path) -> None:
+    [outcome] = outcomes(tmp_path, TRAINS)
+    assert outcome["code"] == 0, (tmp_path / "err").read_text()
+    lines = outcome["out"].splitlines()
+    if TORCH < (2, 9) and lines[0] == "True False":
+        # DistributedDataParallel of older versions imports the compiler itself, as it would without this.
+        assert lines[-1] == "torch.Size([1, 1]) True"
+        return
+    assert lines == [
+        "False True",
+        "True True True",
+        "module SourceFileLoader True None",
+        "True torch._dynamo.decorators",
+        "True",
+        "torch.Size([1, 1]) True",
+    ]
+
+
+ASKED = (
+    "dir(torch._dynamo).index('explain')", "torch._dynamo.explain", "torch._dynamo.utils.counters",
+    "torch._dynamo.disable(print)", "setattr(torch._dynamo, 'own', 1)", "exec('from torch._dynamo import *')",
+    "exec('from torch import _dynamo; _dynamo.reset()')",
+)  # fmt: skip
+
+
+def test_anything_else_that_is_asked_of_it_is_answered_by_itself() -> None:
+    code = f"""
+import os, sys; sys.path.insert(0, {str(RUNTIME.parent)!r})
+from ddpjob_runtime.launcher import late_dynamo
+import torch, inspect
+late_dynamo.put_off()
+inspect.getmodule(late_dynamo), hasattr(torch._dynamo, "__warningregistry__")
+for ask in {ASKED!r}:
+    if os.fork() == 0:
+        put_off = late_dynamo.is_put_off()
+        eval(ask)
+        hooks = [hook for hook in sys.meta_path if type(hook).__module__ == late_dynamo.__name__]
+        print(put_off, late_dynamo.is_put_off(), torch._dynamo.config.optimize_ddp, hooks, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300 * slowness())
+    assert done.stdout == "True False True []\n" * len(ASKED), done.stderr
+
+
+def test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that(tmp_path: Path) -> None:
+    code = (
+        f"import sys, threading, time; sys.path.insert(0, {str(RUNTIME.parent)!r})\n"
+        "from ddpjob_runtime.launcher import forkserver, late_dynamo\n"
+        "forkserver.IDLE_SECONDS, load = 0.1, late_dynamo.load\n"
+        "def load_with_a_thread():\n"
+        "    load(); threading.Thread(target=time.sleep, args=(99,), name='poller', daemon=True).start()\n"
+        "late_dynamo.load = load_with_a_thread\n"
+        "forkserver.preload()\n"
+        "server = forkserver.ForkServer()\n"
+        "assert server.why_not() == ''\n"
+        "while not server.refusal(): time.sleep(0.01)\n"
+        "class Base:\n    def _popen(self, args, env): return 'cold'\n"
+        "handler = forkserver.handler_class(Base, server, 'worker.py', print)()\n"
+        "print(handler._popen([sys.executable, '-u', 'worker.py'], {}), flush=True)\n"
+        "import os; os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowness())
+    why = "threads are started (poller) when torch._dynamo is imported in this image, and no fork survives that"
+    assert done.stdout == f"{why}\ncold\n", done.stderr
 
 
 STARTS_THREAD = (

@@ -74,3 +74,34 @@ def test_words_format_as_their_values_in_every_python() -> None:
         "Fast", "Fast", " Fast", "/v1/size",
     )  # fmt: skip
     assert json.dumps({"mode": Mode.FAST}) == '{"mode": "Fast"}' and {Mode.FAST: 1}["Fast"] == 1  # type: ignore[index]
+
+
+def test_ranks_that_lag_are_checked_and_merged() -> None:
+    from ddpjob_runtime.coordinator import progress
+
+    two = [{"rank": 3, "slowdown": 1.8}, {"rank": 0, "slowdown": 2}]
+    merged = progress.Progress()
+    assert merged.merge(progress.check({"step": 4}), 1.0) and merged.merge(progress.check({"stragglers": two}), 2.0)
+    assert merged.report()["stragglers"] == two and merged.report()["step"] == 4
+    merged.merge(progress.check({"stragglers": []}), 3.0)
+    assert merged.report()["stragglers"] == []
+    for entry in (
+        [],
+        {"rank": 5},
+        {"rank": -1, "slowdown": 2},
+        {"rank": True, "slowdown": 2},
+        {"rank": 5, "slowdown": float("inf")},
+        {"rank": 5, "slowdown": 10**400},
+        {"rank": 5, "slowdown": 0.9},
+        {"rank": 3, "slowdown": 7},
+    ):
+        merged.merge(progress.check({"stragglers": [two[0], entry, two[1]]}), 4.0)
+        assert merged.report()["stragglers"] == two, "one bad entry costs only itself"
+    merged.merge(progress.check({"stragglers": [{"rank": rank, "slowdown": 2} for rank in range(99)]}), 5.0)
+    assert len(merged.report()["stragglers"]) == 8
+    for wrong in (None, "x", {}, 3):
+        with pytest.raises(ValueError, match="stragglers: must be a list, not"):
+            progress.check({"stragglers": wrong})
+    for round_ in (None, 3, "3", "1.2.3", "1.-2", "1." + "9" * 99, ["1.2"]):
+        with pytest.raises(ValueError, match=r"round: must be GENERATION\.ROUND, as in DDPJOB_FENCE, not"):
+            progress.check({"stragglers": two, "round": round_})

@@ -35,7 +35,7 @@ class Client:
         self.words: list[dict[str, Any]] = [{"round": 7, "rank": rank, "world": world, "members": []}]
         self.over, self.asked = threading.Event(), threading.Event()
 
-    def wait_go(self, host: str, port: int) -> dict[str, Any] | None:
+    def wait_go(self, host: str, port: int, wanted: float) -> dict[str, Any] | None:
         self.asked.set()
         return self.words.pop(0) if self.words else None
 
@@ -60,7 +60,7 @@ def handler(rank: int, world: int, store: Any) -> StandardRendezvous:
     return StandardRendezvous(client, shutdown, "", parameters)
 
 
-@pytest.mark.parametrize("world", [3, C10D_NODES + 8])
+@pytest.mark.parametrize("world", [3, pytest.param(C10D_NODES + 8, marks=pytest.mark.slow)])
 def test_a_group_has_the_ranks_of_the_coordinator_and_the_address_of_its_rank_0(world: int, store: Any) -> None:
     handlers = [handler(rank, world, store) for rank in range(world)]
     with ThreadPoolExecutor(world) as threads:

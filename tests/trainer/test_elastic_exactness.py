@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from ddpjob_trainer import config
-from ddpjob_trainer.commands.check_ledger import read, verify
+from ddpjob_trainer.commands.check_ledger import read, table, verify
 from ddpjob_trainer.config.sections import DataConfig
 from ddpjob_trainer.data import mixup, sampler
 from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import LedgerError
 from ddpjob_trainer.model import batchnorm_stats, shared_parts
 from ddpjob_trainer.model.models import build_model
 from ddpjob_trainer.strategies.registry import open_strategy
@@ -235,6 +236,31 @@ def test_images_are_mixed_as_in_whole_micro_batches(tmp_path: Path) -> None:
     good(3, [*MIXED, f"checkpoint.dir={tmp_path / 'defect'}"], prepare=partner_of_the_part)
     assert distance(tmp_path / "1", tmp_path / "3") < TOLERANCE
     assert distance(tmp_path / "1", tmp_path / "defect") > 10 * TOLERANCE
+
+
+REPEATED = [*TIED, "data.repeats=3"]
+
+
+def versions_by_rank(rank: int) -> None:
+    """A defect: a rank takes versions of its own."""
+    versions = sampler._versions
+    sampler._versions = lambda order, repeats: versions(order, repeats).roll(rank)
+
+
+def test_repeated_augmentation_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    alone, walked, defect = (tmp_path / name for name in ("alone", "walked", "defect"))
+    good(1, [*REPEATED, f"checkpoint.dir={alone}"])
+    walk(walked, REPEATED)
+    assert 0 < distance(alone, walked) < TOLERANCE
+    for folder in (alone, walked):
+        summary = verify(read([folder / "run"]))
+        assert summary.epochs == {1: 1438, 2: 1438} and summary.repeats == 3
+        assert "in each 480 of 1438 samples in 3 versions (data.repeats), 1438 versions exactly once" in table(summary)
+    good(3, [*REPEATED, f"checkpoint.dir={defect}"], prepare=versions_by_rank)
+    with pytest.raises(LedgerError, match=r"sample \d+ in version \d was taken twice"):
+        verify(read([defect / "run"]))
+    (refused,) = run(1, [*TIED, "data.repeats=2", f"checkpoint.dir={alone}"])
+    assert "was made with data.repeats=3, and now it is 2" in refused.error
 
 
 def test_without_exactness_each_sample_is_still_taken_once_and_nothing_is_exchanged(

@@ -23,7 +23,7 @@ for script in sys.argv[2:]:
     began = time.monotonic()
     worker = server.spawn(["--script", script, "--flag"], environment, str(folder / "out"), str(folder / "err"))
     started = time.monotonic() - began
-    code = worker.wait(60)
+    code = worker.wait(600)
     print(
         json.dumps({"script": script, "code": code, "started": started, "out": (folder / "out").read_text()}),
         flush=True,

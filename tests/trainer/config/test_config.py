@@ -154,7 +154,7 @@ def test_bad_files_are_named(text: str, message: str, tmp_path: Path) -> None:
 def test_missing_files_are_named() -> None:
     with pytest.raises(ConfigError, match=r"configuration file nothing.yaml does not exist"):
         config.load("nothing.yaml", [])
-    with pytest.raises(ConfigError, match="write a path or one of cifar10, cifar10-fast, digits, imagenet"):
+    with pytest.raises(ConfigError, match="write a path or one of cifar10, cifar10-96, cifar10-fast, digits, imagenet"):
         config.load("digit", [])
 
 

@@ -129,10 +129,14 @@ def test_normalisation_statistics_and_mixed_images_do_not_see_the_ranks_either(f
     more = ["model.norm=batch", "data.micro_batches=3", "data.mixup=0.4", "data.cutmix=1"]
     for world in (1, 2, 3):
         good(world, [*arguments(folder, *more), f"checkpoint.dir={tmp_path / str(world)}"])
+    # Statistics over a few images make of what rounding differs by up to 1e-4 in eight steps; gradients that are not
+    # weighed by the readable ones make more.
+    expected = final_losses(tmp_path / "1" / "run")
     for world in (2, 3):
-        np.testing.assert_allclose(
-            final_losses(tmp_path / str(world) / "run"), final_losses(tmp_path / "1" / "run"), rtol=2e-5
-        )
+        np.testing.assert_allclose(final_losses(tmp_path / str(world) / "run"), expected, rtol=1e-3)
+    good(2, [*arguments(folder, *more), f"checkpoint.dir={tmp_path / 'defect'}"], prepare=no_scaling)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(final_losses(tmp_path / "defect" / "run"), expected, rtol=1e-3)
 
 
 def test_a_batch_keeps_its_size_and_the_label_says_that_it_weighs_nothing(folder: Path) -> None:

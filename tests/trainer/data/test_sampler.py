@@ -191,3 +191,66 @@ def test_another_data_set_is_refused() -> None:
     sampler = ElasticSampler(10, 2, Dealing(), SamplerState())
     with pytest.raises(CheckpointError, match="11 training samples and the data set has 10"):
         sampler.load_state_dict({"epoch": 0, "consumed": 0, "seed": 0, "size": 11})
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    size=st.integers(1, 97),
+    batch=st.integers(1, 40),
+    repeats=st.integers(2, 5),
+    seed=st.integers(0, 2**40),
+    worlds=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=6),
+    micro_batches=st.integers(0, 9),
+)
+def test_versions_are_the_same_in_the_same_order_over_any_sequence_of_worlds(
+    size: int, batch: int, repeats: int, seed: int, worlds: list[tuple[int, int]], micro_batches: int
+) -> None:
+    state = SamplerState(seed=seed).__dict__ | {"size": size}
+    alone = list(ElasticSampler(size, batch, Dealing(), SamplerState(seed=seed), repeats).upcoming(3))
+    taken: list[list[int]] = []
+    for world, steps in [*worlds, (2, len(alone))]:
+        dealings = [Dealing(rank, world, micro_batches) for rank in range(world)]
+        samplers = [ElasticSampler(size, batch, dealing, SamplerState(), repeats) for dealing in dealings]
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        for _ in range(steps):
+            for sampler in samplers if samplers[0].epoch_is_done else ():
+                sampler.next_epoch()
+            dealt = [next(sampler.rest_of_epoch()) for sampler in samplers]
+            taken.append(joined(dealt))
+            for sampler, step in zip(samplers, dealt, strict=True):
+                sampler.done(step)
+        state = samplers[0].state_dict()
+    assert taken[: len(alone)] == [step.samples for step in alone]
+    for epoch in range(3):
+        versions = [number for step in alone if step.epoch == epoch for number in step.samples]
+        chosen = permutation(seed, epoch, size)[: math.ceil(size / repeats)]
+        assert len(versions) == len(set(versions)) == size, "an epoch is as long as without, and takes a version once"
+        assert {number % size for number in versions} == set(chosen)
+        whole = [sample for sample in chosen if {sample + size * k for k in range(repeats)} <= set(versions)]
+        assert len(whole) >= len(chosen) - 1, "all versions of each sample but for the last one's"
+
+
+def test_versions_are_those_of_timms_and_deits_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each global batch, whatever the number of ranks; torchvision's RASampler is the same code."""
+    import torch
+    from timm.data.distributed_sampler import RepeatAugSampler  # type: ignore[import-untyped]
+
+    monkeypatch.setattr(module, "_order", lambda seed, epoch, size: torch.arange(size))
+    size, batch, repeats = 512, 64, 3
+    ours = list(ElasticSampler(size, batch, Dealing(), SamplerState(), repeats).rest_of_epoch())
+    for world in (1, 4, 8):
+        ranks = [list(RepeatAugSampler(range(size), world, rank, False, repeats)) for rank in range(world)]
+        own = batch // world
+        for number, step in enumerate(ours):
+            theirs = [index for indices in ranks for index in indices[number * own : (number + 1) * own]]
+            assert sorted(sample % size for sample in step.samples) == sorted(theirs)
+    assert len(ours) == len(ranks[0]) // own
+
+
+@pytest.mark.parametrize(("repeats", "micro_batches"), [(4, 4), (4, 8), (3, 8), (2, 2)])
+def test_a_micro_batch_holds_no_sample_twice(repeats: int, micro_batches: int) -> None:
+    """Where there are as many micro-batches as versions: as on the ranks of timm's sampler."""
+    for step in ElasticSampler(960, 96, Dealing(0, 1, micro_batches), SamplerState(), repeats).rest_of_epoch():
+        for micro in step.micros:
+            assert len({number % 960 for number in micro.samples}) == len(micro.samples) > 1

@@ -199,7 +199,7 @@ def server(packed: Path) -> Iterator[str]:
     pytest.importorskip("aiohttp", reason="fsspec reads https:// by aiohttp")
     Ranges.requests, Ranges.faults = [], 0
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Ranges, directory=str(packed))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 

@@ -161,7 +161,7 @@ def test_all_ranks_end_as_fenced_when_the_writer_is(tmp_path: Path) -> None:
     ends = run(2, [*TINY, "train.epochs=50", "checkpoint.every_steps=2", f"checkpoint.dir={tmp_path}"], prepare=prepare)
     assert all(end.error.startswith("FencedError: ") for end in ends), ends
     assert "(generation 7, round 0)" in ends[0].error and "its message says why" in ends[1].error
-    assert max(steps(tmp_path)) <= 4
+    assert max(steps(tmp_path), default=0) <= 4  # None at all where the first was still being written.
 
 
 def test_a_start_that_is_older_than_the_folder_ends_with_the_code(tmp_path: Path) -> None:

@@ -156,10 +156,10 @@ def test_sigterm_at_the_very_end_does_not_cut_short_what_is_still_written(
     def prepare(rank: int) -> None:
         end = CheckpointFolder.finish
 
-        def signalled(self: CheckpointFolder) -> None:
+        def signalled(self: CheckpointFolder, seconds: float | None = None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1.5)
-            end(self)
+            end(self, seconds)
 
         CheckpointFolder.finish = signalled  # type: ignore[method-assign]
 

@@ -280,8 +280,47 @@ def test_lars_is_the_papers_algorithm() -> None:
         np.testing.assert_allclose(weight.detach().numpy(), value, rtol=1e-5, atol=1e-6)
 
 
-def test_lars_state_survives_a_state_dict() -> None:
-    config = OptimConfig(name=OptimizerName.LARS)
+def test_lamb_is_the_papers_algorithm() -> None:
+    """You et al. 2019, algorithm 2, with Adam's correction, in float64 by numpy; what has no decay by plain Adam."""
+    config = OptimConfig(
+        name=OptimizerName.LAMB, lr=0.1, weight_decay=0.02, betas=(0.8, 0.95), decay_norm_and_bias=False
+    )
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4)), nn.Parameter(torch.zeros(2, 2))]
+    expected = [weight.detach().double().numpy().copy() for weight in weights]
+    means, squares = ([np.zeros_like(value) for value in expected] for _ in range(2))
+    optimizer = build_optimizer(config, named(weights))
+    for step in range(1, 7):
+        rate = 0.1 / step
+        set_learning_rate(optimizer, rate)
+        for place, weight in enumerate(weights):
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(10 * step + place))
+            gradient, value = weight.grad.double().numpy(), expected[place]
+            means[place] = 0.8 * means[place] + 0.2 * gradient
+            squares[place] = 0.95 * squares[place] + 0.05 * gradient**2
+            update = means[place] / (1 - 0.8**step) / (np.sqrt(squares[place] / (1 - 0.95**step)) + 1e-6)
+            if weight.ndim > 1:
+                update = update + 0.02 * value
+                size = np.linalg.norm(value)
+                update = update * (size / np.linalg.norm(update) if size > 0 else 1.0)
+            expected[place] = value - rate * update
+        optimizer.step()
+    for weight, value in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(weight.detach().numpy(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_lamb_is_timms() -> None:
+    lamb = pytest.importorskip("timm.optim").Lamb
+    config = OptimConfig(name=OptimizerName.LAMB, weight_decay=0.2, decay_norm_and_bias=False)
+    ours = trained(lambda model: build_optimizer(config, model.named_parameters()))
+    theirs = trained(lambda model: lamb(split(model, 0.2), lr=1, max_grad_norm=None))
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [OptimizerName.LARS, OptimizerName.LAMB])
+def test_the_state_of_lars_and_lamb_survives_a_state_dict(name: OptimizerName) -> None:
+    config = OptimConfig(name=name)
 
     def go(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: range) -> None:
         for step in steps:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +21,10 @@ from ddpjob_trainer.data.sampler import Micro
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.models import build_model
-from ddpjob_trainer.optim.precision import Precision
+from ddpjob_trainer.optim.precision import Precision, _dtype, _loss_scale, chosen
 from ddpjob_trainer.strategies.registry import open_strategy
 from ddpjob_trainer.strategies.strategy import Strategy
-from ranks import TINY, final_losses, good, run, stop_at
+from ranks import TINY, final_losses, good, metrics, run, stop_at
 from torch import nn
 from torch.nn import functional
 
@@ -475,3 +477,91 @@ def test_tf32_is_switched_on_and_off(wanted: bool) -> None:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "bfloat16", "expected"),
+    [
+        ({}, "cpu", True, (AmpLevel.O0, torch.float32)),
+        ({"dtype": AmpDtype.BFLOAT16}, "cpu", True, (AmpLevel.O0, torch.float32)),
+        ({}, "cuda", True, (AmpLevel.O1, torch.bfloat16)),
+        ({}, "cuda", False, (AmpLevel.O0, torch.float32)),  # Before Ampere: emulated, slower than float32.
+        ({"dtype": AmpDtype.FLOAT16}, "cuda", False, (AmpLevel.O1, torch.float16)),
+        ({"level": AmpLevel.O0}, "cuda", True, (AmpLevel.O0, torch.float32)),
+        ({"level": AmpLevel.O1}, "cuda", True, (AmpLevel.O1, torch.float16)),
+        ({"level": AmpLevel.O2}, "cuda", True, (AmpLevel.O2, torch.float16)),
+    ],
+)
+def test_the_level_follows_the_device(
+    keys: dict[str, Any],
+    device: str,
+    bfloat16: bool,
+    expected: tuple[AmpLevel, torch.dtype],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16)
+    found = chosen(AmpConfig(**keys), torch.device(device))
+    assert (found.level, _dtype(found, torch.device(device))) == expected
+    assert _loss_scale(found, expected[1]) == (None if expected[1] is torch.float16 else 1.0)
+
+
+@pytest.mark.parametrize(("strategy", "with_it"), [("ddp", [1]), ("fsdp", [0]), ("ddp", [0, 1])])
+def test_auto_is_one_format_on_all_ranks(
+    strategy: str, with_it: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As where some ranks' GPUs are older, or have none: what computes in float32 decides."""
+
+    def prepare(rank: int) -> None:
+        from ddpjob_trainer.optim import precision
+
+        own = precision.chosen
+
+        def as_on_a_gpu(config: AmpConfig, device: torch.device) -> AmpConfig:
+            if config.level is not AmpLevel.AUTO:
+                return config
+            return replace(config, level=AmpLevel.O1, dtype=AmpDtype.BFLOAT16)
+
+        precision.chosen = as_on_a_gpu if rank in with_it else own
+        step = precision.Precision.step
+
+        def tell(self: precision.Precision, *arguments: Any) -> Any:
+            print(f"rank {rank} computes in {self.name}", flush=True)
+            return step(self, *arguments)
+
+        precision.Precision.step = tell  # type: ignore[method-assign]
+
+    good(2, [*TINY, "train.epochs=1", f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], prepare=prepare)
+    out = capfd.readouterr().out
+    expected = "bfloat16 (O1)" if len(with_it) == 2 else "float32"
+    assert metrics(tmp_path / "run", "start")[0]["precision"] == expected
+    assert all(f"rank {rank} computes in {expected}" in out for rank in (0, 1)), out
+    without = [rank for rank in (0, 1) if rank not in with_it]
+    assert out.count("computing in float32 on all ranks") == len(without)
+    assert all(f"the devices of rank(s) {rank} have no bfloat16" in out for rank in without)
+
+
+def test_the_default_is_float32_to_the_bit_on_the_cpu(tmp_path: Path) -> None:
+    saved = []
+    for number, keys in enumerate([[], ["amp.level=O0"], ["amp.level=O1"]]):
+        folder = tmp_path / str(number)
+        good(1, [*TINY, "train.epochs=1", *keys, f"checkpoint.dir={folder}"])
+        saved.append(torch.load(max(folder.glob("step-*.pt")), weights_only=True)["model"])
+        assert metrics(folder / "run", "start")[0]["precision"] == ("bfloat16 (O1)" if number == 2 else "float32")
+    assert all(torch.equal(value, saved[1][name]) for name, value in saved[0].items())
+    assert not all(torch.equal(value, saved[2][name]) for name, value in saved[0].items())  # That it can fail.
+
+
+def test_a_run_continues_in_the_other_format(tmp_path: Path) -> None:
+    """As on a GPU, then on the CPU, then on a GPU: bfloat16, float32, bfloat16."""
+    keys = [*TINY, f"checkpoint.dir={tmp_path}"]
+    for epochs, level in ((1, "O1"), (2, "auto"), (3, "O1")):
+        good(1, [*keys, f"train.epochs={epochs}", f"amp.level={level}", "optim.schedule=constant"])
+        saved = torch.load(max(tmp_path.glob("step-*.pt")), weights_only=True)
+        assert {value.dtype for value in saved["model"].values() if value.is_floating_point()} == {torch.float32}
+    assert [line["precision"] for line in metrics(tmp_path / "run", "start")] == [
+        "bfloat16 (O1)",
+        "float32",
+        "bfloat16 (O1)",
+    ]
+    losses = final_losses(tmp_path / "run")
+    assert losses[-1] < losses[0]

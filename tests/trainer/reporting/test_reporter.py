@@ -36,24 +36,25 @@ def coordinator() -> Any:
     posts: list[tuple[str, str | None, dict[str, Any]]] = []
 
     class Handler(BaseHTTPRequestHandler):
-        older = False
+        older, instance, refused = False, "number", ""
 
         def do_POST(self) -> None:
             body, given = self.rfile.read(int(self.headers["Content-Length"])), self.headers["Authorization"]
-            parts = ("request", "number", self.headers["DDPJob-Nonce"], "POST", self.path, body)
+            parts = ("request", self.instance, self.headers["DDPJob-Nonce"], "POST", self.path, body)
             known = given == "Bearer secret" if self.older else self.headers["DDPJob-Proof"] == seal("secret", *parts)
             if known:
                 posts.append((self.path, given, json.loads(body)))
-            self.send_response(200 if known else 401)
+            unknown = known and self.refused in json.loads(body)
+            self.send_response(400 if unknown else 200 if known else 401)
             if not self.older:
-                self.send_header("DDPJob-Instance", "number")
+                self.send_header("DDPJob-Instance", self.instance)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server.server_address[1], posts, Handler
     server.shutdown()
 
@@ -98,6 +99,40 @@ def test_posts_are_half_a_second_apart_and_the_newest_wins(coordinator: Any) -> 
     link.post({"step": -1})
     link.close()
     assert 2 <= len(posts) <= 5 and posts[-1][2] == {"step": -1}
+
+
+def test_another_coordinator_is_told_who_lags_too(coordinator: Any) -> None:
+    """In Fast it takes the round over; the one before has taken what it knew along."""
+    port, posts, handler = coordinator
+    link = ProgressClient(f"127.0.0.1:{port}", "secret")
+    link.post_stragglers([{"rank": 1, "slowdown": 2.0}])
+    for number, instance in enumerate(("number", "number", "other", "other")):
+        handler.instance = instance
+        link.post({"step": number})
+        until = time.monotonic() + 30
+        while number not in [post[2].get("step") for post in posts] and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(0.2)
+    link.close()
+    lag = {"stragglers": [{"rank": 1, "slowdown": 2.0}]}
+    assert [post[2] for post in posts] == [{"step": 0}, lag, {"step": 1}, {"step": 2}, lag, {"step": 3}]
+
+
+def test_who_lags_is_said_with_the_round_but_to_a_coordinator_that_knows_none(
+    coordinator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, posts, handler = coordinator
+    monkeypatch.setenv("DDPJOB_FENCE", "2.17")
+    lag = [{"rank": 1, "slowdown": 2.0}]
+    for refused in ("", "round"):
+        posts.clear()
+        handler.refused = refused
+        link = ProgressClient(f"127.0.0.1:{port}", "secret")
+        link.post_stragglers(lag)
+        link.post({"step": 1})
+        link.close()
+        found = [post[2] for post in posts]
+        assert found == [{"step": 1}, {"stragglers": lag, "round": "2.17"}, {"stragglers": lag}][: 3 if refused else 2]
 
 
 def test_an_activity_is_posted_by_itself_when_it_lasts_and_ends_with_the_next_steps(
@@ -217,6 +252,21 @@ def test_the_log_survives_restarts_and_a_cut_line(tmp_path: Path) -> None:
     both = tmp_path / "both.svg"
     assert plot_runs.main([str(tmp_path / "run"), str(tmp_path / "run"), "--by", "step", "-o", str(both)]) == 0
     assert both.read_text().count(f"<!-- {tmp_path.name}") == 2, "each run has its place in the legend"
+
+
+def test_what_a_script_of_ones_own_has_reported_is_drawn(tmp_path: Path) -> None:
+    rows = [
+        {"event": "start", "step": 4, "world": 2},
+        {"event": "step", "step": 4, "loss": 2.0, "lr": 0.1},
+        {"event": "eval", "step": 4, "accuracy": 0.5},
+        {"event": "step", "step": 8, "loss": 1.0, "lr": 0.1},
+    ]
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(json.dumps({"time": number, **row}) + "\n" for number, row in enumerate(rows)))
+    target = tmp_path / "plot.svg"
+    assert plot_runs.main([str(tmp_path), "-o", str(target)]) == 0
+    drawn = target.read_text()
+    assert "<!-- not reported -->" in drawn and "test accuracy 50.00%" in drawn
 
 
 def test_a_regression_is_drawn_without_accuracy(tmp_path: Path) -> None:

@@ -5,9 +5,12 @@ no sink disturbs training.
 from __future__ import annotations
 
 import importlib.util
+import math
+import re
 import socket
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +177,15 @@ def test_values_that_make_no_sense_are_named(tmp_path: Path, capfd: Any) -> None
     for steps in ("[5]", "[0, 2]", "[3, 0]"):
         with pytest.raises(ConfigError, match=r"report\.profile_steps: .* is not \[START, COUNT\]"):
             background.check_report(config.load(None, [f"report.profile_steps={steps}"]).report)
+    remedies = {"straggler_factor": "1.5, or 0", "straggler_seconds": "30", "peak_flops": "989e12, or 0"}
+    wrong: dict[str, list[float]] = {"straggler_factor": [1, 0.5], "straggler_seconds": [], "peak_flops": []}
+    for key, values in wrong.items():
+        for value in [*values, -1.0, math.nan, math.inf]:
+            message = rf"report\.{key}: {value} is not .*; write for example {re.escape(remedies[key])}"
+            with pytest.raises(ConfigError, match=message):
+                background.check_report(replace(ReportConfig(), **{key: value}))
+        background.check_report(replace(ReportConfig(), **{key: 0}))
+        background.check_report(replace(ReportConfig(), **{key: 1.01}))
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on port {port} .*give another"):

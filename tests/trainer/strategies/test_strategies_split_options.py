@@ -26,6 +26,10 @@ OPTIONS = {
     # Two epochs: training continues with the weights after the average was evaluated in their place.
     "all of the optimizer's": ([*OPTIMIZER, "optim.ema_decay=0.8", "train.epochs=2"], 1e-4),
     "AdamW, channels last": (["optim.name=adamw", "optim.lr=0.001", "model.channels_last=true"], 1e-3),
+    "LAMB, a rate for each layer": (
+        ["optim.name=lamb", "optim.lr=0.02", "optim.layer_decay=0.7", "optim.decay_norm_and_bias=false"],
+        1e-3,
+    ),
     "statistics of all ranks": (["model.sync_batchnorm=true", "data.micro_batches=0"], 1e-4),
     "none": ([], 1e-4),
     "O2 and a loss scale": (["amp.level=O2", "amp.loss_scale=128", "optim.clip_norm=0.3"], 2e-3),
@@ -54,6 +58,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("all of the optimizer's", "pipeline"),
         ("AdamW, channels last", "fsdp"),
         ("AdamW, channels last", "pipeline"),
+        ("LAMB, a rate for each layer", "fsdp"),
+        ("LAMB, a rate for each layer", "pipeline"),
+        ("LAMB, a rate for each layer", "ddp_mp"),
+        ("LAMB, a rate for each layer", "parameter_server"),
         ("statistics of all ranks", "fsdp"),
         ("statistics of all ranks", "ddp_mp"),
         ("O2 and a loss scale", "fsdp"),

@@ -1,0 +1,233 @@
+"""What only a GPU can show (`make test-gpu`): the same trainings as in tests/trainer, as processes of their own.
+
+The CPU in float32 is the reference. No pytest process initializes CUDA before it starts others, except in the tests of
+single parts, which start none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+COUNT = torch.cuda.device_count()
+KEYS = [
+    "data.batch=200", "model.width=8", "model.norm=batch", "data.micro_batches=8", "train.epochs=2",
+    "train.log_every=1", "optim.lr=0.05", "checkpoint.every_seconds=0", "train.timeout_seconds=120",
+    "eval.pictures=false",
+]  # fmt: skip
+WHOLE = ["amp.level=O0", "amp.tf32=false"]
+Figure = Callable[[str, Any], None]
+two_devices = pytest.mark.skipif(COUNT < 2, reason=f"needs two CUDA devices, and there are {COUNT}")
+
+
+def trained(folder: Path, *keys: str, ranks: int = 1) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of a training; more than one rank by --spawn."""
+    spawn = ["--spawn", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, "-m", "ddpjob_trainer", *KEYS, *keys, f"checkpoint.dir={folder}", *spawn]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines if line["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of one process on the CPU."""
+    return losses(trained(tmp_path_factory.mktemp("cpu"), "train.backend=gloo", *WHOLE))
+
+
+def groups() -> list[int]:
+    """1, 2, 4, ... and all devices; one case that is skipped where there is none."""
+    return sorted({1, *(2**k for k in range(1, 10) if 2**k <= COUNT), max(COUNT, 1)})
+
+
+@pytest.mark.parametrize("ranks", groups())
+def test_a_group_by_nccl_has_the_curve_of_one_process(
+    ranks: int, reference: list[float], tmp_path: Path, figure: Figure
+) -> None:
+    lines = trained(tmp_path, "train.backend=nccl", *WHOLE, ranks=ranks)
+    assert lines[0]["world"] == ranks and lines[0]["precision"] == "float32"
+    np.testing.assert_allclose(losses(lines), reference, rtol=2e-3)
+    figure("largest difference of a loss", float(np.max(np.abs(np.array(losses(lines)) / reference - 1))))
+
+
+@two_devices
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_other_strategies_on_two_devices(strategy: str, reference: list[float], tmp_path: Path) -> None:
+    np.testing.assert_allclose(losses(trained(tmp_path, f"strategy={strategy}", *WHOLE, ranks=2)), reference, rtol=2e-3)
+
+
+@two_devices
+def test_the_model_on_two_devices_has_the_curve_of_one(reference: list[float], tmp_path: Path) -> None:
+    lines = trained(tmp_path, "strategy=ddp_mp", "ddp_mp.devices=2", *WHOLE)
+    np.testing.assert_allclose(losses(lines), reference, rtol=2e-3)
+
+
+@two_devices
+def test_data_parallel_learns_on_all_devices(tmp_path: Path) -> None:
+    """Its statistics are those of each device's part, so the curve is near the reference's and not on it."""
+    found = losses(trained(tmp_path, "strategy=dp", *WHOLE))
+    assert found[-1] < 0.7 * found[0]
+
+
+def test_bfloat16_is_the_default_and_learns_as_float32_does(
+    reference: list[float], tmp_path: Path, figure: Figure
+) -> None:
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip(f"{torch.cuda.get_device_name()} has no bfloat16")
+    lines = trained(tmp_path)
+    assert lines[0]["precision"] == "bfloat16 (O1)"
+    np.testing.assert_allclose(losses(lines), reference, rtol=0.1)
+    figure("last loss", losses(lines)[-1])
+
+
+def test_a_run_resumes_on_the_other_kind_of_device(tmp_path: Path) -> None:
+    """bfloat16 on the GPU, float32 on the CPU, and back."""
+    for epochs, backend in ((1, "nccl"), (2, "gloo"), (3, "nccl")):
+        lines = trained(tmp_path, f"train.backend={backend}", f"train.epochs={epochs}", "optim.schedule=constant")
+    assert lines[-1]["event"] == "end" and losses(lines)[-1] < losses(lines)[0]
+
+
+def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None:
+    """Snapshots are copied to pinned memory while training continues."""
+    keys = ["ddp.ordered=true", "checkpoint.every_steps=3", "optim.schedule=constant", *WHOLE]
+    trained(tmp_path / "straight", *keys)
+    trained(tmp_path / "parts", *keys, "train.epochs=1")
+    trained(tmp_path / "parts", *keys)
+    saved = [torch.load(max((tmp_path / run).glob("step-*.pt")), weights_only=True) for run in ("straight", "parts")]
+    assert all(torch.equal(value, saved[1]["model"][name]) for name, value in saved[0]["model"].items())
+
+
+def test_a_snapshot_is_in_pinned_memory_and_does_not_follow_the_weights() -> None:
+    from ddpjob_trainer.checkpoints.snapshot import Staging
+
+    weights = torch.randn(1 << 22, device="cuda")
+    wanted = weights.cpu()
+    staging = Staging()
+    taken = staging.take({"model": {"w": weights}}, whole=True)
+    weights.zero_()
+    staging.settle()
+    assert taken["model"]["w"].is_pinned() and torch.equal(taken["model"]["w"], wanted)
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_the_device() -> None:
+    """By the fused optimizer's found_inf: the host reads nothing."""
+    from ddpjob_trainer.config.sections import OptimConfig
+    from ddpjob_trainer.optim.optimizers import build_optimizer
+    from ddpjob_trainer.optim.precision import Precision
+
+    weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer, precision = build_optimizer(OptimConfig(), [("w", weight)]), Precision(device=torch.device("cuda"))
+    values, skipped = [], []
+    for gradient in (1.0, float("inf"), 1.0):
+        weight.grad = torch.full_like(weight, gradient)
+        update = precision.step(optimizer, [weight])
+        values.append(weight.detach().clone())
+        skipped.append(update.skipped)
+    assert isinstance(skipped[1], torch.Tensor) and [bool(each) for each in skipped] == [False, True, False]
+    assert torch.equal(values[0], values[1]) and not torch.equal(values[1], values[2])
+
+
+def test_a_compiled_training_has_the_same_curve_on_the_gpu(reference: list[float], tmp_path: Path) -> None:
+    np.testing.assert_allclose(losses(trained(tmp_path, "model.compile=true", *WHOLE)), reference, rtol=5e-3)
+
+
+def test_dali_decodes_what_the_workers_do(tmp_path: Path) -> None:
+    if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
+        pytest.skip("NVIDIA DALI is not installed: pip install nvidia-dali-cuda130")
+    from ddpjob_trainer import config
+    from ddpjob_trainer.data.catalog import open_data
+    from PIL import Image
+    from sklearn.datasets import load_sample_image
+
+    for part in ("train", "val"):
+        for name in ("china.jpg", "flower.jpg"):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.fromarray(load_sample_image(name)).save(tmp_path / part / name / "0.jpg", quality=90)
+    keys = ["data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=64", "data.workers=1"]
+    pixels = []
+    for decoder in ("auto", "dali"):
+        data = open_data(config.load(None, [*keys, f"data.decoder={decoder}"]).data, torch.device("cuda"))
+        pixels.append(next(iter(data.train_stream([(0, [0, 1])]))).images)
+    assert pixels[1].is_cuda and (pixels[0] - pixels[1]).abs().mean() < 0.1
+
+
+def test_workers_of_the_fork_server_have_the_gpu(tmp_path: Path, figure: Figure) -> None:
+    """recovery.mode Fast: forked from a process that has imported torch, and has not touched CUDA."""
+    (tmp_path / "job.yaml").write_text(
+        f"""
+apiVersion: ddpjob.io/v1alpha1
+kind: DDPJob
+metadata: {{name: gpu-fork}}
+spec:
+  image: unused
+  module: ddpjob_trainer
+  args: {json.dumps([*KEYS, f"checkpoint.dir={tmp_path}", f"train.run_dir={tmp_path / 'run'}", "train.backend=nccl"])}
+  nodes: 1
+  procsPerNode: {COUNT}
+  recovery: {{mode: Fast}}
+"""
+    )
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "ddpjob.cli", "run", str(tmp_path / "job.yaml")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ColdWorkers" not in done.stdout + done.stderr
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["world"] == COUNT
+
+
+def test_the_times_of_a_step_are_those_of_the_device(tmp_path: Path, figure: Figure) -> None:
+    """ResNet-18 on made CIFAR images: the phases, by events, add up to the time of a step; figures for people."""
+    keys = [
+        "data.name=synthetic", "data.size=12800", "data.batch=256", "data.micro_batches=0", "train.log_every=10",
+        "model.name=resnet18_cifar", "model.channels_last=true", "train.eval_every=9",
+    ]  # fmt: skip
+    began = time.monotonic()
+    last = [line for line in trained(tmp_path, *keys, ranks=COUNT) if line["event"] == "step"][-1]
+    seconds = 256 / last["samplesPerSecond"]
+    phases = last["phases"]
+    assert phases["forward"] > 0 and phases["backward"] > phases["forward"] / 2
+    assert 0.5 * seconds < sum(phases.values()) < 1.5 * seconds
+    assert all(value > 1e8 for value in last["ranks"]["memoryBytes"])
+    for name in ("samplesPerSecond", "phases", "mfu"):
+        figure(name, last.get(name))
+    figure("seconds of the whole", round(time.monotonic() - began, 1))
+
+
+@two_devices
+def test_a_late_rank_is_told_from_those_that_wait(tmp_path: Path) -> None:
+    """Rank 1's model is slow on the host; rank 0 waits for it on the device."""
+    (tmp_path / "late.py").write_text(
+        "import os, time\n"
+        "from ddpjob_trainer.config.sections import ModelConfig\n"
+        "from ddpjob_trainer.model.models import SmallCnn\n"
+        "class Late(SmallCnn):\n"
+        "    def forward(self, images):\n"
+        "        time.sleep(0.1 * (os.environ['RANK'] == '1'))\n"
+        "        return super().forward(images)\n"
+        "def build(shape, classes):\n"
+        "    return Late(shape, classes, ModelConfig(width=8))\n"
+    )
+    os.environ["PYTHONPATH"] = str(tmp_path)
+    try:
+        lines = trained(tmp_path / "run", "model.name=late:build", "data.micro_batches=2", ranks=2)
+    finally:
+        del os.environ["PYTHONPATH"]
+    own = [line["ranks"]["ownSeconds"] for line in lines if line["event"] == "step"][-1]
+    assert own[1] > 0.1 > own[0]

@@ -1,0 +1,453 @@
+"""The fetch of storage.data.url: signatures, hostile servers and names, checksums, the lock, what was there before."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, quote, urlsplit
+
+import pytest
+from ddpjob_runtime.launcher import fetch_data, s3_reader
+from ddpjob_runtime.launcher.fetch_data import Abandoned, Fetch, Settings, Sums, Unfit, check_names, why_not_a_file
+from ddpjob_runtime.launcher.s3_reader import Credentials, Keys, Place, Reader, Refused, Remote, sign
+from runtime_harness import RUNTIME
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+class Server:
+    """Answers as an S3 server would, unless `answer` says otherwise; `content`: name below the prefix p/ -> bytes."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, bytes] = {}
+        self.etags: dict[str, str] = {}
+        self.headers: dict[str, str] = {}
+        self.answer: Callable[[str, dict[str, list[str]]], Answer | None] = lambda path, query: None
+        self.requests: list[str] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer.requests.append(self.path)
+                split = urlsplit(self.path)
+                query = parse_qs(split.query)
+                status, headers, body = outer.answer(split.path, query) or outer.honest(split.path, self.headers)
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                if "Content-Length" not in headers:
+                    self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+                if "Content-Length" in headers:
+                    self.close_connection = True
+
+            do_POST = do_GET
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def etag(self, name: str) -> str:
+        return self.etags.get(name) or hashlib.md5(self.content[name]).hexdigest()
+
+    def honest(self, path: str, headers: object) -> Answer:
+        if path == "/bucket":
+            return 200, {}, listing([(f"p/{n}", len(c), self.etag(n)) for n, c in sorted(self.content.items())])
+        name = next((n for n in self.content if quote(f"/bucket/p/{n}", safe="/-_.~") == path), None)
+        if name is None:
+            return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
+        asked, whole = headers.get("Range", ""), self.content[name]  # type: ignore[attr-defined]
+        if headers.get("If-Match") != f'"{self.etag(name)}"':  # type: ignore[attr-defined]
+            return 412, {}, b"<Error><Code>PreconditionFailed</Code></Error>"
+        if asked:
+            start = int(asked[len("bytes=") : -1])
+            return 206, {"Content-Range": f"bytes {start}-{len(whole) - 1}/{len(whole)}", **self.headers}, whole[start:]
+        return 200, self.headers, whole
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def listing(objects: list[tuple[str, int, str]], more: str = "") -> bytes:
+    contents = "".join(
+        f"<Contents><Key>{quote(key)}</Key><Size>{size}</Size><ETag>&quot;{etag}&quot;</ETag></Contents>"
+        for key, size, etag in objects
+    )
+    start = '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><EncodingType>url</EncodingType>'
+    return f"{start}{contents}{more}</ListBucketResult>".encode()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_data, "LONGEST_PAUSE", 0.05)
+
+
+def settings(server: Server, folder: Path) -> Settings:
+    place = Place.read("s3://bucket/p", server.url, "")
+    return Settings(place, Credentials({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "s"}, "us-east-1"), folder)
+
+
+def fetch(server: Server, folder: Path, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
+    reported: list[str] = []
+    Fetch(settings(server, folder), cancelled, reported.append).run()
+    return reported
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".ddpjob-"))
+    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+def test_the_signature_is_that_of_the_example_in_aws_s_documentation() -> None:
+    keys = Keys("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
+    headers = {"Host": "examplebucket.s3.amazonaws.com", "Range": "bytes=0-9"}
+    moment = time.strptime("20130524T000000Z", "%Y%m%dT%H%M%SZ")
+    signed = sign(keys, "us-east-1", "/test.txt", "", headers, moment)["Authorization"]
+    assert signed.endswith("Signature=f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41")
+    assert "SECRET" not in repr(keys) and "wJal" not in repr(keys)
+
+
+def test_what_the_bucket_has_is_there_and_a_second_fetch_reads_nothing(server: Server, tmp_path: Path) -> None:
+    server.content = {"a b/ü+%": b"x" * 3_000_000, "empty": b"", "z/y/x": b"1"}
+    fetch(server, tmp_path / "d")
+    assert files(tmp_path / "d") == server.content
+    asked = len(server.requests)
+    fetch(server, tmp_path / "d")
+    assert len(server.requests) == asked + 1, "a listing alone"
+    assert not list((tmp_path / "d").glob(".ddpjob-part-*"))
+
+
+def test_what_has_changed_is_fetched_again_and_what_is_gone_is_removed(server: Server, tmp_path: Path) -> None:
+    server.content = {"same": b"s", "other": b"1", "f/gone": b"g", "edited": b"e", "was/a": b"folder"}
+    fetch(server, tmp_path)
+    (tmp_path / "edited").write_bytes(b"E")
+    (tmp_path / "nobody's").write_bytes(b"n")
+    del server.content["f/gone"], server.content["was/a"]
+    server.content.update({"other": b"2", "was": b"now a file"})
+    before = len(server.requests)
+    fetch(server, tmp_path)
+    assert files(tmp_path) == {**server.content, "nobody's": b"n"} and not (tmp_path / "f").exists()
+    asked = {path.rpartition("/")[2] for path in server.requests[before:] if "list-type" not in path}
+    assert asked == {"other", "was", "edited"}, "a request may be repeated on a busy machine"
+
+
+def test_a_part_is_continued_where_it_was_cut_off(server: Server, tmp_path: Path) -> None:
+    server.content = {"big": os.urandom(1_000_000)}
+    whole, cut = server.content["big"], True
+
+    def answer(path: str, query: object) -> Answer | None:
+        nonlocal cut
+        if path.endswith("/big") and cut:
+            cut = False
+            return 200, {"Content-Length": str(len(whole))}, whole[:600_000]
+        return None
+
+    server.answer = answer
+    offsets: list[int] = []
+    opened = Reader.open
+
+    def noted(self: Reader, remote: Remote, offset: int) -> object:
+        offsets.append(offset)
+        return opened(self, remote, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reader, "open", noted)
+        fetch(server, tmp_path)
+    assert files(tmp_path) == server.content and offsets == [0, 600_000]
+
+
+def test_a_part_of_another_version_or_boot_is_not_continued(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.content = {"big": b"b" * 1000}
+    remote = Remote("big", 1000, server.etag("big"))
+    names = [Fetch(settings(server, tmp_path), lambda: False, print)._part(remote)]
+    names.append(Fetch(settings(server, tmp_path), lambda: False, print)._part(Remote("big", 1000, "other")))
+    monkeypatch.setattr(fetch_data, "_boot", lambda: "another")
+    names.append(Fetch(settings(server, tmp_path), lambda: False, print)._part(remote))
+    assert len(set(names)) == 3
+    for path in names[:2]:
+        path.write_bytes(b"?" * 500)
+    fetch(server, tmp_path)
+    assert files(tmp_path) == server.content and not any(path.exists() for path in names)
+
+
+@pytest.mark.parametrize("kind", ["md5", "sha256", "crc32"])
+def test_a_checksum_that_differs_is_never_used(server: Server, tmp_path: Path, kind: str) -> None:
+    server.content, server.etags = {"a": b"content"}, {"a": "0" * 32 if kind == "md5" else "abc-2"}
+    if kind != "md5":
+        server.headers = {f"x-amz-checksum-{kind}": base64.b64encode(b"no").decode()}
+    with pytest.raises(Refused, match=r"p/a: its (MD5|SHA256|CRC32) is .* 3 times: the object is damaged"):
+        fetch(server, tmp_path)
+    assert files(tmp_path) == {}
+
+
+def test_checksums_of_parts_and_of_encrypted_objects_are_no_object_s() -> None:
+    md5, crc = hashlib.md5(b"x").hexdigest(), base64.b64encode(zlib.crc32(b"x").to_bytes(4, "big")).decode()
+    for etag, headers, good in (
+        (md5, {}, True),
+        ("0" * 32, {"x-amz-server-side-encryption": "AES256"}, False),
+        ("0" * 32, {"x-amz-server-side-encryption": "aws:kms"}, True),
+        ("0" * 32, {"x-amz-server-side-encryption-customer-algorithm": "AES256"}, True),
+        ("0" * 32 + "-3", {}, True),
+        (md5, {"x-amz-checksum-crc32": crc}, True),
+        (md5, {"x-amz-checksum-crc32": "AAAAAA==-2"}, True),
+        (md5, {"x-amz-checksum-crc32": "AAAAAA==", "x-amz-checksum-type": "COMPOSITE"}, True),
+        (md5, {"x-amz-checksum-crc32": "AAAAAA=="}, False),
+    ):
+        sums = Sums(Remote("a", 1, etag))
+        sums.update(b"x")
+        sums.expect(headers)
+        assert (sums.problem() == "") is good, (etag, headers)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "a/../x", "a/./x", "a//x", "/x", "x/", "a\0b", "a\nb", "a\\b", "C:x", "b" * 256, "ü" * 128, ".ddpjob-lock",
+     ".ddpjob-x/y", ".."],
+)  # fmt: skip
+def test_a_name_cannot_leave_the_folder(server: Server, tmp_path: Path, name: str) -> None:
+    assert why_not_a_file(name)
+    server.content = {"good": b"1"}
+    server.answer = lambda path, query: (
+        (200, {}, listing([("p/good", 1, "e"), (f"p/{name}", 1, "e")])) if path == "/bucket" else None
+    )
+    with pytest.raises(Refused, match="cannot be a file"):
+        fetch(server, tmp_path / "d")
+    assert files(tmp_path) == {}, "nothing is fetched of such a bucket"
+
+
+def test_names_that_are_in_each_other_s_way_are_refused() -> None:
+    for names, says in ((["a", "a"], "twice"), (["a", "a/b"], "the folder of"), ([], "has no objects")):
+        with pytest.raises(Refused, match=says):
+            check_names([Remote(name, 1, "e") for name in names], "s3://b/p")
+    check_names([Remote(name, 1, "e") for name in ("a", "a.b", "b/a", "...", "b/...x")], "s3://b/p")
+
+
+CONTINUED = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"<html>not S3</html>", "does not speak S3: its answer is a html"),
+        (b"{}", "no XML"),
+        (b'<!DOCTYPE x [<!ENTITY a "aaaa">]><ListBucketResult/>', "entities"),
+        (listing([("other/a", 1, "e")]), "does not speak S3"),
+        (listing([("p/a", -1, "e")]), "does not speak S3"),
+        (listing([("p/a", 2**61, "e")]), "does not speak S3"),
+        (listing([("p/a", 1, "")]), "does not speak S3"),
+        (listing([("p/a", 1, "e\r\nHost: x")]), "does not speak S3"),
+        (listing([("p/" + "a/" * 600, 1, "e")]), "does not speak S3"),
+        (listing([], "<IsTruncated>true</IsTruncated>"), "no continuation"),
+        pytest.param(
+            listing([("p/a", 1, "e"), ("p/b", 1, "e")], CONTINUED), "more than 1000 objects", marks=pytest.mark.slow
+        ),
+        pytest.param(listing([], CONTINUED), "does not end", marks=pytest.mark.slow),
+    ],
+)
+def test_a_hostile_listing_ends_the_fetch(
+    server: Server, tmp_path: Path, body: bytes, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_reader, "MOST_OBJECTS", 1000)
+    monkeypatch.setattr(s3_reader, "_MOST_PAGES", 600)
+    server.answer = lambda path, query: (200, {}, body)
+    with pytest.raises(Refused, match=says):
+        fetch(server, tmp_path)
+
+
+def test_a_listing_that_is_too_large_is_not_read(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_reader, "_PAGE_BYTES", 1000)
+    server.answer = lambda path, query: (200, {}, b"<a>" + b" " * 2000)
+    with pytest.raises(Refused, match="too large"):
+        fetch(server, tmp_path)
+
+
+def test_an_object_longer_than_listed_is_not_written(server: Server, tmp_path: Path) -> None:
+    server.content = {"a": b"1"}
+    server.answer = lambda path, query: (200, {}, b"1" * 10_000_000) if path.endswith("/a") else None
+    with pytest.raises(Refused, match="changes all the time"):
+        fetch(server, tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10_000
+
+
+def test_a_bucket_that_changes_meanwhile_is_listed_again(server: Server, tmp_path: Path) -> None:
+    server.content = {"a": b"1"}
+
+    def answer(path: str, query: object) -> Answer | None:
+        if path.endswith("/a") and server.content["a"] == b"1":
+            server.content["a"] = b"2"
+        return None
+
+    server.answer = answer
+    fetch(server, tmp_path)
+    assert files(tmp_path) == {"a": b"2"}
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "code", "says"),
+    [
+        (403, {}, "AccessDenied", "storage.data.secretName"),
+        (404, {}, "NoSuchBucket", "NoSuchBucket .*check storage.data.url"),
+        (301, {"x-amz-bucket-region": "eu-west-1"}, "PermanentRedirect", "set storage.data.region to eu-west-1"),
+        (400, {}, "ExpiredToken", "ExpiredToken"),
+    ],
+)
+def test_what_no_wait_can_help_ends_the_fetch_at_once(
+    server: Server, tmp_path: Path, status: int, headers: dict[str, str], code: str, says: str
+) -> None:
+    server.answer = lambda path, query: (status, headers, f"<Error><Code>{code}</Code></Error>".encode())
+    with pytest.raises(Refused, match=says):
+        fetch(server, tmp_path)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (500, ""), (429, ""), (400, "RequestTimeout")])
+def test_a_server_that_is_busy_is_asked_again(server: Server, tmp_path: Path, status: int, code: str) -> None:
+    server.content = {"a": b"1"}
+    busy = [1] * 6
+    server.answer = lambda path, query: (
+        (status, {}, f"<Error><Code>{code}</Code></Error>".encode()) if busy and busy.pop() else None
+    )
+    fetch(server, tmp_path)
+    assert files(tmp_path) == {"a": b"1"}
+
+
+def test_whoever_waits_for_nothing_any_more_is_let_go(server: Server, tmp_path: Path) -> None:
+    server.answer = lambda path, query: (500, {}, b"")
+    with pytest.raises(Abandoned):
+        fetch(server, tmp_path, lambda: len(server.requests) > 3)
+
+
+def test_a_disk_without_room_is_named_before_anything_is_fetched(server: Server, tmp_path: Path) -> None:
+    server.answer = lambda path, query: (200, {}, listing([("p/a", 2**59, "e")]))
+    with pytest.raises(Unfit, match=r"512.0 .*TiB|524288.0 TiB of s3://bucket/p are missing"):
+        fetch(server, tmp_path)
+    assert len(server.requests) == 1
+
+
+def test_what_others_wrote_into_the_record_harms_nobody(server: Server, tmp_path: Path) -> None:
+    server.content = {"a": b"1"}
+    (tmp_path / "outside").write_text("mine")
+    folder = tmp_path / "d"
+    folder.mkdir()
+    lines = [["../outside", "e", 1, 1], {"a": 1, "b": 2, "c": 3, "d": 4}, "abcd", ["a", 1, [], {}], None, ["a"]]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '["a", "cut'
+    (folder / ".ddpjob-fetched.jsonl").write_text(text)
+    fetch(server, folder)
+    assert files(folder) == {"a": b"1"} and (tmp_path / "outside").read_text() == "mine"
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from ddpjob_runtime.launcher.fetch_data import Fetch
+import time
+class Held:
+    folder = Path(sys.argv[1])
+    class place: url = "s3://bucket/p"
+with Fetch(Held, lambda: False, print)._alone():
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_fetches_at_a_time_and_a_killed_holder_is_no_obstacle(server: Server, tmp_path: Path) -> None:
+    server.content = {"a": b"1"}
+    command, env = [sys.executable, "-c", HOLDER, str(tmp_path)], {**os.environ, "PYTHONPATH": str(RUNTIME.parent)}
+    holder = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    other = threading.Thread(target=fetch, args=(server, tmp_path))
+    other.start()
+    time.sleep(1)
+    assert not server.requests and other.is_alive()
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    other.join(10)
+    assert not other.is_alive() and files(tmp_path) == {"a": b"1"}
+
+
+def test_progress_is_reported_when_it_is_news_and_taken_back_at_the_end(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.content = {f"{n}": b"x" * 1000 for n in range(20)}
+    assert fetch(server, tmp_path / "quick") == [], "what takes no time is no news"
+    monkeypatch.setattr(fetch_data, "FIRST_NEWS_SECONDS", 0.0)
+    server.answer = lambda path, query: time.sleep(0.3)
+    reported = fetch(server, tmp_path / "slow")
+    assert (
+        reported[-1] == "" and len(reported) >= 3 and all(text.startswith("fetching data ") for text in reported[:-1])
+    ), reported
+    assert all("of 19.5 KiB" in text for text in reported[:-1])
+
+
+def test_keys_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (("URL", "s3://b/p"), ("DIR", str(tmp_path)), ("AWS_ACCESS_KEY_ID", "k"),
+                        ("AWS_SECRET_ACCESS_KEY", "s")):  # fmt: skip
+        monkeypatch.setenv(f"DDPJOB_DATA_{name}", value)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-checkpoints")
+    taken = Settings.take()
+    assert taken is not None and taken.credentials.keys() == Keys("k", "s")
+    assert not [name for name in os.environ if name.startswith("DDPJOB_DATA_AWS")]
+    assert taken.place.server == "https://s3.us-east-1.amazonaws.com"
+
+
+def test_a_service_account_s_role_gives_keys_which_are_renewed(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("web-token\n")
+    texts = iter(("2020-01-01T00:00:00Z", "2099-01-01T00:00:00Z"))
+
+    def answer(path: str, query: object) -> Answer:
+        body = f"<SecretAccessKey>s</SecretAccessKey><Expiration>{next(texts)}</Expiration>"
+        return 200, {}, f"<R><AccessKeyId>id</AccessKeyId><SessionToken>t</SessionToken>{body}</R>".encode()
+
+    server.answer = answer
+    variables = {"AWS_ROLE_ARN": "arn:r", "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token")}
+    known = Credentials({**variables, "AWS_ENDPOINT_URL_STS": server.url}, "us-east-1")
+    for _ in range(3):
+        keys = known.keys()
+        assert keys is not None and (keys.access, keys.secret, keys.token) == ("id", "s", "t")
+    assert len(server.requests) == 2, "the first ones had expired"
+    with pytest.raises(Refused, match="cannot be read"):
+        Credentials({**variables, "AWS_WEB_IDENTITY_TOKEN_FILE": "/no"}, "r").keys()
+
+
+def test_pod_identity_gives_keys_and_nothing_gives_none(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t")
+    until = "2099-01-01T00:00:00Z"
+    body = {"AccessKeyId": "i", "SecretAccessKey": "s", "Token": "t", "Expiration": until}
+    server.answer = lambda path, query: (200, {}, json.dumps(body).encode())
+    variables = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{server.url}/v1/credentials"}
+    variables["AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"] = str(tmp_path / "token")
+    keys = Credentials(variables, "r").keys()
+    assert keys is not None and (keys.access, keys.token) == ("i", "t")
+    assert Credentials({}, "r").keys() is None
+    server.answer = lambda path, query: (403, {}, b"no")
+    with pytest.raises(Refused, match="EKS Pod Identity: HTTP 403"):
+        Credentials(variables, "r").keys()

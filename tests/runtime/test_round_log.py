@@ -1,0 +1,111 @@
+"""What outlives the pods: a line for each round, break and end in the checkpoint folder, and never a delay."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinator_world import World
+from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher import round_log
+from ddpjob_runtime.launcher.round_log import RoundLog
+
+
+def records(world: World, pod: str) -> list[dict[str, Any]]:
+    return [fields for verb, fields in world.heard[pod] if verb == "record"]
+
+
+def test_rank_0_writes_down_rounds_breaks_and_the_end() -> None:
+    world = World(2)
+    members = world.form(2)
+    world.coordinator.report_progress({"step": 3, "loss": 0.5})
+    world.fail(members[1], "ValueError: bug")
+    world.pass_time(2)
+    world.ready(*members)
+    world.pass_time(5)
+    world.join(*members)
+    for member in members:
+        world.coordinator.finished(member, world.round.number)
+    first, second, end = records(world, "job-0-0")
+    assert records(world, "job-1-0") == []
+    assert (first["event"], first["round"], first["world"], first["incidents"]) == ("round", 1, 2, [])
+    [broke] = second["incidents"]
+    assert (broke["kind"], broke["pod"], broke["message"]) == ("WorkerFailed", "job-1-0", "ValueError: bug")
+    assert broke["traceback"] == "Traceback ..." and second["progress"]["step"] == 3
+    assert (end["event"], end["ok"], end["incidents"]) == ("end", True, [])
+    assert world.verbs(members[0])[-2:] == ["record", "done"]
+
+
+def test_another_member_writes_when_rank_0_is_lost() -> None:
+    world = World(2)
+    members = world.form(2)
+    world.lose(members[0])
+    world.pass_time(2)
+    world.coordinator.stop(False, "RestartBudgetSpent")
+    [end] = records(world, "job-1-0")
+    assert (end["event"], end["ok"], end["why"]) == ("end", False, "RestartBudgetSpent")
+    assert [incident["kind"] for incident in end["incidents"]] == ["PeerLost"]
+    assert world.verbs(members[1])[-2:] == ["record", "stop"]
+
+
+def test_no_line_is_longer_than_a_connection_bears() -> None:
+    world = World(2)
+    members = world.form(2)
+    wide = "\N{GRINNING FACE}" * 100
+    world.coordinator.report_progress({"metrics": {f"{number:03}{wide[3:]}": 1.0 for number in range(100)}})
+    world.fail(members[1], "\N{GRINNING FACE}" * 4000)
+    world.pass_time(2)
+    world.coordinator.stop(False, "x" * 200_000)
+    [_, end] = records(world, "job-0-0")
+    assert len(protocol.encode("record", **end)) < protocol.MAX_LINE and len(end["incidents"]) == 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in {"CHECKPOINT_DIR": str(tmp_path), "NAME": "first", "POD": "first-0-0"}.items():
+        monkeypatch.setenv(f"DDPJOB_{name}", value)
+    return tmp_path
+
+
+def test_lines_are_appended_after_one_that_was_cut(folder: Path) -> None:
+    path = folder / protocol.ROUNDS_FILE
+    path.write_text('{"event": "rou')
+    log = RoundLog()
+    log.write({"t": "record", "event": "round", "round": 1})
+    log.write({"t": "record", "event": "end", "round": 1})
+    log.close()
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines[1:]] == ["round", "end"]
+    assert json.loads(lines[1])["job"] == "first" and "t" not in json.loads(lines[1])
+
+
+def test_the_file_does_not_grow_without_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_log, "MAX_BYTES", 1000)
+    log = RoundLog()
+    for number in range(60):
+        log.write({"event": "round", "round": number})
+    log.close()
+    files = sorted(folder.iterdir())
+    assert [file.name for file in files] == [".ddpjob-rounds.jsonl", ".ddpjob-rounds.jsonl.1"]
+    assert all(file.stat().st_size < 1200 for file in files) and '"round": 59' in files[0].read_text()
+
+
+def test_a_volume_that_is_not_there_is_not_made_and_one_that_hangs_costs_lines_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(folder / "unmounted"))
+    log = RoundLog()
+    log.write({"event": "round"})
+    log.close()
+    assert not (folder / "unmounted").exists()
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(folder))
+    hanging = RoundLog()
+    monkeypatch.setattr(hanging, "_append", lambda line: time.sleep(60))
+    began = time.monotonic()
+    for _ in range(200):
+        hanging.write({"event": "round"})
+    hanging.close()
+    assert time.monotonic() - began < 10 and "one is lost" in capsys.readouterr().err

@@ -1,0 +1,213 @@
+"""Checkpoints in an object store: complete or absent, in the order of incarnations, and uploads that fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddpjob_bucket import Bucket, BucketError, Stored, Uploads, Waiting
+from ddpjob_bucket import uploads as module
+
+obstore = pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+
+
+@pytest.fixture(params=["memory", "local"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    from obstore.store import LocalStore, MemoryStore
+
+    return MemoryStore() if request.param == "memory" else LocalStore(str(tmp_path / "store"), mkdir=True)
+
+
+def keys(store: Any) -> list[str]:
+    return sorted(item["path"] for page in obstore.list(store) for item in page)
+
+
+def saved(folder: Path, step: int, content: bytes = b"weights") -> Path:
+    path = folder / f"step-{step:09d}.pt"
+    path.write_bytes(content)
+    return path
+
+
+def begun(store: Any) -> Bucket:
+    made = Bucket(store, "s3://b/p")
+    made.take_term()
+    return made
+
+
+def test_what_is_published_is_fetched(store: Any, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    bucket = begun(store)
+    assert bucket.entries() == []
+    bucket.publish(saved(tmp_path, 5, b"x" * 3_000_000), 5, epoch=1)
+    bucket.publish(saved(tmp_path, 9), 9)
+    later = Bucket(store, "s3://b/p")
+    assert [one.step for one in later.entries()] == [9, 5]
+    assert later.manifest(Stored(1, 5)).epoch == 1
+    fetched = later.fetch(Stored(1, 5), tmp_path / "there")
+    assert fetched.name == "step-000000005.pt" and fetched.read_bytes() == b"x" * 3_000_000
+    assert [path.name for path in (tmp_path / "there").iterdir()] == [fetched.name]
+
+
+def test_an_upload_that_was_cut_off_does_not_exist_and_is_swept_by_the_next_incarnation(
+    store: Any, tmp_path: Path
+) -> None:
+    bucket = begun(store)
+    bucket.publish(saved(tmp_path, 5), 5)
+    obstore.put(store, "data/000000001-000000009-0123abcd/step-000000009.pt", b"half")
+    assert [one.step for one in Bucket(store, "s3://b/p").entries()] == [5]
+    bucket.sweep()
+    assert any("000000009-0123abcd" in key for key in keys(store)), "its own may be in progress"
+    second = begun(store)
+    second.sweep()
+    assert not any("0123abcd" in key for key in keys(store))
+    assert second.entries() == [Stored(1, 5)]
+
+
+def test_while_a_file_is_uploaded_and_after_that_failed_nothing_is_complete(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, put, seen = begun(store), obstore.put, []
+
+    def fails(store: Any, key: str, file: Any, **more: Any) -> None:
+        if not key.startswith("data/"):
+            return put(store, key, file, **more)
+        seen.append(Bucket(store, "s3://b/p").entries())
+        raise obstore.exceptions.GenericError("the line is cut")
+
+    monkeypatch.setattr(obstore, "put", fails)
+    with pytest.raises(BucketError, match="the line is cut"):
+        bucket.publish(saved(tmp_path, 5), 5)
+    assert seen == [[]] and bucket.entries() == []
+
+
+def test_an_incarnation_that_was_cut_off_never_comes_before_the_one_that_continued(store: Any, tmp_path: Path) -> None:
+    old = begun(store)
+    old.publish(saved(tmp_path, 100), 100)
+    new = begun(store)
+    new.publish(saved(tmp_path, 110), 110)
+    old.publish(saved(tmp_path, 130, b"of another history"), 130)
+    assert new.entries() == [Stored(2, 110), Stored(1, 100)]
+    new.sweep()
+    assert not any("000000130" in key for key in keys(store))
+
+
+def test_two_that_begin_at_once_have_different_terms(store: Any) -> None:
+    buckets = [Bucket(store, "s3://b/p") for _ in range(8)]
+    threads = [threading.Thread(target=one.take_term) for one in buckets]
+    [one.start() for one in threads]
+    [one.join() for one in threads]
+    assert sorted(one.term for one in buckets) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("content", [b"weightz", b"weight", b"weights and more"])
+def test_what_is_not_what_was_uploaded_is_refused(content: bytes, store: Any, tmp_path: Path) -> None:
+    bucket = begun(store)
+    entry = bucket.publish(saved(tmp_path, 5), 5)
+    [data] = [key for key in keys(store) if key.startswith("data/")]
+    obstore.put(store, data, content)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(BucketError, match="size or checksum differs"):
+        bucket.fetch(entry, tmp_path / "there")
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+DATA = "data/000000001-000000005-00000000"
+FILE = {"path": "x", "size": 1, "sha256": "a"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{", b"[]", b"null", b'{"step": 5}',
+        *(json.dumps({"step": 5, "name": "x", "data": DATA, "files": [FILE], **wrong}).encode() for wrong in (
+            {"step": 6}, {"name": ".."}, {"name": "a/b"}, {"name": 5}, {"data": "data/../../secret"}, {"data": None},
+            {"files": []}, {"files": [FILE] * 5001}, {"files": None}, {"files": ["x"]},
+            *({"files": [{**FILE, **field}]} for field in (
+                {"path": "../x"}, {"path": "x/../../y"}, {"path": "x//y"}, {"path": "/x"}, {"path": "y"},
+                {"path": "x/\n"}, {"path": 5}, {"size": -1}, {"size": "1"}, {"size": True}, {"sha256": None})))),
+        b" " * (2**20 + 1),
+    ],
+)  # fmt: skip
+def test_a_list_that_nobody_wrote_is_refused(text: bytes, store: Any) -> None:
+    bucket = begun(store)
+    obstore.put(store, Stored(1, 5).key, text)
+    with pytest.raises(BucketError):
+        bucket.manifest(Stored(1, 5))
+
+
+def test_removal_and_scores(store: Any, tmp_path: Path) -> None:
+    bucket = begun(store)
+    first = bucket.publish(saved(tmp_path, 5), 5)
+    bucket.publish(saved(tmp_path, 6), 6)
+    bucket.remove([first])
+    assert [one.step for one in bucket.entries()] == [6]
+    assert not any("000000005" in key for key in keys(store))
+    assert bucket.scores() == {}
+    bucket.put_scores({6: 0.5})
+    assert Bucket(store, "s3://b/p").scores() == {6: 0.5}
+
+
+@pytest.mark.parametrize("url", ["gs://a", "s3://", "s3:/bucket", "s3://UPPER/x", "/folder"])
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(BucketError, match="s3://BUCKET/PREFIX"):
+        Bucket.open(url)
+
+
+# --- uploads ----------------------------------------------------------------------------------------------------
+
+
+class Slow(Bucket):
+    """Uploads once the gate is open, and fails as often as `failures` says."""
+
+    failures = 0
+
+    def __init__(self) -> None:
+        from obstore.store import MemoryStore
+
+        super().__init__(MemoryStore(), "s3://b/p")
+        self.gate, self.begun, self.steps = threading.Event(), threading.Event(), list[int]()
+        self.term = 1
+
+    def publish(self, path: Path, step: int, epoch: int | None = None) -> Stored:
+        self.begun.set()
+        assert self.gate.wait(10)
+        self.steps.append(step)
+        if self.failures:
+            self.failures -= 1
+            raise BucketError("the bucket is away")
+        return super().publish(path, step, epoch)
+
+
+def test_training_does_not_wait_and_the_newest_comes_next(tmp_path: Path) -> None:
+    bucket, tidied = Slow(), list[int]()
+    uploads = Uploads(bucket, lambda: tidied.append(1), print)
+    paths = {step: saved(tmp_path, step) for step in (1, 2, 3)}
+    uploads.offer(Waiting(paths[1], 1, None))
+    assert bucket.begun.wait(10)
+    uploads.offer(Waiting(paths[2], 2, None))
+    uploads.offer(Waiting(paths[3], 3, None))
+    assert [uploads.holds(paths[step]) for step in (1, 2, 3)] == [True, False, True], "at most two are held"
+    assert not uploads.wait(0.05) and uploads.behind_seconds > 0
+    bucket.gate.set()
+    assert uploads.wait(10)
+    assert bucket.steps == [1, 3] and uploads.newest == 3 and len(tidied) == 2
+    assert uploads.behind_seconds == 0 and not uploads.holds(paths[3])
+
+
+def test_a_failure_is_tried_again_with_growing_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.02)
+    bucket, said = Slow(), list[str]()
+    bucket.failures = 4
+    bucket.gate.set()
+    uploads = Uploads(bucket, lambda: None, said.append)
+    began = time.monotonic()
+    uploads.offer(Waiting(saved(tmp_path, 1), 1, None))
+    assert uploads.wait(10)
+    assert time.monotonic() - began > 0.02 * (1 + 2 + 4 + 8)
+    assert bucket.steps == [1] * 5 and uploads.failures == 0
+    assert len(said) == 4 and all("training continues" in text for text in said)
+    uploads.close()

@@ -1,0 +1,172 @@
+"""Checkpoints on a real S3 server: killed in the middle of an upload, over a slow line, and with the server away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ddpjob_bucket import Bucket
+from machine import slowness
+from ranks import final_losses
+from s3_server import BUCKET, Server, SlowLine, serving
+
+pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+URL = f"s3://{BUCKET}/runs/one"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def found(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    shutil.rmtree(server.folder / "runs", ignore_errors=True)
+
+
+def test_what_one_process_publishes_another_fetches(tmp_path: Path) -> None:
+    large = tmp_path / "step-000000007.pt"
+    large.write_bytes(os.urandom(23_000_000))  # in several parts
+    bucket = Bucket.open(URL)
+    assert bucket.entries() == [] and bucket.take_term() == 1
+    entry = bucket.publish(large, 7)
+    (tmp_path / "there").mkdir()
+    other = Bucket.open(URL)
+    assert other.entries() == [entry]
+    assert other.fetch(entry, tmp_path / "there").read_bytes() == large.read_bytes()
+    bucket.remove([entry])
+    assert other.entries() == []
+
+
+def test_incarnations_that_begin_at_once_have_different_terms() -> None:
+    """By the server's conditional writes."""
+    buckets = [Bucket.open(URL) for _ in range(6)]
+    threads = [threading.Thread(target=one.take_term) for one in buckets]
+    [one.start() for one in threads]
+    [one.join() for one in threads]
+    assert len({one.term for one in buckets}) == 6
+
+
+# --- a training -------------------------------------------------------------------------------------------------
+
+TRAINING = [
+    "data.name=digits", "data.batch=100", "model.width=24", "train.epochs=4", "train.log_every=1", "optim.lr=0.05",
+    "train.ledger=true", "train.threads=1", "checkpoint.every_steps=5", "checkpoint.every_seconds=0",
+    "checkpoint.keep=2", "eval.pictures=false",
+]  # fmt: skip
+
+
+def start(place: Path, *more: str, port: int | None = None, server: Server | None = None) -> subprocess.Popen[bytes]:
+    """A trainer whose checkpoints are on a disk of its own, and whose records are not."""
+    arguments = [*TRAINING, f"checkpoint.dir={place / 'pod'}", f"train.run_dir={place / 'run'}", *more]
+    variables = server.environment(port) if server else {}
+    with (place / "out.txt").open("ab") as out:
+        command = [sys.executable, "-m", "ddpjob_trainer", *arguments]
+        return subprocess.Popen(command, cwd=place, stdout=out, stderr=out, env={**os.environ, **variables})
+
+
+def ended(process: subprocess.Popen[bytes], place: Path, seconds: float = 120) -> int:
+    try:
+        return process.wait(seconds * slowness())
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError((place / "out.txt").read_text()[-3000:]) from None
+
+
+def until(reached: object, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds * slowness()
+    while not reached():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "not reached"
+        time.sleep(0.01)
+
+
+def every_sample_once(place: Path) -> bool:
+    command = [sys.executable, "-m", "ddpjob_trainer", "ledger", str(place / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr)
+    return done.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    place = tmp_path_factory.mktemp("undisturbed")
+    assert ended(start(place), place) == 0
+    return final_losses(place / "run")
+
+
+def last_step(place: Path) -> int:
+    try:
+        return len(final_losses(place / "run"))
+    except (OSError, ValueError, AssertionError):
+        return 0
+
+
+def test_killed_in_the_middle_of_an_upload_over_a_slow_line(
+    server: Server, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    line = SlowLine(server.port)
+    running = start(tmp_path, f"checkpoint.url={URL}", port=line.port, server=server)
+    until(lambda: Bucket.open(URL).entries())
+    line.bytes_per_second = 8_000.0
+    complete, sent = Bucket.open(URL).entries()[0], line.sent
+    until(lambda: line.sent > sent + 30_000)  # A checkpoint is several times as large.
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    left = Bucket.open(URL).entries()
+    assert left and complete.step <= left[0].step < last_step(tmp_path), "training did not wait for the upload"
+    shutil.rmtree(tmp_path / "pod")  # with the pod goes its disk
+    line.bytes_per_second = None
+    assert ended(start(tmp_path, f"checkpoint.url={URL}", server=server), tmp_path) == 0
+    output = (tmp_path / "out.txt").read_text()
+    assert f"resuming after step {left[0].step} of" in output, output[-3000:]
+    assert every_sample_once(tmp_path)
+    assert final_losses(tmp_path / "run") == undisturbed, "to the bit"
+    assert Bucket.open(URL).entries()[0].step == len(undisturbed), "the end's is there too"
+    assert len(Bucket.open(URL).entries()) == 2, "checkpoint.keep"
+    line.close()
+
+
+def test_a_server_that_is_away_stops_no_training_and_a_start_without_it_is_refused(
+    server: Server, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    line = SlowLine(server.port)
+    running = start(tmp_path, f"checkpoint.url={URL}", "checkpoint.url_wait_seconds=2", port=line.port, server=server)
+    until(lambda: Bucket.open(URL).entries())
+    line.cut = True
+    assert ended(running, tmp_path) == 0
+    assert final_losses(tmp_path / "run") == undisturbed
+    assert "is not in s3://bucket/runs/one after 2 s" in (tmp_path / "out.txt").read_text()
+    assert Bucket.open(URL).entries()[0].step < len(undisturbed)
+    shutil.rmtree(tmp_path / "pod")
+    again = start(tmp_path, f"checkpoint.url={URL}", port=line.port, server=server)
+    assert ended(again, tmp_path, 240) not in (0, 75), "never from scratch"
+    assert "resuming" not in (tmp_path / "out.txt").read_text().rpartition("is not in s3://")[2]
+    line.close()
+
+
+def test_on_a_disk_of_its_own_training_is_complete_when_the_bucket_has_its_result(
+    server: Server, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    line, own = SlowLine(server.port), ["checkpoint.shared=false", f"checkpoint.url={URL}"]
+    running = start(tmp_path, *own, "checkpoint.url_wait_seconds=2", port=line.port, server=server)
+    until(lambda: Bucket.open(URL).entries())
+    line.cut = True
+    assert ended(running, tmp_path) == 1
+    assert "is lost with its machine: training is complete when the bucket has" in (tmp_path / "out.txt").read_text()
+    assert Bucket.open(URL).entries()[0].step < len(undisturbed)
+    line.cut = False
+    assert ended(start(tmp_path, *own, port=line.port, server=server), tmp_path) == 0
+    assert Bucket.open(URL).entries()[0].step == len(undisturbed), "what the disk still had"
+    assert final_losses(tmp_path / "run") == undisturbed
+    line.close()

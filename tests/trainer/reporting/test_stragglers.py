@@ -1,0 +1,410 @@
+"""A rank's own work is distinguished from its waiting for others, and a rank that lags is named, once, everywhere."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator import progress
+from ddpjob_trainer import config, train
+from ddpjob_trainer.distributed.step_clock import Phase, StepClock
+from ddpjob_trainer.reporting import flops
+from ddpjob_trainer.reporting.progress_client import ProgressClient
+from ddpjob_trainer.reporting.reporter import Machines
+from ddpjob_trainer.reporting.stragglers import NAMED, Straggler, Stragglers
+from ddpjob_trainer.strategies.registry import computes_on
+from ranks import TINY, good, metrics
+from torch import nn
+
+LATE = 0.1
+"""Seconds."""
+
+
+def slow(rank: int, where: str) -> Callable[[int], None]:
+    """A hook for `good`: this rank sleeps before, in the middle of, or after its own work."""
+
+    def prepare(own: int) -> None:
+        from ddpjob_trainer.model.models import SmallCnn
+        from ddpjob_trainer.optim.precision import Precision
+
+        if own != rank:
+            return
+        if where == "forward":
+            forward = SmallCnn.forward
+
+            def late(self: SmallCnn, images: torch.Tensor) -> torch.Tensor:
+                time.sleep(LATE * self.training)
+                return forward(self, images)
+
+            SmallCnn.forward = late  # type: ignore[method-assign]
+        elif where == "backward":
+            backward = Precision.backward
+
+            def late_backward(self: Precision, loss: torch.Tensor) -> None:
+                loss.register_hook(lambda _: time.sleep(LATE))
+                backward(self, loss)
+
+            Precision.backward = late_backward  # type: ignore[method-assign]
+        else:
+            step = Precision.step
+
+            def late_step(self: Precision, *arguments: Any) -> Any:
+                time.sleep(LATE)
+                return step(self, *arguments)
+
+            Precision.step = late_step  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("more", [[], ["ddp.ordered=true", "data.micro_batches=4"], ["train.accumulate=2"]])
+def test_the_late_rank_has_the_time_and_the_others_wait(where: str, more: list[str], tmp_path: Path) -> None:
+    good(2, [*TINY, "train.epochs=1", *more, f"checkpoint.dir={tmp_path}"], prepare=slow(1, where))
+    lines = metrics(tmp_path / "run", "step")[2:]
+    passes = 2 if more else 1
+    own = [sorted(line["ranks"]["ownSeconds"][rank] for line in lines)[len(lines) // 2] for rank in (0, 1)]
+    waited = sorted(line["phases"]["exchange"] for line in lines)[len(lines) // 2]
+    assert own[1] > passes * LATE > own[0] and own[1] > 1.5 * own[0], own
+    assert waited > 0.5 * passes * LATE - own[0], (waited, own)
+    assert set(lines[0]["phases"]) == {"data", "forward", "backward", "exchange", "update", "other"}
+    assert all(value > 10e6 for line in lines for value in line["ranks"]["memoryBytes"])
+
+
+def test_where_passes_contain_collectives_nobodys_own_time_is_known(tmp_path: Path) -> None:
+    keys = [*TINY, "train.epochs=1", "model.norm=batch", "model.sync_batchnorm=true", f"checkpoint.dir={tmp_path}"]
+    good(2, keys, prepare=slow(1, "forward"))
+    line = metrics(tmp_path / "run", "step")[-1]
+    assert line["ranks"]["ownSeconds"] == [0, 0] and set(line["phases"]) == {"data", "compute", "update", "other"}
+
+
+@pytest.mark.parametrize("more", [["strategy=fsdp"], ["model.norm=batch", "model.sync_batchnorm=true"]])
+def test_passes_that_contain_collectives_are_no_wait_for_data(more: list[str], tmp_path: Path) -> None:
+    """Of several micro-batches in a step, too."""
+    keys = [*TINY, "train.epochs=1", "train.accumulate=2", *more, f"checkpoint.dir={tmp_path}"]
+    good(2, keys, prepare=slow(1, "forward"))
+    lines = metrics(tmp_path / "run", "step")[2:]
+    compute, data = (sorted(line["phases"][name] for line in lines)[len(lines) // 2] for name in ("compute", "data"))
+    assert compute > 2 * LATE and data < LATE / 2, (compute, data)
+    assert all(max(line["ranks"]["dataWaits"]) < 0.3 for line in lines)
+
+
+def test_the_clock_marks_the_end_of_a_backward_pass_before_what_waits_for_it() -> None:
+    """As DDP's wait: a callback that the engine calls last. Without `watch` all of it would be the pass's."""
+    clock, weight = StepClock(torch.device("cpu")), nn.Parameter(torch.ones(3))
+    engine = torch.autograd.Variable._execution_engine
+    for watched in (True, False):
+        handle = weight.register_hook(lambda _: engine.queue_callback(lambda: time.sleep(4 * LATE)))  # type: ignore[no-untyped-call]
+        clock.restart()
+        loss = weight.square().sum()
+        clock.lap(Phase.FORWARD)
+        if watched:
+            clock.watch(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        clock.lap(Phase.EXCHANGE)
+        handle.remove()
+        taken = clock.take()
+        assert taken[Phase.EXCHANGE] > 4 * LATE
+        assert (taken[Phase.BACKWARD] < 3 * LATE) if watched else Phase.BACKWARD not in taken
+    assert clock.take() == {}
+
+
+# ------------------------------------------------------------ who is named
+
+
+def named(found: tuple[Straggler, ...]) -> list[int]:
+    return [straggler.rank for straggler in found]
+
+
+def test_a_rank_is_named_after_a_while_and_unnamed_after_a_while() -> None:
+    judge = Stragglers(1.5, 30)
+    assert [named(judge.add(now, [1, 1, 1.8, 1])) for now in (0, 10, 20, 29, 30)] == [[], [], [], [], [2]]
+    assert named(judge.add(31, [1, 1, 1, 1])) == [2], "one fast report is not enough"
+    assert named(judge.add(40, [1, 1, 1.4, 1])) == [2], "between the limits nothing changes"
+    assert [named(judge.add(now, [1, 1, 1.1, 1])) for now in (50, 60, 70, 80)] == [[2], [2], [2], []]
+
+
+def test_a_short_or_a_single_lag_is_nothing() -> None:
+    judge = Stragglers(1.5, 30)
+    for now in range(0, 1000, 10):
+        times = [1.0, 1.0, 1.0, 9.0 if now % 30 == 0 else 1.0]
+        assert judge.add(now, times) == ()
+    rare = Stragglers(1.5, 30)
+    assert [named(rare.add(now, [1, 1, 9])) for now in (0, 100, 200)] == [[], [], [2]], "three reports at least"
+
+
+def test_two_ranks_and_the_one_that_waits_for_nobody() -> None:
+    judge = Stragglers(1.5, 0)
+    assert [named(judge.add(now, [1.0, 2.0])) for now in range(3)][-1] == [1]
+    alone = Stragglers(1.5, 0)
+    assert [alone.add(now, [1.0]) for now in range(5)] == [()] * 5
+    off = Stragglers(0, 0)
+    assert [off.add(now, [1.0, 9.0]) for now in range(5)] == [()] * 5
+    unknown = Stragglers(1.5, 0)
+    assert [unknown.add(now, [0.0, 0.0, 1.0]) for now in range(5)] == [()] * 5
+
+
+def test_few_are_named_the_slowest_first() -> None:
+    judge = Stragglers(1.5, 0)
+    times = [1.0] * 30 + [2.0 + rank for rank in range(20)]
+    for now in range(3):
+        found = judge.add(now, times)
+    assert named(found) == list(range(49, 49 - NAMED, -1)) and found[0].slowdown == 21.0
+
+
+def test_whatever_is_named_is_taken_by_any_coordinator() -> None:
+    """Of random machines, with ranks that become slow, recover, and become faster than the median."""
+    dice = random.Random(0)
+    most = 0
+    for _ in range(50):
+        judge, world = Stragglers(dice.choice([1.05, 1.5, 3.0]), dice.choice([0, 3])), dice.randint(2, 20)
+        speeds = [1.0] * world
+        for now in range(60):
+            speeds = [dice.choice([0.3, 1.0, 2.0, 9.0]) if dice.random() < 0.1 else speed for speed in speeds]
+            found = judge.add(now, [speed * dice.uniform(0.9, 1.1) for speed in speeds])
+            most = max(most, len(found))
+            body = [{"rank": straggler.rank, "slowdown": straggler.slowdown} for straggler in found]
+            assert protocol.read_stragglers(body) == body, "none is left out"
+            progress.check({"stragglers": body})
+    assert most > 3
+
+
+@pytest.fixture
+def posts() -> Iterator[tuple[int, list[dict[str, Any]], list[int]]]:
+    """A coordinator that keeps what it takes of what is posted. It answers posts of stragglers with the codes of the
+    list in their order, and with the last for ever (0: not at all).
+    """
+    taken: list[dict[str, Any]] = []
+    codes = [200]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            code = 200
+            if "stragglers" in body:
+                code = codes.pop(0) if len(codes) > 1 else codes[0]
+            if code == 200:
+                taken.append(body)
+            if code:
+                self.send_response(code)
+                self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield server.server_address[1], taken, codes
+    server.shutdown()
+
+
+def recovering(rank: int, after: int) -> Callable[[int], None]:
+    """A hook for `good`: this rank sleeps in so many forward passes, and in none later."""
+
+    def prepare(own: int) -> None:
+        from ddpjob_trainer.model.models import SmallCnn
+
+        if own != rank:
+            return
+        forward, passes = SmallCnn.forward, 0
+
+        def late(self: SmallCnn, images: torch.Tensor) -> torch.Tensor:
+            nonlocal passes
+            passes += self.training
+            time.sleep(LATE * (self.training and passes <= after))
+            return forward(self, images)
+
+        SmallCnn.forward = late  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_lagging_rank_reaches_log_and_coordinator_and_so_does_its_recovery(
+    posts: Any, old: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port, taken, codes = posts
+    codes[:] = [400 if old else 200]
+    env = {"DDPJOB_COORDINATOR": f"127.0.0.1:{port}", "DDPJOB_TOKEN": "secret", "DDPJOB_PROTOCOL": "3"}
+    # A fast step is so short that what one core does to two ranks' times looks like a lag: a factor of 4.
+    factors = ["report.straggler_factor=4", "report.straggler_seconds=0.02"]
+    keys = [*TINY, *factors, "train.epochs=15", f"checkpoint.dir={tmp_path}"]
+    good(2, keys, prepare=recovering(1, 32), env=lambda rank: env)
+    lines = metrics(tmp_path / "run", "step")
+    found = [line["stragglers"] for line in lines if "stragglers" in line]
+    assert found and all([entry["rank"] for entry in entries] == [1] for entries in found)
+    assert "stragglers" in lines[31] and "stragglers" not in lines[-1]
+    assert capfd.readouterr().out.count("rank 1 lags: its own work of a step takes") == 1
+    named = [body["stragglers"] for body in taken if "stragglers" in body]
+    assert [set(body) for body in taken if "stragglers" in body] == [{"stragglers"}] * len(named)
+    if old:
+        assert not named and [body["step"] for body in taken if "step" in body][-1] == 120
+    else:
+        (last,) = next(entries for entries in reversed(named) if entries)
+        assert last["rank"] == 1 and last["slowdown"] > 1 and named[-1] == []
+
+
+def said(taken: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
+    return [body["stragglers"] for body in taken if "stragglers" in body]
+
+
+@pytest.mark.parametrize(("codes", "times"), [([503, 0, 200], 1), ([400], 0), ([200], 1)])
+def test_who_lags_is_said_until_a_coordinator_has_answered(posts: Any, codes: list[int], times: int) -> None:
+    port, taken, answers = posts
+    answers[:] = codes
+    link = ProgressClient(f"127.0.0.1:{port}", "secret")
+    link.post_stragglers([{"rank": 1, "slowdown": 2.0}])
+    for step in range(5):
+        link.post({"step": step})
+        until = time.monotonic() + 30
+        while {"step": step} not in taken and time.monotonic() < until:
+            time.sleep(0.02)
+    link.close()
+    assert said(taken) == [[{"rank": 1, "slowdown": 2.0}]] * times and answers == codes[-1:]
+
+
+# ------------------------------------------------------------ the share of the peak
+
+
+def test_flops_are_those_by_hand_and_nothing_is_computed() -> None:
+    settings = config.load(None, ["model.width=8"])
+    state = torch.get_rng_state()
+    found = flops.flops_per_sample(settings, (1, 8, 8), 10)
+    assert torch.equal(torch.get_rng_state(), state)
+    forward = 2 * 9 * (64 * 1 * 8 + 64 * 8 * 16 + 16 * 16 * 16) + 2 * 64 * 10
+    # Backward: as much for the weights and for the inputs, but for the images.
+    assert found == 3 * forward - 2 * 9 * 64 * 1 * 8
+    resnet = config.load(None, ["model.name=torchvision:resnet18", "data.name=imagefolder"])
+    assert flops.flops_per_sample(resnet, (3, 224, 224), 1000) == pytest.approx(3 * 3.63e9, rel=0.03)  # 1.814 GMAC
+
+
+def test_a_models_own_trouble_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> nn.Module:
+        raise RuntimeError("needs values")
+
+    monkeypatch.setattr(flops, "build_model", broken)
+    assert flops.flops_per_sample(config.load(None, []), (1, 8, 8), 10) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, True, 989e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, True, 756e12),
+        ("NVIDIA H200", torch.float32, True, 494e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, False, 19.5e12),
+        ("NVIDIA A10G", torch.bfloat16, True, 70e12),
+        ("NVIDIA A10", torch.bfloat16, True, 125e12),
+        ("NVIDIA L40S", torch.float16, True, 362e12),
+        ("Tesla V100-SXM2-16GB", torch.float32, True, 15.7e12),
+        ("Tesla T4", torch.float16, True, 65e12),
+        ("NVIDIA A1000 Laptop GPU", torch.bfloat16, True, 0.0),
+        ("NVIDIA GeForce GTX 1080", torch.bfloat16, True, 0.0),
+    ],
+)
+def test_peaks_by_name(name: str, dtype: torch.dtype, tf32: bool, expected: float) -> None:
+    assert flops.peak(name, dtype, tf32=tf32) == expected
+
+
+def test_the_share_of_the_peak(tmp_path: Path) -> None:
+    machines = Machines([1.0], [1.0], [0.0], [1.0], {}, flops=2e9, peak=1e12)
+    assert machines.mfu(100) == pytest.approx(0.2)
+    assert Machines([1.0], [1.0], [0.0], [1.0], {}).mfu(100) is None
+    settings = config.load(None, ["report.peak_flops=5e9"])
+    assert flops.device_peak(settings, torch.device("cpu"), torch.float32) == 5e9
+    assert flops.device_peak(config.load(None, []), torch.device("cpu"), torch.float32) == 0
+    keys = [*TINY, "train.epochs=1", "report.peak_flops=1e7"]  # So small that four digits of the share say much.
+    good(2, [*keys, f"checkpoint.dir={tmp_path}"])
+    check_shares(metrics(tmp_path / "run", "step"), 2e7)
+
+
+def check_shares(lines: list[dict[str, Any]], peak: float) -> None:
+    """MFU is of the smoothed speed (0.3 of the newest)."""
+    per_sample = flops.flops_per_sample(config.load(None, TINY), (1, 8, 8), 10)
+    speed = 0.0
+    for line in lines:
+        speed = 0.7 * speed + 0.3 * line["samplesPerSecond"] if speed else line["samplesPerSecond"]
+        assert line["mfu"] == pytest.approx(speed * per_sample / peak, rel=0.01, abs=1e-4)
+    assert len(lines) == 8 and lines[-1]["mfu"] > 0.05
+
+
+def with_peaks(*peaks: float) -> Callable[[int], None]:
+    """A hook for `good`: the peak of each rank's device, by its name. FLOPs are counted before there are peers."""
+
+    def prepare(rank: int) -> None:
+        count = flops.flops_per_sample
+
+        def alone(*arguments: Any, **more: Any) -> float:
+            assert not torch.distributed.is_initialized()
+            return count(*arguments, **more)
+
+        train.device_peak = lambda *_: peaks[rank]  # type: ignore[attr-defined]
+        train.flops_per_sample = alone  # type: ignore[attr-defined]
+
+    return prepare
+
+
+def test_peaks_of_different_devices_add_up(tmp_path: Path) -> None:
+    keys = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+    good(2, keys, prepare=with_peaks(1e7, 3e7))
+    check_shares(metrics(tmp_path / "run", "step"), 4e7)
+
+
+@pytest.mark.parametrize("peaks", [(1e7, 0.0), (0.0, 1e7)])
+def test_without_one_ranks_peak_there_is_no_share(
+    peaks: tuple[float, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good(2, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"], prepare=with_peaks(*peaks))
+    assert all("mfu" not in line for line in metrics(tmp_path / "run", "step"))
+    assert capfd.readouterr().out.count(f"no MFU: the peak of rank {peaks.index(0)}'s device is not known") == 1
+
+
+def test_flops_that_cannot_be_counted_are_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def prepare(_: int) -> None:
+        def broken(*_: Any) -> nn.Module:
+            raise RuntimeError("needs values")
+
+        flops.build_model = broken  # type: ignore[attr-defined]
+
+    keys = [*TINY, "train.epochs=1", "report.peak_flops=1e7", f"checkpoint.dir={tmp_path}"]
+    good(2, keys, prepare=prepare)
+    assert all("mfu" not in line for line in metrics(tmp_path / "run", "step"))
+    assert capfd.readouterr().out.count("no MFU: the FLOPs of model.name=") == 1
+
+
+def test_a_process_with_several_devices_has_the_peak_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config.load(None, ["strategy=ddp_mp", "ddp_mp.devices=4"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert [computes_on(settings, device) for device in (cuda, cpu)] == [4, 1]  # Its stages share the CPU.
+    assert [computes_on(config.load(None, ["strategy=dp"]), device) for device in (cuda, cpu)] == [3, 1]
+    assert computes_on(config.load(None, []), cuda) == 1
+
+
+def test_flops_of_synchronized_normalization_and_of_whole_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ["model.name=torchvision:resnet18"]
+    found = [
+        flops.flops_per_sample(config.load(None, [*plain, *more]), (3, 64, 64), 10)
+        for more in ([], ["model.sync_batchnorm=true"], ["model.compile=true"])
+    ]
+    assert found[0] > 0 and found == found[:1] * 3
+    (tmp_path / "words_of_flops.py").write_text(
+        "from torch import nn\n"
+        "def build(shape, classes):\n"
+        "    return nn.Sequential(nn.Embedding(9, 5), nn.Flatten(), nn.Linear(5 * shape[0], classes))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = config.load(None, ["model.name=words_of_flops:build"])
+    assert flops.flops_per_sample(words, (4,), 3, whole_numbers=True) == 3 * 2 * 5 * 4 * 3
+    assert flops.flops_per_sample(words, (4,), 3) == 0
