@@ -18,8 +18,17 @@ hypothesis.settings.load_profile("ddpjob")
 HERE = Path(__file__).parent
 HARNESSES = ("process_harness", "ranks", "runtime_harness")
 """Modules that start processes, most of them with torch: every test of a module that imports from one is slow."""
-SLOW = ("runtime/test_forkserver.py", "simulation/test_crashes.py", "simulation/test_random_faults.py")
-"""What takes long, in CPU seconds."""
+SLOW = (
+    "runtime/test_coordinator_disorder.py",
+    "runtime/test_forkserver.py",
+    "simulation/test_crashes.py",
+    "simulation/test_generated.py",
+    "simulation/test_random_faults.py",
+    "unit/engine/test_any_report.py",
+    "unit/monitoring/test_monitoring.py",
+    "unit/test_site.py",
+)
+"""What takes long, in CPU seconds: other programs, and searches through thousands of cases."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -63,10 +63,19 @@ def _number_of_nodes() -> int:
 
 
 def _settings() -> Settings:
-    """Each worker of pytest-xdist has a cluster of its own, in the next slots."""
+    """Each worker of pytest-xdist has a cluster of its own, in the next slots.
+
+    Where no slot was asked for, those of another checkout's clusters are left out: two runs on one machine get along.
+    """
     settings = Settings()
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    return replace(settings, slot=(settings.slot + int(worker)) % SLOTS)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    own = replace(settings, slot=(settings.slot + worker) % SLOTS)
+    if "DDPJOB_CLUSTER_SLOT" in os.environ:
+        return own
+    # The upper half is for the clusters that tests have beside their own (`other`).
+    later = (replace(own, slot=slot) for slot in range(own.slot + workers, SLOTS // 2, workers))
+    return next((free for free in (own, *later) if not Cluster(free).is_anothers()), own)
 
 
 @pytest.fixture(scope="session")

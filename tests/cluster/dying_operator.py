@@ -31,6 +31,12 @@ def _signature(verb: str, arguments: tuple[Any, ...]) -> str:
             return f"create {manifest['kind']} {manifest['metadata']['name']}"
         case "delete_pod", (name, *_):
             return f"delete_pod {name}"
+        case "delete_gang", (name, *_):
+            return f"delete_gang {name}"
+        case "delete_workload" | "release_workload", (name, *_):
+            return f"{verb} {name}"
+        case "mark_workload", (name, _, condition, *_):
+            return f"mark_workload {name} {condition}"
         case "label_pod", (name, _, role, *_):
             return f"label_pod {name} {role}"
         case "notify", (_, sent, *_):
@@ -66,6 +72,8 @@ def _dying(verb: str) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    for name in ("write_status", "create", "delete_pod", "label_pod", "delete_job", "notify", "record"):
+    workloads = ("delete_workload", "mark_workload", "release_workload")
+    pods = ("delete_pod", "label_pod")
+    for name in ("write_status", "create", *pods, "delete_gang", *workloads, "delete_job", "notify", "record"):
         setattr(KubernetesCluster, name, _dying(name))
     asyncio.run(operator_main.run_until_signal(Settings.from_environment()))

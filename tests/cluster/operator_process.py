@@ -28,6 +28,7 @@ class OperatorProcess:
             "DDPJOB_OPERATOR_KEY": KEY,
             "DDPJOB_OPERATOR_HEALTH_PORT": "0",
             "DDPJOB_OPERATOR_METRICS_PORT": "0",
+            "DDPJOB_OPERATOR_NODE_CONDITIONS": '["GpuUnhealthy=True"]',
         }
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -67,6 +68,6 @@ def install_crd(cluster: Cluster, folder: Path = CRD) -> None:
 
 def _served(cluster: Cluster) -> bool:
     found = cluster.kubectl_json("get", "customresourcedefinition", "ddpjobs.ddpjob.io")
-    conditions = {it["type"]: it["status"] for it in found.get("status", {}).get("conditions", ())}
+    conditions = {it["type"]: it["status"] for it in found.get("status", {}).get("conditions") or ()}
     listing = ("get", "--raw", "/apis/ddpjob.io/v1alpha1")
     return conditions.get("Established") == "True" and cluster.succeeds(*listing) and cluster.succeeds("get", "ddpjobs")

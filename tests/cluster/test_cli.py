@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import secrets
 import threading
@@ -16,6 +17,7 @@ from ddpjob import Client
 from ddpjob.cli.main import main
 from ddpjob.client.backend import NoSuchJob
 from ddpjob.client.job_client import JobFailed
+from ddpjob.client.left_behind import read_left_behind
 from jobs import SCRIPTS, Jobs
 from machine import slowness
 from operator_process import install_crd
@@ -129,6 +131,16 @@ def test_the_server_is_asked_about_the_job_and_its_pods(cluster: Cluster, namesp
     assert cli("validate", "job.yaml")[0] == 0
     code, _, err = cli("validate", "--server", "job.yaml")
     assert code == 2 and "its pod asked-0-0: " in err and "sysctls[0].name" in err
+    # A claim that it would make.
+    template = "{spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}}"
+    storage = f"nodes: 2, storage: {{checkpoints: {{claimTemplate: {template}}}}}"
+    Path("job.yaml").write_text((JOB % "asked").replace("nodes: 2", storage))
+    assert cli("validate", "--server", "job.yaml")[0] == 0
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "disk"}}
+    cluster.apply({**quota, "spec": {"hard": {"persistentvolumeclaims": "0"}}}, namespace=namespace)
+    code, _, err = cli("validate", "--server", "job.yaml")
+    assert code == 2 and "its claim asked-checkpoints (spec.storage.checkpoints.claimTemplate): " in err, err
+    cluster.kubectl("delete", "quota", "disk", "--namespace", namespace)
     # An existing job: what must not change while it runs.
     Path("job.yaml").write_text(JOB % "asked")
     assert cli("submit", "job.yaml")[0] == 0
@@ -196,7 +208,8 @@ def test_no_cluster_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixtu
 def test_a_job_from_its_submission_to_its_end(jobs: Jobs, cli: Cli, cluster: Cluster, namespace: str) -> None:
     """The one test with pods: code that travels, logs over a replacement, stacks, a kill, a restart, and `Client`."""
     words = ("submit", "--name", "live", "--nodes", "2", "--gpus", "0", "--image", python_host.IMAGE)
-    code, out, _ = cli(*words, str(SCRIPTS / "ddp_steps.py"), "--dry-run", "--", "--steps=400")
+    steps = "--steps=10000"  # It is deleted long before its end.
+    code, out, _ = cli(*words, str(SCRIPTS / "ddp_steps.py"), "--dry-run", "--", steps)
     code_map, body = yaml.safe_load_all(out)
     cluster.apply(code_map, namespace=namespace)
     host, template = python_host.overlay("trainer")["spec"], body["spec"]["podTemplate"]["spec"]
@@ -207,6 +220,8 @@ def test_a_job_from_its_submission_to_its_end(jobs: Jobs, cli: Cli, cluster: Clu
     Path("job.json").write_text(json.dumps(body))
     assert cli("submit", "job.json")[0] == 0
     assert cli("wait", "live", "--for", "Running", "--timeout", f"{round(120 * slowness())}s")[0] == 0
+    # Running is the group; its ranks may still import.
+    jobs.wait("steps", lambda: all(" step 2" in jobs.kubectl("logs", f"live-{index}-0") for index in (0, 1)))
     code, out, _ = cli("stacks", "live")
     assert code == 0 and "rank 0, process" in out and "rank 1, process" in out and "ddp_steps.py" in out
 
@@ -241,6 +256,62 @@ def test_a_job_from_its_submission_to_its_end(jobs: Jobs, cli: Cli, cluster: Clu
     assert client.get("live").phase == "Suspended" and "live" in [job.name for job in client.list()]
     client.delete("live")
     with pytest.raises((NoSuchJob, JobFailed)):
-        client.wait("live", timeout=30)
+        client.wait("live", timeout=30 * slowness())
     reader.join(30 * slowness())
     assert not reader.is_alive()
+
+
+def add_up(factor: int) -> None:
+    """Adds the ranks of the group, of which each is in a pod of its own."""
+    import os
+
+    import ddpjob_report
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ranks = torch.tensor([factor * (dist.get_rank() + 1)])
+    dist.all_reduce(ranks)
+    ddpjob_report.report(step=1, steps=1, total=ranks)
+    print(f"total {int(ranks)} in {os.environ['DDPJOB_POD']}", flush=True)
+    dist.destroy_process_group()
+
+
+def test_python_programs_train_on_a_cluster(
+    jobs: Jobs, cli: Cli, cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    """`Client.train` with a function, a script and a module, each of two nodes; and `ddpjob plot` of what runs."""
+    client = Client(namespace=namespace, kubeconfig=str(cluster.kubeconfig))
+    script = tmp_path / "sums.py"
+    script.write_text(f"{inspect.getsource(add_up)}\nimport sys\nadd_up(int(sys.argv[1]))\n")
+    common: dict[str, Any] = {"image": python_host.IMAGE, "nodes": 2, "gpus": 0}
+    fields = {"imagePullPolicy": "IfNotPresent", "runPolicy": {"cleanPodPolicy": "None"}}
+
+    def settings() -> dict[str, Any]:
+        return {**fields, "podTemplate": python_host.overlay("trainer")}
+
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    function = client.train(
+        add_up, args={"factor": 10}, name="by-function", checkpoints=folder, settings=settings(), **common
+    )
+    file = client.train(script, args=["100"], name="by-script", settings=settings(), **common)
+    words = ("--config", "digits", "train.epochs=1000", "train.threads=1")
+    module = client.train("ddpjob_trainer", args=words, name="by-module", settings=settings(), **common)
+    for job, total in ((function, 30), (file, 300)):
+        done = client.wait(job, timeout=120 * slowness())
+        assert done.phase == "Complete" and done.status.restarts.total == 0
+        said = {(pod, line) for pod, line in client.logs(done) if line.startswith("total ")}
+        assert said == {(pod, f"total {total} in {pod}") for pod in (f"{job.name}-0-0", f"{job.name}-1-0")}
+        assert done.progress.metrics == {"total": total}
+
+    # What is left of the job when it and its pods are gone.
+    client.delete("by-function")
+    left = read_left_behind(folder)
+    assert (left.name, left.namespace, [line.world for line in left.lines]) == ("by-function", namespace, [2, None])
+    assert left.lines[-1].ok and left.lines[-1].progress["metrics"] == {"total": 30}
+
+    client.wait(module, goal="Running", timeout=120 * slowness())
+    jobs.wait("two steps of the module", lambda: jobs.step("by-module") > 1)
+    code, out, _ = cli("plot", "by-module")  # Reads the file in a pod.
+    assert code == 0 and out.startswith("by-module: 0 restarts\nloss") and "now" in out

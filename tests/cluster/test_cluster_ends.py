@@ -111,6 +111,10 @@ def test_another_checkouts_cluster_is_refused_and_left_alone(other: Cluster, tmp
     assert done.returncode == 1
     assert f"slot {other.settings.slot} is taken by the cluster of {Path(__file__).parents[2]}" in done.stderr
     assert "DDPJOB_CLUSTER_SLOT" in done.stderr
+    # By this a test run finds a slot that is free.
+    assert not other.is_anothers()
+    ask = "from testcluster.cluster import Cluster; print(Cluster().is_anothers())"
+    assert processes.run(sys.executable, "-c", ask, env=env).strip() == "True"
     assert other.ready_nodes() == {"n1"}
 
 

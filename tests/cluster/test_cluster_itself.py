@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 import urllib.request
 from typing import Any
@@ -15,6 +17,34 @@ from testcluster.cluster import Cluster
 pytestmark = pytest.mark.usefixtures("cluster_machine")
 SERVER = "import http.server as h; h.HTTPServer(('', 8000), h.SimpleHTTPRequestHandler).serve_forever()"
 SLEEP = ["sleep", "600"]
+
+
+MAIN_THREAD_ENDS = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+print(flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_program_lives_until_its_last_thread_has_ended() -> None:
+    """Until then its ports are taken: another kubelet in its place ended with "address already in use"."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", MAIN_THREAD_ENDS], stdin=pipe, stdout=pipe) as program:
+        stat = processes._stat(program.pid)
+        assert stat is not None
+        recorded = processes.Process("program", program.pid, stat.started)
+        assert program.stdout is not None and program.stdin is not None
+        program.stdout.readline()
+        processes.wait_for("the end of its main thread", lambda: _state(program.pid) == "Z", timeout=20)
+        assert recorded.alive()
+        program.stdin.close()
+        processes.wait_for("its end", lambda: not recorded.alive(), timeout=20)
+
+
+def _state(pid: int) -> str:
+    stat = processes._stat(pid)
+    return stat.state if stat is not None else ""
 
 
 def headless(name: str) -> dict[str, Any]:

@@ -32,7 +32,10 @@ def ghost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 class Reported:
-    """What the watch reported of one node: True and False of its readiness, `out` when tainted, None when gone."""
+    """What the watch reported of one node: True and False of its readiness, `out` when tainted, None when gone.
+
+    Kubernetes taints a new node as not ready, and takes that back at its first look: from then on it is of interest.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.news = name, []  # type: str, list[object]
@@ -43,8 +46,9 @@ class Reported:
         assert hosts is not None
         self.calls += 1
         self._more.set()
-        if self.name in changed:
-            host = hosts.get(self.name)
+        host = hosts.get(self.name)
+        new = host is not None and any(key == "node.kubernetes.io/not-ready" for key, _, _ in host.taints)
+        if self.name in changed and not new:
             gone = host is None or host.deleted
             self.news.append(None if gone else "out" if host.out_of_service else host.ready)
 

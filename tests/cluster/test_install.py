@@ -58,6 +58,8 @@ replicas: 2
 shards: 3
 workers: 4
 logLevel: DEBUG
+jobClasses: {h100: {spec: {image: "train:1"}, limits: {maxNodes: 4}}}
+notify: {secretName: webhooks, receivers: {team: [vision], all: ["*"]}, link: "https://grafana/{namespace}/{job}"}
 key: {existingSecret: given}
 metrics:
   port: 9191
@@ -124,9 +126,15 @@ def test_every_value_arrives(cluster: Cluster, every_value: Path) -> None:
         "HEALTH_PORT": "8181",
         "METRICS_PORT": "9191",
         "LEASE_NAMESPACE": "ddpjob-system",
+        "RECEIVERS": '{"all":["*"],"team":["vision"]}',
+        "RECEIVERS_FOLDER": "/etc/ddpjob/receivers",
+        "NOTIFY_LINK": "https://grafana/{namespace}/{job}",
+        "CLASSES": '{"h100":{"limits":{"maxNodes":4},"spec":{"image":"train:1"}}}',
         "METRICS_PEERS": '[{"namespaceSelector":{"matchLabels":{"team":"monitoring"}}}]',
     }
     assert {name: environment[f"DDPJOB_OPERATOR_{name}"]["value"] for name in expected} == expected
+    assert operator["volumeMounts"] == [{"name": "receivers", "mountPath": "/etc/ddpjob/receivers", "readOnly": True}]
+    assert spec["volumes"] == [{"name": "receivers", "secret": {"secretName": "webhooks"}}]
     assert {document["kind"] for document in documents}.isdisjoint({"Secret", "ServiceAccount"})
     (monitor,) = of_kind(documents, "ServiceMonitor")
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
@@ -163,9 +171,16 @@ def test_environment_names_are_the_operators_own(cluster: Cluster) -> None:
     documents = render(cluster, "--set", "watchNamespaces={one,two}")
     assert not of_kind(documents, "PodDisruptionBudget"), "it would block nothing with one replica"
     for variable in container(documents)["env"]:
-        assert variable["name"].removeprefix(PREFIX).lower() in Settings.__dataclass_fields__
+        name = variable["name"].removeprefix(PREFIX)
+        assert name.lower() in Settings.__dataclass_fields__ or name in (
+            "NODE_CONDITIONS",
+            "NODE_TAINTS",
+            "NOTIFY_LINK",
+            "RECEIVERS_FOLDER",
+        )
         values.setdefault(variable["name"], variable.get("value", ""))
     settings = Settings.from_environment(values)
+    assert settings.node_health.conditions and settings.node_health.taints
     assert settings.namespaces == ("one", "two")
     assert settings.metrics_peers == ()
     (deployment,) = of_kind(documents, "Deployment")
@@ -206,6 +221,9 @@ def test_a_list_of_namespaces_needs_no_cluster_role(cluster: Cluster) -> None:
         ("extraEnv[0].name=DDPJOB_OPERATOR_KEY", "/extraEnv/0/name"),
         ("podLabels.app\\.kubernetes\\.io/instance=mine", "remove it from podLabels"),
         ("serviceAccount.create=false", "serviceAccount.name"),
+        ("notify.receivers.team={*}", "set notify.secretName"),
+        ("notify.secretName=a,notify.receivers.team={Vision}", "/notify/receivers/team/0"),
+        ("notify.link=example", "/notify/link"),
         ("metrics.port=0,metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.enabled"),
     ],
 )
@@ -272,10 +290,16 @@ ALLOWED = {
     "secrets": {"create"},
     "networkpolicies.networking.k8s.io": {"get", "list", "watch", "create"},
     "poddisruptionbudgets.policy": {"get", "list", "watch", "create"},
+    "podgroups.scheduling.k8s.io": {"get", "list", "watch", "create", "delete"},
+    "workloads.kueue.x-k8s.io": {"get", "list", "watch", "create", "delete"},
+    "workloads.kueue.x-k8s.io/status": {"update"},
+    "resourceflavors.kueue.x-k8s.io": {"get"},
+    "workloadpriorityclasses.kueue.x-k8s.io": {"get"},
+    "priorityclasses.scheduling.k8s.io": {"get"},
     "leases.coordination.k8s.io": {"create"},
     "leases.coordination.k8s.io/ddpjob-jobs": {"get", "update"},
     "nodes": {"get", "list", "watch"},
-    "persistentvolumeclaims": {"get"},
+    "persistentvolumeclaims": {"get", "create"},
     "events.events.k8s.io": {"create"},
     "customresourcedefinitions.apiextensions.k8s.io": {"list", "watch"},
 }

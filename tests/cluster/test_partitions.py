@@ -95,10 +95,15 @@ class Partitioned:
             for rule in rules:
                 processes.succeeds(*enter, "--delete", *rule, "--jump", "DROP")
 
+    def lines(self) -> list[str]:
+        """Of the script's own files, with their ends."""
+        files = [path for path in self.folder.iterdir() if not path.name.startswith(".")]
+        return [line for path in files for line in path.read_text().splitlines(keepends=True)]
+
     def steps(self) -> list[Steps]:
         """Of each round, oldest first."""
         found: dict[tuple[int, int], Steps] = {}
-        for line in (line for path in self.folder.iterdir() for line in path.read_text().splitlines(keepends=True)):
+        for line in self.lines():
             if not line.endswith("\n"):
                 continue  # just being written
             fence, ranks, at, _ = line.split()
@@ -142,7 +147,7 @@ def test_two_groups_never_train_at_once_whatever_is_cut_and_whatever_the_clocks_
     def note(what: str) -> None:
         print(f"{time.monotonic() - began:5.1f} s: {what}")
 
-    stamps = [line.split() for path in stage.folder.iterdir() for line in path.read_text().splitlines()]
+    stamps = [line.split() for line in stage.lines()]
     skews = sorted({round(float(wall) - float(at) - (time.time() - time.monotonic())) for _, _, at, wall in stamps})
     assert [skews[0], skews[-1]] == [-120, 0]
 

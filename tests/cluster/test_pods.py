@@ -53,7 +53,8 @@ def test_what_a_pod_finds(jobs: Jobs) -> None:
     name = f"look-1-0.look.{jobs.namespace}.svc.cluster.local"
     found = run("look-0-0", f"python3 -c \"import socket; print(socket.gethostbyname('{name}'))\"")
     assert found == jobs.pods()["look-1-0"]["status"]["podIP"]
-    assert run("look-0-0", "touch /checkpoints/x && ls /opt/ddpjob").split() == ["ddpjob_report", "ddpjob_runtime"]
+    mounted = run("look-0-0", "touch /checkpoints/x && ls /opt/ddpjob").split()
+    assert mounted == ["ddpjob_report.py", "ddpjob_runtime", "ddpjob_worker.py"]
     owned = jobs.cluster.kubectl_json(
         "get", "pods,services,configmaps", "--namespace", jobs.namespace, "--selector=ddpjob.io/job=look"
     )

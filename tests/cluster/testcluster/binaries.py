@@ -42,7 +42,7 @@ def _link_flags() -> str:
     return " ".join(["-s -w", *(f"-X k8s.io/component-base/version.{name}={it}" for name, it in values.items())])
 
 
-_FLAGS = (
+FLAGS = (
     "-trimpath",
     "-mod=readonly",
     "-buildvcs=false",
@@ -51,7 +51,7 @@ _FLAGS = (
     "-gcflags=all=-dwarf=false",
     f"-ldflags={_link_flags()}",
 )
-_ENVIRONMENT = {"CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
+ENVIRONMENT = {"CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
 
 
 def given_folder() -> Path | None:
@@ -71,7 +71,7 @@ def given_folder() -> Path | None:
 
 def key() -> str:
     """Changes with the module's sources, pins and flags."""
-    digest = hashlib.sha256(repr((PACKAGES, _FLAGS, _ENVIRONMENT)).encode())
+    digest = hashlib.sha256(repr((PACKAGES, FLAGS, ENVIRONMENT)).encode())
     for file in sorted(MODULE.rglob("*")):
         if file.suffix in (".go", ".mod", ".sum"):
             digest.update(f"{file.relative_to(MODULE)}\0".encode() + file.read_bytes())
@@ -110,11 +110,11 @@ def _build(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
         target = Path(temporary) / "bin"
         target.mkdir()
-        command = [go, "build", *_FLAGS, "-o", f"{target}/", *PACKAGES.values()]
+        command = [go, "build", *FLAGS, "-o", f"{target}/", *PACKAGES.values()]
         done = subprocess.run(
             command,
             cwd=MODULE,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

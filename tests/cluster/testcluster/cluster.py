@@ -32,6 +32,10 @@ class State:
     keep: bool
 
 
+def _is_intact(state: State) -> bool:
+    return all(process.alive() for process in processes.recorded_in(Path(state.run)))
+
+
 @dataclass(frozen=True)
 class Cluster:
     """A cluster of this machine. `settings.slot` distinguishes it from others."""
@@ -95,9 +99,14 @@ class Cluster:
             f"end it there with `python -m testcluster down`, or set DDPJOB_CLUSTER_SLOT to another number"
         )
 
+    def is_anothers(self) -> bool:
+        """True when another checkout's cluster is up in this slot, or is just being started there."""
+        state = self.state()
+        return state is not None and state.checkout != str(CHECKOUT) and (not state.ready or _is_intact(state))
+
     def _reusable(self, state: State) -> bool:
         """True when the recorded cluster is ours and whole; what is ours and broken is rebuilt."""
-        intact = state.ready and all(process.alive() for process in processes.recorded_in(Path(state.run)))
+        intact = state.ready and _is_intact(state)
         if state.checkout != str(CHECKOUT) or state.run != str(self.settings.run):
             if intact:
                 raise ClusterError(self._foreign(state))

@@ -8,6 +8,9 @@ from testcluster import pki
 from testcluster.processes import spawn, succeeds, wait_for
 from testcluster.settings import Settings
 
+GATES = "--feature-gates=GenericWorkload=true,GangScheduling=true,WorkloadAwarePreemption=true"
+"""Kubernetes' own gangs, which release 1.36 has switched off."""
+
 
 def create_credentials(settings: Settings) -> pki.Authority:
     """Certificates of every part but the nodes'."""
@@ -79,8 +82,12 @@ def _api_flags(settings: Settings) -> list[str]:
         "--authorization-mode=Node,RBAC",
         "--enable-admission-plugins=NodeRestriction",
         "--allow-privileged=true",
+        # Webhooks are asked by a pod's address: no kube-proxy beside the API server makes a Service's lead to it.
+        "--enable-aggregator-routing=true",
         "--max-requests-inflight=2000",
         "--max-mutating-requests-inflight=1000",
+        "--runtime-config=scheduling.k8s.io/v1alpha2=true",
+        GATES,
     ]
 
 
@@ -102,13 +109,18 @@ def start_controllers(settings: Settings, programs: Path) -> None:
         f"--root-ca-file={folder}/ca.crt",
         "--use-service-account-credentials=true",
     ]
-    manager += ["--leader-elect=false", "--node-monitor-period=1s", "--node-monitor-grace-period=8s"]
+    manager += [GATES, "--leader-elect=false", "--node-monitor-period=1s", "--node-monitor-grace-period=8s"]
     spawn(settings, "kube-controller-manager", netns, manager)
     spawn(
         settings,
         "kube-scheduler",
         netns,
-        [programs / "kube-scheduler", f"--kubeconfig={settings.run}/kube-scheduler.kubeconfig", "--leader-elect=false"],
+        [
+            programs / "kube-scheduler",
+            f"--kubeconfig={settings.run}/kube-scheduler.kubeconfig",
+            "--leader-elect=false",
+            GATES,
+        ],
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from machine import slowness
 
@@ -49,18 +50,27 @@ class Process:
     started: int
 
     def alive(self) -> bool:
+        """A killed process is a zombie while some of its threads still end: until then its ports are taken."""
         stat = _stat(self.pid)
-        return stat is not None and stat[0] != "Z" and stat[1] == self.started
+        return stat is not None and stat.started == self.started and (stat.state != "Z" or stat.threads > 1)
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
-    """(state, start time) of a process, None when there is none. proc(5): fields 3 and 22; field 2 may hold spaces."""
+class _Stat(NamedTuple):
+    """Of proc(5): fields 3, 20 and 22."""
+
+    state: str
+    threads: int
+    started: int
+
+
+def _stat(pid: int) -> _Stat | None:
+    """None when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()
-    return fields[0], int(fields[19])
+    fields = text.rpartition(")")[2].split()  # Field 2 may hold spaces.
+    return _Stat(fields[0], int(fields[17]), int(fields[19]))
 
 
 def spawn(
@@ -86,7 +96,7 @@ def spawn(
     stat = _stat(child.pid)
     if stat is None:
         raise ClusterError(f"{name} ended at once: see {settings.run}/log/{name}.log")
-    process = Process(name, child.pid, stat[1])
+    process = Process(name, child.pid, stat.started)
     (settings.run / "pid" / name).write_text(json.dumps({"pid": process.pid, "started": process.started}))
     return process
 

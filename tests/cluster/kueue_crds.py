@@ -1,0 +1,51 @@
+"""Kueue's definitions in the test cluster, from its Go module."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from testcluster import processes
+from testcluster.cluster import Cluster
+
+Json = dict[str, Any]
+VERSION = "v0.19.0"
+API = "kueue.x-k8s.io/v1beta2"
+
+
+def module() -> Path:
+    """The folder of Kueue's module, which Go fetches once. Skips the test where it cannot."""
+    done = subprocess.run(
+        ["go", "mod", "download", "-json", f"sigs.k8s.io/kueue@{VERSION}"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found: Json = json.loads(done.stdout or "{}")
+    if done.returncode or "Dir" not in found:
+        pytest.skip(f"Kueue's module cannot be fetched: {found.get('Error') or done.stderr}")
+    return Path(found["Dir"])
+
+
+def install(cluster: Cluster) -> None:
+    """Kueue's CRDs, served. Without its conversion webhook: only one version is used."""
+    folder = module() / "config" / "components" / "crd" / "bases"
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "--filename", str(folder))
+    listing = ("get", "workloads.kueue.x-k8s.io,localqueues.kueue.x-k8s.io,resourceflavors.kueue.x-k8s.io", "-A")
+    processes.wait_for("the API server to serve Workloads", lambda: cluster.succeeds(*listing), timeout=60)
+
+
+def remove(cluster: Cluster) -> None:
+    """Removes the CRDs, and with them all their objects."""
+    names = [yaml.safe_load(path.read_text())["metadata"]["name"] for path in module().glob("config/**/bases/*.yaml")]
+    cluster.kubectl("delete", "customresourcedefinition", "--ignore-not-found", *names, timeout=300)
+
+
+def flavor(name: str, labels: Json) -> Json:
+    """A ResourceFlavor: the Kubernetes nodes with these labels."""
+    return {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": name}, "spec": {"nodeLabels": labels}}

@@ -1,0 +1,141 @@
+"""Gangs on Kubernetes' own scheduler: jobs that each need all GPUs, a replacement, and preemption by priority.
+
+The GPUs are made up: the scheduler alone deals with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from jobs import Jobs, Json, job, steps_job
+from testcluster.cluster import Cluster
+
+GPU = "example.com/gpu"
+ONE_GPU: Json = {"gpusPerNode": 1, "gpuResource": GPU}
+
+
+class Gpus:
+    """One on each of two Kubernetes nodes, or none."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def each(self, number: int) -> None:
+        for node in self.cluster.nodes[:2]:
+            self.cluster.set_gpus(node, number, GPU)
+
+
+@pytest.fixture
+def gpus(cluster: Cluster) -> Iterator[Gpus]:
+    if not cluster.succeeds("get", "--raw", "/apis/scheduling.k8s.io/v1alpha2"):
+        pytest.skip("this cluster serves no PodGroups")
+    made = Gpus(cluster)
+    yield made
+    made.each(0)
+
+
+@pytest.fixture
+def priorities(cluster: Cluster, namespace: str) -> Iterator[tuple[str, str]]:
+    """Names of a low and of a high PriorityClass."""
+    names = f"{namespace}-low", f"{namespace}-high"
+    for value, name in zip((-10, 1000), names, strict=True):
+        manifest = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": name}}
+        cluster.apply(manifest | {"value": value})
+    yield names
+    cluster.kubectl("delete", "priorityclass", *names)
+
+
+def sleeping_job(name: str, seconds: int, **spec: object) -> Json:
+    return job(name, command=["sleep", str(seconds)], **ONE_GPU, **spec)
+
+
+def held(jobs: Jobs, name: str) -> list[str]:
+    """Pods of a job that have a Kubernetes node and have not ended."""
+    return [
+        pod
+        for pod, body in jobs.pods().items()
+        if pod.startswith(f"{name}-") and body["spec"].get("nodeName") and body["status"]["phase"] != "Succeeded"
+    ]
+
+
+def group_of(pod: Json) -> str:
+    return str(pod["spec"].get("schedulingGroup", {}).get("podGroupName", ""))
+
+
+def test_two_halves_wait_for_each_other_without_a_gang(jobs: Jobs, gpus: Gpus) -> None:
+    """Why gangs exist. The scheduler tries pods in the order in which they came."""
+    for name in ("one", "two"):
+        jobs.apply(steps_job(name, 5, scheduling={"gang": False}, **ONE_GPU))
+        jobs.wait(f"the pods of {name}", lambda name=name: {f"{name}-0-0", f"{name}-1-0"} <= set(jobs.pods()))
+    jobs.kill("one-1-0")
+    jobs.wait("its successor", lambda: "one-1-1" in jobs.pods())
+    gpus.each(1)
+    jobs.wait("each has half", lambda: len(held(jobs, "one")) == len(held(jobs, "two")) == 1)
+    time.sleep(5)
+    assert len(held(jobs, "one")) == len(held(jobs, "two")) == 1
+    assert not any(map(group_of, jobs.pods().values()))
+
+
+def test_one_of_two_gangs_runs_and_the_other_holds_nothing_until_it_can(jobs: Jobs, gpus: Gpus) -> None:
+    for name in ("one", "two"):
+        jobs.apply(sleeping_job(name, 8))
+    for name in ("one", "two"):
+        jobs.wait(f"the pods of {name}", lambda name=name: {f"{name}-0-0", f"{name}-1-0"} <= set(jobs.pods()))
+    jobs.wait(
+        "it is said why", lambda: "2 nodes with 1 GPU each at once" in jobs.condition("one", "Scheduled")["message"]
+    )
+    assert "0 of them would fit now" in jobs.condition("one", "Scheduled")["message"]
+    assert not jobs.pods("coordinator")["one-coordinator-0"]["spec"].get("nodeName"), "it waits, too"
+    gpus.each(1)
+    jobs.wait("one runs", lambda: any(jobs.status(name)["phase"] == "Running" for name in ("one", "two")))
+    first, second = ("one", "two") if jobs.status("one")["phase"] == "Running" else ("two", "one")
+    while jobs.status(first)["phase"] == "Running":
+        assert not held(jobs, second) or jobs.status(first)["phase"] != "Running"
+        time.sleep(0.5)
+    jobs.wait_phase(first, "Complete")
+    jobs.wait_phase(second, "Complete")
+    for name in ("one", "two"):
+        assert jobs.status(name)["restarts"]["total"] == 0
+    jobs.kubectl("delete", "ddpjobs", "--all")
+    left = ("get", "podgroups", "--namespace", jobs.namespace)
+    jobs.wait("no PodGroup is left", lambda: not jobs.cluster.kubectl_json(*left)["items"])
+
+
+def test_a_lost_pod_of_a_gang_is_replaced_at_once_and_spares_come_later(jobs: Jobs, gpus: Gpus) -> None:
+    gpus.each(1)
+    jobs.apply(steps_job("lossy", 1000, spares=1, recovery={"mode": "Fast"}, **ONE_GPU))
+    jobs.wait_phase("lossy", "Running")
+    assert group_of(jobs.pods()["lossy-1-0"]) == "lossy-gang-0"
+    group = jobs.cluster.kubectl_json("get", "podgroup", "lossy-gang-0", "--namespace", jobs.namespace)
+    assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 3}}, "two nodes and the coordinator"
+    assert not group_of(jobs.pods("spare")["lossy-2-0"]), "there is no room for it, and that is nobody's concern"
+    jobs.kubectl("delete", "ddpjob", "lossy")
+
+    jobs.apply(steps_job("again", 1000, recovery={"mode": "Fast"}, **ONE_GPU))
+    jobs.wait_phase("again", "Running")
+    jobs.kill("again-1-0")
+    jobs.wait("its successor has a node", lambda: "again-1-1" in held(jobs, "again"), timeout=20)
+    assert not group_of(jobs.pods()["again-1-1"])
+    jobs.wait_phase("again", "Running")
+    assert jobs.status("again")["rendezvous"]["generation"] == 0
+
+
+def test_a_preempted_job_gives_up_all_its_gpus_and_continues_when_there_is_room(
+    jobs: Jobs, gpus: Gpus, priorities: tuple[str, str]
+) -> None:
+    """One GPU would have been enough for the other."""
+    low, high = priorities
+    gpus.each(1)
+    jobs.apply(steps_job("low", 100_000, scheduling={"priorityClassName": low}, **ONE_GPU))
+    jobs.wait_phase("low", "Running")
+    jobs.apply(sleeping_job("high", 20, nodes=1, scheduling={"priorityClassName": high}))
+    jobs.wait_phase("high", "Running")
+    jobs.wait("low holds nothing", lambda: not held(jobs, "low"), timeout=60)
+    assert jobs.status("high")["phase"] == "Running"
+    jobs.wait("it waits as a gang", lambda: jobs.status("low").get("gang") == {"nodes": 2})
+    jobs.wait_phase("high", "Complete")
+    jobs.wait_phase("low", "Running", timeout=120)
+    counts = jobs.status("low")["restarts"]
+    assert counts["counted"] == 0 and {r["reason"] for r in counts["recent"]} <= {"Preempted", "Yielded"}

@@ -1,0 +1,222 @@
+"""Jobs in queues of Kueue's own controllers: quota, priority, other sizes, deletion.
+
+Skipped unless DDPJOB_TEST_KUEUE is set: building Kueue's manager takes long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import kueue_crds
+import kueue_manager
+import pytest
+from jobs import Jobs, Json, job, steps_job
+from operator_process import install_crd
+from testcluster.cluster import Cluster
+from testcluster.settings import Settings
+
+GPU = "example.com/gpu"
+ONE_GPU: Json = {"gpusPerNode": 1, "gpuResource": GPU, "scheduling": {"onePodPerNode": False}}
+WORKLOAD = "workloads.kueue.x-k8s.io"
+LABELS = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kueue(cluster: Cluster, cluster_machine: Settings) -> Iterator[None]:
+    """Before the operator, which looks for Workloads when it starts."""
+    manager = kueue_manager.program(cluster_machine)
+    install_crd(cluster)
+    kueue_manager.install(cluster, manager)
+    for node in cluster.nodes[:2]:
+        cluster.set_gpus(node, 8, GPU)
+    yield
+    for node in cluster.nodes[:2]:
+        cluster.set_gpus(node, 0, GPU)
+    kueue_manager.remove(cluster, manager)
+
+
+@dataclass
+class Queue:
+    """A ClusterQueue with so many GPUs of the first Kubernetes node, its flavor, and a LocalQueue, `team`."""
+
+    jobs: Jobs
+    host: str
+
+    def offer(self, gpus: int, local: str = "team", **spec: object) -> None:
+        name, quota = self.jobs.namespace, {"cpu": 8, "memory": "8Gi", GPU: gpus}
+        flavor = {"name": name, "resources": [{"name": key, "nominalQuota": it} for key, it in quota.items()]}
+        rules = {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}},
+            "preemption": {"withinClusterQueue": "LowerPriority"},
+            "resourceGroups": [{"coveredResources": [*quota], "flavors": [flavor]}],
+        }
+        queue = {"apiVersion": kueue_crds.API, "kind": "ClusterQueue", "metadata": {"name": name}}
+        team = {"apiVersion": kueue_crds.API, "kind": "LocalQueue", "metadata": {"name": local}}
+        self.jobs.cluster.apply(
+            kueue_crds.flavor(name, {"kubernetes.io/hostname": self.host}),
+            {**queue, "spec": {**rules, **spec}},
+            {**team, "spec": {"clusterQueue": name}},
+            namespace=name,
+        )
+
+    def priority(self, suffix: str, value: int) -> str:
+        name = f"{self.jobs.namespace}-{suffix}"
+        kind = {"apiVersion": kueue_crds.API, "kind": "WorkloadPriorityClass", "metadata": {"name": name}}
+        self.jobs.cluster.apply({**kind, "value": value})
+        return name
+
+    def used(self) -> int:
+        """GPUs of the quota that are reserved, as Kueue counts them."""
+        status = self.jobs.cluster.kubectl_json("get", "clusterqueue", self.jobs.namespace).get("status", {})
+        [flavor] = status.get("flavorsReservation") or [{"resources": []}]
+        return next((int(it["total"]) for it in flavor["resources"] if it["name"] == GPU), 0)
+
+
+@pytest.fixture
+def queue(jobs: Jobs, cluster: Cluster) -> Iterator[Queue]:
+    yield Queue(jobs, cluster.nodes[0])
+    jobs.kubectl("delete", "ddpjobs", "--all")
+    jobs.wait("nothing is left", lambda: not workloads(jobs))
+    for suffix in ("low", "high"):
+        cluster.kubectl("delete", "workloadpriorityclass", f"{jobs.namespace}-{suffix}", "--ignore-not-found")
+    cluster.kubectl("delete", "clusterqueue,resourceflavor", jobs.namespace, "--ignore-not-found")
+
+
+def queued(manifest: Json, priority: str = "", queue: str = "team") -> Json:
+    values = (queue, priority) if priority else (queue,)
+    manifest["metadata"]["labels"] = dict(zip(LABELS, values, strict=False))
+    return manifest
+
+
+def sleeping(name: str, seconds: int = 1000, **spec: object) -> Json:
+    return job(name, command=["sleep", str(seconds)], **{**ONE_GPU, **spec})
+
+
+def until_let(name: str, folder: Path) -> Json:
+    """A job that runs until `folder/end` exists."""
+    storage = {"checkpoints": {"hostPath": str(folder), "shared": True}}
+    command = ["sh", "-c", "until test -e /checkpoints/end; do sleep 0.5; done"]
+    return job(name, command=command, storage=storage, **ONE_GPU)
+
+
+def workloads(jobs: Jobs) -> dict[str, Json]:
+    found = jobs.cluster.kubectl_json("get", WORKLOAD, "--namespace", jobs.namespace)
+    return {w["metadata"]["name"]: w for w in found["items"]}
+
+
+def workload_of(jobs: Jobs, name: str) -> Json:
+    """The one that has not finished; an empty one while there is none."""
+    own = [w for key, w in workloads(jobs).items() if key.startswith(f"{name}-queue-")]
+    return next((w for w in own if conditions(w).get("Finished", ("", ""))[0] != "True"), {})
+
+
+def conditions(workload: Json) -> dict[str, tuple[str, str]]:
+    return {c["type"]: (c["status"], c["reason"]) for c in workload.get("status", {}).get("conditions", ())}
+
+
+def alive(jobs: Jobs, name: str) -> list[str]:
+    pods = {**jobs.pods(), **jobs.pods("coordinator")}
+    ended = ("Succeeded", "Failed")
+    return [pod for pod, it in pods.items() if pod.startswith(f"{name}-") and it["status"]["phase"] not in ended]
+
+
+def says(jobs: Jobs, name: str, words: str, kind: str = "Suspended") -> Callable[[], bool]:
+    return lambda: words in jobs.condition(name, kind).get("message", "")
+
+
+def test_one_that_fits_runs_where_its_flavor_is_and_the_next_waits_for_its_end(
+    jobs: Jobs, queue: Queue, tmp_path: Path
+) -> None:
+    queue.offer(gpus=3)
+    jobs.apply(queued(until_let("first", tmp_path)))
+    jobs.wait_phase("first", "Running")
+    for pod in [*jobs.pods().values(), *jobs.pods("coordinator").values()]:
+        assert pod["spec"]["nodeName"] == queue.host
+        assert pod["spec"]["nodeSelector"] == {"kubernetes.io/hostname": queue.host}
+    jobs.wait(
+        "Kueue hears of it", lambda: conditions(workload_of(jobs, "first")).get("PodsReady") == ("True", "Started")
+    )
+    jobs.wait("its quota is taken", lambda: queue.used() == 2)
+    jobs.apply(queued(sleeping("second", 1)))
+    jobs.wait("it is said why", says(jobs, "second", f"insufficient unused quota for {GPU}"))
+    assert jobs.status("second")["phase"] == "Queued" and "Queued" in jobs.kubectl("get", "ddpjob", "second")
+    assert not alive(jobs, "second")
+    (tmp_path / "end").touch()
+    jobs.wait_phase("second", "Complete", timeout=180)
+    assert jobs.status("first")["phase"] == "Complete"
+    assert {conditions(w)["Finished"] for w in workloads(jobs).values()} == {("True", "Succeeded")}
+    jobs.wait("all quota is free", lambda: queue.used() == 0)
+
+
+def test_a_job_in_a_queue_that_is_not_there_or_that_can_never_hold_it_says_so(jobs: Jobs, queue: Queue) -> None:
+    jobs.apply(queued(sleeping("early")))
+    jobs.wait("no queue", says(jobs, "early", "LocalQueue team doesn't exist"))
+    queue.offer(gpus=1)
+    jobs.wait("too large", says(jobs, "early", "insufficient quota for"))
+    queue.offer(gpus=2)
+    jobs.wait_phase("early", "Running")
+
+
+def test_a_job_of_a_higher_priority_takes_the_quota_and_the_other_continues_later(
+    jobs: Jobs, queue: Queue, tmp_path: Path
+) -> None:
+    queue.offer(gpus=2)
+    low, high = queue.priority("low", 1), queue.priority("high", 100)
+    storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
+    saving = steps_job("low", 100_000, "--saved=/checkpoints/last.pt", storage=storage, **ONE_GPU)
+    jobs.apply(queued(saving, low))
+    jobs.wait_phase("low", "Running")
+    jobs.wait("some steps", lambda: jobs.step("low") > 20)
+    uid = workload_of(jobs, "low")["metadata"]["uid"]
+    jobs.apply(queued(until_let("high", tmp_path), high))
+    jobs.wait_phase("low", "Queued")
+    reached = jobs.step("low")
+    jobs.wait_phase("high", "Running")
+    assert not alive(jobs, "low")
+    assert workload_of(jobs, "low")["metadata"]["uid"] == uid, "its place is kept"
+    (tmp_path / "end").touch()
+    jobs.wait_phase("high", "Complete", timeout=180)
+    jobs.wait_phase("low", "Running")
+    log = "".join(jobs.kubectl("logs", pod) for pod in alive(jobs, "low") if "coordinator" not in pod)
+    first = int(log.split("begins at step ")[1].split()[0])
+    assert first >= reached > 20
+    assert jobs.status("low").get("restarts", {}).get("counted", 0) == 0
+
+
+def test_other_sizes_are_exchanged_in_place(jobs: Jobs, queue: Queue) -> None:
+    queue.offer(gpus=3)
+    elastic = {"elastic": {"minNodes": 1, "maxNodes": 8}, "nodes": 1}
+    jobs.apply(queued(steps_job("sized", 100_000, **{**ONE_GPU, **elastic})))
+    jobs.wait_phase("sized", "Running")
+    jobs.kubectl("scale", "ddpjob", "sized", "--replicas=2")
+    jobs.wait("two nodes", lambda: jobs.status("sized").get("nodes", {}).get("display") == "2/2")
+    jobs.wait("their quota alone", lambda: queue.used() == 2)
+    jobs.wait_phase("sized", "Running")
+    assert jobs.status("sized")["slots"][0]["attempt"] == 0, "the first pod has lived through it"
+    jobs.kubectl("scale", "ddpjob", "sized", "--replicas=4")
+    jobs.wait("it waits for more", says(jobs, "sized", f"insufficient unused quota for {GPU}", "Admitted"))
+    assert jobs.condition("sized", "Admitted")["reason"] == "Growing" and jobs.status("sized")["phase"] == "Running"
+    jobs.kubectl("scale", "ddpjob", "sized", "--replicas=1")
+    jobs.wait("one node", lambda: len(alive(jobs, "sized")) == 2 and jobs.status("sized")["phase"] == "Running")
+    jobs.wait("its quota alone", lambda: queue.used() == 1)
+    assert jobs.status("sized")["slots"][0]["attempt"] == 0 and jobs.status("sized")["restarts"]["counted"] == 0
+
+
+def test_deletion_leaves_no_workload_and_no_quota(jobs: Jobs, queue: Queue) -> None:
+    queue.offer(gpus=2)
+    for name in ("one", "two"):
+        jobs.apply(queued(sleeping(name)))
+    jobs.wait("one of them", lambda: queue.used() == 2)
+    jobs.wait("both ask", lambda: len(workloads(jobs)) == 2)
+    jobs.kubectl("delete", "ddpjob", "one", "two")
+    jobs.wait("nothing is left", lambda: not workloads(jobs) and not jobs.pods())
+    jobs.wait("all quota is free", lambda: queue.used() == 0)
+
+
+def test_the_default_queue_of_a_namespace_leaves_pods_of_jobs_alone(jobs: Jobs, queue: Queue) -> None:
+    queue.offer(gpus=2, local="default")
+    jobs.apply(queued(sleeping("mine", 3), queue="default"))
+    jobs.wait_phase("mine", "Complete")
+    assert [name.rpartition("-")[0] for name in workloads(jobs)] == ["mine-queue"], "no pod asks for itself"
