@@ -7,7 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-PACKAGES = ("operator/ddpjob", "runtime/ddpjob_runtime", "runtime/ddpjob_report", "trainer/ddpjob_trainer")
+PACKAGES = (
+    *("operator/ddpjob", "runtime/ddpjob_runtime", "runtime/ddpjob_report", "runtime/ddpjob_bucket"),
+    "trainer/ddpjob_trainer",
+)
 BEGIN, END = "<!-- modules: begin -->", "<!-- modules: end -->"
 
 

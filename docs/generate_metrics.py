@@ -96,9 +96,13 @@ def coordinators() -> list[Family]:
 
 def trainers() -> list[Family]:
     """Those of the built-in trainer."""
-    return [
+    single = [
         Family(f"{name}_total" if counts else name, "counter" if counts else "gauge", trainer.LABELS, text.rstrip("."))
         for name, counts, text in trainer._METRICS.values()
+    ]
+    return single + [
+        Family(name, "gauge", (*trainer.LABELS, label), text.rstrip("."))
+        for name, label, text in trainer._BY_LABEL.values()
     ]
 
 
