@@ -4,6 +4,7 @@
 # The tests in parts (tests/README.md):
 #   make unit         a minute: units and the quick part of the simulation
 #   make test-local   everything that needs neither root nor Kubernetes
+#   make test-gpu     what only GPUs can show, on those of this machine; writes build/gpu-results.json
 # And:
 #   make matrix       the runtime's tests on every Python from 3.9 and torch from 2.6 that this machine can get;
 #                     MATRIX="--python=3.9 --torch=none" chooses rows, MATRIX=--all takes every pair and all tests
@@ -33,7 +34,7 @@ IN_VENV = $(VENV)/bin/python -m
 TESTS = $(IN_VENV) pytest --numprocesses=$(WORKERS) --dist=loadfile $(PYTEST)
 TESTCLUSTER = PYTHONPATH=tests:tests/cluster $(IN_VENV) testcluster
 
-.PHONY: help demo unit test-local test matrix lint docs cluster-up cluster-down demo-cluster
+.PHONY: help demo unit test-local test test-gpu matrix lint docs cluster-up cluster-down demo-cluster
 
 help:
 	@sed -n '/^[^#]/q; s/^# \{0,1\}//p' Makefile
@@ -41,6 +42,8 @@ help:
 demo: $(DEMO_READY)
 	$(IN_VENV) ddpjob.cli.demo examples/digits.yaml
 
+# A third worker: many of these tests wait for a process or a timer.
+unit: WORKERS = 3
 unit: $(DEV_READY)
 	$(TESTS) -m "not slow" tests/unit tests/simulation $(wildcard tests/runtime)
 
@@ -57,6 +60,9 @@ test: lint
 	grep -hE "^(FAILED|ERROR) |^=+ .*(passed|failed|error).* =+$$" build/tests-local.txt build/tests-cluster.txt; \
 	exit $$((local || cluster))
 
+test-gpu: $(DEV_READY)
+	$(IN_VENV) pytest -m gpu $(PYTEST) tests/gpu
+
 # Its rows have environments of their own: neither torch nor any other package is needed here.
 matrix: | $(VENV)/bin/python
 	TORCH_INDEX_URL="$(TORCH_INDEX_URL)" $(VENV)/bin/python scripts/matrix.py $(MATRIX)
@@ -64,7 +70,7 @@ matrix: | $(VENV)/bin/python
 lint: $(DEV_READY)
 	$(IN_VENV) ruff check .
 	$(IN_VENV) ruff format --check .
-	$(IN_VENV) mypy operator/ddpjob runtime/ddpjob_runtime runtime/ddpjob_report trainer/ddpjob_trainer
+	$(IN_VENV) mypy operator/ddpjob runtime/ddpjob_runtime runtime/ddpjob_report runtime/ddpjob_bucket trainer/ddpjob_trainer
 	$(VENV)/bin/lint-imports
 
 # Not --quiet: it would swallow the warnings that --strict counts. The variable silences a notice of the theme about its successor.
