@@ -162,7 +162,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """A terminal sends it to the launcher's whole process group."""
     process = launch(tmp_path, "--spawn=2", *SHORT, "train.epochs=4000", f"checkpoint.dir={tmp_path / 'c'}")
     metrics = tmp_path / "c" / "run" / "metrics.jsonl"
-    until(lambda: metrics.exists() and '"step"' in metrics.read_text(), 120)
+    until(lambda: metrics.exists() and '"event": "step"' in metrics.read_text(), 120)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(30 * slowness()) == 75, output(tmp_path)
     assert '"event": "stop"' in metrics.read_text()
@@ -174,7 +174,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     process = launch(tmp_path, "--spawn=2", *SHORT, "train.epochs=4000", f"checkpoint.dir={tmp_path / 'c'}")
     metrics = tmp_path / "c" / "run" / "metrics.jsonl"
-    until(lambda: metrics.exists() and '"step"' in metrics.read_text(), 120)
+    until(lambda: metrics.exists() and '"event": "step"' in metrics.read_text(), 120)
     assert len(processes_with(str(tmp_path))) > 2
     process.kill()
     process.wait()
