@@ -57,7 +57,7 @@ test: lint
 	@mkdir -p build
 	$(TESTS) -m "not cluster" | tee build/tests-local.txt; local=$$?; \
 	$(TESTS) -m cluster | tee build/tests-cluster.txt; cluster=$$?; \
-	grep -hE "^(FAILED|ERROR|_+ FLAKY,) |^=+ .*(passed|failed|error).* =+$$" build/tests-local.txt build/tests-cluster.txt; \
+	grep -hE "^(FAILED|ERROR) |^=+ .*(passed|failed|error).* =+$$" build/tests-local.txt build/tests-cluster.txt; \
 	exit $$((local || cluster))
 
 test-gpu: $(DEV_READY)

@@ -1,4 +1,4 @@
-"""Puts this folder on the import path, for what several kinds of tests share, marks slow tests, and limits retries."""
+"""Puts this folder on the import path, for what several kinds of tests share, and marks the slow tests."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ SLOW = (
     "unit/test_site.py",
 )
 """What takes long, in CPU seconds: other programs, and searches through thousands of cases."""
-MOST_FLAKY = 2
-"""Tests of a run that may pass at the second try only, where `--reruns` allows one at all."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,25 +42,3 @@ def _is_slow(item: pytest.Item) -> bool:
         return True
     imported = vars(getattr(item, "module", object)).values()
     return any(getattr(it, "__module__", getattr(it, "__name__", None)) in HARNESSES for it in imported)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """One test that fails once may be the machine's fault; several are ours."""
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and session.exitstatus == pytest.ExitCode.OK and len(_flaky(reporter)) > MOST_FLAKY:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How each test failed that has passed since: with that its cause is looked for."""
-    flaky = _flaky(terminalreporter)
-    for name, report in flaky.items():
-        terminalreporter.write_sep("_", f"FLAKY, at the first try: {name}")
-        terminalreporter.write_line(report.longreprtext)
-    if len(flaky) > MOST_FLAKY:
-        terminalreporter.write_line(f"FAILED {len(flaky)} tests needed a second try; at most {MOST_FLAKY} may")
-
-
-def _flaky(reporter: pytest.TerminalReporter) -> dict[str, pytest.TestReport]:
-    return {report.nodeid: report for report in reporter.stats.get("rerun", [])}
