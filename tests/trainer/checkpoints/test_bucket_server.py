@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ddpjob_bucket import Bucket
 from machine import slowness
-from ranks import final_losses
+from ranks import final_losses, until
 from s3_server import BUCKET, Server, SlowLine, serving
 
 pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
@@ -82,13 +81,6 @@ def ended(process: subprocess.Popen[bytes], place: Path, seconds: float = 120) -
     except subprocess.TimeoutExpired:
         process.kill()
         raise AssertionError((place / "out.txt").read_text()[-3000:]) from None
-
-
-def until(reached: object, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds * slowness()
-    while not reached():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "not reached"
-        time.sleep(0.01)
 
 
 def every_sample_once(place: Path) -> bool:
