@@ -3,8 +3,9 @@
     python -m benchmarks.launcher_memory [--table docs/recovery.md]
 
 One node with two workers under `ddpjob run`, whose script imports torch, makes an optimizer's step and waits. Linux
-shares the pages of forked processes until one writes to them: a process' own memory is what nobody else has (USS), and
-the node's is the sum of each page's share (PSS).
+shares the pages of forked processes until one writes to them. What is written is counted here: a process' own are the
+pages that it alone holds, and its share is a part of each page that it shares. Pages of the libraries' files are in the
+resident size only: all pods of a machine that use the same image share them, and the kernel can drop them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ time.sleep(1000)
 
 
 def measure(mode: str, folder: Path) -> list[tuple[str, float, float, float]]:
-    """(process, resident, own, share) of each process of the node, in MiB."""
+    """(process, resident, own written, share of what is written) of each process of the node, in MiB."""
     name, ready = f"memory-{mode.lower()}", folder / mode
     ready.mkdir()
     (folder / "script.py").write_text(SCRIPT)
@@ -71,13 +72,13 @@ def _of_container(container: str) -> list[tuple[str, float, float, float]]:
         kind = "worker" if not below else "launcher" if parents[pid] not in pids else "fork server"
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
         sizes = {key: int(value.split()[0]) / 1024 for key, value in (line.split(":") for line in lines)}
-        rows.append((kind, sizes["Rss"], sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Pss"]))
+        rows.append((kind, sizes["Rss"], sizes["Private_Dirty"], sizes["Pss_Anon"]))
     return rows
 
 
 def table(found: dict[str, list[tuple[str, float, float, float]]]) -> str:
     """One row per process."""
-    lines = ["| mode | process | resident (RSS), MiB | its own (USS), MiB | its share (PSS), MiB |"]
+    lines = ["| mode | process | resident, MiB | written, its own, MiB | written, its share, MiB |"]
     lines.append("| --- | --- | ---: | ---: | ---: |")
     for mode, rows in found.items():
         lines += [f"| {mode} | {kind} | {rss:.0f} | {uss:.0f} | {pss:.0f} |" for kind, rss, uss, pss in rows]
