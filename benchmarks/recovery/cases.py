@@ -174,14 +174,10 @@ def coordinator_unnoticed(case: Case, backend: Backend, round_: int) -> Iterator
         group.settle()
         before = set(group.log.incarnations)
         moment = group.kill_coordinator()
-        group.wait(
-            "a new coordinator",
-            lambda: group.report().get("attempt", 0) > 0 and group.report()["state"] == "Running",
-            backend.patience,
-        )
+        group.wait("a new coordinator", group.follows_another, backend.patience)
         time.sleep(WATCH_SECONDS)
         gap = group.log.refresh().longest_gap(moment, time.time())
-        undisturbed = set(group.log.incarnations) == before and group.report().get("state") == "Running"
+        undisturbed = set(group.log.incarnations) == before and group.follows_another()
         yield case.sample(
             backend,
             "coordinator",

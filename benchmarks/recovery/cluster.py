@@ -9,7 +9,6 @@ NTP). The cases set its name, nodes, spares, elastic and recovery.mode.
 from __future__ import annotations
 
 import argparse
-import ast
 import copy
 import secrets
 import shutil
@@ -23,7 +22,6 @@ from typing import Any
 
 from ddpjob.client.manifest_sources import BadInput, read_job
 from kubernetes import client, config, watch
-from urllib3.exceptions import HTTPError
 
 from benchmarks.recovery import interleaved
 from benchmarks.recovery.cases import CASES, FLOOR, IMPORTS, Backend, Case, Sample, Shape, System, recovery
@@ -58,26 +56,24 @@ class ClusterGroup(Group):
         found: list[Any] = self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
         return found
 
-    def report(self) -> Json:
-        """The coordinator's report, through the API server; empty while there is none."""
-        for pod in self.pods("coordinator"):
-            port = next(p.container_port for c in pod.spec.containers for p in c.ports or () if p.name == "coordinator")
-            try:
-                text = self.core.connect_get_namespaced_pod_proxy_with_path(
-                    f"{pod.metadata.name}:{port}", self.namespace, "status"
-                )
-                found: Json = ast.literal_eval(text)  # The client returns the repr of the parsed JSON.
-            except (client.ApiException, HTTPError):
-                continue  # The coordinator is starting or ending.
-            return found
-        return {}
+    def spares_ready(self) -> int:
+        spares: int = self._status().get("nodes", {}).get("spare", 0)
+        return spares
+
+    def follows_another(self) -> bool:
+        status = self._status()
+        running = any(one["type"] == "Running" and one["status"] == "True" for one in status.get("conditions", ()))
+        return running and status["rendezvous"].get("attempt", 0) > 0 and status["rendezvous"]["state"] == "Running"
+
+    def _status(self) -> Json:
+        """The job's own: its coordinator answers nobody but the operator and its members."""
+        job = self.jobs.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, self.name)
+        found: Json = job.get("status", {})
+        return found
 
     def check(self) -> None:
         """Raises NotRecovered when the job has failed."""
-        status = self.jobs.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, self.name).get(
-            "status", {}
-        )
-        for condition in status.get("conditions", ()):
+        for condition in self._status().get("conditions", ()):
             if condition["type"] == "Failed" and condition["status"] == "True":
                 raise NotRecovered(f"lost: {condition['reason']}: {condition['message'][:300]}")
 

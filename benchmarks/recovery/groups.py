@@ -74,13 +74,13 @@ class Group:
                 command, env=environment, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
             )
 
-    def report(self) -> dict[str, Any]:
-        """The coordinator's report; empty while there is none."""
-        return {}
-
     def spares_ready(self) -> int:
         """The number of spares that are ready to take over."""
-        return sum(member["state"] == "Ready" for member in self.report().get("members", ()))
+        return 0
+
+    def follows_another(self) -> bool:
+        """Whether another coordinator took the place of the generation's first and has a group that trains."""
+        return False
 
     def settle(self) -> Incarnation:
         """Wait until the complete group has made some steps and its spares are ready."""
@@ -241,7 +241,14 @@ class Coordinated(Group):
         endpoint = f"--rdzv-endpoint=127.0.0.1:{self.store_port}"
         return ["--rdzv-backend=c10d", endpoint, f"--rdzv-conf={conf}", "--monitor-interval=0.1"]
 
-    def report(self) -> dict[str, Any]:
+    def spares_ready(self) -> int:
+        return sum(member["state"] == "Ready" for member in self._report().get("members", ()))
+
+    def follows_another(self) -> bool:
+        report = self._report()
+        return report.get("attempt", 0) > 0 and report["state"] == "Running"
+
+    def _report(self) -> dict[str, Any]:
         """The coordinator's report; empty while there is none."""
         try:
             request = urllib.request.Request(
