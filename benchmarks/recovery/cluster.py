@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ddpjob.api.job_status import JobStatus
 from ddpjob.client.manifest_sources import BadInput, read_job
 from kubernetes import client, config, watch
 
@@ -45,6 +46,7 @@ class ClusterGroup(Group):
         self.name: str = manifest["metadata"]["name"]
         self.core, self.jobs = client.CoreV1Api(), client.CustomObjectsApi()
         self._seen: dict[str, float] = {}
+        self._killed: set[str] = set()
 
     def start(self) -> None:
         self.follow()
@@ -57,8 +59,10 @@ class ClusterGroup(Group):
         return found
 
     def spares_ready(self) -> int:
-        spares: int = self._status().get("nodes", {}).get("spare", 0)
-        return spares
+        status = JobStatus.read(self._status())
+        if any(f"{self.name}-{index}-{slot.attempt}" in self._killed for index, slot in enumerate(status.slots)):
+            return 0  # A status from before the last kill.
+        return status.spare
 
     def follows_another(self) -> bool:
         status = self._status()
@@ -98,6 +102,7 @@ class ClusterGroup(Group):
     def kill(self, *names: str) -> float:
         """Delete the pods by force, one right after the other. Returns the time before, in seconds since 1970."""
         moment = time.time()
+        self._killed.update(names)
         for name in names:
             self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0)
         return moment
