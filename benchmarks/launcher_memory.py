@@ -81,8 +81,8 @@ def table(found: dict[str, list[tuple[str, float, float, float]]]) -> str:
     lines = ["| mode | process | resident, MiB | written, its own, MiB | written, its share, MiB |"]
     lines.append("| --- | --- | ---: | ---: | ---: |")
     for mode, rows in found.items():
-        lines += [f"| {mode} | {kind} | {rss:.0f} | {uss:.0f} | {pss:.0f} |" for kind, rss, uss, pss in rows]
-        lines.append(f"| {mode} | all of the node |  |  | {sum(pss for *_, pss in rows):.0f} |")
+        lines += [f"| {mode} | {kind} | {rss:.0f} | {own:.0f} | {share:.0f} |" for kind, rss, own, share in rows]
+        lines.append(f"| {mode} | all of the node |  |  | {sum(share for *_, share in rows):.0f} |")
     return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddpjob.api.job_status import JobStatus
+from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
 from ddpjob.client.manifest_sources import BadInput, read_job
 from kubernetes import client, config, watch
 
@@ -59,27 +59,27 @@ class ClusterGroup(Group):
         return found
 
     def spares_ready(self) -> int:
-        status = JobStatus.read(self._status())
+        """Spares that run: a job's status does not say whether they are ready."""
+        status = self._status()
         if any(f"{self.name}-{index}-{slot.attempt}" in self._killed for index, slot in enumerate(status.slots)):
             return 0  # A status from before the last kill.
         return status.spare
 
     def follows_another(self) -> bool:
         status = self._status()
-        running = any(one["type"] == "Running" and one["status"] == "True" for one in status.get("conditions", ()))
-        return running and status["rendezvous"].get("attempt", 0) > 0 and status["rendezvous"]["state"] == "Running"
+        rendezvous = status.rendezvous
+        return status.holds(ConditionType.RUNNING) and rendezvous.attempt > 0 and rendezvous.state is SlotState.RUNNING
 
-    def _status(self) -> Json:
+    def _status(self) -> JobStatus:
         """The job's own: its coordinator answers nobody but the operator and its members."""
         job = self.jobs.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, self.name)
-        found: Json = job.get("status", {})
-        return found
+        return JobStatus.read(job.get("status", {}))
 
     def check(self) -> None:
         """Raises NotRecovered when the job has failed."""
-        for condition in self._status().get("conditions", ()):
-            if condition["type"] == "Failed" and condition["status"] == "True":
-                raise NotRecovered(f"lost: {condition['reason']}: {condition['message'][:300]}")
+        failed = self._status().condition(ConditionType.FAILED)
+        if failed is not None and failed.status:
+            raise NotRecovered(f"lost: {failed.reason}: {failed.message[:300]}")
 
     def follow(self) -> None:
         """Note in a thread of its own when each pod is first seen: its creationTimestamp has whole seconds."""
