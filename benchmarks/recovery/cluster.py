@@ -59,7 +59,6 @@ class ClusterGroup(Group):
         return found
 
     def spares_ready(self) -> int:
-        """Spares that run: a job's status does not say whether they are ready."""
         status = self._status()
         if any(f"{self.name}-{index}-{slot.attempt}" in self._killed for index, slot in enumerate(status.slots)):
             return 0  # A status from before the last kill.

@@ -6,6 +6,7 @@ What is done, and that the status is true meanwhile.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,21 @@ async def test_a_spare_takes_over_and_the_replacement_is_the_new_spare() -> None
     assert s.status["nodes"]["active"] == 2, "what a scale subresource shows has no spares in it"
     assert reasons(s) == [("Deleted", False)]
     assert conditions(s)["Restarting"]["status"] == "False"
+
+
+async def test_a_spare_counts_once_it_can_take_over() -> None:
+    s = Simulation({**FAST, "spares": 1}, steps=10**6)
+    await s.until(lambda: s.status.get("nodes", {}).get("display") == "2/2 +1")
+    s.network.pace = replace(s.network.pace, boot=(20, 20))
+    s.force_delete("job-0-0")
+    await s.until(lambda: s.phase == "Running" and s.pods["job-0-1"].running)
+    await passes(s, 15)
+    assert s.status["nodes"]["display"] == "2/2", "its container runs, and its Python has not started yet"
+    await s.until(lambda: s.status["nodes"]["display"] == "2/2 +1", limit=10)
+    s.network.operator_cut = True
+    await passes(s, 30)
+    assert conditions(s)["Running"]["reason"] == "CoordinatorUnreachable"
+    assert s.status["nodes"]["spare"] == 1, "nothing else is known"
 
 
 async def test_a_report_from_before_a_loss_is_not_believed() -> None:
@@ -115,6 +131,21 @@ async def test_fewer_nodes_train_while_others_are_pending_and_they_join_later() 
     await passes(s, 2)
     assert s.invariants.worlds == [3, 4]
     assert conditions(s)["Scheduled"]["status"] == "True"
+
+
+async def test_a_smaller_group_says_what_its_missing_pod_does() -> None:
+    s = Simulation({**FAST, "nodes": 3, "elastic": {"minNodes": 1}}, steps=10**6)
+    await s.until_phase("Running")
+    s.network.pace = replace(s.network.pace, boot=(10, 10))
+    s.force_delete("job-0-0")
+    await s.until(lambda: "job-0-1" in s.pods and s.pods["job-0-1"].running)
+    await passes(s, 3)
+    assert conditions(s)["Running"]["message"] == "2 of 3 nodes train as one group; pod job-0-1 is starting"
+    await s.until(lambda: s.status["nodes"]["display"] == "3/3")
+    s.machines.isolate(s.pods["job-1-0"], 60)
+    await s.until(lambda: s.status["nodes"]["display"] == "2/3")
+    message = "2 of 3 nodes train as one group; pod job-1-0 runs, but the coordinator does not hear from it"
+    await s.until(lambda: conditions(s)["Running"]["message"] == message)
 
 
 async def test_with_fewer_than_min_nodes_it_waits() -> None:

@@ -314,7 +314,7 @@ class JobStatus:
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
     """Pods that train."""
     spare: Annotated[_Number, _below("nodes", "spare")] = 0
-    """Pods that are ready and do not train."""
+    """Pods that are ready to take over at once."""
     slots: tuple[Slot, ...] = ()
     highest_attempt: _Number = 0
     """Of any slot so far."""

@@ -15,7 +15,7 @@ from ddpjob_runtime import protocol
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import JobStatus, known_time
+from ddpjob.api.job_status import JobStatus, SlotState, known_time
 from ddpjob.client.backend import Backend, Mistake
 from ddpjob.client.job_text import main_condition, phase
 from ddpjob.core.view import is_number
@@ -97,7 +97,8 @@ def fleet_row(body: Json) -> FleetRow:
         progress = status.progress
         shown = {part: str((stored.get(part) or {}).get("display", "")) for part in ("nodes", "restarts")}
         percent = progress.get("percent")
-        pods = status.active + status.spare if state not in ENDED else 0
+        present = sum(slot.state in (SlotState.CREATED, SlotState.RUNNING) for slot in status.slots)
+        pods = present if state not in ENDED else 0
         training = min(pods, status.ready) if state == "Running" else 0
         each = job.spec.gpus_per_node
     except Exception as error:  # A local record may hold anything, in any place.

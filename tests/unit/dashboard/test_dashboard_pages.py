@@ -477,9 +477,10 @@ def test_goodput_is_training_seconds_by_pod_seconds(names: list[str]) -> None:
     fleet, body = Fleet(backend, clock=lambda: now[0]), record(0, NOW)
     assert fleet.goodput() == (None, 0.0)
 
-    def after(seconds: float, phase: str, active: int, ready: int) -> None:
+    def after(seconds: float, phase: str, present: int, ready: int) -> None:
         now[0] += seconds
-        status = {**body["status"], "phase": phase, "nodes": {"active": active, "ready": ready, "display": ""}}
+        slots = [{"index": n, "state": "Running" if n < present else "Lost"} for n in range(5)]
+        status = {**body["status"], "phase": phase, "slots": slots, "nodes": {"ready": ready, "display": ""}}
         fleet._keep({**body, "status": status}, backend)
 
     after(0, "Starting", 4, 0)

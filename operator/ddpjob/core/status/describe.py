@@ -56,9 +56,8 @@ def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> Jo
     running_pods = sum(p.main.running for p in alive)
     finished = sum(s.state is SlotState.SUCCEEDED for s in view.status.slots)
     ready = max(0, training - finished) if training is not None else min(running_pods, job.spec.nodes)
-    status = replace(
-        view.status, active=min(len(alive), job.spec.nodes), ready=ready, spare=max(0, running_pods - ready)
-    )
+    spare = min(_spares(view, training), max(0, running_pods - ready))
+    status = replace(view.status, active=min(len(alive), job.spec.nodes), ready=ready, spare=spare)
     view = view.with_status(_scheduled(view.with_status(status), alive, creating=creating))
     running, reason, message = _running(view, training, running_pods)
     view = view.with_status(with_condition(view.status, ConditionType.RUNNING, running, reason, message, now))
@@ -108,6 +107,19 @@ def _training(view: View) -> int | None:
     if report.world is None or len(members) < report.world or not set(members) <= alive:
         return None
     return report.world
+
+
+def _spares(view: View, training: int | None) -> int:
+    """How many members are ready to take over at once: a pod that runs has a Python to start before it is one.
+
+    Without a report as many as were known.
+    """
+    report = view.report
+    if report is None:
+        return view.status.spare
+    running = {p.name for p in view.pods if p is not None and p.main.running and not p.ended}
+    ready = sum(m.state is MemberState.READY and m.pod in running for m in report.members)
+    return ready if training is not None else max(0, ready - view.job.spec.nodes)
 
 
 # --- Scheduled --------------------------------------------------------------------------------------------------
@@ -366,9 +378,15 @@ def _finished_early(view: View) -> str:
 
 def _missing(view: View) -> str:
     """Why a group that may be smaller is smaller."""
+    report = view.report
+    reported = report.members if report is not None else ()
+    present = {m.pod for m in reported if m.state is not MemberState.STARTING}
+    silent = {m.pod for m in report.lost} if report is not None else set()
     for pod in view.pods:
-        if pod is None or pod.main.running or pod.ended:
+        if pod is None or pod.ended or pod.name in present:
             continue
+        if pod.main.running and pod.name in silent:
+            return f"pod {pod.name} runs, but the coordinator does not hear from it"
         held = stuck(pod, has_run=True)
         if held is not None:
             return held.message
