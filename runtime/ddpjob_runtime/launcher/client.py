@@ -67,7 +67,6 @@ class CoordinatorClient:
         self.done = False
         self._restart_round, self._planned = -1, False
         self.why = ""
-        self.on_restart: Callable[[int], None] = lambda number: None
         self.on_hurry: Callable[[int], None] = lambda number: (
             None
         )  # a planned restart has lost a member: nobody can save any more
@@ -391,8 +390,6 @@ class CoordinatorClient:
             self.changed.notify_all()
         if hurry:
             self.on_hurry(number)
-        else:
-            self.on_restart(number)
 
     def _on_welcome(self, message: dict[str, Any]) -> bool:
         expected = self._identity.get("generation")

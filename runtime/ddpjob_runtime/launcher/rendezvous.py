@@ -1,26 +1,23 @@
-"""torchrun's rendezvous handler, one round at a time: the coordinator decides who takes part, torch forms the group.
+"""torchrun's rendezvous handler, one round at a time: the coordinator decides who takes part, and with which rank.
 
-Standard: a c10d rendezvous with a run id of its own for every round, at the store beside the coordinator. Nobody waits
-for a node that is not in the round, and what a dead node has left behind does not matter. Groups of more than
-C10D_NODES meet at that store without c10d's own forming.
+Standard: c10d's store beside the coordinator, of which every round has a part of its own: what a dead node has left
+behind does not matter. c10d's own forming would find out again what the coordinator knows, for a second or more (each
+node waits that long between two looks), and many nodes overwrite each other's view of the group there.
 Fast: the node of rank 0 hosts a store for the round; nothing else is needed.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, registry
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
-    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
     rendezvous_handler_registry,
@@ -40,10 +37,6 @@ LONGEST_PAUSE = 0.5
 """Between two looks for a key that is not there yet: a store's own wait cannot be ended when the round is over."""
 VERDICT_SECONDS = 30.0
 """For the round to end once a check has found a node at fault, which ends then."""
-KEEP_ALIVE_ATTEMPTS = "10800"
-"""c10d's heartbeats are compared with the reader's clock, and end with the forming: nobody is given up by them."""
-C10D_NODES = 32
-"""In c10d's forming each node rewrites the state of all until no other one was faster: 48 take 12 s, 64 above 40 s."""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
 """A node of the round died before the round was complete: the coordinator forms another one."""
 
@@ -132,7 +125,7 @@ class CoordinatedRendezvous(RendezvousHandler):
 
 
 class StandardRendezvous(CoordinatedRendezvous):
-    """c10d at the coordinator's store."""
+    """At c10d's store beside the coordinator."""
 
     def __init__(
         self,
@@ -144,8 +137,6 @@ class StandardRendezvous(CoordinatedRendezvous):
     ) -> None:
         super().__init__(client, shutdown, host, preflight)
         self._parameters = parameters
-        self._inner: Any = None
-        client.on_restart = self._abandon
 
     def get_backend(self) -> str:
         """The one in torchrun's arguments."""
@@ -163,50 +154,17 @@ class StandardRendezvous(CoordinatedRendezvous):
     def _offer(self) -> int:
         return 0
 
-    def _of_round(self, number: int, world: int) -> RendezvousParameters:
-        known = self._parameters
-        return RendezvousParameters(
-            known.backend,
-            known.endpoint,
-            f"{known.run_id}-{number}",
-            world,
-            world,
-            local_addr=known.local_addr,
-            **{**known.config, "keep_alive_max_attempt": KEEP_ALIVE_ATTEMPTS},
-        )
-
     def _join(self, go: dict[str, Any]) -> Any:
-        rank, world = int(go["rank"]), int(go["world"])
-        if self._inner is not None:
-            self._inner.shutdown()  # ends its heartbeat; its round is over for all nodes
-            self._inner = None
-        parameters = self._of_round(self.number, world)
-        store = self._form(parameters, world) if world <= C10D_NODES else self._meet(parameters)
-        store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        # c10d numbers nodes by their addresses, as strings. The coordinator's ranks are those that its report shows.
-        ranks, host = dist.PrefixStore("ranks/", store), str(self._parameters.local_addr or self._host)
-        if rank > 0:
-            self._wait_for_first(ranks)
-        return RendezvousInfo(store, rank, world, RendezvousStoreInfo.build(rank, ranks, host))
-
-    def _form(self, parameters: RendezvousParameters, world: int) -> Any:
-        """The store of a group that c10d has formed."""
-        self._inner = registry.get_rendezvous_handler(parameters)
+        rank, known = int(go["rank"]), self._parameters
+        _, of_all = c10d_rendezvous_backend.create_backend(known)
         if self._client.must_restart(self.number):
             raise RendezvousClosedError(self._client.why)
-        info = self._inner.next_rendezvous()
-        self._inner._stop_heartbeats()  # Nobody looks for them any more, and each is a write of the whole state.
-        if info.world_size != world:
-            self._inner.set_closed()
-            raise RendezvousClosedError(
-                f"c10d has formed a group of {info.world_size} nodes, and the round has {world}"
-            )
-        return info.store
-
-    def _meet(self, parameters: RendezvousParameters) -> Any:
-        """The store beside the coordinator, of which each round has its own part."""
-        _, store = c10d_rendezvous_backend.create_backend(parameters)
-        return dist.PrefixStore(f"{parameters.run_id}/", store)
+        store = dist.PrefixStore(f"{known.run_id}-{self.number}/", of_all)
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        ranks, host = dist.PrefixStore("ranks/", store), str(known.local_addr or self._host)
+        if rank > 0:
+            self._wait_for_first(ranks)
+        return RendezvousInfo(store, rank, int(go["world"]), RendezvousStoreInfo.build(rank, ranks, host))
 
     def _wait_for_first(self, ranks: Any) -> None:
         """Until rank 0 has written its address. It may be dead, and the round over."""
@@ -218,20 +176,6 @@ class StandardRendezvous(CoordinatedRendezvous):
                 raise dist.DistStoreError(f"rank 0 of round {self.number} has not written its address to the store")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _abandon(self, number: int) -> None:
-        """Close the rendezvous of a round that is over, on a connection of its own, to release who waits there."""
-        if number < self.number or self._inner is None:
-            return
-
-        def close() -> None:
-            try:
-                handler: Any = registry.get_rendezvous_handler(self._of_round(number, 1))
-                handler.set_closed()
-            except RendezvousError as error:
-                log(f"cannot close the rendezvous of round {number}: {error}")
-
-        threading.Thread(target=close, name="ddpjob-abandon", daemon=True).start()
 
 
 class FastRendezvous(CoordinatedRendezvous):
