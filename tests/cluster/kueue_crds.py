@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+from go_modules import folder_of
 from testcluster import processes
 from testcluster.cluster import Cluster
 
@@ -19,17 +17,7 @@ API = "kueue.x-k8s.io/v1beta2"
 
 def module() -> Path:
     """The folder of Kueue's module, which Go fetches once. Skips the test where it cannot."""
-    done = subprocess.run(
-        ["go", "mod", "download", "-json", f"sigs.k8s.io/kueue@{VERSION}"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found: Json = json.loads(done.stdout or "{}")
-    if done.returncode or "Dir" not in found:
-        pytest.skip(f"Kueue's module cannot be fetched: {found.get('Error') or done.stderr}")
-    return Path(found["Dir"])
+    return folder_of(f"sigs.k8s.io/kueue@{VERSION}")
 
 
 def install(cluster: Cluster) -> None:

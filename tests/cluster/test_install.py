@@ -291,6 +291,7 @@ ALLOWED = {
     "networkpolicies.networking.k8s.io": {"get", "list", "watch", "create"},
     "poddisruptionbudgets.policy": {"get", "list", "watch", "create"},
     "podgroups.scheduling.k8s.io": {"get", "list", "watch", "create", "delete"},
+    "podgroups.scheduling.volcano.sh": {"get", "list", "watch", "create", "delete"},
     "workloads.kueue.x-k8s.io": {"get", "list", "watch", "create", "delete"},
     "workloads.kueue.x-k8s.io/status": {"update"},
     "resourceflavors.kueue.x-k8s.io": {"get"},

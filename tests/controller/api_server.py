@@ -30,6 +30,7 @@ KINDS = {
     "persistentvolumeclaims": "PersistentVolumeClaim",
     "poddisruptionbudgets": "PodDisruptionBudget",
     "podgroups": "PodGroup",
+    "podgroups.scheduling.volcano.sh": "PodGroup.scheduling.volcano.sh",
     "workloads": "Workload",
     "resourceflavors": "ResourceFlavor",
     "workloadpriorityclasses": "WorkloadPriorityClass",
@@ -87,7 +88,7 @@ class ApiServer:
         self.status_schema: Json | None = schema_of("status")
         """Of the CRD in the cluster; None: it is not installed."""
         self.serves_gangs = False
-        """Whether there are PodGroups, which most clusters do not serve."""
+        """Whether there are PodGroups, of Kubernetes and of Volcano, which most clusters do not serve."""
         self.serves_queues = False
         """Whether there are Kueue's Workloads."""
         self.is_published = True
@@ -207,7 +208,7 @@ class ApiServer:
                 return await self._watch(request, "", "-", query) if "watch" in query else _list([], self.store.version)
             return _status(404, "NotFound", f"the server could not find the requested resource {path}")
         namespace, plural, name, part = match.groups()
-        kind = KINDS[plural]
+        kind = KINDS.get(f"{plural}.{path.split('/')[2]}") or KINDS[plural]
         if request.method == "GET" and name is None:
             if query.get("watch") in ("1", "true"):
                 return await self._watch(request, kind, namespace, query)

@@ -922,7 +922,7 @@ def test_a_cluster_that_serves_no_gangs_gets_none_and_is_not_asked_again_soon() 
             await c.reconcile()
             await asyncio.sleep(300)
             assert len(c.pods()) == 3 and not list(c.server.store.all("PodGroup"))
-            assert c.asked("podgroups") == 1
+            assert c.asked("podgroups") == 2, "of Kubernetes, and of Volcano"
 
     run(main())
 
@@ -933,11 +933,13 @@ def test_what_may_not_be_listed_is_not_used() -> None:
     async def main() -> None:
         async with api_server() as server, connected(server) as rest:
             server.serves_gangs = True
+            meta = {"name": "job", "namespace": "space", "uid": "uid"}
+            any_job = DDPJob.read({"metadata": meta, "spec": {"image": "image", "command": ["x"], "nodes": 2}})
             server.faults = lambda method, path: Fault(403, reason="Forbidden") if "podgroups" in path else None
             caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
             following = asyncio.create_task(caches.run())
             await caches.answered()
-            assert caches.complete_in("space") and not caches.serves_gangs("space")
+            assert caches.complete_in("space") and not caches.serves_gangs(any_job)
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
@@ -965,6 +967,35 @@ def test_a_cluster_that_serves_gangs_gets_one_per_generation_and_loses_the_last(
             assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 4}}
             deletions = [path for method, path in c.server.acted if method == "DELETE" and "podgroups" in path]
             assert len(deletions) == 1
+
+    run(main())
+
+
+def test_volcano_gets_groups_of_its_own_kind() -> None:
+    async def main() -> None:
+        async with case(serves_gangs=True) as c:
+            body = c.server.store.get("DDPJob", "job")
+            body["spec"] = {**body["spec"], "scheduling": {"schedulerName": "volcano"}}
+            body["metadata"]["generation"] += 1
+            c.server.store.changed("DDPJob", body)
+            await seen()
+            await c.reconcile()
+            (group,) = c.server.store.all("PodGroup.scheduling.volcano.sh")
+            assert group["spec"] == {"minMember": 3} and not list(c.server.store.all("PodGroup"))
+            for pod in c.server.store.all("Pod"):
+                assert pod["metadata"]["annotations"] == {"scheduling.k8s.io/group-name": "job-gang-0"}
+                assert pod["spec"]["schedulerName"] == "volcano" and "schedulingGroup" not in pod["spec"]
+            body = c.server.store.get("DDPJob", "job")
+            body["spec"] = {**body["spec"], "nodes": 3}
+            body["metadata"]["generation"] += 1
+            c.server.store.changed("DDPJob", body)
+            for _ in range(4):
+                await seen()
+                await c.reconcile()
+            (group,) = c.server.store.all("PodGroup.scheduling.volcano.sh")
+            assert group["metadata"]["name"] == "job-gang-1" and group["spec"] == {"minMember": 4}
+            (deletion,) = [path for method, path in c.server.acted if method == "DELETE" and "podgroups" in path]
+            assert deletion.startswith("/apis/scheduling.volcano.sh/")
 
     run(main())
 

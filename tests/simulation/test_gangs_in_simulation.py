@@ -77,7 +77,7 @@ async def test_without_a_gang_the_same_job_holds_what_there_is() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        {"scheduling": {"schedulerName": "volcano"}},
+        {"scheduling": {"schedulerName": "another"}},
         {"podTemplate": {"spec": {"schedulingGroup": {"podGroupName": "ours"}}}},
     ],
 )
@@ -87,6 +87,20 @@ async def test_who_has_a_scheduler_or_a_group_of_its_own_gets_no_gang_unless_it_
         s = WithGangs({"nodes": 2, **spec, "scheduling": scheduling})
         await passes(s, 3)
         assert len(s.nodes()) == 2 and set(groups(s)) == wanted
+
+
+async def test_a_job_of_volcanos_gets_a_gang_unless_its_pods_name_one() -> None:
+    for named, wanted in (({}, {"job-gang-0"}), ({"scheduling.k8s.io/group-name": "ours"}, set())):
+        template = {"metadata": {"annotations": named}}
+        s = WithGangs({"nodes": 2, "podTemplate": template, "scheduling": {"schedulerName": "volcano"}})
+        await s.one_pass()
+        await s.one_pass()
+        assert len(s.nodes()) == 2 and {g["metadata"]["name"] for g in s.store.all("PodGroup")} == wanted
+        hint = "look at the events of PodGroup job-gang-0 (podgroups.scheduling.volcano.sh)"
+        assert (hint in conditions(s)["Scheduled"]["message"]) is bool(wanted), "its scheduler has not said anything"
+    s = Simulation({"nodes": 2, "scheduling": {"schedulerName": "volcano", "gang": True}})
+    await passes(s, 3)
+    assert "no PodGroups of Volcano in this cluster" in conditions(s)["Scheduled"]["message"] and not s.nodes()
 
 
 @pytest.mark.parametrize("gang", [True, False])

@@ -92,8 +92,8 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create]
-# Gangs, where the cluster serves them.
-- apiGroups: [scheduling.k8s.io]
+# Gangs, where the cluster serves them: Kubernetes' own, and Volcano's.
+- apiGroups: [scheduling.k8s.io, scheduling.volcano.sh]
   resources: [podgroups]
   verbs: [get, list, watch, create, delete]
 {{- if .Values.queues.kueue }}

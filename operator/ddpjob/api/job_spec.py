@@ -240,6 +240,11 @@ class Scheduling:
     gang: bool | None = None
     """None: where the cluster serves gangs."""
 
+    @property
+    def by_volcano(self) -> bool:
+        """Whether Volcano's scheduler places the pods, by the name that it has where nobody has given it another."""
+        return self.scheduler_name == "volcano"
+
 
 class PreflightScope(StrEnum):
     """What is checked before a pod trains."""

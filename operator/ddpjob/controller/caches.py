@@ -20,6 +20,8 @@ from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY, H
 from ddpjob.engine.ports import JobKey
 from ddpjob.objects.pod_group import API_VERSION as GANG_API
 from ddpjob.objects.pod_group import KIND as GANG
+from ddpjob.objects.pod_group import VOLCANO_API, kind_for
+from ddpjob.objects.pod_group import VOLCANO_KIND as VOLCANO_GANG
 from ddpjob.objects.workload import API_VERSION as WORKLOAD_API
 from ddpjob.objects.workload import KIND as WORKLOAD
 
@@ -42,6 +44,7 @@ _ROOTS = {
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
     "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
     GANG: (f"/apis/{GANG_API}", "podgroups"),
+    VOLCANO_GANG: (f"/apis/{VOLCANO_API}", "podgroups"),
     WORKLOAD: (f"/apis/{WORKLOAD_API}", "workloads"),
 }
 
@@ -127,7 +130,8 @@ class Caches:
         # Without the right to list them jobs run without, and their condition Isolated says so.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
         # Most clusters do not serve them.
-        more[GANG] = _read_owned, self._gang_changed, {**more["Service"][2], "optional": True}
+        for kind in (GANG, VOLCANO_GANG):
+            more[kind] = _read_owned, self._gang_changed, {**more["Service"][2], "optional": True}
         # Nor do they have Kueue.
         more[WORKLOAD] = _read_owned_workload, self._workload_changed, {"selector": ours, "optional": True}
         assert set(more) == set(WATCHED)
@@ -193,9 +197,9 @@ class Caches:
         found: Owned | None = self._of(kind, namespace).get(namespace, name)
         return found
 
-    def serves_gangs(self, namespace: str) -> bool:
-        """Whether the API server serves PodGroups, and lets the operator read them."""
-        return self._of(GANG, namespace).served
+    def serves_gangs(self, job: DDPJob) -> bool:
+        """Whether the API server serves the PodGroups of the job's scheduler, and lets the operator read them."""
+        return self._of(kind_for(job), job.namespace).served
 
     def gangs(self, job: DDPJob) -> dict[str, str]:
         """The job's PodGroups: their uids by name; empty for one that is being deleted."""

@@ -56,6 +56,8 @@ from ddpjob.objects.claim import template_mark
 from ddpjob.objects.isolation import policy_name
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.pod_group import KIND as GANG
+from ddpjob.objects.pod_group import VOLCANO_KIND as VOLCANO_GANG
+from ddpjob.objects.pod_group import kind_of
 from ddpjob.objects.pod_template import problems
 from ddpjob.objects.service import holds_runtime, runtime_name, runtime_owner
 from ddpjob.objects.workload import API_VERSION as WORKLOAD_API
@@ -229,7 +231,7 @@ class KubernetesCluster:
             runtime=runtime,
             runtime_offered=runtime_name(),
             key_mark=self.platform.key_mark,
-            serves_gangs=self.caches.serves_gangs(job.namespace),
+            serves_gangs=self.caches.serves_gangs(job),
             gangs=self.caches.gangs(job),
             serves_queues=self.caches.serves_queues(job.namespace),
             workloads=workloads,
@@ -353,7 +355,7 @@ class KubernetesCluster:
         return sum(not pod.ended for pod in self.caches.pods(job))
 
     async def _create(self, job: DDPJob, manifest: Json) -> None:
-        path = collection(manifest["kind"], job.namespace)
+        path = collection(kind_of(manifest), job.namespace)
         try:
             made = await self.rest.request("POST", path, body=manifest, query={"fieldValidation": "Strict"})
         except Unavailable as error:
@@ -379,7 +381,7 @@ class KubernetesCluster:
             else:
                 raise Refused(error.status, error.message) from error
         else:
-            self._made(manifest["kind"], made)
+            self._made(kind_of(manifest), made)
 
     def _made(self, kind: str, body: Json) -> None:
         if kind == "ConfigMap":
@@ -390,12 +392,13 @@ class KubernetesCluster:
 
     async def _own_or_taken(self, job: DDPJob, manifest: Json) -> None:
         try:
-            found = await self.rest.request("GET", _path(manifest["kind"], job.namespace, manifest["metadata"]["name"]))
+            path = _path(kind_of(manifest), job.namespace, manifest["metadata"]["name"])
+            found = await self.rest.request("GET", path)
         except ApiError as error:
             if error.status == 404:
                 raise NameTaken("an object of this name existed a moment ago") from error
             raise
-        self._made(manifest["kind"], found)
+        self._made(kind_of(manifest), found)
         if manifest["kind"] == "ConfigMap":
             return  # `_share` judges it.
         labels = found["metadata"].get("labels", {})
@@ -489,11 +492,13 @@ class KubernetesCluster:
 
     async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        answer = await self._delete(_path(GANG, job.namespace, name), body)
+        known = self.caches.known(VOLCANO_GANG, job.namespace, name)
+        kind = VOLCANO_GANG if known is not None and known.uid == uid else GANG
+        answer = await self._delete(_path(kind, job.namespace, name), body)
         if answer is not None and answer.get("kind") == GANG:
-            self.caches.take(GANG, answer)  # Kubernetes keeps it until none of its pods runs.
+            self.caches.take(kind, answer)  # Kubernetes keeps it until none of its pods runs.
         else:
-            self.caches.forget(GANG, job.namespace, name)
+            self.caches.forget(kind, job.namespace, name)
 
     async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}

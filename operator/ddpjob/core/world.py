@@ -35,6 +35,8 @@ LABEL_GENERATION = "ddpjob.io/generation"
 LABEL_ROUND = "ddpjob.io/round"
 LABEL_ISOLATED = "ddpjob.io/isolated"
 LABEL_BUDGET = "ddpjob.io/disruption-budget"
+ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
+"""Of a pod: the PodGroup that Volcano places it with."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
 """Of a claim that a job has made: the mark of the claimTemplate."""
 
@@ -356,7 +358,7 @@ class World:
     report_seconds: float = 0.0
     """How old a report may become whose news wake the job by themselves. 0: each reconcile reads it."""
     serves_gangs: bool = False
-    """Whether the cluster serves PodGroups, and lets the operator list them."""
+    """Whether the cluster serves the PodGroups of the job's scheduler, and lets the operator list them."""
     gangs: Mapping[str, str] = field(default_factory=dict)
     """The job's PodGroups: their uids by name; empty for one whose deletion was requested."""
     serves_queues: bool | None = None

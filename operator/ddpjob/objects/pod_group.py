@@ -1,7 +1,8 @@
-"""Builds the PodGroup by which Kubernetes' own scheduler places the pods of a generation at once or not at all.
+"""Builds the PodGroup by which a scheduler places the pods of a generation at once or not at all.
 
-`scheduling.k8s.io/v1alpha2` of Kubernetes 1.36, with its feature gates GenericWorkload and GangScheduling. A PodGroup
-needs no Workload there, and cannot be changed.
+Kubernetes' own: `scheduling.k8s.io/v1alpha2` of 1.36, with its feature gates GenericWorkload and GangScheduling. A
+PodGroup needs no Workload there, and cannot be changed. Volcano's (`scheduling.schedulerName: volcano`):
+`scheduling.volcano.sh/v1beta1`; its pods name it by an annotation. A pod that names none gets one for itself there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,21 @@ from ddpjob.core.world import gang_name
 from ddpjob.objects.service import metadata
 
 API_VERSION, KIND = "scheduling.k8s.io/v1alpha2", "PodGroup"
+VOLCANO_API = "scheduling.volcano.sh/v1beta1"
+VOLCANO_KIND = "PodGroup.scheduling.volcano.sh"
+"""What is said for KIND where Volcano's is meant."""
+QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
+"""Of pods: Volcano's queue."""
+
+
+def kind_of(manifest: Json) -> str:
+    """An object's kind, which tells Volcano's PodGroups from those of Kubernetes."""
+    return VOLCANO_KIND if manifest["apiVersion"] == VOLCANO_API else str(manifest["kind"])
+
+
+def kind_for(job: DDPJob) -> str:
+    """Of the PodGroups that the job's scheduler reads."""
+    return VOLCANO_KIND if job.spec.scheduling.by_volcano else KIND
 
 
 def build_gang(job: DDPJob, status: JobStatus) -> Json:
@@ -23,18 +39,23 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     """
     if status.gang is None:
         raise ValueError(f"generation {status.rendezvous.generation} of {job.name} has no gang")
-    coordinator = job.spec.rendezvous.placement is Placement.DEDICATED
-    spec: Json = {
-        "schedulingPolicy": {"gang": {"minCount": status.gang.nodes + coordinator}},
-        # A group that can do with fewer nodes loses single pods; another one is of no use without one of them.
-        "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",
-    }
-    template = job.spec.pod_template.get("spec") or {}
-    priority = template.get("priorityClassName") or job.spec.scheduling.priority_class_name
+    volcano, template = job.spec.scheduling.by_volcano, job.spec.pod_template
+    members = status.gang.nodes + (job.spec.rendezvous.placement is Placement.DEDICATED)
+    spec: Json
+    if volcano:
+        queue = ((template.get("metadata") or {}).get("annotations") or {}).get(QUEUE_ANNOTATION)
+        spec = {"minMember": members, **({"queue": queue} if queue else {})}
+    else:
+        spec = {
+            "schedulingPolicy": {"gang": {"minCount": members}},
+            # A group that can do with fewer nodes loses single pods; another one is of no use without one of them.
+            "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",
+        }
+    priority = (template.get("spec") or {}).get("priorityClassName") or job.spec.scheduling.priority_class_name
     if priority:
         spec["priorityClassName"] = priority
     return {
-        "apiVersion": API_VERSION,
+        "apiVersion": VOLCANO_API if volcano else API_VERSION,
         "kind": KIND,
         "metadata": metadata(job, gang_name(job, status.rendezvous.generation)),
         "spec": spec,

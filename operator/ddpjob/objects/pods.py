@@ -9,6 +9,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import DataVolume, JobSpec, Json, Placement, Preflight, PreflightScope, Volume
 from ddpjob.api.job_status import JobStatus, PodChanges
 from ddpjob.core.world import (
+    ANNOTATION_GROUP,
     COORDINATOR_CONTAINER,
     LABEL_ATTEMPT,
     LABEL_BUDGET,
@@ -62,7 +63,7 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
         spec["affinity"] = affinity
     # Provisional: the coordinator decides who trains, and the label follows its report (core.plan.actions).
     role = Role.NODE if index < job.spec.nodes else Role.SPARE
-    pod = _pod(job, name, spec, _slot_labels(job, status, role, index, attempt))
+    pod = _pod(job, status, name, spec, _slot_labels(job, status, role, index, attempt))
     return _queued(merge_into_node(pod, job.spec.pod_template), status.queue.node if status.queue else None)
 
 
@@ -81,7 +82,7 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
     scheduler = (job.spec.pod_template.get("spec") or {}).get("schedulerName")
     if status.gang_waits and scheduler:
         spec["schedulerName"] = scheduler  # A gang has one.
-    pod = _pod(job, name, spec, _slot_labels(job, status, Role.COORDINATOR, None, status.rendezvous.attempt))
+    pod = _pod(job, status, name, spec, _slot_labels(job, status, Role.COORDINATOR, None, status.rendezvous.attempt))
     pod = merge_into_coordinator(pod, job.spec.pod_template)
     return _queued(pod, status.queue.coordinator if status.queue else None)
 
@@ -102,13 +103,11 @@ def _queued(pod: Json, changes: PodChanges | None) -> Json:
     return {**pod, "metadata": meta, "spec": spec}
 
 
-def _pod(job: DDPJob, name: str, spec: Json, labels: dict[str, str]) -> Json:
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": metadata(job, name, labels),
-        "spec": spec,
-    }
+def _pod(job: DDPJob, status: JobStatus, name: str, spec: Json, labels: dict[str, str]) -> Json:
+    meta = metadata(job, name, labels)
+    if status.gang_waits and job.spec.scheduling.by_volcano:
+        meta["annotations"] = {ANNOTATION_GROUP: gang_name(job, status.rendezvous.generation)}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
 def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, attempt: int) -> dict[str, str]:
@@ -158,7 +157,7 @@ def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
         basics["securityContext"] = {"seccompProfile": {"type": "RuntimeDefault"}}
     if spec.image_pull_secrets:
         basics["imagePullSecrets"] = [{"name": secret} for secret in spec.image_pull_secrets]
-    if status.gang_waits:
+    if status.gang_waits and not spec.scheduling.by_volcano:
         basics["schedulingGroup"] = {"podGroupName": gang_name(job, status.rendezvous.generation)}
     if spec.scheduling.scheduler_name:
         basics["schedulerName"] = spec.scheduling.scheduler_name

@@ -63,6 +63,25 @@ def test_the_pods_of_a_gang_have_one_scheduler() -> None:
     assert [pod["spec"]["schedulerName"] for pod in pods] == ["other", "other"]
 
 
+def test_volcanos_group_is_in_the_queue_of_its_nodes() -> None:
+    scheduling = {"schedulerName": "volcano", "priorityClassName": "high"}
+    template = {"metadata": {"annotations": {"scheduling.volcano.sh/queue-name": "team"}}}
+    for spec, queue in (({}, {}), ({"podTemplate": template}, {"queue": "team"})):
+        made = with_gang(nodes=4, scheduling=scheduling, **spec)
+        group = build_gang(made, made.status)
+        assert (group["apiVersion"], group["kind"]) == ("scheduling.volcano.sh/v1beta1", "PodGroup")
+        assert group["spec"] == {"minMember": 5, "priorityClassName": "high", **queue}
+
+
+def test_volcanos_pods_name_their_group_until_the_gang_is_placed() -> None:
+    for placed in (False, True):
+        made = with_gang(placed=placed, scheduling={"schedulerName": "volcano"})
+        for pod in (build_node(made, made.status, PLATFORM, 0, 0), build_coordinator(made, made.status, PLATFORM)):
+            wanted = {} if placed else {"scheduling.k8s.io/group-name": "job-gang-0"}
+            assert pod["metadata"].get("annotations", {}) == wanted
+            assert "schedulingGroup" not in pod["spec"]
+
+
 def test_without_a_gang_there_is_no_group() -> None:
     made = job()
     with pytest.raises(ValueError, match="generation 0 of job has no gang"):

@@ -14,6 +14,7 @@ from datetime import timedelta
 from ddpjob.api.job_spec import Placement
 from ddpjob.api.job_status import ConditionType, GangStatus, JobStatus, Slot, SlotState
 from ddpjob.core.view import View
+from ddpjob.core.world import ANNOTATION_GROUP
 
 YIELD = timedelta(seconds=30)
 """How long a group that cannot train may hold its nodes while the scheduler finds no room for a missing pod."""
@@ -24,8 +25,10 @@ def planned_gang(view: View) -> GangStatus | None:
     spec = view.job.spec
     wanted = spec.scheduling.gang
     if wanted is None:
-        own = "schedulingGroup" in (spec.pod_template.get("spec") or {})
-        wanted = view.world.serves_gangs and not own and not spec.scheduling.scheduler_name
+        meta, template = (spec.pod_template.get(part) or {} for part in ("metadata", "spec"))
+        own = "schedulingGroup" in template or ANNOTATION_GROUP in (meta.get("annotations") or {})
+        known = spec.scheduling.by_volcano or not spec.scheduling.scheduler_name
+        wanted = view.world.serves_gangs and not own and known
     return GangStatus(nodes=spec.min_nodes) if wanted and spec.min_nodes > 1 else None
 
 

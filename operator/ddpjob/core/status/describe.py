@@ -29,7 +29,7 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
 from ddpjob.core.view import View, is_number
 from ddpjob.core.volumes import FIELD, has_claim
-from ddpjob.core.world import PodView, Role
+from ddpjob.core.world import PodView, Role, gang_name
 
 CREATION_REFUSED = "CreationRefused"
 NAME_IS_TAKEN = "NameTaken"
@@ -134,7 +134,7 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
         remedy = "the pods stay as they are, and none is created until spec.podTemplate is corrected"
         return condition(False, "InvalidPodTemplate", f"{'; '.join(world.problems)} ({remedy})")
     if status.gang_waits and not world.serves_gangs:
-        return condition(False, GANG_NOT_SERVED, _GANG_NOT_SERVED)
+        return condition(False, GANG_NOT_SERVED, _gang_not_served(volcano=spec.scheduling.by_volcano))
     if view.claim_problem is not None:
         return condition(False, view.claim_problem.reason, view.claim_problem.message)
     if world.rejections:
@@ -164,7 +164,14 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
     placed = sum(bool(p.host) for p in alive) + sum(s.state is SlotState.SUCCEEDED for s in status.slots)
     if placed >= spec.pods:
         return condition(True, "AllPlaced", f"{spec.pods} of {spec.pods} pods are scheduled")
-    return condition(False, "Placing", f"{placed} of {spec.pods} pods are scheduled{_backing_off(status, view.now)}")
+    message = f"{placed} of {spec.pods} pods are scheduled{_backing_off(status, view.now)}"
+    if status.gang_waits and spec.scheduling.by_volcano and alive:
+        group = gang_name(view.job, status.rendezvous.generation)
+        message += (
+            "; Volcano has said nothing of them yet: if that lasts, see whether their queue exists and is open, and "
+            f"look at the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
+        )
+    return condition(False, "Placing", message)
 
 
 def _gang_waits(view: View, alive: list[PodView]) -> str:
@@ -176,7 +183,7 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
     judged = [pod for pod in alive if pod.unschedulable and not pod.host]
     fitting = [pod for pod in judged if _FITS in pod.unschedulable]
     short = next((pod for pod in judged if pod not in fitting), None)
-    if len(judged) == nodes:
+    if len(judged) == nodes and not spec.scheduling.by_volcano:  # Which says no such thing.
         text += f"; {len(fitting)} of them would fit now"
     return text if short is None else f"{text}; pod {short.name}: {short.unschedulable}{_spread_hint(view, short)}"
 
@@ -184,11 +191,19 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
 _FITS = "waiting for minCount pods from a gang"
 """What kube-scheduler (1.36) says of a pod for which there is room, while there is none for others of its group."""
 GANG_NOT_SERVED = "GangNotServed"
-_GANG_NOT_SERVED = (
-    "scheduling.gang is true, and the operator finds no PodGroups in this cluster (scheduling.k8s.io/v1alpha2, of "
-    "Kubernetes 1.36 with the feature gates GenericWorkload and GangScheduling); leave scheduling.gang out, or set it "
-    "to false, to have the pods scheduled one by one"
-)
+
+
+def _gang_not_served(*, volcano: bool) -> str:
+    """Whose PodGroups are missing."""
+    kubernetes = (
+        "PodGroups in this cluster (scheduling.k8s.io/v1alpha2, of Kubernetes 1.36 with the feature gates "
+        "GenericWorkload and GangScheduling)"
+    )
+    missing = "PodGroups of Volcano in this cluster (scheduling.volcano.sh/v1beta1)" if volcano else kubernetes
+    return (
+        f"scheduling.gang is true, and the operator finds no {missing}; leave scheduling.gang out, or set it to false, "
+        "to have the pods scheduled one by one"
+    )
 
 
 def _idle(view: View, alive: list[PodView]) -> str:
