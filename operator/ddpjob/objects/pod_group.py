@@ -22,7 +22,7 @@ QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
 
 
 def kind_of(manifest: Json) -> str:
-    """An object's kind, which tells Volcano's PodGroups from those of Kubernetes."""
+    """An object's kind; Volcano's PodGroups have another one than those of Kubernetes."""
     return VOLCANO_KIND if manifest["apiVersion"] == VOLCANO_API else str(manifest["kind"])
 
 
