@@ -4,6 +4,9 @@ sums in order, to the bit.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -107,6 +110,17 @@ def test_a_walk_of_1_2_3_1_ranks_ends_where_one_rank_does(alone: Path, tmp_path:
 def test_in_order_the_same_walk_is_equal_to_the_bit(alone: Path, tmp_path: Path) -> None:
     walk(tmp_path, ORDERED)
     assert distance(alone, tmp_path) == 0
+
+
+def test_in_order_the_threads_of_a_rank_change_nothing(tmp_path: Path) -> None:
+    """A rank alone would have all cores; wide enough that torch uses them, and fast enough that it would be seen."""
+    arguments = ["model.width=16", "data.batch=128", "data.micro_batches=2", "ddp.ordered=true", "optim.lr=0.1"]
+    arguments += ["data.workers=0", "train.epochs=2", "optim.schedule=constant", "train.log_every=1"]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    for ranks in ("1", "2"):  # Not by run(), whose ranks have one thread each.
+        command = [sys.executable, "-m", "ddpjob_trainer", "--spawn", ranks, *arguments]
+        subprocess.run([*command, f"checkpoint.dir={tmp_path / ranks}"], env=environment, check=True)
+    assert distance(tmp_path / "1", tmp_path / "2") == 0
 
 
 def test_in_order_needs_no_statistics(tmp_path: Path) -> None:

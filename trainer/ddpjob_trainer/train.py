@@ -64,7 +64,8 @@ def run(config: Config) -> int:
 
         require(config, group)
     placement = devices.choose(config.train.backend, group.local_rank * devices_per_rank(config))
-    devices.limit_threads(config.train.threads, group.local_world)
+    repeatable = config.ddp.ordered and placement.device.type == "cpu"
+    devices.limit_threads(config.train.threads, group.local_world, repeatable=repeatable)
     devices.search_algorithms(placement.device, repeatable=config.ddp.ordered)
     data = open_data(config.data, placement.device)
     checkpoints = CheckpointFolder(config.checkpoint, config.checkpoint_dir, group)

@@ -150,7 +150,9 @@ def test_the_ranks_share_the_cores_that_the_container_may_use(
     monkeypatch.setattr(devices.torch, "set_num_threads", chosen.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     devices.limit_threads(0, local_world=2)
-    assert chosen == [threads]
+    devices.limit_threads(0, local_world=2, repeatable=True)
+    devices.limit_threads(3, local_world=2, repeatable=True)
+    assert chosen == [threads, 1, 3]
 
 
 @pytest.mark.parametrize(

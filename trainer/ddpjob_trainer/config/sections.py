@@ -328,7 +328,8 @@ class TrainConfig:
     timeout_seconds: float = 600.0
     """Timeout of a collective operation."""
     threads: int = 0
-    """CPU threads per rank; 0: an equal share of the cores that the container may use."""
+    """CPU threads per rank; 0: an equal share of the cores that the container may use, or one where ddp.ordered
+    trains on CPUs, since their sums depend on it."""
     log_every: int = 10
     """Steps between two reports of progress."""
     print_seconds: float = 5.0

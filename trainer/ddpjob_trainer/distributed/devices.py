@@ -101,9 +101,10 @@ def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
         return math.inf  # No control group, or one without a limit.
 
 
-def limit_threads(threads: int, local_world: int) -> None:
-    """Share the cores that may be used among this node's ranks; `threads` 0: an equal share. A
-    user's OMP_NUM_THREADS takes precedence.
+def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -> None:
+    """Share the cores that may be used among this node's ranks; `threads` 0: an equal share, or if `repeatable` one
+    thread: a CPU's sums depend on their number, and ranks that come and go must not change them. A user's
+    OMP_NUM_THREADS takes precedence over both.
 
     Raises ConfigError.
     """
@@ -113,5 +114,5 @@ def limit_threads(threads: int, local_world: int) -> None:
         )
     if threads == 0 and os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return
-    cores = usable_cores()
-    torch.set_num_threads(threads or max(1, int(cores / local_world)))
+    share = 1 if repeatable else max(1, int(usable_cores() / local_world))
+    torch.set_num_threads(threads or share)
