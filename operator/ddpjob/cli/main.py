@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from ddpjob.api.job_spec import Json
-from ddpjob.cli.output import document, listed, printable, printed_rows
+from ddpjob.cli.output import PathTemplate, document, listed, printable, printed_rows
 from ddpjob.cli.places import (
     EXIT_NEGATIVE,
     EXIT_TIMEOUT,
@@ -419,21 +419,40 @@ def _foreign(source: str) -> list[Any]:
     return found
 
 
+class _Output(click.Choice[str]):
+    """Of `get`: one of a few words, or a template of paths."""
+
+    def __init__(self) -> None:
+        super().__init__(["table", "wide", "name", "json", "yaml", "jsonpath=TEMPLATE"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        kind, given, template = str(value).partition("=")
+        if kind != "jsonpath":
+            return super().convert(value, param, ctx)
+        if not given:
+            self.fail("write jsonpath='{.status.phase}'", param, ctx)
+        try:
+            return PathTemplate(template)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 # --- looking ----------------------------------------------------------------------------------------------------
 
 
 @root.command()
 @click.argument("job", required=False, shell_complete=_complete_job)
-@click.option("-o", "--output", type=click.Choice(["table", "wide", "name", "json", "yaml"]), default="table")
+@click.option("-o", "--output", type=_Output(), default="table")
 @click.option("-w", "--watch", is_flag=True, help="Print a line at each change, until Ctrl-C.")
 @click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Jobs of all namespaces of the cluster.")
 @in_place
-def get(place: Place, job: str | None, output: str, watch: bool, everywhere: bool) -> int:
+def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, everywhere: bool) -> int:
     """List jobs, the newest last, or print one.
 
     \b
     Example: ddpjob get -w
              ddpjob get first -o yaml
+             ddpjob get first -o jsonpath='{.status.phase}'
     """
     from ddpjob.client.job_text import header
     from ddpjob.engine.reconcile import utc_now
@@ -443,6 +462,9 @@ def get(place: Place, job: str | None, output: str, watch: bool, everywhere: boo
     for note in backend.notes:
         _note(note)
     wide = output == "wide"
+    if isinstance(output, PathTemplate) and not watch:
+        click.echo(printable(output.text(bodies[0] if job is not None else listed(bodies))), nl=False)
+        return 0
     if output in ("json", "yaml") and not watch:
         click.echo(document(bodies[0] if job is not None else listed(bodies), output), nl=False)
         return 0
@@ -460,7 +482,9 @@ def get(place: Place, job: str | None, output: str, watch: bool, everywhere: boo
         return 0
     widths: list[int] = []
     for body, gone in backend.changes(job):
-        if output in ("json", "yaml"):
+        if isinstance(output, PathTemplate):
+            click.echo(printable(output.text(body)))
+        elif output in ("json", "yaml"):
             click.echo(("---\n" if output == "yaml" else "") + document(body, output), nl=False)
         elif output == "name":
             click.echo(f"ddpjob.ddpjob.io/{body['metadata']['name']}")
@@ -743,11 +767,17 @@ def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
     return _wait(backend, job, goal, length)
 
 
+WAITING_SECONDS = 30.0
+"""Between two lines of progress of a job that is waited for."""
+
+
 def _wait(backend: Backend, job: str, goal: str, seconds: float | None) -> int:
-    from ddpjob.client.job_text import phase, why
+    """The exit code of `wait`. Standard error shows what happens meanwhile: states, restarts, now and then progress."""
+    from ddpjob.api.job_status import JobStatus
+    from ddpjob.client.job_text import header, phase, restart_line, why
     from ddpjob.engine.reconcile import utc_now
 
-    state = ""
+    state, shown, shown_at, widths = "", ("", 0), 0.0, list[int]()
     for body, gone in backend.changes(job, seconds):
         state = phase(body)
         if gone:
@@ -760,6 +790,14 @@ def _wait(backend: Backend, job: str, goal: str, seconds: float | None) -> int:
             for line in why(body, (), utc_now()):
                 _note(line)
             return EXIT_NEGATIVE
+        restarts = JobStatus.read(body.get("status") or {}).restarts
+        if restarts.recent and restarts.total > shown[1]:
+            _note(restart_line(restarts.recent[-1], utc_now()))
+        if (state, restarts.total) != shown or time.monotonic() - shown_at >= WAITING_SECONDS:
+            lines = printed_rows(header(), [body], utc_now(), wide=False, namespaces=False, widths=widths)
+            for line in lines[bool(shown[0]) :]:
+                _note(line)
+            shown, shown_at = (state, restarts.total), time.monotonic()
     _note(f"{job} is still {state}")
     return EXIT_TIMEOUT
 

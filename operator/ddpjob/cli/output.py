@@ -1,10 +1,14 @@
-"""What commands print: objects as YAML and JSON, and rows of jobs."""
+"""What commands print: objects as YAML, as JSON and by kubectl's templates of paths, and rows of jobs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from datetime import datetime
+from typing import Any
+
+import jsonpath
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.yamltext import write_document
@@ -21,6 +25,85 @@ def document(body: Json, kind: str) -> str:
     if kind == "json":
         return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
     return write_document(body)
+
+
+_ESCAPED = re.compile(r"\.((?:[^.\[\]\\\s]|\\.)*\\.(?:[^.\[\]\\\s]|\\.)*)")
+r"""A name with escaped dots, as in `.metadata.labels.ddpjob\.io/job`."""
+_PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([^{}]+)|(.)""", re.DOTALL)
+
+
+class PathTemplate:
+    """What `-o jsonpath=TEMPLATE` prints, as kubectl does: text, and in braces paths, quoted text, range and end.
+
+    Raises ValueError for a template that cannot be read; the message says what is wrong.
+    """
+
+    def __init__(self, template: str) -> None:
+        parts = list(_PART.finditer(template))
+        if stray := next((part[3] for part in parts if part[3]), ""):
+            raise ValueError(f"a {stray} without its partner in {template!r}; write a path as {{.status.phase}}")
+        if not any(part[1] is not None for part in parts):
+            raise ValueError(f"no path in {template!r}; write it in braces, as {{.status.phase}}")
+        self._steps = self._read(iter(parts), within=False)
+
+    def _read(self, parts: Iterator[re.Match[str]], *, within: bool) -> list[str | tuple[Any, Any]]:
+        """Text to print, or (path, the steps for each of its values, None: print them)."""
+        steps: list[str | tuple[Any, Any]] = []
+        for part in parts:
+            inner = (part[1] or "").strip()
+            if part[1] is None:
+                steps.append(part[2])
+            elif inner[:1] in ("'", '"'):
+                steps.append(_unquoted(inner))
+            elif inner == "end" and within:
+                return steps
+            elif inner.startswith("range "):
+                steps.append((_path(inner.removeprefix("range ").strip()), self._read(parts, within=True)))
+            elif inner == "end":
+                raise ValueError("{end} without {range PATH} before it")
+            else:
+                steps.append((_path(inner), None))
+        if within:
+            raise ValueError("{range PATH} without {end} after it")
+        return steps
+
+    def text(self, body: Json) -> str:
+        """Filled in from an object. What is not there is empty."""
+        return self._filled(self._steps, body)
+
+    def _filled(self, steps: list[str | tuple[Any, Any]], value: Any) -> str:
+        texts = []
+        for step in steps:
+            if isinstance(step, str):
+                texts.append(step)
+                continue
+            path, inner = step
+            found = path.findall(value)
+            if inner is None:
+                texts.append(" ".join(v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in found))
+            else:
+                texts += [self._filled(inner, one) for one in found]
+        return "".join(texts)
+
+
+def _unquoted(text: str) -> str:
+    """Of a text in either kind of quotes, with the escapes of JSON."""
+    try:
+        inner = text[1:-1] if text[0] == '"' else text[1:-1].replace("\\'", "'").replace('"', '\\"')
+        return str(json.loads(f'"{inner}"'))
+    except ValueError:
+        raise ValueError(f"{text} is no quoted text") from None
+
+
+def _path(text: str) -> Any:
+    rest = text.removeprefix("$").removeprefix("@")
+    if rest and rest[0] not in ".[":
+        raise ValueError(f"{{{text}}} is no path; write it as {{.status.phase}}")
+    rest = _ESCAPED.sub(lambda name: "['" + re.sub(r"\\(.)", r"\1", name[1]) + "']", rest)
+    try:
+        return jsonpath.compile("$" + ("" if rest == "." else rest))
+    except jsonpath.JSONPathError as error:
+        raise ValueError(f"{{{text}}}: {str(error).splitlines()[0]}") from None
 
 
 def listed(bodies: Sequence[Json]) -> Json:

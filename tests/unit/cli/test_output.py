@@ -1,0 +1,96 @@
+"""What is printed by a template of paths, and while a job is waited for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ddpjob.cli import main as cli
+from ddpjob.cli.output import PathTemplate
+
+JOB: dict[str, Any] = {
+    "metadata": {"name": "first", "labels": {"ddpjob.io/job": "first", "a.b.c": "d"}},
+    "spec": {"nodes": 2},
+    "status": {
+        "phase": "Failed",
+        "conditions": [{"type": "Running", "status": "False"}, {"type": "Failed", "status": "True", "reason": "Spent"}],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{.status.phase}", "Failed"),
+        ("{$.status.phase}{@.spec.nodes}", "Failed2"),
+        ('{.metadata.name}: {.spec.nodes}{"\\n"}', "first: 2\n"),
+        ("{.status.conditions[?(@.type=='Failed')].reason}", "Spent"),
+        ('{.status.conditions[?(@.type=="Failed")].reason}', "Spent"),
+        ("{.status.conditions[*].type}", "Running Failed"),
+        ("{.status.conditions[-1].type}", "Failed"),
+        (r"{.metadata.labels.ddpjob\.io/job}{.metadata.labels.a\.b\.c}", "firstd"),
+        ("{.metadata.labels['a.b.c']}", "d"),
+        ("{range .status.conditions[*]}{.type}={.status}{','}{end}.", "Running=False,Failed=True,."),
+        ("{.status.nothing}|{.nothing.at.all}", "|"),
+        ("{.spec}", '{"nodes": 2}'),
+    ],
+)
+def test_a_template_is_filled_in_as_kubectl_does(template: str, text: str) -> None:
+    assert PathTemplate(template).text(JOB) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("", "no path"),
+        ("status.phase", "write it in braces"),
+        ("{status.phase}", "{status.phase} is no path; write it as {.status.phase}"),
+        ("{.status", "a { without its partner"),
+        ("{.status[}", "{.status[}: "),
+        ("{range .items[*]}{.x}", "{range PATH} without {end}"),
+        ("{.x}{end}", "{end} without {range PATH}"),
+        ("{'x}", "a { without its partner"),
+        ('{"\\q"}', "is no quoted text"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_refused_with_the_reason(
+    template: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        PathTemplate(template)
+    assert cli.main(["get", "-o", f"jsonpath={template}"]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+class Written:
+    """A backend whose job changes as it is written."""
+
+    where = "here"
+
+    def __init__(self, *statuses: dict[str, Any]) -> None:
+        self.statuses = statuses
+
+    def changes(self, name: str | None, seconds: float | None = None) -> Iterator[tuple[dict[str, Any], bool]]:
+        for status in self.statuses:
+            yield {"metadata": {"name": name, "namespace": "n"}, "spec": JOB["spec"], "status": status}, False
+
+
+def test_who_waits_sees_states_restarts_and_seldom_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restart = {"time": "2026-01-01T00:00:00Z", "pod": "first-1-0", "reason": "WorkerFailed", "counted": True}
+    restart["message"] = "rank 1: boom"
+    broken = {"phase": "Running", "restarts": {"total": 1, "counted": 1, "display": "1/10", "recent": [restart]}}
+    further = [{**broken, "progress": {"step": n, "display": f"step {n}"}} for n in range(5)]
+    now = iter([0.0, 1.0, 2.0, *(3.0 + 15 * n for n in range(99))])
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(now))
+    backend: Any = Written({"phase": "Starting"}, {"phase": "Running"}, broken, *further, {"phase": "Complete"})
+    assert cli._wait(backend, "first", "end", None) == 0
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert [line.split()[:2] for line in lines[:3]] == [["NAME", "STATE"], ["first", "Starting"], ["first", "Running"]]
+    assert "WorkerFailed (counted): rank 1: boom" in lines[3] and lines[4].split()[:2] == ["first", "Running"]
+    assert ["step" in line for line in lines[5:]].count(True) == len(lines[5:]) in (2, 3), "of five"
+    assert out.startswith("first is Complete")
