@@ -180,11 +180,11 @@ def test_a_bucket_that_is_wrong_fails_the_job_at_once(server: Server, machine: M
 
 
 def test_wrong_keys_fail_the_job_at_once(server: Server, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-9f3e")
     run = machine.run(job(server.port))
     failed = run.condition("Failed")
     assert failed["reason"] == "InitFailure" and "storage.data.secretName" in failed["message"], failed
-    assert "HTTP 403" in failed["message"] and "another" not in run.everything()
+    assert "HTTP 403" in failed["message"] and "wrong-secret-9f3e" not in run.everything()
 
 
 def test_data_of_the_command_line_is_used_in_the_bucket_s_place(machine: Machine, tmp_path: Path) -> None:
