@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-import jsonpath
-
 from ddpjob.api.job_spec import Json
 from ddpjob.api.yamltext import write_document
 from ddpjob.client.job_text import row
@@ -96,6 +94,8 @@ def _unquoted(text: str) -> str:
 
 
 def _path(text: str) -> Any:
+    import jsonpath  # Takes long to import, and is seldom needed.
+
     rest = text.removeprefix("$").removeprefix("@")
     if rest and rest[0] not in ".[":
         raise ValueError(f"{{{text}}} is no path; write it as {{.status.phase}}")
