@@ -57,6 +57,16 @@ class Case:
             },
         )
 
+    async def change(self, **spec: Any) -> None:
+        """The job's user changes its spec, and the operator follows."""
+        body = self.server.store.get("DDPJob", "job")
+        body["spec"] = {**body["spec"], **spec}
+        body["metadata"]["generation"] += 1
+        self.server.store.changed("DDPJob", body)
+        for _ in range(4):
+            await seen()
+            await self.reconcile()
+
     def finish(self, name: str) -> None:
         """The job is Complete, and its nodes have ended."""
         body = self.server.store.get("DDPJob", name)
@@ -955,13 +965,7 @@ def test_a_cluster_that_serves_gangs_gets_one_per_generation_and_loses_the_last(
             assert group["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
             for pod in c.server.store.all("Pod"):
                 assert pod["spec"]["schedulingGroup"] == {"podGroupName": "job-gang-0"}
-            body = c.server.store.get("DDPJob", "job")
-            body["spec"] = {**body["spec"], "nodes": 3}
-            body["metadata"]["generation"] += 1
-            c.server.store.changed("DDPJob", body)
-            for _ in range(4):
-                await seen()
-                await c.reconcile()
+            await c.change(nodes=3)
             (group,) = c.server.store.all("PodGroup")
             assert group["metadata"]["name"] == "job-gang-1"
             assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 4}}
@@ -974,24 +978,13 @@ def test_a_cluster_that_serves_gangs_gets_one_per_generation_and_loses_the_last(
 def test_volcano_gets_groups_of_its_own_kind() -> None:
     async def main() -> None:
         async with case(serves_gangs=True) as c:
-            body = c.server.store.get("DDPJob", "job")
-            body["spec"] = {**body["spec"], "scheduling": {"schedulerName": "volcano"}}
-            body["metadata"]["generation"] += 1
-            c.server.store.changed("DDPJob", body)
-            await seen()
-            await c.reconcile()
+            await c.change(scheduling={"schedulerName": "volcano"})
             (group,) = c.server.store.all("PodGroup.scheduling.volcano.sh")
             assert group["spec"] == {"minMember": 3} and not list(c.server.store.all("PodGroup"))
             for pod in c.server.store.all("Pod"):
                 assert pod["metadata"]["annotations"] == {"scheduling.k8s.io/group-name": "job-gang-0"}
                 assert pod["spec"]["schedulerName"] == "volcano" and "schedulingGroup" not in pod["spec"]
-            body = c.server.store.get("DDPJob", "job")
-            body["spec"] = {**body["spec"], "nodes": 3}
-            body["metadata"]["generation"] += 1
-            c.server.store.changed("DDPJob", body)
-            for _ in range(4):
-                await seen()
-                await c.reconcile()
+            await c.change(nodes=3)
             (group,) = c.server.store.all("PodGroup.scheduling.volcano.sh")
             assert group["metadata"]["name"] == "job-gang-1" and group["spec"] == {"minMember": 4}
             (deletion,) = [path for method, path in c.server.acted if method == "DELETE" and "podgroups" in path]
