@@ -64,6 +64,14 @@ class Jobs:
         )
         return {pod["metadata"]["name"]: pod for pod in found["items"]}
 
+    def held(self, name: str) -> list[str]:
+        """Pods of a job that have a Kubernetes node and have not ended."""
+        return [
+            pod
+            for pod, body in self.pods().items()
+            if pod.startswith(f"{name}-") and body["spec"].get("nodeName") and body["status"]["phase"] != "Succeeded"
+        ]
+
     def kill(self, pod: str) -> None:
         """Deleted by force, as a user does with a pod that hangs."""
         self.kubectl("delete", "pod", pod, "--force", "--grace-period=0")

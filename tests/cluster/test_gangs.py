@@ -51,15 +51,6 @@ def sleeping_job(name: str, seconds: int, **spec: object) -> Json:
     return job(name, command=["sleep", str(seconds)], **ONE_GPU, **spec)
 
 
-def held(jobs: Jobs, name: str) -> list[str]:
-    """Pods of a job that have a Kubernetes node and have not ended."""
-    return [
-        pod
-        for pod, body in jobs.pods().items()
-        if pod.startswith(f"{name}-") and body["spec"].get("nodeName") and body["status"]["phase"] != "Succeeded"
-    ]
-
-
 def group_of(pod: Json) -> str:
     return str(pod["spec"].get("schedulingGroup", {}).get("podGroupName", ""))
 
@@ -72,9 +63,9 @@ def test_two_halves_wait_for_each_other_without_a_gang(jobs: Jobs, gpus: Gpus) -
     jobs.kill("one-1-0")
     jobs.wait("its successor", lambda: "one-1-1" in jobs.pods())
     gpus.each(1)
-    jobs.wait("each has half", lambda: len(held(jobs, "one")) == len(held(jobs, "two")) == 1)
+    jobs.wait("each has half", lambda: len(jobs.held("one")) == len(jobs.held("two")) == 1)
     time.sleep(5)
-    assert len(held(jobs, "one")) == len(held(jobs, "two")) == 1
+    assert len(jobs.held("one")) == len(jobs.held("two")) == 1
     assert not any(map(group_of, jobs.pods().values()))
 
 
@@ -92,7 +83,7 @@ def test_one_of_two_gangs_runs_and_the_other_holds_nothing_until_it_can(jobs: Jo
     jobs.wait("one runs", lambda: any(jobs.status(name)["phase"] == "Running" for name in ("one", "two")))
     first, second = ("one", "two") if jobs.status("one")["phase"] == "Running" else ("two", "one")
     while jobs.status(first)["phase"] == "Running":
-        assert not held(jobs, second) or jobs.status(first)["phase"] != "Running"
+        assert not jobs.held(second) or jobs.status(first)["phase"] != "Running"
         time.sleep(0.5)
     jobs.wait_phase(first, "Complete")
     jobs.wait_phase(second, "Complete")
@@ -116,7 +107,7 @@ def test_a_lost_pod_of_a_gang_is_replaced_at_once_and_spares_come_later(jobs: Jo
     jobs.apply(steps_job("again", 1000, recovery={"mode": "Fast"}, **ONE_GPU))
     jobs.wait_phase("again", "Running")
     jobs.kill("again-1-0")
-    jobs.wait("its successor has a node", lambda: "again-1-1" in held(jobs, "again"), timeout=20)
+    jobs.wait("its successor has a node", lambda: "again-1-1" in jobs.held("again"), timeout=20)
     assert not group_of(jobs.pods()["again-1-1"])
     jobs.wait_phase("again", "Running")
     assert jobs.status("again")["rendezvous"]["generation"] == 0
@@ -132,7 +123,7 @@ def test_a_preempted_job_gives_up_all_its_gpus_and_continues_when_there_is_room(
     jobs.wait_phase("low", "Running")
     jobs.apply(sleeping_job("high", 20, nodes=1, scheduling={"priorityClassName": high}))
     jobs.wait_phase("high", "Running")
-    jobs.wait("low holds nothing", lambda: not held(jobs, "low"), timeout=60)
+    jobs.wait("low holds nothing", lambda: not jobs.held("low"), timeout=60)
     assert jobs.status("high")["phase"] == "Running"
     jobs.wait("it waits as a gang", lambda: jobs.status("low").get("gang") == {"nodes": 2})
     jobs.wait_phase("high", "Complete")

@@ -89,15 +89,6 @@ def group_of(pod: Json) -> str:
     return str(pod["metadata"].get("annotations", {}).get(GROUP_NAME, ""))
 
 
-def held(jobs: Jobs, name: str) -> list[str]:
-    """Pods of a job that have a Kubernetes node and have not ended."""
-    return [
-        pod
-        for pod, body in jobs.pods().items()
-        if pod.startswith(f"{name}-") and body["spec"].get("nodeName") and body["status"]["phase"] != "Succeeded"
-    ]
-
-
 def test_volcano_takes_the_group_that_a_job_gets(jobs: Jobs) -> None:
     """By the API server's strict validation. No scheduler of that name runs: the pods wait for one."""
     jobs.apply(by_volcano(steps_job("grouped", 5, spares=1), queue="team"))
@@ -123,7 +114,7 @@ def test_one_of_two_jobs_runs_and_the_other_holds_nothing_meanwhile(
     first, second = ("one", "two") if jobs.status("one")["phase"] == "Running" else ("two", "one")
     jobs.wait("it is said why", lambda: "2 nodes with 1 GPU" in jobs.condition(second, "Scheduled")["message"])
     while jobs.status(first)["phase"] == "Running":
-        assert not held(jobs, second) or jobs.status(first)["phase"] != "Running"
+        assert not jobs.held(second) or jobs.status(first)["phase"] != "Running"
     jobs.wait_phase(first, "Complete")
     jobs.wait_phase(second, "Complete")
     assert [jobs.status(name)["restarts"]["total"] for name in ("one", "two")] == [0, 0]
@@ -146,7 +137,7 @@ def test_a_lost_pod_is_replaced_and_a_queue_keeps_its_limit(
         jobs.kill("lossy-1-0")
         jobs.wait("another spare", lambda: "lossy-1-1" in jobs.pods("spare"))
         jobs.wait("it is placed by itself", lambda: group_of(jobs.pods("spare")["lossy-1-1"]).startswith("podgroup-"))
-        assert not held(jobs, "above"), "one GPU is free, and the queue has none left"
+        assert not jobs.held("above"), "one GPU is free, and the queue has none left"
         jobs.wait_phase("lossy", "Complete")
         jobs.wait_phase("above", "Complete")
     finally:
