@@ -19,8 +19,10 @@ HERE = Path(__file__).parent
 HARNESSES = ("process_harness", "ranks", "runtime_harness")
 """Modules that start processes, most of them with torch: every test of a module that imports from one is slow."""
 SLOW = (
+    "runtime/test_agent.py",
     "runtime/test_coordinator_disorder.py",
     "runtime/test_forkserver.py",
+    "runtime/test_rendezvous.py",
     "simulation/test_crashes.py",
     "simulation/test_generated.py",
     "simulation/test_random_faults.py",
@@ -28,7 +30,12 @@ SLOW = (
     "unit/monitoring/test_monitoring.py",
     "unit/test_site.py",
 )
-"""What takes long, in CPU seconds: other programs, and searches through thousands of cases."""
+"""What takes long, in CPU seconds: other programs, torch's import, and searches through thousands of cases."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m "not slow"`, what is slow as a whole is not even imported: some of it imports torch, in each worker."""
+    return True if config.getoption("markexpr") == "not slow" and _is_slow_module(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,7 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_slow(item: pytest.Item) -> bool:
-    if any(item.path.is_relative_to(HERE / name) for name in SLOW):
+    if _is_slow_module(item.path):
         return True
     imported = vars(getattr(item, "module", object)).values()
     return any(getattr(it, "__module__", getattr(it, "__name__", None)) in HARNESSES for it in imported)
+
+
+def _is_slow_module(path: Path) -> bool:
+    return any(path.is_relative_to(HERE / name) for name in SLOW)

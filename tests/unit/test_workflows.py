@@ -73,10 +73,12 @@ def findings(actionlint: Path, *files: Path) -> str:
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False).stdout
 
 
+@pytest.mark.slow
 def test_workflows_are_valid(actionlint: Path) -> None:
     assert findings(actionlint, *WORKFLOWS) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "part"),
     [
