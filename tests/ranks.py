@@ -49,13 +49,21 @@ Environment = Callable[[int], dict[str, str]]
 
 
 def start(
-    world: int, arguments: list[str], prepare: Prepare | None = None, env: Environment | None = None
+    world: int,
+    arguments: list[str],
+    prepare: Prepare | None = None,
+    env: Environment | None = None,
+    *,
+    clean: bool = False,
 ) -> list[Any]:
     """`world` forked ranks that run the trainer; `prepare(rank)` may break something on purpose in
-    the rank's process.
+    the rank's process. `clean`: forked from a process that has imported the trainer and done nothing: the threads of
+    obstore do not survive a fork.
     """
     port = free_port()
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver" if clean else "fork")
+    if clean:
+        context.set_forkserver_preload(["ddpjob_trainer.train"])
     started = []
     for rank in range(world):
         receive, send = context.Pipe(duplex=False)

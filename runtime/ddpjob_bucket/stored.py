@@ -30,6 +30,8 @@ _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
 MOST_FILES = 5000
 _PIECE = 2**20
+_LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
+"""An object is uploaded in at most 10000 pieces, and S3 takes none that is smaller."""
 _TRIES = 100
 """Starts of other incarnations in the time of one's own start."""
 URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]+")
@@ -41,6 +43,10 @@ class BucketError(Exception):
 
 class LibraryMissing(BucketError):
     """The image lacks obstore."""
+
+
+class Damaged(BucketError):
+    """An object is missing or is not what was uploaded: to read it again would not help."""
 
 
 @dataclass(frozen=True, order=True)
@@ -72,6 +78,28 @@ class Manifest:
     data: str
     files: tuple[File, ...]
     epoch: int | None = None
+
+    def written(self, step: int) -> bytes:
+        """As it is in the bucket."""
+        files = [{"path": file.path, "size": file.size, "sha256": file.sha256} for file in self.files]
+        whole = {"step": step, "epoch": self.epoch, "name": self.name, "data": self.data, "files": files}
+        return json.dumps(whole).encode()
+
+    @classmethod
+    def read(cls, text: bytes, entry: Stored) -> Manifest | None:
+        """The reverse of `written`; None if nobody wrote it so."""
+        try:
+            read = json.loads(text)
+            files = tuple(File(f["path"], f["size"], f["sha256"]) for f in read["files"])
+            found = cls(read["name"], read["data"], files, read.get("epoch"))
+            good = read["step"] == entry.step and _NAME.fullmatch(found.name) and 0 < len(files) <= MOST_FILES
+            mine = re.fullmatch(rf"{_DATA}/{entry.term:09d}-{entry.step:09d}-[0-9a-f]{{8}}", found.data)
+            epoch = found.epoch is None or type(found.epoch) is int
+            if good and mine and epoch and all(_is_of(found.name, file) for file in files):
+                return found
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
+        return None
 
 
 class Bucket:
@@ -126,10 +154,7 @@ class Bucket:
         return [Stored(int(m[1]), int(m[2])) for m in matches if m]
 
     def _keys(self, prefix: str) -> list[str]:
-        def listed() -> list[str]:
-            return [item["path"] for page in self._obs.list(self._store, prefix) for item in page]
-
-        return list(self._try("listed", prefix, listed))
+        return list(self._sizes(prefix))
 
     def fetch(self, entry: Stored, folder: Path) -> Path:
         """Download a checkpoint into the folder, whole or not at all, in place of one of its name.
@@ -158,17 +183,14 @@ class Bucket:
 
     def manifest(self, entry: Stored) -> Manifest:
         """What is in a checkpoint. Raises BucketError if nobody wrote it so."""
-        read = self._json(entry.key)
-        try:
-            files = tuple(File(f["path"], f["size"], f["sha256"]) for f in read["files"])
-            found = Manifest(read["name"], read["data"], files, read.get("epoch"))
-            good = read["step"] == entry.step and _NAME.fullmatch(found.name) and 0 < len(files) <= MOST_FILES
-            mine = re.fullmatch(rf"{_DATA}/{entry.term:09d}-{entry.step:09d}-[0-9a-f]{{8}}", found.data)
-            if good and mine and all(_is_of(found.name, file) for file in files):
-                return found
-        except (ValueError, KeyError, TypeError, AttributeError):
-            pass
-        raise BucketError(f"{self.url}/{entry.key} is not a checkpoint's list of files")
+        found = Manifest.read(self._get(entry.key), entry)
+        if found is None:
+            raise BucketError(f"{self.url}/{entry.key} is not a checkpoint's list of files")
+        return found
+
+    def fetch_file(self, manifest: Manifest, file: File, to: Path) -> None:
+        """Download one file of a checkpoint. Raises BucketError, OSError, and then `to` is not whole."""
+        self._download(f"{manifest.data}/{file.path}", to, file)
 
     def _download(self, key: str, to: Path, expected: File) -> None:
         digest, size = hashlib.sha256(), 0
@@ -187,7 +209,7 @@ class Bucket:
             file.flush()
             os.fsync(file.fileno())
         if size != expected.size or digest.hexdigest() != expected.sha256:
-            raise BucketError(f"{self.url}/{key} is not what was uploaded: its size or checksum differs")
+            raise Damaged(f"{self.url}/{key} is not what was uploaded: its size or checksum differs")
 
     def scores(self) -> dict[int, float]:
         """step -> score, as `put_scores` wrote it last; empty where there are none."""
@@ -272,23 +294,73 @@ class Bucket:
 
     def publish(self, path: Path, step: int, epoch: int | None = None) -> Stored:
         """Upload a file or a folder, and then what says that it is complete. Raises BucketError, OSError."""
-        entry = Stored(self.term, step)
-        data = f"{_DATA}/{entry.term:09d}-{step:09d}-{secrets.token_hex(4)}"
+        data = self.data_of(step, secrets.token_hex(4))
         files = []
         for file in files_of(path):
             below = file.relative_to(path.parent).as_posix()
             before = _signature(file)
-            files.append({"path": below, "size": before[0], "sha256": _sha256(file)})
-            self._try("written", data, partial(self._obs.put, self._store, f"{data}/{below}", file))
+            files.append(File(below, before[0], sha256_of(file)))
+            self._put(f"{data}/{below}", file)
             if _signature(file) != before:
                 raise BucketError(
                     f"{file} has changed while it was copied to {self.url}: write each checkpoint to another name"
                     " first, then os.replace"
                 )
-        manifest = {"step": step, "epoch": epoch, "name": path.name, "data": data, "files": files}
-        text = json.dumps(manifest).encode()
+        return self._complete(step, Manifest(path.name, data, tuple(files), epoch))
+
+    def data_of(self, step: int, mark: str) -> str:
+        """Where the files of a checkpoint of this term go. `mark`, 8 hexadecimal digits, distinguishes attempts."""
+        return f"{_DATA}/{self.term:09d}-{step:09d}-{mark}"
+
+    def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
+        """Upload some files of the folder `path`, for `commit`: those that are not there yet. Raises BucketError,
+        OSError.
+        """
+        there = self._sizes(data)
+        for name in names:
+            key = f"{data}/{path.name}/{name}"
+            if there.get(key) != (path / name).stat().st_size:
+                self._put(key, path / name)
+
+    def lacking(self, manifest: Manifest) -> list[str]:
+        """The files of a checkpoint that are not in the bucket with their whole size. An object appears when all of it
+        has been uploaded, and not before.
+        """
+        there = self._sizes(manifest.data)
+        return [file.path for file in manifest.files if there.get(f"{manifest.data}/{file.path}") != file.size]
+
+    def commit(self, step: int, manifest: Manifest) -> Stored:
+        """Say that a checkpoint whose files several processes have uploaded is complete.
+
+        Raises BucketError where a file is missing.
+        """
+        if lacking := self.lacking(manifest):
+            raise BucketError(f"{self.url}/{manifest.data}/{lacking[0]} has not been uploaded")
+        return self._complete(step, manifest)
+
+    def _complete(self, step: int, manifest: Manifest) -> Stored:
+        entry = Stored(self.term, step)
+        text = manifest.written(step)
+        if len(text) > _MANIFEST_BYTES or len(manifest.files) > MOST_FILES:
+            raise BucketError(
+                f"{self.url}/{entry.key} would name {len(manifest.files)} files in {len(text)} bytes, and no reader"
+                f" takes more than {MOST_FILES} in {_MANIFEST_BYTES}"
+            )
         self._try("written", entry.key, lambda: self._obs.put(self._store, entry.key, text))
         return entry
+
+    def _put(self, key: str, file: Path) -> None:
+        piece = max(_SMALLEST_PART, file.stat().st_size // _LARGEST_PARTS)
+        self._try("written", key, partial(self._obs.put, self._store, key, file, chunk_size=piece))
+
+    def _sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of each object below a prefix, by its key."""
+
+        def listed() -> dict[str, int]:
+            return {item["path"]: item["size"] for page in self._obs.list(self._store, prefix) for item in page}
+
+        found: dict[str, int] = self._try("listed", prefix, listed)
+        return found
 
     def put_scores(self, scores: dict[int, float]) -> None:
         text = json.dumps({str(step): value for step, value in scores.items()}).encode()
@@ -342,13 +414,14 @@ class Bucket:
         return read
 
     def _try(self, what: str, key: str, act: Callable[[], Any]) -> Any:
-        from obstore.exceptions import BaseError
+        from obstore.exceptions import BaseError, NotFoundError
 
         try:
             return act()
         except (BaseError, FileNotFoundError, PermissionError) as error:
             why = str(error).split("\n")[0][:500]
-            raise BucketError(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {why}") from None
+            kind = Damaged if isinstance(error, (NotFoundError, FileNotFoundError)) else BucketError
+            raise kind(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {why}") from None
 
 
 def files_of(path: Path) -> list[Path]:
@@ -377,7 +450,7 @@ def _signature(file: Path) -> tuple[int, int, int]:
     return state.st_size, state.st_mtime_ns, state.st_ino
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):

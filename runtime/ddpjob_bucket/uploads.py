@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddpjob_bucket.stored import Bucket, BucketError
 
@@ -24,13 +25,16 @@ class Waiting:
     epoch: int | None = None
     time: float = 0.0
     """When it was saved, in Unix seconds."""
+    names: tuple[str, ...] = ()
+    """Of a folder whose files several processes upload: those of this one. Empty: it uploads all."""
 
 
 class Uploads:
     """Uploads checkpoints beside training, the newest first; one that waits gives way to a newer one.
 
     `tidy` is called after each upload, in the thread; `release` with each that is not needed any more. A failure is
-    tried again with growing pauses and never ends anything.
+    tried again with growing pauses and never ends anything. `publish`: what uploads one, in place of
+    `bucket.publish`. `in_turn`: all are uploaded, the oldest first; for what other processes upload in part.
     """
 
     def __init__(
@@ -39,10 +43,15 @@ class Uploads:
         tidy: Callable[[], None],
         say: Callable[[str], None],
         release: Callable[[Waiting], None] = lambda waiting: None,
+        publish: Callable[[Waiting], Any] | None = None,
+        *,
+        in_turn: bool = False,
     ) -> None:
-        self._bucket, self._tidy, self._say, self._release = bucket, tidy, say, release
+        self._tidy, self._say, self._release = tidy, say, release
+        self._publish = publish or (lambda one: bucket.publish(one.path, one.step, one.epoch))
+        self._in_turn = in_turn
         self._changed = threading.Condition()
-        self._waiting: Waiting | None = None
+        self._waiting = deque[Waiting]()
         self._current: Waiting | None = None
         self._closing = False
         self._newest: Waiting | None = None
@@ -62,17 +71,18 @@ class Uploads:
     def offer(self, waiting: Waiting) -> None:
         """Upload this checkpoint when it is its turn, unless a newer one is offered before."""
         with self._changed:
-            passed, self._waiting = self._waiting, waiting
+            passed = [] if self._in_turn else list(self._waiting)
+            self._waiting = deque([*(self._waiting if self._in_turn else ()), waiting])
             if self._behind_since is None:
                 self._behind_since = time.monotonic()
             self._changed.notify_all()
-        if passed is not None:
-            self._release(passed)
+        for one in passed:
+            self._release(one)
 
     def holds(self, path: Path) -> bool:
         """Whether a file is still needed: it is being uploaded, or waits."""
         with self._changed:
-            return any(one is not None and one.path == path for one in (self._waiting, self._current))
+            return any(one is not None and one.path == path for one in (*self._waiting, self._current))
 
     @property
     def behind_seconds(self) -> float:
@@ -89,7 +99,7 @@ class Uploads:
         """Wait until nothing is left to upload, at most so long (None: without a limit). Returns whether that is so."""
         limit = None if seconds is None else max(0.0, seconds)
         with self._changed:
-            return self._changed.wait_for(lambda: self._waiting is None and self._current is None, limit)
+            return self._changed.wait_for(lambda: not self._waiting and self._current is None, limit)
 
     def close(self) -> None:
         """Begin no more uploads. One in progress ends with the process: without its list it does not exist."""
@@ -100,23 +110,22 @@ class Uploads:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+                self._changed.wait_for(lambda: self._waiting or self._closing)
                 if self._closing:
                     return
-                current, self._current, self._waiting = self._waiting, self._waiting, None
-            assert current is not None
+                current = self._current = self._waiting.popleft()
             problem = self._upload(current)
             if not problem:
                 self._release(current)  # Before those who wait for it are woken.
             with self._changed:
-                passed = bool(problem) and self._waiting is not None
+                passed = bool(problem) and bool(self._waiting) and not self._in_turn
                 if problem:
                     # Tried again unless a newer one waits, after a pause.
-                    self._waiting = self._waiting or current
+                    self._waiting.extendleft([] if passed else [current])
                     self.failures += 1
                 else:
                     self.failures = 0
-                    self._behind_since = None if self._waiting is None else time.monotonic()
+                    self._behind_since = time.monotonic() if self._waiting else None
                 self._current = None
                 self._changed.notify_all()
             if passed:
@@ -130,7 +139,7 @@ class Uploads:
     def _upload(self, waiting: Waiting) -> str:
         """Why it failed; empty: it is complete."""
         try:
-            self._bucket.publish(waiting.path, waiting.step, waiting.epoch)
+            self._publish(waiting)
             self._newest = waiting
             self.completed.append(waiting.step)
         except (BucketError, OSError) as error:

@@ -124,7 +124,7 @@ def restore_checkpoint() -> Path | None:
 def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = False) -> None:
     """Copy a checkpoint, a file or a folder of files, to the job's bucket while training continues.
 
-    Every rank may call it; rank 0's is copied.
+    Every rank may call it; rank 0's is copied: of a folder of torch.distributed.checkpoint it must have all parts.
 
     Args:
         path: a complete checkpoint, in `checkpoint_dir()`. It may be replaced or removed afterwards, but not written

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import pickle
 import secrets
 import shutil
 import sys
@@ -132,7 +133,8 @@ def _signatures(path: Path) -> dict[str, list[int]]:
 
 
 def copy(path: Path, step: int, keep: int) -> None:
-    """Upload a checkpoint in the background, as it is now. Raises BucketError, OSError."""
+    """Upload a checkpoint in the background, as it is now. Raises BucketError, OSError, ValueError."""
+    _check_parts(path)
     bucket = _joined()
     _State.keep = keep
     if _State.uploads is None:
@@ -141,6 +143,49 @@ def copy(path: Path, step: int, keep: int) -> None:
         _State.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release)
         atexit.register(_at_exit)
     _State.uploads.offer(Waiting(_linked(path), step, None, time.time()))
+
+
+class _FilesOfIndex(pickle.Unpickler):
+    """Finds the names of files in an index of torch.distributed.checkpoint, without torch, and runs nothing of it."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.names: set[str] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        names = self.names
+
+        class Anything:
+            def __new__(cls, *args: Any) -> Anything:
+                return super().__new__(cls)
+
+            def __init__(self, *args: Any) -> None:
+                """Whatever it is made of."""
+
+            def __setstate__(self, state: Any) -> None:
+                if name == "_StorageInfo" and isinstance(state, dict) and isinstance(state.get("relative_path"), str):
+                    names.add(state["relative_path"])
+
+        return Anything
+
+
+def _check_parts(path: Path) -> None:
+    """Raise ValueError for a folder of torch.distributed.checkpoint of which other nodes have parts."""
+    for index in path.rglob(".metadata") if path.is_dir() else ():
+        with index.open("rb") as file:
+            found = _FilesOfIndex(file)
+            try:
+                found.load()
+            except Exception:
+                continue  # Of something else, or a torch to come: it is copied as it is.
+        lacking = sorted(name for name in found.names if not (index.parent / name).exists())
+        if lacking:
+            raise ValueError(
+                f"ddpjob_report.copy_checkpoint: path {path} lacks {lacking[0]} ({len(lacking)} of {len(found.names)}"
+                " parts), which other nodes have written to disks of their own, and rank 0's copy could not be loaded:"
+                " save the full state on rank 0 (get_model_state_dict with full_state_dict=True), or use a volume that"
+                " every node sees (storage.checkpoints.claimName)"
+            )
 
 
 def _linked(path: Path) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ddpjob_bucket import Bucket
 from process_harness import SCRIPTS, Json, Machine, Run, manifest
-from ranks import final_losses
+from ranks import final_losses, metrics
 from s3_server import BUCKET, Server, SlowLine, serving
 
 pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
@@ -130,12 +130,26 @@ def test_without_credentials_nothing_is_started(machine: Machine, monkeypatch: p
     assert "secretName: Secret keys cannot be read on this machine; export AWS_ACCESS_KEY_ID and" in run.output
 
 
-def test_a_format_that_no_bucket_can_hold_fails_at_the_start(server: Server, machine: Machine) -> None:
-    job = manifest(
-        module="ddpjob_trainer", args=["data.name=digits", "checkpoint.format=dcp"], storage=storage(server.port)
-    )
-    run = machine.run(job)
-    assert run.process.returncode == 1
-    failed = run.condition("Failed")
-    assert "checkpoint.format=dcp cannot be copied to checkpoint.url=s3://" in failed["message"], failed
-    assert "set checkpoint.format=torch" in failed["message"] and failed["reason"] == "ConfigurationError"
+def test_a_node_is_lost_with_the_parts_of_its_ranks(server: Server, machine: Machine, tmp_path: Path) -> None:
+    """Each pod has a disk of its own: no node ever has a whole checkpoint."""
+    small = ["data.name=digits", "data.batch=200", "data.micro_batches=4", "ddp.ordered=true", "model.width=16",
+             "train.epochs=6", "train.log_every=1", "train.threads=1", "checkpoint.every_steps=4",
+             "checkpoint.every_seconds=0", "checkpoint.keep=2", "eval.pictures=false"]  # fmt: skip
+    plain = [*small, f"train.run_dir={tmp_path / 'plain'}"]
+    assert machine.run(manifest("plain", nodes=1, module="ddpjob_trainer", args=plain)).process.returncode == 0
+    script = str(SCRIPTS / "node_disks.py")
+    job = manifest(script=script, args=[*small, "checkpoint.format=dcp"], storage=storage(server.port))
+    run = machine.start(job)
+    run.until(lambda r: copied(r) >= 4, seconds=240)
+    with run.frozen():
+        assert machine.command("kill", "job-1-0").returncode == 0
+    assert run.wait(seconds=300) == 0, run.everything()
+    disks = run.folder / "checkpoints"
+    records = disks / "job-0-0" / "run"
+    begun = [row["step"] for row in metrics(records, "start")]
+    assert len(begun) == 2 and begun[1] >= 4, run.everything()
+    assert final_losses(records) == final_losses(tmp_path / "plain"), "to the bit"
+    entries = copies(server).entries()
+    assert len(entries) == 2 and entries[0].step == 48, "checkpoint.keep, and the end's is there"
+    newest = max((disks / "job-1-1").glob("step-*.dcp"))
+    assert [path.name for path in newest.glob("__*")] == ["__1_0.distcp"], "a disk of its own"

@@ -91,6 +91,33 @@ def test_a_folder_of_files_comes_back_as_it_was(
     assert {str(p.relative_to(found)): p.read_bytes() for p in found.rglob("*") if p.is_file()} == files
 
 
+@pytest.mark.slow
+def test_a_folder_of_parts_is_copied_where_rank_0_has_all_of_them(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    folder = tmp_path / "pod" / "step-20"
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save({"weights": torch.arange(9.0), "step": 20}, checkpoint_id=folder, no_dist=True)
+    ddpjob_report.copy_checkpoint(folder, 20, wait=True)
+    start(monkeypatch, 1)
+    on_another_node(monkeypatch, tmp_path, "there")
+    found = ddpjob_report.restore_checkpoint()
+    assert found is not None
+    state = {"weights": torch.zeros(9), "step": 0}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(state, checkpoint_id=found, no_dist=True)
+    assert torch.equal(state["weights"], torch.arange(9.0)) and state["step"] == 20
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=r"lacks __0_0.distcp \(1 of 1 parts\), which other nodes have written"):
+        ddpjob_report.copy_checkpoint(folder, 21, wait=True)
+    (folder / ".metadata").write_bytes(b"of something else")
+    ddpjob_report.copy_checkpoint(folder, 22, wait=True)
+    assert [entry.step for entry in bucket.entries()] == [22, 20]
+
+
 def test_what_is_replaced_or_removed_after_the_call_is_copied_as_it_was(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -110,7 +137,7 @@ def test_what_is_written_in_place_while_it_is_copied_does_not_become_a_checkpoin
 ) -> None:
     import ddpjob_bucket.stored as module
 
-    path, digest = tmp_path / "pod" / "snapshot.pt", module._sha256
+    path, digest = tmp_path / "pod" / "snapshot.pt", module.sha256_of
     path.write_text("first")
 
     def overwritten(file: Path) -> str:
@@ -118,7 +145,7 @@ def test_what_is_written_in_place_while_it_is_copied_does_not_become_a_checkpoin
         path.write_text("second, in place")
         return found
 
-    monkeypatch.setattr(module, "_sha256", overwritten)
+    monkeypatch.setattr(module, "sha256_of", overwritten)
     ddpjob_report.copy_checkpoint(path, 1)
     deadline = time.monotonic() + 20 * slowness()
     while not copies._State.uploads.failures and time.monotonic() < deadline:

@@ -124,8 +124,9 @@ FILE = {"path": "x", "size": 1, "sha256": "a"}
     [
         b"{", b"[]", b"null", b'{"step": 5}',
         *(json.dumps({"step": 5, "name": "x", "data": DATA, "files": [FILE], **wrong}).encode() for wrong in (
-            {"step": 6}, {"name": ".."}, {"name": "a/b"}, {"name": 5}, {"data": "data/../../secret"}, {"data": None},
-            {"files": []}, {"files": [FILE] * 5001}, {"files": None}, {"files": ["x"]},
+            {"step": 6}, {"epoch": "1"}, {"name": ".."}, {"name": "a/b"}, {"name": 5},
+            {"data": "data/../../secret"}, {"data": None}, {"files": []}, {"files": [FILE] * 5001},
+            {"files": None}, {"files": ["x"]},
             *({"files": [{**FILE, **field}]} for field in (
                 {"path": "../x"}, {"path": "x/../../y"}, {"path": "x//y"}, {"path": "/x"}, {"path": "y"},
                 {"path": "x/\n"}, {"path": 5}, {"size": -1}, {"size": "1"}, {"size": True}, {"sha256": None})))),

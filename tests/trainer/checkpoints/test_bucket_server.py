@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from ddpjob_bucket import Bucket
 from machine import slowness
-from ranks import final_losses, until
+from ranks import TINY, final_losses, finish, metrics, until
+from ranks import start as start_ranks
 from s3_server import BUCKET, Server, SlowLine, serving
 
 pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
@@ -162,3 +163,76 @@ def test_on_a_disk_of_its_own_training_is_complete_when_the_bucket_has_its_resul
     assert Bucket.open(URL).entries()[0].step == len(undisturbed), "what the disk still had"
     assert final_losses(tmp_path / "run") == undisturbed
     line.close()
+
+
+# --- in parts, of nodes that have a disk each -------------------------------------------------------------------
+
+PARTS = [
+    *TINY, "checkpoint.format=dcp", "checkpoint.every_steps=2", "data.micro_batches=6", "ddp.ordered=true",
+    "model.width=24",
+]  # fmt: skip
+
+
+def nodes(server: Server, place: Path, slow: SlowLine | None = None) -> Callable[[int], dict[str, str]]:
+    """The environment of ranks on a node each; `slow`: the line of rank 1."""
+
+    def node(rank: int) -> dict[str, str]:
+        folder = {"DDPJOB_CHECKPOINT_DIR": str(place / f"node{rank}"), "DDPJOB_CHECKPOINT_SHARED": "0"}
+        line = server.environment(slow.port if slow is not None and rank == 1 else None)
+        return {**folder, **line, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+    return node
+
+
+def complete(server: Server) -> list[int]:
+    """Steps of the complete checkpoints, newest first, as the server has them on its disk."""
+    found = (server.folder / "runs" / "one" / "complete").glob("*.json")
+    return sorted((int(path.stem.rpartition("-")[2]) for path in found), reverse=True)
+
+
+def test_a_node_is_lost_in_the_middle_of_its_upload_and_others_continue_exactly(server: Server, tmp_path: Path) -> None:
+    line, args = SlowLine(server.port, 60_000.0), [*PARTS, f"checkpoint.url={URL}", "checkpoint.keep=2"]
+    running = start_ranks(2, args, env=nodes(server, tmp_path, line), clean=True)
+    until(lambda: complete(server), 240)
+    line.cut = True
+    data = server.folder / "runs" / "one" / "data"
+
+    def begun() -> list[Path]:
+        """Uploads that have rank 0's part and not rank 1's."""
+        found = [path for path in data.iterdir() if list(path.glob("*/__0_*")) and not list(path.glob("*/__1_*"))]
+        return [path for path in found if int(path.name.split("-")[1]) > complete(server)[0]]
+
+    until(begun, 120)
+    for process, _ in running:
+        process.kill()
+        process.join()
+    [left, *_], steps = complete(server), len(final_losses(tmp_path / "node0" / "run"))
+    assert left < steps, "training did not wait for the upload"
+    assert begun(), "rank 1's part is missing"
+    shutil.rmtree(tmp_path / "node1")
+    line.close()
+    ends = finish(start_ranks(3, args, env=nodes(server, tmp_path), clean=True), 240)
+    assert [end.code for end in ends] == [0, 0, 0], ends
+    assert [row["step"] for row in metrics(tmp_path / "node0" / "run", "start")] == [0, left]
+    alone = tmp_path / "alone"
+    ends = finish(start_ranks(1, [*PARTS, "strategy=ddp", f"checkpoint.dir={alone}"], clean=True), 240)
+    assert [end.code for end in ends] == [0], ends
+    assert final_losses(tmp_path / "node0" / "run") == final_losses(alone / "run"), "to the bit"
+    assert len(complete(server)) == 2 and complete(server)[0] == 16, "checkpoint.keep, and the end's is there"
+    assert len(list(data.glob("*/*/__2_*"))) == 2, "nothing is left of what was cut off"
+
+
+def test_ranks_of_fsdp_fetch_what_they_read_and_no_part_of_another(server: Server, tmp_path: Path) -> None:
+    args = [*TINY, "checkpoint.format=dcp", "strategy=fsdp", f"checkpoint.url={URL}", "checkpoint.keep=9"]
+    for epochs in (1, 2):
+        ran = start_ranks(3, [*args, f"train.epochs={epochs}"], env=nodes(server, tmp_path), clean=True)
+        ends = finish(ran, 240)
+        assert [end.code for end in ends] == [0, 0, 0], ends
+        if epochs == 1:
+            assert complete(server) == [8]
+            [shutil.rmtree(path) for path in tmp_path.glob("node*/step-*")]
+    for rank in range(3):
+        fetched = {path.name for path in (tmp_path / f"node{rank}" / "step-000000008.dcp").iterdir()}
+        tensors = {name for name in fetched if name.startswith("__")}
+        own = f"__{rank}_0.distcp"
+        assert own in tensors and tensors <= {"__0_0.distcp", own}, "rank 0 has what all ranks have"

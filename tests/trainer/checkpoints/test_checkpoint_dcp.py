@@ -128,7 +128,7 @@ def test_a_broken_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_folder_per_node_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint.format=dcp: .* set checkpoint.shared=true"):
+    with pytest.raises(ConfigError, match=r"checkpoint.format=dcp: .* checkpoint.url \(a bucket"):
         CheckpointFolder(CheckpointConfig(format=Format.DCP, shared=False), tmp_path, Group())
 
 

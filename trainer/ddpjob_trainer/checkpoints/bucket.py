@@ -1,22 +1,110 @@
-"""Copies of a checkpoint folder in an object store: put there in the background, and what a start fetches from it."""
+"""Copies of a checkpoint folder in an object store: put there in the background, and what a start fetches from it.
+
+Of a checkpoint in parts each rank uploads what it has written. All ranks know the manifest, which names every file with
+size and checksum, since before the upload. Rank 0 writes it into the bucket when the bucket itself shows all of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ddpjob_bucket import Bucket, BucketError, LibraryMissing, Stored, Uploads, Waiting
+from ddpjob_bucket import Bucket, BucketError, Damaged, File, LibraryMissing, Manifest, Stored, Uploads, Waiting
+from ddpjob_bucket.stored import sha256_of
 
+from ddpjob_trainer.checkpoints import dcp, torch_file
 from ddpjob_trainer.checkpoints.retention import Entry, expendable
 from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 FIRST_PAUSE = 1.0
 """Seconds between the first two tries of a start that cannot reach the bucket; doubled each time."""
+LOOK_SECONDS = 0.1, 2.0
+"""Between two looks of rank 0 at what other ranks have uploaded: at first, and at most."""
 T = TypeVar("T")
+
+
+def open_bucket(config: CheckpointConfig) -> Bucket:
+    """By checkpoint.url. Raises ConfigError."""
+    try:
+        return Bucket.open(config.url)
+    except LibraryMissing:
+        raise ConfigError(
+            f"checkpoint.url={config.url} needs the library obstore, which this image lacks; pip install 'ddpjob[s3]'"
+        ) from None
+    except BucketError as error:
+        raise ConfigError(f"checkpoint.url={error}") from None
+
+
+class Share:
+    """What a rank other than the first uploads of checkpoints in parts: the files that it has written."""
+
+    def __init__(self, bucket: Bucket, term: int, mark: str) -> None:
+        """`term`, `mark`: those of rank 0's `Copies`."""
+        self._bucket, self._mark, bucket.term = bucket, mark, term
+        self._uploads = Uploads(bucket, lambda: None, _warn, publish=self._publish, in_turn=True)
+
+    def offer(self, path: Path, step: int, names: Iterable[str]) -> None:
+        """Upload files of a checkpoint that is on disk, in the background, after those that were offered before."""
+        if names := tuple(names):
+            self._uploads.offer(Waiting(path, step, names=names))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all is uploaded, at most so long. Returns whether it is."""
+        return self._uploads.wait(seconds)
+
+    def _publish(self, waiting: Waiting) -> None:
+        self._bucket.upload(waiting.path, self._bucket.data_of(waiting.step, self._mark), waiting.names)
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A complete checkpoint in parts in the bucket, which the ranks read together."""
+
+    entry: Stored
+    manifest: Manifest
+
+    def written(self) -> bytes:
+        """For the other ranks."""
+        return f"{self.entry.term} ".encode() + self.manifest.written(self.entry.step)
+
+    @classmethod
+    def read(cls, text: bytes, step: int) -> Offered:
+        """The reverse of `written`."""
+        term, _, manifest = text.partition(b" ")
+        entry = Stored(int(term), step)
+        found = Manifest.read(manifest, entry)
+        assert found is not None
+        return cls(entry, found)
+
+    def fetcher(self, bucket: Bucket, folder: Path, first: int) -> dcp.Fetch:
+        """What gets files of it into a folder, those that are not there as they should be.
+
+        Processes that fetch into one folder do not fetch a file twice; each begins with another one, by `first`.
+        Raises CheckpointError, OSError.
+        """
+        files = {file.path.partition("/")[2]: file for file in self.manifest.files}
+        certain = set[str]()
+
+        def fetch(names: Iterable[str]) -> None:
+            wanted = [name for name in names if name not in certain]
+            at = first % len(wanted) if wanted else 0
+            for name in wanted[at:] + wanted[:at]:
+                if name not in files or "/" in name:
+                    raise CheckpointError(f"{self.manifest.name} in {bucket.url} has no file {name}")
+                _fetch_once(bucket, self.manifest, files[name], folder / name)
+                certain.add(name)
+
+        folder.mkdir(parents=True, exist_ok=True)
+        return fetch
 
 
 class Copies:
@@ -26,65 +114,79 @@ class Copies:
         self._bucket, self._config = bucket, config
         self._scores: dict[int, float] = {}
         self._uploads: Uploads | None = None
+        self._mark = ""
+        self._unreadable = set[Stored]()
         self._there = -1
         """Step of the newest complete checkpoint in the bucket when this process began."""
 
-    @classmethod
-    def open(cls, config: CheckpointConfig) -> Copies:
-        """By checkpoint.url. Raises ConfigError."""
-        try:
-            return cls(Bucket.open(config.url), config)
-        except LibraryMissing:
-            raise ConfigError(
-                f"checkpoint.url={config.url} needs the library obstore, which this image lacks; pip install"
-                " 'ddpjob[s3]'"
-            ) from None
-        except BucketError as error:
-            raise ConfigError(f"checkpoint.url={error}") from None
+    @property
+    def term(self) -> int:
+        """The number that `begin` took for this incarnation."""
+        return self._bucket.term
 
-    def begin(self) -> dict[int, float]:
+    def begin(self, mark: str, *, in_parts: bool) -> dict[int, float]:
         """Become the newest incarnation that writes to the bucket. Returns the scores of what is there.
 
-        Raises CheckpointError where the bucket is away: a start must know what it holds.
+        `mark`: eight hexadecimal digits of this incarnation. Raises CheckpointError where the bucket is away: a start
+        must know what it holds.
         """
         _patiently(self._bucket.take_term)
-        self._uploads = Uploads(self._bucket, self._tidy, _warn)
+        self._mark = mark
+        self._uploads = Uploads(self._bucket, self._tidy, _warn, publish=self._publish, in_turn=in_parts)
         return self._bucket.scores()
 
-    def fetch_newer(self, folder: Path, step: int) -> bool:
-        """Download the newest complete checkpoint, if it is newer than `step`. Returns whether there was one.
+    def fetch_newer(self, folder: Path, step: int) -> Offered | None:
+        """The newest complete checkpoint, if it is newer than `step`: a file is downloaded, and one in parts returned.
 
         One that is broken is named in a warning, and the next older one is tried. Raises CheckpointError when all
         newer ones are broken, or the bucket is away.
         """
         entries = _patiently(self._bucket.entries)
         newer = [entry for entry in entries if entry.step > step]
-        for entry in newer:
+        for entry in (entry for entry in newer if entry not in self._unreadable):
             try:
-                path = self._bucket.fetch(entry, folder)
+                manifest = self._bucket.manifest(entry)
+                in_parts = manifest.name.endswith(dcp.SUFFIX)
+                if manifest.name != f"step-{entry.step:09d}{dcp.SUFFIX if in_parts else torch_file.SUFFIX}":
+                    raise BucketError(f"{self._bucket.url}/{entry.key} names {manifest.name}, not that of its step")
+                if not in_parts:
+                    self._bucket.fetch(entry, folder)
             except BucketError as error:
                 _warn(f"warning: {error}; trying the next older one")
             else:
-                print(f"checkpoint {path.name} is from {self._bucket.url}", flush=True)
+                print(f"checkpoint {manifest.name} is from {self._bucket.url}", flush=True)
                 self._there = entry.step
-                return True
+                return Offered(entry, manifest) if in_parts else None
         if newer and step < 0:
             raise CheckpointError(
                 f"no checkpoint in {self._bucket.url} can be read (the warnings name each); nothing was overwritten."
                 " Restore one, or set checkpoint.url to another prefix, to start from scratch"
             )
         self._there = max((entry.step for entry in entries if entry not in newer), default=-1)
-        return False
+        return None
+
+    def cannot_be_read(self, offered: Offered, problem: str) -> None:
+        """Pass a checkpoint over, with a warning: `problem`."""
+        self._unreadable.add(offered.entry)
+        name = f"{self._bucket.url}/{offered.entry.key}"
+        _warn(f"warning: checkpoint {offered.manifest.name} of {name} is {problem}; trying the next older one")
 
     def has(self, step: int) -> bool:
         """Whether the bucket had a checkpoint that is as new, when `fetch_newer` looked."""
         return self._there >= step
 
-    def offer(self, entry: Entry, scores: dict[int, float]) -> None:
-        """Upload a checkpoint that is on disk, in the background."""
+    def offer(self, entry: Entry, scores: dict[int, float], names: Iterable[str] = ()) -> None:
+        """Upload a checkpoint that is on disk, in the background.
+
+        `names`: of its files those that this rank has written, where the others upload theirs.
+        """
         self._scores = scores
         if self._uploads is not None:
-            self._uploads.offer(Waiting(entry.path, entry.step, entry.epoch, time.time()))
+            self._uploads.offer(Waiting(entry.path, entry.step, entry.epoch, time.time(), tuple(names)))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until what was offered is in the bucket, at most so long. Returns whether it is."""
+        return self._uploads is None or self._uploads.wait(seconds)
 
     def holds(self, path: Path) -> bool:
         """Whether a file is still to be uploaded."""
@@ -102,16 +204,16 @@ class Copies:
         found = self._uploads.figures() if self._uploads is not None else {}
         return {"copyStep": self._there, **found} if self._there >= 0 else found
 
-    def finish(self, scores: dict[int, float], seconds: float | None = None) -> bool:
+    def finish(self, scores: dict[int, float], seconds: float | None = None, *, waited: bool = False) -> bool:
         """Wait for the last upload, at most `seconds`; None: checkpoint.url_wait_seconds. Says what is missing.
 
-        Returns whether the bucket has it.
+        `waited`: the caller has done so. Returns whether the bucket has it.
         """
         if self._uploads is None:
             return True
         self._scores = scores
         wait = self._config.url_wait_seconds if seconds is None else seconds
-        if not self._uploads.wait(wait):
+        if not self._uploads.wait(0.0 if waited else wait):
             newest = self._uploads.newest
             there = "none of this process is" if newest is None else f"the newest is of step {newest}"
             _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {wait:.0f} s: {there} there")
@@ -121,6 +223,25 @@ class Copies:
         except BucketError as error:
             _warn(f"warning: {error}; older checkpoints stay in the bucket")
         return True
+
+    def _publish(self, waiting: Waiting) -> None:
+        """Upload one, and of one in parts what the others have uploaded makes it complete."""
+        if not waiting.names:
+            self._bucket.publish(waiting.path, waiting.step, waiting.epoch)
+            return
+        try:
+            contents = dcp.contents(waiting.path)
+        except CheckpointError as error:
+            raise BucketError(f"{waiting.path} cannot be copied to {self._bucket.url}: it is {error}") from error
+        files = (File(f"{waiting.path.name}/{name}", size, digest) for name, (size, digest) in contents.items())
+        data = self._bucket.data_of(waiting.step, self._mark)
+        manifest = Manifest(waiting.path.name, data, tuple(files), waiting.epoch)
+        self._bucket.upload(waiting.path, data, waiting.names)
+        pause, longest = LOOK_SECONDS
+        while self._bucket.lacking(manifest):
+            time.sleep(pause)
+            pause = min(longest, 1.5 * pause)
+        self._bucket.commit(waiting.step, manifest)
 
     def _tidy(self) -> None:
         """The same retention as in the folder."""
@@ -146,12 +267,38 @@ def _patiently(act: Callable[[], T], tries: int = 5) -> T:
     for number in range(1, tries + 1):
         try:
             return act()
+        except Damaged as error:
+            raise CheckpointError(str(error)) from error
         except BucketError as error:
             if number == tries:
                 raise CheckpointError(str(error)) from error
             _warn(f"warning: {error}; tried again")
             time.sleep(FIRST_PAUSE * 2 ** (number - 1))
     raise AssertionError
+
+
+def _fetch_once(bucket: Bucket, manifest: Manifest, file: File, path: Path) -> None:
+    """Get one file, unless it is there: another process of this machine may be getting it."""
+    start = f".{path.parent.name}.{path.name}"  # Beside the folder, where a start removes what is left of others.
+    with _alone(path.parent.parent / f"{start}.lock.tmp"):
+        if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
+            return
+        writer = f"{os.environ.get('DDPJOB_POD') or socket.gethostname()}.{os.getpid()}"
+        temporary = path.parent.parent / f"{start}.{writer}.tmp"
+        try:
+            _patiently(lambda: bucket.fetch_file(manifest, file, temporary))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time; where a file system has no locks, several may do the same work."""
+    with path.open("a") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _warn(text: str) -> None:

@@ -3,6 +3,8 @@
 A manifest holds a checksum of each file. The tensors, by flat name, are torch.distributed.checkpoint's; the structure
 around them is in tree.pt. The folder has a temporary name until all shards are on disk. Reading needs no group, and
 does not depend on how many ranks wrote.
+
+Where nodes have folders of their own, each holds what its ranks have written, and the manifest of all of it.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import shutil
+import time
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +29,48 @@ from ddpjob_trainer.atomic_files import Check, discard, sync_folder, write_atomi
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, map_tensors, with_local
 from ddpjob_trainer.checkpoints.snapshot import Path as Place
-from ddpjob_trainer.distributed.dtensors import local
+from ddpjob_trainer.distributed.dtensors import is_sharded, local
 from ddpjob_trainer.errors import CheckpointError
 
 SUFFIX = ".dcp"
-_MANIFEST, _TREE, _TENSOR = "manifest.json", "tree.pt", "__tensor__"
+MANIFEST = "manifest.json"
+_INDEX, _TREE, _TENSOR = ".metadata", "tree.pt", "__tensor__"
+Fetch = Callable[[Iterable[str]], None]
 
 
-def write(path: Path, incarnation: int, snapshot: Snapshot, metadata: Metadata, group: Any, may_write: Check) -> None:
+def write(
+    path: Path,
+    incarnation: int,
+    snapshot: Snapshot,
+    metadata: Metadata,
+    group: Any,
+    may_write: Check,
+    heads: list[int] | None = None,
+) -> list[str]:
     """Put a checkpoint in place atomically; all ranks of `group` (None: one process alone) together.
 
-    All ranks raise when one fails: OSError, CheckpointError, or what `may_write` raises, which is called on the first
-    rank only, before the first byte and before the rename.
+    `heads`: for each rank the first of those that see the same folder; None: all see one. All ranks raise when one
+    fails: OSError, CheckpointError, or what `may_write` raises, which is called on these first ranks only, before the
+    first byte and before the rename.
+
+    Returns the names of the files that are this rank's to copy: those that it has written; of rank 0 also the manifest.
     """
     temporary = path.parent / f".{path.name}.{incarnation}.tmp"
-    first = group is None or dist.get_rank(group) == 0
+    rank = 0 if group is None else dist.get_rank(group)
+    head = heads[rank] if heads else 0
     tensors, tree = _split(snapshot)
     try:
-        together(group, lambda: _begin(temporary, tree, may_write) if first else None)
+        begun = together(group, lambda: _begin(temporary, tree, may_write, rank) if rank == head else None)
         _write_tensors(tensors, temporary, group)
-        mine = together(group, lambda: _checksums(temporary, 0 if group is None else dist.get_rank(group)))
-        together(group, lambda: _finish(temporary, path, metadata, mine, may_write) if first else None)
+        mine = together(group, lambda: _checksums(temporary, rank))
+        seen = {other: files for other, files in enumerate(mine) if not heads or heads[other] == head}
+        manifest = _manifest(metadata.written(files=_merged(mine), time=begun[0]))
+        together(group, lambda: _finish(temporary, path, manifest, seen, may_write) if rank == head else None)
     except BaseException:
-        if first:
+        if rank == head:
             discard(temporary)
         raise
+    return [*mine[rank], *([MANIFEST] if rank == 0 else [])]
 
 
 def check(path: Path) -> Metadata:
@@ -96,12 +118,25 @@ def read_metadata(path: Path) -> Metadata:
     return Metadata.read(_read_manifest(path))
 
 
-def read(path: Path, layout: Layout | None = None) -> Snapshot:
+def contents(path: Path) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of each file by its name, as the manifest gives them, the manifest's own with them.
+
+    Raises CheckpointError, OSError.
+    """
+    listed = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in _read_manifest(path)["files"].items()}
+    manifest = path / MANIFEST
+    return {**listed, MANIFEST: (manifest.stat().st_size, _sha256(manifest))}
+
+
+def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -> Snapshot:
     """What was written, on the CPU: of tensors that `layout` gives a DTensor for, this rank's shard, as there; of
     others all of it.
 
-    Raises CheckpointError when this node does not see the folder.
+    `fetch` is called with the names of files before they are read, and makes sure that they are there: where the
+    folder does not hold all of them, this rank gets what it reads and nothing else. Raises CheckpointError when this
+    node does not see the folder, or its index is no list of tensors, and what `fetch` raises.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -116,10 +151,27 @@ def read(path: Path, layout: Layout | None = None) -> Snapshot:
             super().commit_tensor(*args)
             gc.collect(1)
 
+    class Reader(FileSystemReader):
+        """Runs no code of the index, which is a pickle, and opens no file but those of the checkpoint."""
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return index
+
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            wanted = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+            if not wanted <= known:
+                raise CheckpointError(f"corrupt (its index names {min(wanted - known)}, which its manifest does not)")
+            if fetch is not None:
+                fetch(sorted(wanted))
+            return super().read_data(plan, planner)
+
+    if fetch is not None:
+        fetch([MANIFEST, _INDEX, _TREE])
     try:
         tree = torch.load(path / _TREE, map_location="cpu", weights_only=True)
-        reader = FileSystemReader(path)
-        stored = reader.read_metadata().state_dict_metadata.items()
+        index, known = _read_index(path / _INDEX), set(_read_manifest(path)["files"])
+        reader = Reader(path)
+        stored = index.state_dict_metadata.items()
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read here ({error.strerror}): checkpoint.format=dcp needs a folder on all nodes"
@@ -135,9 +187,51 @@ def read(path: Path, layout: Layout | None = None) -> Snapshot:
                 tensors[name] = with_local(like, tensors[name])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # Intended: each rank reads for itself.
-        load(tensors, storage_reader=reader, planner=Planner(), no_dist=True)
+        try:
+            load(tensors, storage_reader=reader, planner=Planner(), no_dist=True)
+        except CheckpointException as failed:  # No Exception; in a process that reads for itself there is one cause.
+            [(cause, _)] = failed.failures.values()
+            raise cause from None
     snapshot: Snapshot = _join(tree, tensors)
     return snapshot
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows the classes of torch's index and no others, so that reading one runs no code that it brings."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch.distributed.checkpoint.filesystem as filesystem
+        import torch.distributed.checkpoint.metadata as metadata
+
+        parts = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")
+        others = ("BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")
+        if module == metadata.__name__ and name in (*parts, *others):
+            return getattr(metadata, name)
+        if (module, name) == (filesystem.__name__, "_StorageInfo"):
+            return filesystem._StorageInfo
+        if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if module in ("pathlib", "pathlib._local") and name == "PosixPath":  # Where it was written.
+            return Path
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _read_index(path: Path) -> Any:
+    """torch.distributed.checkpoint's Metadata. Raises CheckpointError, OSError."""
+    from torch.distributed.checkpoint.metadata import Metadata as Index
+
+    try:
+        with path.open("rb") as file:
+            found = _IndexUnpickler(file).load()
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"corrupt (its index is not torch's: {type(error).__name__}: {error})") from error
+    if not isinstance(found, Index) or not isinstance(found.state_dict_metadata, dict):
+        raise CheckpointError("corrupt (its index is not torch's)")
+    return found
 
 
 def together(group: Any, act: Any) -> list[Any]:
@@ -198,18 +292,22 @@ def _places(tree: Any, path: Place = ()) -> dict[str, Place]:
     return {name: place for key, value in items for name, place in _places(value, (*path, key)).items()}
 
 
-def _begin(temporary: Path, tree: Any, may_write: Check) -> None:
+def _begin(temporary: Path, tree: Any, may_write: Check, rank: int) -> float:
+    """The time, in Unix seconds."""
     may_write()
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
-    buffer = io.BytesIO()
-    torch.save(tree, buffer)
-    write_atomically(temporary / _TREE, buffer.getvalue())
+    if rank == 0:
+        buffer = io.BytesIO()
+        torch.save(tree, buffer)
+        write_atomically(temporary / _TREE, buffer.getvalue())
+    return round(time.time(), 3)
 
 
 def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -224,8 +322,12 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> None
 
     if group is None:  # Intended: one process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    # The few tensors that all ranks have are rank 0's to write where others are sharded: dealt out over all files, they
+    # would make each rank fetch every file at a start. Where none is sharded, all ranks write and read alike.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
+    writer = Writer(temporary, overwrite=True)
     try:
-        save(tensors, storage_writer=Writer(temporary, overwrite=True), process_group=group, no_dist=group is None)
+        save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
         if isinstance(error, OSError):
@@ -241,21 +343,30 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 def _checksums(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
     """Of the files that this rank has written."""
-    names = [path.name for path in temporary.glob(f"__{rank}_*")] + ([".metadata", _TREE] if rank == 0 else [])
+    names = [path.name for path in temporary.glob(f"__{rank}_*")] + ([_INDEX, _TREE] if rank == 0 else [])
     return {name: {"size": (temporary / name).stat().st_size, "sha256": _sha256(temporary / name)} for name in names}
 
 
-def _finish(temporary: Path, path: Path, metadata: Metadata, parts: list[dict[str, Any]], may_write: Check) -> None:
-    for rank, files in enumerate(parts):
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: entry for files in parts for name, entry in sorted(files.items())}
+
+
+def _manifest(recorded: dict[str, Any]) -> bytes:
+    return json.dumps({**recorded, "sha256": _digest(recorded)}, indent=1).encode()
+
+
+def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any], may_write: Check) -> None:
+    """`parts`: size and checksum of each file by the rank that has written it, of the ranks that see this folder."""
+    for rank, files in parts.items():
         for name, entry in files.items():
             part = temporary / name
             if not part.exists() or part.stat().st_size != entry["size"]:
                 raise CheckpointError(
-                    f"rank 0 does not see {name}, which rank {rank} has written: checkpoint.format=dcp needs one folder"
-                    " that every node sees; set checkpoint.dir to one, or checkpoint.format=torch"
+                    f"rank {min(parts)} does not see {name}, which rank {rank} has written: checkpoint.format=dcp needs"
+                    " one folder that every node sees, or a bucket; set checkpoint.dir to one, checkpoint.url, or"
+                    " checkpoint.format=torch"
                 )
-    recorded = metadata.written(files={name: entry for files in parts for name, entry in sorted(files.items())})
-    write_atomically(temporary / _MANIFEST, json.dumps({**recorded, "sha256": _digest(recorded)}, indent=1).encode())
+    write_atomically(temporary / MANIFEST, manifest)
     sync_folder(temporary)
     may_write()
     if path.exists():  # A broken one of this step, or training would have resumed from it.
@@ -267,7 +378,7 @@ def _finish(temporary: Path, path: Path, metadata: Metadata, parts: list[dict[st
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        recorded = json.loads((path / _MANIFEST).read_text())
+        recorded = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
         raise CheckpointError("incomplete (it has no manifest)") from None
     except ValueError as error:

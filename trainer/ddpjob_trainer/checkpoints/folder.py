@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddpjob_trainer.atomic_files import discard
 from ddpjob_trainer.checkpoints import best, dcp, retention, torch_file
-from ddpjob_trainer.checkpoints.bucket import Copies
+from ddpjob_trainer.checkpoints.bucket import Copies, Offered, Share, open_bucket
 from ddpjob_trainer.checkpoints.index import BROKEN, NOTHING, CheckpointIndex, prepare_folder
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.retention import Entry
@@ -38,16 +38,26 @@ class CheckpointFolder:
     def __init__(self, config: CheckpointConfig, path: Path, group: Group) -> None:
         config.check()
         self._config, self.path, self._group = config, path, group
-        self.writes = group.rank == 0 if config.shared else group.local_rank == 0
         self._parts = config.format is Format.DCP
+        # Parts may go from any disk to a bucket: `claim` finds out which rank maintains which folder.
+        one_folder = config.shared and not (self._parts and config.url)
+        self.writes = group.rank == 0 if one_folder else group.local_rank == 0
         self._index, self._writer, self._staging = CheckpointIndex(path), Writer(config.failures), Staging()
         self._saved_step, self._owed = -1, False
         self._scores: dict[int, float] = {}
         self._unmarked = False
         self._parts_group: Any = None
         self._ownership = Ownership(path)
-        # One copy of each: every writing rank has the same.
-        self.copies = Copies.open(config) if config.url and group.rank == 0 else None
+        self._heads: list[int] | None = None
+        """For each rank the first of those that see its folder; None: as `shared` says."""
+        self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
+        # One copy of each: every writing rank has the same. Of parts each rank copies its own.
+        self.copies = Copies(self._bucket, config) if self._bucket is not None and group.rank == 0 else None
+        self._share: Share | None = None
+        self._copied: Path | None = None
+        """The checkpoint in parts that was offered to the bucket last."""
+        self._uncopied: tuple[Entry, list[str]] | None = None
+        """The newest one, where that is not offered, and this rank's files of it."""
         if self.writes or self._parts:
             prepare_folder(path, "checkpoint.dir or DDPJOB_CHECKPOINT_DIR")
 
@@ -83,17 +93,45 @@ class CheckpointFolder:
         self._claim = claim
         if self._parts and self._group.world > 1:  # The writers communicate beside training.
             self._parts_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=10))
+            if self._config.url:
+                self._heads = self._find_heads()
+                self.writes = self._heads[self._group.rank] == self._group.rank
         if self._config.shared:
             self._take_together()
-        if not self.writes:
-            return
-        if self._config.shared:
-            claim.take(self.path)
-        for leftover in [*self.path.glob(".step-*.tmp"), *self.path.glob(".best*.tmp")]:
-            discard(leftover)
-        self._scores = best.read_scores(self.path, self._config.best_by)
+        if self.writes:
+            if self._config.shared:
+                claim.take(self.path)
+            for leftover in [*self.path.glob(".step-*.tmp"), *self.path.glob(".best*.tmp")]:
+                discard(leftover)
+            self._scores = best.read_scores(self.path, self._config.best_by)
+        mark = f"{claim.incarnation % 2**32:08x}"
         if self.copies is not None:
-            self._scores = self.copies.begin() | self._scores
+            self._scores = self.copies.begin(mark, in_parts=self._parts) | self._scores
+        if self._parts and self._config.url:
+            term = self._group.gather(self.copies.term if self.copies is not None else 0)[0]
+            if self.copies is None and self._bucket is not None:
+                self._share = Share(self._bucket, term, mark)
+
+    def _find_heads(self) -> list[int]:
+        """For each rank the first of those that see its folder, by looking: each node may have a disk of its own, and
+        pods of one machine may share one. All ranks together.
+        """
+
+        def sign(rank: int) -> Path:
+            return self.path / f".step-seen-{self._claim.incarnation}-{rank}.tmp"
+
+        own = self._group.rank
+        sign(own).touch()
+        self._group.barrier()
+        heads = self._group.gather(next(rank for rank in range(own + 1) if sign(rank).exists()))
+        sign(own).unlink(missing_ok=True)
+        return heads
+
+    @property
+    def _scattered(self) -> bool:
+        """Whether the parts of a checkpoint lie in folders of which no rank sees all: only the bucket has it whole."""
+        several = bool(self._config.url) and self._group.world > 1
+        return several and (any(self._heads) if self._heads else not self._config.shared)
 
     def _take_together(self) -> None:
         """Make the folder this job's. A former owner may be watched for longer than train.timeout_seconds: the ranks
@@ -161,17 +199,19 @@ class CheckpointFolder:
     def finish(self, seconds: float | None = None) -> None:
         """Wait until what was saved is on disk, on every rank. All ranks together.
 
-        Rank 0 also waits for the last copy in checkpoint.url, for `seconds` (None: checkpoint.url_wait_seconds, and
+        It also waits for the last copy in checkpoint.url, for `seconds` (None: checkpoint.url_wait_seconds, and
         without checkpoint.shared the copy is needed). Raises CheckpointError on all ranks when one failed.
         """
         self._writer.wait()
         failure = self._writer.failure
+        if self._parts and self._config.url and not any(self._group.gather(failure is not None)):
+            self._wait_for_parts(self._config.url_wait_seconds if seconds is None else seconds)
         if failure is None and self.writes and self._unmarked:
             self._writer.start(self._try_to_tidy, self.path, self._saved_step, 0.0)
             self._writer.wait()
             self._writer.completed()
         if failure is None and self.copies is not None:
-            copied = self.copies.finish(self._scores, seconds)
+            copied = self.copies.finish(self._scores, seconds, waited=self._parts)
             if not copied and seconds is None and not self._config.shared:
                 failure = CheckpointError(
                     f"the last checkpoint is not in checkpoint.url={self._config.url} (the warnings say why), and"
@@ -180,6 +220,17 @@ class CheckpointFolder:
         ends = self._group.gather(0 if failure is None else 2 if isinstance(failure, FencedError) else 1)
         if any(ends):
             raise failure or self.failure(2 in ends)
+
+    def _wait_for_parts(self, seconds: float) -> None:
+        """Offer the last checkpoint to the bucket, and wait until it is there. All ranks together, who agree twice a
+        second: a rank alone would wait for longer than a collective may take.
+        """
+        if self._uncopied is not None:
+            self._offer(*self._uncopied)
+        copying, until, states = self.copies or self._share, time.monotonic() + seconds, [1]
+        while any(states) and 2 not in states:
+            waits = copying is not None and not copying.wait(min(0.5, max(0.0, until - time.monotonic())))
+            states = self._group.gather(0 if not waits else 1 if time.monotonic() < until else 2)
 
     def release(self) -> None:
         """Training is complete: let another job continue from this folder."""
@@ -212,9 +263,11 @@ class CheckpointFolder:
     def _write(self, path: Path, taken: Snapshot, metadata: Metadata) -> None:
         """Runs in the background."""
         self._staging.settle()
+        entry, names = Entry(metadata.step, path, metadata.epoch), list[str]()
         try:
             if self._parts:  # All ranks learn together of a lost claim, or the others would wait for this one.
-                dcp.write(path, self._claim.incarnation, taken, metadata, self._parts_group, self._check_claim)
+                incarnation, group = self._claim.incarnation, self._parts_group
+                names = dcp.write(path, incarnation, taken, metadata, group, self._check_claim, self._heads)
             else:
                 self._check_claim()  # A folder that has vanished is not created again.
                 torch_file.write(path, taken, metadata, self._check_claim)
@@ -222,10 +275,25 @@ class CheckpointFolder:
             self._check_claim()  # A newer incarnation removes temporary files: then that is the reason.
             raise
         if self.writes:
-            self._index.add(Entry(metadata.step, path, metadata.epoch))
-            if self.copies is not None:
-                self.copies.offer(Entry(metadata.step, path, metadata.epoch), self._scores)
+            self._index.add(entry)
+        if self._parts and self._config.url:
+            # All ranks upload the same ones, or none would ever be complete: the next when rank 0 has seen the last.
+            free = dcp.together(self._parts_group, lambda: self.copies is None or self.copies.wait(0))[0]
+            self._uncopied = entry, names
+            if free:
+                self._offer(entry, names)
+        elif self.copies is not None:
+            self.copies.offer(entry, self._scores)
+        if self.writes:
             self._try_to_tidy()
+
+    def _offer(self, entry: Entry, names: list[str]) -> None:
+        """Let the bucket have this rank's files of a checkpoint in parts; all ranks do."""
+        self._copied, self._uncopied = entry.path, None
+        if self.copies is not None:
+            self.copies.offer(entry, self._scores, names)
+        elif self._share is not None:
+            self._share.offer(entry.path, entry.step, names)
 
     def _check_claim(self) -> None:
         if self.writes and self._config.shared:
@@ -260,7 +328,8 @@ class CheckpointFolder:
                 order[0].path if order else None,
             )
         for entry in doomed:
-            if self.copies is None or not self.copies.holds(entry.path):
+            # Other ranks may still upload their parts of the last that was offered.
+            if entry.path != self._copied and (self.copies is None or not self.copies.holds(entry.path)):
                 self._index.remove(entry)
 
     # ------------------------------------------------------------ resuming
@@ -271,19 +340,14 @@ class CheckpointFolder:
         `layout`: of which tensors a rank needs its shard only (format dcp). No rank has a tensor in memory twice. A
         broken one is named in a warning. Raises CheckpointError on every rank when all are broken.
         """
-        step, path = self._index.newest_whole() if self.writes else (NOTHING, None)
-        unread: CheckpointError | None = None
-        if self.copies is not None:
-            try:
-                if self.copies.fetch_newer(self.path, max(self._group_steps(step))):
-                    step, path = self._index.newest_whole()
-            except CheckpointError as error:
-                unread = error
-        elif self._config.url:
-            self._group_steps(step)
-        if self._config.url and any(self._group.gather(unread is not None)):
-            # Not from scratch: what the bucket holds may be all that there is.
-            raise unread or CheckpointError("rank 0 cannot read checkpoint.url; its message says why")
+        step, path = self._newest_here()
+        if self._config.url:
+            copy = self._newest_copy(step, layout)
+            if self._scattered and self.writes:  # Parts of which nobody has the others would count as the newest ones.
+                self._index.forget_parts_after(NOTHING if copy is None else self._saved_step)
+            if copy is not None:
+                return copy
+            step, path = self._newest_here()
         steps = self._group.gather(step)
         if max(steps) < 0:
             if BROKEN in steps:
@@ -293,11 +357,7 @@ class CheckpointFolder:
                     " from scratch"
                 )
             return None
-        if not self._config.resume:
-            raise CheckpointError(
-                f"checkpoint.resume=false, and {self.path} holds a checkpoint of step {max(steps)}:"
-                f" set checkpoint.dir to another folder, or move it away"
-            )
+        self._check_that_it_resumes(max(steps))
         if self._is_kept(max(steps), path if step == max(steps) else None):
             self._saved_step = max(steps)
         source = steps.index(max(steps))
@@ -309,6 +369,68 @@ class CheckpointFolder:
             return self._read_parts(parts, layout)
         own = torch_file.read(path) if path is not None and self._group.rank == source else None
         return self._spread(own, source)
+
+    def _check_that_it_resumes(self, step: int) -> None:
+        if not self._config.resume:
+            raise CheckpointError(
+                f"checkpoint.resume=false, and {self.path} holds a checkpoint of step {step}:"
+                f" set checkpoint.dir to another folder, or move it away"
+            )
+
+    def _newest_here(self) -> tuple[int, Path | None]:
+        return self._index.newest_whole(in_parts=not self._scattered) if self.writes else (NOTHING, None)
+
+    def _newest_copy(self, step: int, layout: Layout | None) -> Snapshot | None:
+        """The newest checkpoint in the bucket, if it is newer than this rank's `step` and all others', and in parts.
+
+        A file is put into the folder of rank 0, and None returned. Raises CheckpointError on all ranks when the bucket
+        cannot be read: not from scratch, since what it holds may be all that there is.
+        """
+        newest = max(self._group.gather(step))
+        while True:
+            offered: Offered | None = None
+            unread: CheckpointError | None = None
+            if self.copies is not None:
+                try:
+                    offered = self.copies.fetch_newer(self.path, newest)
+                except CheckpointError as error:
+                    unread = error
+            if any(self._group.gather(unread is not None)):
+                raise unread or CheckpointError("rank 0 cannot read checkpoint.url; its message says why")
+            found = self._group.gather(offered.entry.step if offered is not None else NOTHING)[0]
+            if found == NOTHING:
+                return None
+            self._check_that_it_resumes(found)
+            text = self._group.broadcast_bytes(offered.written() if offered is not None else None, 0)
+            snapshot, problem = self._read_copy(Offered.read(text, found), layout)
+            if snapshot is not None:
+                return snapshot
+            if self.copies is not None and offered is not None:
+                self.copies.cannot_be_read(offered, problem)
+
+    def _read_copy(self, offered: Offered, layout: Layout | None) -> tuple[Snapshot | None, str]:
+        """(a checkpoint in parts from the bucket, of which this rank fetches what it reads; why any rank has none).
+
+        All ranks together.
+        """
+        folder, step = self.path / offered.manifest.name, offered.entry.step
+        snapshot: Snapshot | None = None
+        problem = ""
+        try:
+            bucket = self._bucket or open_bucket(self._config)
+            snapshot = dcp.read(folder, layout, offered.fetcher(bucket, folder, self._group.rank))
+            if snapshot.get("step") != step:
+                problem = "of another step than its name says"
+        except OSError as error:
+            problem = f"not readable on rank {self._group.rank}: {error.filename or folder}: {error.strerror or error}"
+        except Exception as error:  # What nobody here has written can fail in any way.
+            problem = f"not readable on rank {self._group.rank}: {type(error).__name__}: {error}"
+        if problem := self._first_problem(problem):
+            return None, problem
+        self._saved_step = step
+        if self.writes:
+            self._index.add(Entry(step, folder, offered.manifest.epoch))
+        return snapshot, ""
 
     def _is_kept(self, step: int, path: Path | None) -> bool:
         """Whether the state after `step` steps need not be saved again: the bucket has it, or gets this file of it.
@@ -322,10 +444,6 @@ class CheckpointFolder:
                 known = next((entry for entry in self._index.entries() if entry.path == path), None)
                 self.copies.offer(known or Entry(step, path), self._scores)
         return bool(self._group.gather(kept)[0])
-
-    def _group_steps(self, step: int) -> list[int]:
-        """The newest step on disk of every rank."""
-        return self._group.gather(step)
 
     def _spread(self, own: Snapshot | None, source: int) -> Snapshot:
         """Rank `source`'s snapshot on every rank. Large tensors one by one, each into the memory that it stays in."""
@@ -358,6 +476,10 @@ class CheckpointFolder:
             problem = "" if not path.exists() else str(error)
         except OSError as error:
             problem = f"not readable: {error.strerror}"
+        return self._first_problem(problem)
+
+    def _first_problem(self, problem: str) -> str:
+        """That of the first rank that has one, on all ranks; empty: none has. All ranks together."""
         found = self._group.gather(bool(problem))
         if not any(found):
             return ""

@@ -29,12 +29,13 @@ class CheckpointIndex:
         """The path of the checkpoint of a step."""
         return self._path / f"step-{step:09d}{dcp.SUFFIX if in_parts else torch_file.SUFFIX}"
 
-    def newest_whole(self) -> tuple[int, Path | None]:
+    def newest_whole(self, *, in_parts: bool = True) -> tuple[int, Path | None]:
         """(step, path); NOTHING or BROKEN instead of the step.
 
-        Broken ones are named in warnings. Of a folder of parts only the names and sizes are checked here.
+        Broken ones are named in warnings. Of a folder of parts only the names and sizes are checked here; without
+        `in_parts` they are passed over.
         """
-        found = self._found()
+        found = [(step, path) for step, path in self._found() if in_parts or path.suffix != dcp.SUFFIX]
         for step, path in found:
             if (known := self._known.get(path)) is not None and not known.whole:
                 continue
@@ -73,6 +74,16 @@ class CheckpointIndex:
             self._known.pop(entry.path, None)
         except OSError as error:
             print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
+
+    def forget_parts_after(self, step: int) -> None:
+        """Delete folders of later steps of whose parts only some are here. Others count as the newest."""
+        for later, path in self._found():
+            if later <= step or path.suffix != dcp.SUFFIX:
+                continue
+            try:
+                dcp.check_sizes(path)
+            except (CheckpointError, OSError):
+                self.remove(Entry(later, path))
 
     def _read(self, step: int, path: Path) -> Entry:
         try:

@@ -387,8 +387,8 @@ class CheckpointConfig:
     machine, an error."""
     format: Format = Format.TORCH
     """torch: one file that torch.load of any script reads. dcp: a folder of torch.distributed.checkpoint, each rank
-    writes its shard; for models that are too large for one rank, and checkpoint.shared=true. Either can be resumed
-    from."""
+    writes its shard; for models that are too large for one rank, and checkpoint.shared=true or checkpoint.url. Either
+    can be resumed from."""
     every_steps: int = 0
     """Save every N steps; 0: not by steps."""
     every_seconds: float = 60.0
@@ -426,16 +426,11 @@ class CheckpointConfig:
             self._at_least(key, least)
         for key in ("keep_best", "keep_every_epochs"):
             self._at_least(key, 0)
-        if self.format is Format.DCP and self.url:
-            raise ConfigError(
-                f"checkpoint.format=dcp cannot be copied to checkpoint.url={self.url}: no rank has a whole checkpoint"
-                " to upload; set checkpoint.format=torch, or keep checkpoints on a volume that every node sees"
-                " (storage.checkpoints.claimName) instead of in a bucket"
-            )
-        if self.format is Format.DCP and not self.shared:
+        if self.format is Format.DCP and not self.shared and not self.url:
             raise ConfigError(
                 "checkpoint.format=dcp: each rank writes a shard, and a node's own folder would hold only its own"
-                " shards; set checkpoint.shared=true and a folder that every node sees, or checkpoint.format=torch"
+                " shards; set checkpoint.shared=true and a folder that every node sees, checkpoint.url (a bucket, which"
+                " gets the shards of all nodes), or checkpoint.format=torch"
             )
         if not 0 <= self.url_wait_seconds < 86400:
             raise ConfigError(f"checkpoint.url_wait_seconds={self.url_wait_seconds}: must be from 0 to 86400")

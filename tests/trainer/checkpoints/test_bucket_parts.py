@@ -1,0 +1,282 @@
+"""Checkpoints in parts in a bucket: whole when every rank has uploaded what it has written, and never before."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpjob_bucket import Bucket, BucketError, Manifest, Stored
+from ddpjob_trainer.checkpoints import bucket as module
+from ddpjob_trainer.checkpoints import dcp
+from ddpjob_trainer.checkpoints.bucket import Copies, Offered, Share
+from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.checkpoints.metadata import Metadata
+from ddpjob_trainer.checkpoints.retention import Entry
+from ddpjob_trainer.config.sections import CheckpointConfig, Format
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.lifecycle.fence import Claim
+from ranks import until
+
+pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+MARK = "0000abcd"
+PART = "__0_0.distcp"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path / 'store'}"
+
+
+def snapshot(step: int, value: float = 1.0) -> dict[str, Any]:
+    return {"step": step, "sampler": {"epoch": 0, "consumed": 1}, "model": {"a": torch.full((5000,), value)}}
+
+
+def two_nodes(place: Path, step: int, value: float = 1.0) -> tuple[Path, Path]:
+    """A checkpoint whose tensors are on the disk of another node than the rest; both have its manifest."""
+    first, second = (place / node / f"step-{step:09d}.dcp" for node in ("first", "second"))
+    for path in (first, second):
+        shutil.rmtree(path, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    dcp.write(first, 1, snapshot(step, value), Metadata(step), None, lambda: None)
+    second.mkdir()
+    shutil.copy(first / dcp.MANIFEST, second)
+    (first / PART).rename(second / PART)
+    return first, second
+
+
+def begun(url: str, mark: str = MARK, **settings: Any) -> tuple[Copies, Share]:
+    """An incarnation of two ranks."""
+    config = CheckpointConfig(url=url, format=Format.DCP, **settings)
+    copies = Copies(Bucket.open(url), config)
+    copies.begin(mark, in_parts=True)
+    return copies, Share(Bucket.open(url), copies.term, mark)
+
+
+def rest(path: Path) -> list[str]:
+    return sorted(set(dcp.contents(path)) - {PART})
+
+
+def save(place: Path, copies: Copies, share: Share, step: int, value: float = 1.0) -> None:
+    first, second = two_nodes(place, step, value)
+    copies.offer(Entry(step, first), {}, rest(first))
+    share.offer(second, step, [PART])
+    until(lambda: copies.wait(0.1) and share.wait(0.1))
+
+
+def read(url: str, folder: Path, copies: Copies) -> Any:
+    """The newest, as a rank on an empty disk reads it."""
+    offered = copies.fetch_newer(folder, -1)
+    assert offered is not None
+    path = folder / offered.manifest.name
+    return dcp.read(path, None, Offered.read(offered.written(), offered.entry.step).fetcher(Bucket.open(url), path, 0))
+
+
+def test_it_is_complete_when_the_last_rank_has_uploaded_its_part(url: str, tmp_path: Path) -> None:
+    copies, share = begun(url)
+    first, second = two_nodes(tmp_path, 7)
+    copies.offer(Entry(7, first), {}, rest(first))
+    store = tmp_path / "store"
+    until(lambda: len(list(store.glob("data/*/*/*"))) == 3)
+    assert not copies.wait(0.5) and Bucket.open(url).entries() == [], "the tensors are missing"
+    share.offer(second, 7, [PART])
+    until(lambda: copies.wait(0.1))
+    assert Bucket.open(url).entries() == [Stored(1, 7)]
+    assert torch.equal(read(url, tmp_path / "empty", copies)["model"]["a"], torch.ones(5000))
+
+
+def test_a_list_is_not_written_while_a_part_is_missing_or_not_whole(url: str, tmp_path: Path) -> None:
+    copies, share = begun(url)
+    save(tmp_path, copies, share, 7)
+    bucket = Bucket.open(url)
+    bucket.term, manifest = 1, bucket.manifest(Stored(1, 7))
+    bucket.commit(7, manifest)
+    [part] = (tmp_path / "store").glob(f"data/*/*/{PART}")
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(BucketError, match=f"{PART} has not been uploaded"):
+        bucket.commit(7, manifest)
+    part.unlink()
+    with pytest.raises(BucketError, match=f"{PART} has not been uploaded"):
+        bucket.commit(7, manifest)
+
+
+def test_a_part_of_the_incarnation_before_completes_nothing(url: str, tmp_path: Path) -> None:
+    """A rank that was cut off goes on to upload, for a step that its successors take as well."""
+    _, zombie = begun(url)
+    copies, share = begun(url, "00001234")
+    first, second = two_nodes(tmp_path, 7, 2.0)
+    late = two_nodes(tmp_path / "old", 7, 1.0)[1]
+    copies.offer(Entry(7, first), {}, rest(first))
+    zombie.offer(late, 7, [PART])
+    assert zombie.wait(20)
+    assert not copies.wait(0.5) and Bucket.open(url).entries() == []
+    share.offer(second, 7, [PART])
+    until(lambda: copies.wait(0.1))
+    zombie.offer(late, 7, [PART])
+    assert zombie.wait(20)
+    assert torch.equal(read(url, tmp_path / "empty", copies)["model"]["a"], torch.full((5000,), 2.0))
+
+
+def test_a_node_lost_before_its_upload_leaves_the_checkpoint_before_and_nothing_else(url: str, tmp_path: Path) -> None:
+    copies, share = begun(url)
+    save(tmp_path, copies, share, 7)
+    first, _ = two_nodes(tmp_path, 9, 2.0)
+    copies.offer(Entry(9, first), {}, rest(first))
+    until(lambda: len(list((tmp_path / "store").glob("data/*-000000009-*/*/*"))) == 3)
+    again, share = begun(url, "00001234", keep=1)
+    assert torch.equal(read(url, tmp_path / "empty", again)["model"]["a"], torch.ones(5000))
+    save(tmp_path, again, share, 11)
+    left = {path.parts[-3] for path in (tmp_path / "store").glob("data/*/*/*") if path.is_file()}
+    assert left == {"000000002-000000011-00001234"}, "neither what was cut off, nor more than checkpoint.keep"
+
+
+def test_a_rank_uploads_in_turn_and_tries_again(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it passed over would never be complete, although the others have uploaded theirs."""
+    from ddpjob_bucket import uploads
+
+    monkeypatch.setattr(uploads, "FIRST_PAUSE", 0.02)
+    put, failing = Bucket._put, [True]
+
+    def fails(self: Bucket, key: str, file: Path) -> None:
+        if PART in key and failing[0]:
+            raise BucketError("the line is cut")
+        put(self, key, file)
+
+    monkeypatch.setattr(Bucket, "_put", fails)
+    copies, share = begun(url)
+    for step in (7, 9):
+        first, second = two_nodes(tmp_path, step)
+        copies.offer(Entry(step, first), {}, rest(first))
+        share.offer(second, step, [PART])
+    assert not share.wait(0.3)
+    failing[0] = False
+    until(lambda: copies.wait(0.1) and share.wait(0.1))
+    assert [entry.step for entry in Bucket.open(url).entries()] == [9, 7]
+
+
+def test_only_what_is_read_is_fetched_and_what_is_here_is_not(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, share = begun(url)
+    save(tmp_path, copies, share, 7)
+    fetched, download = list[str](), Bucket._download
+    monkeypatch.setattr(Bucket, "_download", lambda self, key, *more: (fetched.append(key), download(self, key, *more)))
+    offered = copies.fetch_newer(tmp_path, -1)
+    assert offered is not None
+    path = tmp_path / "empty" / offered.manifest.name
+    fetch = offered.fetcher(Bucket.open(url), path, 0)
+    fetch([".metadata"])
+    assert [Path(key).name for key in fetched] == [".metadata"]
+    assert sorted(entry.name for entry in path.iterdir()) == [".metadata"]
+    dcp.read(path, None, offered.fetcher(Bucket.open(url), path, 0))
+    assert sorted(Path(key).name for key in fetched) == [".metadata", PART, "manifest.json", "tree.pt"]
+    (path / PART).write_bytes(b"of another history")
+    assert torch.equal(read(url, tmp_path / "empty", copies)["model"]["a"], torch.ones(5000))
+    assert len(fetched) == 5
+
+
+# --- a bucket that somebody else has written to -----------------------------------------------------------------
+
+
+class Evil:
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._place,)
+
+
+def republished(url: str, change: Callable[[Path], None], place: Path, copies: Copies, share: Share) -> None:
+    """A checkpoint whose files were changed before sizes and checksums were taken: those are right."""
+    first, second = two_nodes(place, 9, 2.0)
+    (second / PART).rename(first / PART)
+    change(first)
+    listed = json.loads((first / dcp.MANIFEST).read_text())
+    listed.pop("sha256")
+    for name in listed["files"]:
+        content = first / name
+        listed["files"][name] = {"size": content.stat().st_size, "sha256": dcp._sha256(content)}
+    (first / dcp.MANIFEST).write_bytes(dcp._manifest(listed))
+    copies.offer(Entry(9, first), {})
+    until(lambda: copies.wait(0.1))
+
+
+def outside(path: Path) -> None:
+    index = dcp._read_index(path / ".metadata")
+    for info in index.storage_data.values():
+        info.relative_path = "../../secret"
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda path: (path / ".metadata").write_bytes(pickle.dumps(Evil(path / "ran"))), "its index is not torch's"),
+        (lambda path: (path / ".metadata").write_bytes(pickle.dumps({"a": 1})), "its index is not torch's"),
+        (lambda path: (path / ".metadata").write_bytes(b"\x80\x04"), "its index is not torch's"),
+        (lambda path: (path / "tree.pt").write_bytes(b"no tree"), "not readable on rank 0"),
+        (outside, "its index names ../../secret"),
+        (lambda path: (path / PART).write_bytes(b"no tensors"), "not readable on rank 0"),
+    ],
+)
+def test_what_no_trainer_has_written_is_passed_over(
+    change: Callable[[Path], None], why: str, url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret").write_text("x")
+    copies, share = begun(url)
+    save(tmp_path, copies, share, 7)
+    republished(url, change, tmp_path, copies, share)
+    checkpoints = opened(url, tmp_path / "empty")
+    found = checkpoints.newest()
+    assert found is not None and found["step"] == 7
+    assert why in capfd.readouterr().err
+    assert not list(tmp_path.rglob("ran"))
+
+
+def opened(url: str, folder: Path, incarnation: int = 5) -> CheckpointFolder:
+    made = CheckpointFolder(CheckpointConfig(url=url, format=Format.DCP, shared=False), folder, Group())
+    made.claim(Claim(0, 0, incarnation))
+    return made
+
+
+def test_a_name_that_is_no_checkpoints_is_passed_over(url: str, tmp_path: Path) -> None:
+    copies, share = begun(url)
+    save(tmp_path, copies, share, 7)
+    bucket = Bucket.open(url)
+    bucket.term = 1
+    listed = bucket.manifest(Stored(1, 7))
+    data = bucket.data_of(9, MARK)
+    files = tuple(module.File(file.path.replace("step-000000007", "fence"), *((0, "x"))) for file in listed.files)
+    bucket._complete(9, Manifest("fence.dcp", data, files))
+    found = opened(url, tmp_path / "empty").newest()
+    assert found is not None and found["step"] == 7
+    assert not (tmp_path / "empty" / "fence.dcp").exists()
+
+
+def test_when_none_can_be_read_nothing_begins_from_scratch(url: str, tmp_path: Path) -> None:
+    copies, share = begun(url)
+    save(tmp_path, copies, share, 7)
+    next((tmp_path / "store").glob(f"data/*/*/{PART}")).unlink()
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read"):
+        opened(url, tmp_path / "empty").newest()
+    assert time.monotonic() - began < 10, "what is gone is not asked for again and again"
+
+
+def test_a_process_alone_saves_in_parts_and_continues_on_another_disk(url: str, tmp_path: Path) -> None:
+    checkpoints = opened(url, tmp_path / "pod")
+    checkpoints.save(lambda: snapshot(7), 7)
+    checkpoints.finish()
+    again = opened(url, tmp_path / "other", 6)
+    found = again.newest()
+    assert found is not None and torch.equal(found["model"]["a"], torch.ones(5000))
+    again.save(lambda: snapshot(7), 7)
+    again.finish()
+    assert Bucket.open(url).entries() == [Stored(1, 7)], "it is there already"
