@@ -321,7 +321,7 @@ class Trainer:
         self._clock.lap(Phase.OTHER)
         losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
         self._clock.lap(self._end_of_passes)
-        self._window = self._window[0] + 1, self._window[1] + len(step.mine)
+        self._window = self._window[0] + 1, self._window[1] + self._computed(step)
         unreadable = 0
         if agreement is None:
             agreement = self.stop.agreement(self._save_due(step), self.corrupt.take())
@@ -359,6 +359,12 @@ class Trainer:
     def _end_of_passes(self) -> Phase:
         """What a step is in since its last mark, when a micro-batch's passes are over."""
         return Phase.EXCHANGE if self.strategy.waits_apart else Phase.COMPUTE
+
+    def _computed(self, step: Step) -> int:
+        """Samples that go through this rank's model, with those of micro-batches that do not count."""
+        if self.config.model.sync_batchnorm:
+            return len(step.mine)
+        return sum(len(micro.samples) for micro in step.micros)
 
     # ------------------------------------------------------------ around the loop
 
@@ -413,7 +419,8 @@ class Trainer:
         own_seconds, even_seconds, data, memory = (columns[k * world : (k + 1) * world] for k in range(4))
         share = {phase.value: seconds / steps for phase, seconds in phases.items()}
         peak = sum(self._peaks) if all(self._peaks) else 0.0
-        return summed, Machines(own_seconds, even_seconds, data, memory, share, self._flops, peak)
+        stages = self.strategy.stages
+        return summed, Machines(own_seconds, even_seconds, data, memory, share, self._flops, peak, stages)
 
     def _exchange_peaks(self) -> list[float]:
         """FLOP/s of each rank's devices; 0: unknown. All ranks together: they may have different ones."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
+import torch.distributed.pipelining  # Takes seconds: once, and not in each rank.
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import progress
 from ddpjob_trainer import config, train
@@ -22,6 +24,7 @@ from ddpjob_trainer.reporting.progress_client import ProgressClient
 from ddpjob_trainer.reporting.reporter import Machines
 from ddpjob_trainer.reporting.stragglers import NAMED, Straggler, Stragglers
 from ddpjob_trainer.strategies.registry import computes_on
+from machine import slowness
 from ranks import TINY, good, metrics
 from torch import nn
 
@@ -33,19 +36,18 @@ def slow(rank: int, where: str) -> Callable[[int], None]:
     """A hook for `good`: this rank sleeps before, in the middle of, or after its own work."""
 
     def prepare(own: int) -> None:
-        from ddpjob_trainer.model.models import SmallCnn
         from ddpjob_trainer.optim.precision import Precision
 
         if own != rank:
             return
         if where == "forward":
-            forward = SmallCnn.forward
+            convolve = nn.Conv2d.forward
 
-            def late(self: SmallCnn, images: torch.Tensor) -> torch.Tensor:
-                time.sleep(LATE * self.training)
-                return forward(self, images)
+            def late(self: nn.Conv2d, values: torch.Tensor) -> torch.Tensor:
+                time.sleep(LATE * (self.training and self.in_channels == 1))  # The first one.
+                return convolve(self, values)
 
-            SmallCnn.forward = late  # type: ignore[method-assign]
+            nn.Conv2d.forward = late  # type: ignore[method-assign]
         elif where == "backward":
             backward = Precision.backward
 
@@ -66,12 +68,28 @@ def slow(rank: int, where: str) -> Callable[[int], None]:
     return prepare
 
 
+SYNCHRONIZED = ["model.norm=batch", "model.sync_batchnorm=true"]
+SHARED = ["model.norm=batch", "data.micro_batches=3"]
+"""Of two ranks, so that these share micro-batches."""
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("more", [[], ["ddp.ordered=true", "data.micro_batches=4"], ["train.accumulate=2"]])
-def test_the_late_rank_has_the_time_and_the_others_wait(where: str, more: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "passes"),
+    [
+        ([], 1),
+        (["ddp.ordered=true", "data.micro_batches=4"], 2),
+        (["train.accumulate=2"], 2),
+        (SYNCHRONIZED, 1),
+        (SHARED, 2),
+        (["strategy=fsdp"], 1),
+    ],
+)
+def test_the_late_rank_has_the_time_and_the_others_wait(
+    where: str, more: list[str], passes: int, tmp_path: Path
+) -> None:
     good(2, [*TINY, "train.epochs=1", *more, f"checkpoint.dir={tmp_path}"], prepare=slow(1, where))
     lines = metrics(tmp_path / "run", "step")[2:]
-    passes = 2 if more else 1
     own = [sorted(line["ranks"]["ownSeconds"][rank] for line in lines)[len(lines) // 2] for rank in (0, 1)]
     waited = sorted(line["phases"]["exchange"] for line in lines)[len(lines) // 2]
     assert own[1] > passes * LATE > own[0] and own[1] > 1.5 * own[0], own
@@ -80,19 +98,30 @@ def test_the_late_rank_has_the_time_and_the_others_wait(where: str, more: list[s
     assert all(value > 10e6 for line in lines for value in line["ranks"]["memoryBytes"])
 
 
-def test_where_passes_contain_collectives_nobodys_own_time_is_known(tmp_path: Path) -> None:
-    keys = [*TINY, "train.epochs=1", "model.norm=batch", "model.sync_batchnorm=true", f"checkpoint.dir={tmp_path}"]
-    good(2, keys, prepare=slow(1, "forward"))
-    line = metrics(tmp_path / "run", "step")[-1]
-    assert line["ranks"]["ownSeconds"] == [0, 0] and set(line["phases"]) == {"data", "compute", "update", "other"}
+@pytest.mark.parametrize("more", [["strategy=fsdp"], SYNCHRONIZED, ["strategy=pipeline"]])
+def test_where_waits_are_not_seen_nobodys_own_time_is_known(more: list[str], tmp_path: Path) -> None:
+    """As on accelerators. What contains waits is no wait for data, of several micro-batches in a step either."""
 
+    def blind(rank: int) -> None:
+        from ddpjob_trainer.distributed import step_clock
 
-@pytest.mark.parametrize("more", [["strategy=fsdp"], ["model.norm=batch", "model.sync_batchnorm=true"]])
-def test_passes_that_contain_collectives_are_no_wait_for_data(more: list[str], tmp_path: Path) -> None:
-    """Of several micro-batches in a step, too."""
-    keys = [*TINY, "train.epochs=1", "train.accumulate=2", *more, f"checkpoint.dir={tmp_path}"]
-    good(2, keys, prepare=slow(1, "forward"))
+        step_clock._count_waits = lambda: None  # type: ignore[assignment]
+        begin = StepClock.__init__
+
+        def as_elsewhere(self: StepClock, device: torch.device) -> None:
+            begin(self, device)
+            self.sees_waits = False
+
+        StepClock.__init__ = as_elsewhere  # type: ignore[method-assign]
+        slow(late, "forward")(rank)
+
+    stages = "strategy=pipeline" in more  # The first of which has the first convolution.
+    late, portions = (0, "pipeline.micro_batches=2") if stages else (1, "train.accumulate=2")
+    keys = [*TINY, "train.epochs=1", portions, *more, f"checkpoint.dir={tmp_path}"]
+    good(2, keys, prepare=blind)
     lines = metrics(tmp_path / "run", "step")[2:]
+    assert all(line["ranks"]["ownSeconds"] == [0, 0] for line in lines)
+    assert set(lines[-1]["phases"]) == {"data", "compute", "update", "other"}
     compute, data = (sorted(line["phases"][name] for line in lines)[len(lines) // 2] for name in ("compute", "data"))
     assert compute > 2 * LATE and data < LATE / 2, (compute, data)
     assert all(max(line["ranks"]["dataWaits"]) < 0.3 for line in lines)
@@ -151,6 +180,27 @@ def test_two_ranks_and_the_one_that_waits_for_nobody() -> None:
     assert [off.add(now, [1.0, 9.0]) for now in range(5)] == [()] * 5
     unknown = Stragglers(1.5, 0)
     assert [unknown.add(now, [0.0, 0.0, 1.0]) for now in range(5)] == [()] * 5
+
+
+def test_a_stage_is_compared_with_itself() -> None:
+    judge = Stragglers(1.5, 0)
+    assert [named(judge.add(now, [1, 9, 1, 9, 2, 9], stages=2)) for now in range(3)][-1] == [4]
+    alone = Stragglers(1.5, 0)
+    assert [named(alone.add(now, [1, 9, 1], stages=3)) for now in range(5)] == [[]] * 5, (
+        "one replica: nobody to compare"
+    )
+    mixed = Stragglers(1.5, 0)
+    assert [named(mixed.add(now, [1, 9, 0, 27], stages=2)) for now in range(3)][-1] == [3]
+
+
+def test_who_has_more_or_fewer_samples_does_not_lag() -> None:
+    """Two samples and one, in passes that take the same time for both, and in some that take it for each sample."""
+    for own in ([1.0, 1.0, 1.0], [2.0, 1.0, 1.0]):
+        judge = Stragglers(1.5, 0)
+        even = [own[0] / 2, own[1], own[2]]
+        assert [named(judge.add(now, own, even)) for now in range(5)] == [[]] * 5
+    judge = Stragglers(1.5, 0)
+    assert [named(judge.add(now, [6.0, 1.0, 1.0], [3.0, 1.0, 1.0])) for now in range(3)][-1] == [0]
 
 
 def test_few_are_named_the_slowest_first() -> None:
@@ -251,6 +301,77 @@ def test_a_lagging_rank_reaches_log_and_coordinator_and_so_does_its_recovery(
     else:
         (last,) = next(entries for entries in reversed(named) if entries)
         assert last["rank"] == 1 and last["slowdown"] > 1 and named[-1] == []
+
+
+def late_in(data: range, forward: range, rank: int, passes: int, stages: int) -> Callable[[int], None]:
+    """A hook for `good`: every rank sleeps in the middle of each of its `passes` forward passes of a step, in the first
+    of `stages` stages longest; and `rank` four times as long in the steps `forward`, and for its data in those of
+    `data`. It is so long that what a busy machine does to one rank is little next to it.
+    """
+    base = min(0.5, 0.05 * slowness())
+
+    def prepare(own: int) -> None:
+        from ddpjob_trainer.data.in_memory import MemoryData
+        from ddpjob_trainer.reporting.ledger import Ledger
+
+        usual = base * (1 if own % stages else stages)
+        stream, begin, convolve, step = MemoryData.train_stream, Ledger.step, nn.Conv2d.forward, 0
+
+        def step_begins(self: Ledger, number: int, taken: Any) -> None:
+            nonlocal step
+            step = number
+            begin(self, number, taken)
+
+        def read(self: MemoryData, parts: Any) -> Iterator[Any]:
+            for batch in stream(self, parts):
+                time.sleep(3 * usual / passes * (own == rank and step in data))
+                yield batch
+
+        def late(self: nn.Conv2d, values: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                factor = 4 if own == rank and step in forward else 1
+                time.sleep(usual * factor / passes / convolutions[own % stages])
+            return convolve(self, values)
+
+        convolutions = {0: 2, 1: 1} if stages == 2 else {0: 3}
+        MemoryData.train_stream, Ledger.step = read, step_begins  # type: ignore[method-assign]
+        nn.Conv2d.forward = late  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("world", "more", "rank", "passes"),
+    [
+        (2, [], 1, 1),
+        (2, SYNCHRONIZED, 0, 1),
+        (3, ["model.norm=batch", "data.micro_batches=4"], 1, 2),
+        (2, ["strategy=fsdp"], 1, 1),
+        (2, ["strategy=fsdp", "whole", *SHARED], 0, 2),
+        (4, ["strategy=pipeline", "pipeline.stages=2", "pipeline.micro_batches=2"], 2, 2),
+        (4, ["strategy=pipeline", "pipeline.stages=2", "pipeline.micro_batches=2"], 1, 2),
+    ],
+)
+def test_the_rank_that_lags_is_named_and_no_other(
+    world: int, more: list[str], rank: int, passes: int, tmp_path: Path
+) -> None:
+    """While all are even nobody is. "whole": micro-batches that ranks cannot share, so that one computes another's."""
+    late = late_in(range(9, 17), range(25, 33), rank, passes, 2 if "strategy=pipeline" in more else 1)
+
+    def prepare(own: int) -> None:
+        if "whole" in more:
+            train.can_be_shared = lambda _: False  # type: ignore[attr-defined]
+        late(own)
+
+    factors = ["report.straggler_factor=2", "report.straggler_seconds=0"]
+    keys = [*TINY, "train.epochs=4", *factors, *(key for key in more if key != "whole"), f"checkpoint.dir={tmp_path}"]
+    good(world, keys, prepare=prepare)
+    lines = metrics(tmp_path / "run", "step")
+    found = {line["step"]: [entry["rank"] for entry in line.get("stragglers", ())] for line in lines}
+    steps = [step for step, ranks in found.items() if ranks]
+    seen = {step: (ranks, lines[step - 1]["ranks"]["ownSeconds"]) for step, ranks in found.items()}
+    assert all(ranks == [rank] for ranks in found.values() if ranks), seen
+    assert {15, 16, 31, 32} <= set(steps) <= {*range(11, 24), *range(27, 33)}, seen
 
 
 def said(taken: list[dict[str, Any]]) -> list[list[dict[str, float]]]:

@@ -5,6 +5,11 @@ the slowest rank's time on every rank. The autograd engine calls back at the end
 which callbacks were queued; DDP queues its wait for the exchange when its last gradient is there, and the clock's is
 queued when the pass begins. So the clock's comes between a rank's own last gradient and the wait.
 
+All other waiting, in the middle of a pass too, goes through one method: `wait` of torch's Work. The trainer calls it,
+and so do torch's FSDP, pipelines and blocking collectives. On the CPU it blocks until the others have sent, so the time
+in it is the exchange's, in whatever phase it is spent. On an accelerator it returns at once, and it is a stream that
+waits, at places that differ between versions of torch: there such waiting is not told apart.
+
 On an accelerator marks are events in its stream, read when the numbers are reported, where the host has waited for the
 device anyway. Between two events there is what the device did, and where it waited for a slow host.
 """
@@ -12,12 +17,15 @@ device anyway. Between two events there is what the device did, and where it wai
 from __future__ import annotations
 
 import enum
+import functools
 import resource
 import sys
+import threading
 import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 class Phase(enum.StrEnum):
@@ -31,14 +39,14 @@ class Phase(enum.StrEnum):
     EXCHANGE = "exchange"
     """Waiting for the other ranks, and what is sent."""
     COMPUTE = "compute"
-    """Forward, backward and exchange, where a strategy's passes contain collectives."""
+    """Forward and backward passes together (pipelines); with the exchange, where that is not told apart."""
     UPDATE = "update"
     OTHER = "other"
     """Between steps: reports, copies for a checkpoint."""
 
 
-OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
-"""What no other rank can delay."""
+OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.COMPUTE)
+"""What no other rank can delay, where the exchange is told apart."""
 
 
 class StepClock:
@@ -47,6 +55,10 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events = device.type == "cuda"
+        self.sees_waits = device.type == "cpu"
+        """Whether waiting in the middle of a pass is told apart."""
+        if self.sees_waits:
+            _count_waits()
         self._marks: list[tuple[Phase, Any]] = []
         self._spare: list[Any] = []
         self._last: Any = None  # Before the first mark: the device is not touched until then.
@@ -64,7 +76,10 @@ class StepClock:
         elif self._events:
             self._marks.append((phase, (self._last, now)))
         else:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+            waited = now[1] - self._last[1]
+            self._add(phase, now[0] - self._last[0] - waited)
+            if waited:
+                self._add(Phase.EXCHANGE, waited)
         self._last = now
 
     def watch(self, loss: torch.Tensor) -> None:
@@ -80,16 +95,44 @@ class StepClock:
         self._marks.clear()
         return found
 
+    def _add(self, phase: Phase, seconds: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
     def _at_begin(self, _: torch.Tensor) -> None:
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: self.lap(Phase.BACKWARD))
 
     def _mark(self) -> Any:
         if not self._events:
-            return time.perf_counter()
+            return time.perf_counter(), _waited.seconds
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+class _Waited(threading.local):
+    """How long each thread has waited for other ranks."""
+
+    seconds = 0.0
+
+
+_waited = _Waited()
+
+
+@functools.cache
+def _count_waits() -> None:
+    """From now on, for the rest of the process."""
+    wait = dist.Work.wait
+
+    @functools.wraps(wait)
+    def counted(work: dist.Work, *given: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return wait(work, *given, **named)
+        finally:
+            _waited.seconds += time.perf_counter() - began
+
+    dist.Work.wait = counted  # type: ignore[method-assign, assignment]
 
 
 def peak_memory(device: torch.device) -> int:

@@ -48,7 +48,7 @@ class Machines:
     `own`: seconds of a rank's own work per step, 0 where it cannot be measured apart; `even`: the same for an even
     share of the batch; `data`: shares of the time spent waiting for data; `memory`: the most bytes held so far.
     `phases`: this rank's seconds per step. `flops` of a sample, and `peak` per second of all devices together; 0:
-    unknown.
+    unknown. `stages`: as of `Strategy`.
     """
 
     own: Sequence[float]
@@ -58,6 +58,7 @@ class Machines:
     phases: Mapping[str, float]
     flops: float = 0.0
     peak: float = 0.0
+    stages: int = 1
 
     def mfu(self, samples_per_second: float) -> float | None:
         """Share of the peak."""
@@ -265,14 +266,14 @@ class Reporter:
         if machines is None:
             return
         before = {straggler.rank for straggler in self._lagging}
-        self._lagging = self._stragglers.add(time.monotonic(), machines.even)
+        self._lagging = self._stragglers.add(time.monotonic(), machines.own, machines.even, machines.stages)
         for straggler in self._lagging:
             if straggler.rank not in before:
                 waits = machines.data[straggler.rank]
                 why = f", {waits:.0%} of its time it waits for data" if waits > 0.2 else ""
                 self._display.note(
                     f"warning: rank {straggler.rank} lags: its own work of a step takes {straggler.slowdown:.1f} times"
-                    f" the median rank's, and all others wait for it{why}"
+                    f" the median rank's{' with its stage' * (machines.stages > 1)}, and all others wait for it{why}"
                 )
         if self._link is not None:
             self._link.post_stragglers(_as_numbers(self._lagging))

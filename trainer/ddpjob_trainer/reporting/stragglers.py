@@ -42,18 +42,24 @@ class Stragglers:
         self._back = 1 + (factor - 1) / 2
         self._ranks: dict[int, _Rank] = {}
 
-    def add(self, now: float, times: Sequence[float]) -> tuple[Straggler, ...]:
-        """`times`: each rank's own seconds per step since the last call, for equal shares of the batch; 0: unknown.
+    def add(
+        self, now: float, own: Sequence[float], even: Sequence[float] | None = None, stages: int = 1
+    ) -> tuple[Straggler, ...]:
+        """`own`: each rank's own seconds per step since the last call, `even`: for equal shares of the batch; 0:
+        unknown. Ranks r, r + stages, ... are compared with each other, and with no other.
+
+        A rank is as slow as the smaller of both says: one with more samples does not lag, and for one with fewer, each
+        of which takes longer because a pass takes some time for any number, nobody waits.
 
         `now`: a clock in seconds that never goes back. Returns who lags.
         """
-        known = [seconds for seconds in times if seconds > 0]
-        if not self._factor or len(known) < 2:
+        if not self._factor:
             return ()
-        median = statistics.median_low(known)
-        for rank, seconds in enumerate(times):
-            if seconds > 0:
-                self._judge(self._ranks.setdefault(rank, _Rank()), now, seconds / median)
+        measures = [_slowdowns(times, stages) for times in ([own] if even is None else [own, even])]
+        for rank in range(len(own)):
+            found = [measure[rank] for measure in measures if rank in measure]
+            if len(found) == len(measures):
+                self._judge(self._ranks.setdefault(rank, _Rank()), now, min(found))
         named = [
             Straggler(rank, max(1.0, round(found.slowdown, 2))) for rank, found in self._ranks.items() if found.named
         ]
@@ -70,3 +76,14 @@ class Stragglers:
         if found.reports >= _REPORTS and now - found.since >= self._seconds:
             found.named, found.since, found.reports = not found.named, None, 0
             found.slowdown = slowdown if found.named else found.slowdown
+
+
+def _slowdowns(times: Sequence[float], stages: int) -> dict[int, float]:
+    """Each known time as a multiple of the median of its stage, where at least two are known."""
+    found = {}
+    for stage in range(stages):
+        known = {rank: times[rank] for rank in range(stage, len(times), stages) if times[rank] > 0}
+        if len(known) > 1:
+            median = statistics.median_low(known.values())
+            found.update({rank: seconds / median for rank, seconds in known.items()})
+    return found

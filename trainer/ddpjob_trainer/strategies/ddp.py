@@ -37,8 +37,8 @@ class Ddp(Strategy):
 
     @property
     def waits_apart(self) -> bool:
-        """Not where ranks exchange batch statistics in each layer."""
-        return not self.config.model.sync_batchnorm and self.parts is None
+        """Where ranks exchange batch statistics in each layer, only if the clock sees these waits."""
+        return self.clock.sees_waits or not (self.config.model.sync_batchnorm or self.parts)
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
         """Raises ConfigError when options of ddp exclude each other."""

@@ -31,6 +31,11 @@ class Fsdp(Strategy):
         if group.world > 1:
             self.precision = _Precision(config.amp, config.optim.clip_norm, device)
 
+    @property
+    def waits_apart(self) -> bool:
+        """Ranks wait for each block's weights."""
+        return self.clock.sees_waits or self.group.world == 1
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The same module; its parameters become DTensors."""
         if self.group.world == 1:

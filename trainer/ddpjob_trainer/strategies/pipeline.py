@@ -24,6 +24,7 @@ from ddpjob_trainer.data.dataset import Batch, MicroBatches
 from ddpjob_trainer.data.randomness import derive
 from ddpjob_trainer.data.sampler import DataShare, Micro
 from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.distributed.step_clock import Phase
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics
 from ddpjob_trainer.model.depths import depths
@@ -68,6 +69,11 @@ class Pipeline(Strategy):
         return DataShare(self.replica, self.group.world // self.stages, self.stage == self.stages - 1)
 
     @property
+    def waits_apart(self) -> bool:
+        """Stages wait for each other's values."""
+        return self.clock.sees_waits or self.group.world == 1
+
+    @property
     def portions(self) -> int:
         """Micro-batches that are in the pipeline at the same time."""
         return self.config.pipeline.micro_batches
@@ -104,6 +110,7 @@ class Pipeline(Strategy):
                 ).sum()
             else:
                 total += self._run(together, count)
+                self.clock.lap(Phase.COMPUTE)
         self._sum_gradients()
         self.statistics.exchange()
         return total

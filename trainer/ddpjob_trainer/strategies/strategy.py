@@ -50,6 +50,8 @@ class Strategy:
     divides = False
     """Whether ranks may share micro-batches (see `sampler.Part`)."""
     parts: SharedParts | None = None
+    stages = 1
+    """Ranks r, r + stages, r + 2 * stages, ... do the same work, and others another."""
     depths: dict[str, int] | None = None
     """Of the whole model's parameters, where optim.layer_decay needs them."""
 
@@ -68,7 +70,7 @@ class Strategy:
 
     @property
     def waits_apart(self) -> bool:
-        """Whether a rank's passes contain no collective, so that its own work can be timed."""
+        """Whether a rank's own work is told apart from its waiting for others."""
         return False
 
     @property
