@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import urllib.parse
+import urllib.request
 from pathlib import Path
+from typing import Any
 
+import yaml
 from debian_packages import unpacked
+from machine import free_port
 
 PROGRAMS = ("prometheus", "promtool")
 
@@ -16,3 +23,34 @@ def prometheus_programs() -> Path:
     if all(found):
         return Path(str(found[0])).parent
     return unpacked("prometheus") / "usr" / "bin"
+
+
+class PrometheusServer:
+    """A server with its configuration, log and data in a folder, on a port of loopback.
+
+    `configuration` is that of prometheus.yaml; a server on the same folder continues with the data that is there.
+    """
+
+    def __init__(self, folder: Path, configuration: dict[str, Any]) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
+        command = [
+            str(prometheus_programs() / "prometheus"),
+            f"--config.file={folder / 'prometheus.yaml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address={self.url.removeprefix('http://')}",
+        ]
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def ask(self, path: str, **query: str) -> Any:
+        """`data` of the API's answer. Raises OSError while it does not listen, and for a query that it refuses."""
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
+            return json.load(answer)["data"]
+
+    def stop(self) -> None:
+        """Its data is whole afterwards."""
+        self.process.terminate()
+        self.process.wait()

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import runpy
-import subprocess
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +21,7 @@ from ddpjob.controller.main import Operator
 from ddpjob.controller.operator_settings import Settings
 from ddpjob.engine.ports import JobKey
 from machine import free_port, slowness
-from prometheus_programs import prometheus_programs
+from prometheus_programs import PrometheusServer
 
 ROOT = Path(__file__).parents[3]
 MONITORING = ROOT / "charts" / "ddpjob-operator" / "monitoring"
@@ -89,12 +85,11 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     SERIES.end(made.accounts)
 
 
-class Prometheus:
+class Prometheus(PrometheusServer):
     """A server that scrapes the operator twice a second and knows its alerts, which fire without waiting."""
 
     def __init__(self, folder: Path, target: int, stop_operator: Callable[[], None]) -> None:
         self.stop_operator = stop_operator
-        self.url = f"http://127.0.0.1:{free_port()}"
         groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
         rules = [rule for group in groups for rule in group["rules"]]
         for rule in rules:
@@ -105,23 +100,8 @@ class Prometheus:
         job = {"job_name": "ddpjob-operator", "honor_labels": True}
         static = [{"targets": [f"127.0.0.1:{target}"], "labels": {"pod": "operator-0", "namespace": "ddpjob"}}]
         often = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
-        config = {"global": often, "rule_files": ["alerts.yaml"], "scrape_configs": [{**job, "static_configs": static}]}
-        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
-        command = [
-            str(prometheus_programs() / "prometheus"),
-            f"--config.file={folder / 'prometheus.yaml'}",
-            f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address={self.url.removeprefix('http://')}",
-        ]
-        self.log = folder / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-    def ask(self, path: str, **query: str) -> Any:
-        """`data` of the API's answer."""
-        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
-            return json.load(answer)["data"]
+        scraped = [{**job, "static_configs": static}]
+        super().__init__(folder, {"global": often, "rule_files": ["alerts.yaml"], "scrape_configs": scraped})
 
     def query(self, query: str) -> list[Any]:
         found: list[Any] = self.ask("query", query=query)["result"]
@@ -172,8 +152,7 @@ def prometheus(tmp_path: Path, fleet: Fleet) -> Iterator[Prometheus]:
     try:
         yield made
     finally:
-        made.process.terminate()
-        made.process.wait()
+        made.stop()
         stop_operator()
 
 
