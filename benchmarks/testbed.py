@@ -18,6 +18,7 @@ sys.path += [str(CHECKOUT / "tests"), str(CHECKOUT / "tests" / "cluster")]  # Th
 
 from jobs import Jobs, job, steps_job
 from operator_process import KEY, OperatorProcess, install_crd
+from prometheus_programs import PrometheusServer
 from testcluster import controlplane, prerequisites, processes, python_host
 from testcluster.cluster import Cluster
 from testcluster.processes import recorded
@@ -27,6 +28,7 @@ __all__ = [
     "Cluster",
     "Jobs",
     "OperatorProcess",
+    "PrometheusServer",
     "Testbed",
     "controlplane",
     "install_crd",

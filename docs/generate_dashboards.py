@@ -13,6 +13,9 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _FLEET = 'namespace=~"$namespace"'
 _JOB = 'namespace="$namespace", job_name="$job_name"'
 _WIDTH = 24
+_REQUESTS = "ddpjob_operator_api_requests_total"
+_NOT_SERVED = '"429|5..|none"'
+"""Codes of requests that the API server has not served, as in the alert DDPJobApiErrors."""
 _NOT_SHOWN = ("Time", "__name__", "container", "endpoint", "instance", "job", "pod", "service", "prometheus")
 """Columns of a table: labels of the scrape, which say nothing of the job."""
 
@@ -28,6 +31,14 @@ class Panel:
     width: int = 12
     text: str = ""
     stacked: bool = False
+    look: str = "line"
+    """`bars` for events: one for each minute; `steps` for what is one thing or another, with nothing between."""
+    whole: bool = False
+    """Whether the values are whole numbers."""
+    red_from: float | None = None
+    """Values from here on are red, of a stat or gauge. Without colours of its own Grafana makes 80 of anything red."""
+    shows: str = "value_and_name"
+    """What a stat shows."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,11 @@ def quantiles(histogram: str) -> dict[str, str]:
     return {name: f"histogram_quantile({share}, {rate})" for name, share in (("median", 0.5), ("90 %", 0.9))}
 
 
+def events(counter: str, by: str = "") -> str:
+    """How often something happened, by labels. What did not happen has no series: the legend names what did."""
+    return f"sum{f' by ({by}) ' if by else ''}(increase({counter}[$__rate_interval])) > 0"
+
+
 def of_job(metric: str) -> str:
     """A figure of the job shown; operator, coordinator and trainer may all export it."""
     return f"max({metric}{{{_JOB}}})"
@@ -59,10 +75,11 @@ _OPERATOR = Dashboard(
     "DDPJob / Operator",
     (
         Panel(
-            "Shards for which a replica acts",
-            {"acts": "sum(ddpjob_operator_leader)", "of": "max(ddpjob_operator_shards)"},
+            "Shards",
+            {"acted for": "sum(ddpjob_operator_leader)", "of": "max(ddpjob_operator_shards)"},
             kind="stat",
             width=4,
+            text="Shards for which a replica acts, of all that there are.",
         ),
         Panel("Jobs", {"jobs": "sum(ddpjob_jobs)"}, kind="stat", width=4),
         Panel(
@@ -70,8 +87,15 @@ _OPERATOR = Dashboard(
             {"coordinators": 'sum(ddpjob_operator_coordinators{state="unreachable"})'},
             kind="stat",
             width=4,
+            red_from=1,
         ),
-        Panel("Fields that the CRD lacks", {"fields": "max(ddpjob_operator_crd_missing_fields)"}, kind="stat", width=4),
+        Panel(
+            "Fields that the CRD lacks",
+            {"fields": "max(ddpjob_operator_crd_missing_fields)"},
+            kind="stat",
+            width=4,
+            red_from=1,
+        ),
         Panel(
             "Versions",
             {"{{version}}, Python {{python_version}}": "sum by (version, python_version) (ddpjob_operator_build_info)"},
@@ -97,32 +121,38 @@ _OPERATOR = Dashboard(
             },
             "s",
         ),
-        Panel("Jobs that wait", {"{{pod}}": "ddpjob_operator_queue_depth"}),
+        Panel("Jobs that wait", {"{{pod}}": "ddpjob_operator_queue_depth"}, whole=True),
         Panel("Wait of the first", {"{{pod}}": "ddpjob_operator_queue_age_seconds"}, "s"),
         Panel(
             "Requests to the API server",
-            {"{{verb}} {{code}}": "sum by (verb, code) (rate(ddpjob_operator_api_requests_total[$__rate_interval]))"},
+            {
+                "{{verb}}": f"sum by (verb) (rate({_REQUESTS}{{code!~{_NOT_SERVED}}}[$__rate_interval]))",
+                "not served: {{code}}": "sum by (code) "
+                f"(rate({_REQUESTS}{{code=~{_NOT_SERVED}}}[$__rate_interval])) > 0",
+            },
             "reqps",
             stacked=True,
         ),
         Panel(
             "Watches that failed",
-            {"{{resource}}": "sum by (resource) (increase(ddpjob_operator_watch_errors_total[$__rate_interval]))"},
+            {"{{resource}}": events("ddpjob_operator_watch_errors_total", "resource")},
+            stacked=True,
+            look="bars",
         ),
-        Panel("Leader", {"{{pod}}": "ddpjob_operator_leader"}),
-        Panel("Coordinators", {"{{state}}": "sum by (state) (ddpjob_operator_coordinators)"}, stacked=True),
+        Panel("Shards by replica", {"{{pod}}": "ddpjob_operator_leader"}, look="steps", whole=True),
+        Panel("Coordinators", {"{{state}}": "sum by (state) (ddpjob_operator_coordinators)"}, stacked=True, whole=True),
     ),
 )
 
-_GOODPUT = (
-    "sum{by}(rate(ddpjob_job_training_seconds_total{{{of}}}[{over}])) / "
-    "(sum{by}(rate(ddpjob_job_pod_seconds_total{{{of}}}[{over}])) > 0)"
+_GOODPUT = (  # Rates of counters that have just begun are extrapolated, to a little more than there is.
+    "clamp_max(sum{by}(rate(ddpjob_job_training_seconds_total{{{of}}}[{over}])) / "
+    "(sum{by}(rate(ddpjob_job_pod_seconds_total{{{of}}}[{over}])) > 0), 1)"
 )
 _FLEET_BOARD = Dashboard(
     "fleet",
     "DDPJob / Fleet",
     (
-        Panel("Jobs by phase", {"{{phase}}": "sum by (phase) (ddpjob_jobs)"}, stacked=True),
+        Panel("Jobs by phase", {"{{phase}}": "sum by (phase) (ddpjob_jobs)"}, stacked=True, whole=True),
         Panel(
             "Goodput",
             {"goodput": _GOODPUT.format(by=" ", of=_FLEET, over="$__rate_interval")},
@@ -132,18 +162,18 @@ _FLEET_BOARD = Dashboard(
         Panel(
             "Jobs begun and ended",
             {
-                "begun": "sum(increase(ddpjob_jobs_created_total[$__rate_interval]))",
-                "complete": "sum(increase(ddpjob_jobs_completed_total[$__rate_interval]))",
-                "failed: {{reason}}": "sum by (reason) (increase(ddpjob_jobs_failed_total[$__rate_interval]))",
+                "begun": events("ddpjob_jobs_created_total"),
+                "complete": events("ddpjob_jobs_completed_total"),
+                "failed: {{reason}}": events("ddpjob_jobs_failed_total", "reason"),
             },
+            stacked=True,
+            look="bars",
         ),
         Panel(
             "Restarts by cause",
-            {
-                "{{reason}}, counted: {{counted}}": "sum by (reason, counted)"
-                " (increase(ddpjob_restarts_total[$__rate_interval]))"
-            },
+            {"{{reason}}, counted: {{counted}}": events("ddpjob_restarts_total", "reason, counted")},
             stacked=True,
+            look="bars",
         ),
         Panel("Start until all pods are placed", quantiles("ddpjob_time_to_pods_seconds"), "s", "stat", 6),
         Panel("Start until the group runs", quantiles("ddpjob_time_to_running_seconds"), "s", "stat", 6),
@@ -153,12 +183,12 @@ _FLEET_BOARD = Dashboard(
             "Recovery by cause, median",
             {
                 "{{reason}}": "histogram_quantile(0.5, sum by (le, reason)"
-                " (increase(ddpjob_recovery_seconds_bucket[$__range])))"
+                " (increase(ddpjob_recovery_seconds_bucket[$__range]))) > 0"
             },
             "s",
             "bargauge",
         ),
-        Panel("Nodes that train", {"nodes": f"sum(ddpjob_job_nodes_training{{{_FLEET}}})"}),
+        Panel("Nodes that train", {"nodes": f"sum(ddpjob_job_nodes_training{{{_FLEET}}})"}, whole=True),
         Panel(
             "Jobs that need somebody",
             {
@@ -185,7 +215,9 @@ _JOB_BOARD = Dashboard(
     "job",
     "DDPJob / One job",
     (
-        Panel("Phase", {"{{phase}}": f"max by (phase) (ddpjob_job_phase{{{_JOB}}})"}, kind="stat", width=4),
+        Panel(
+            "Phase", {"{{phase}}": f"max by (phase) (ddpjob_job_phase{{{_JOB}}})"}, kind="stat", width=4, shows="name"
+        ),
         Panel("Restarts", {"restarts": of_job("ddpjob_job_restarts_total")}, kind="stat", width=4),
         Panel(
             "Budget spent",
@@ -193,6 +225,7 @@ _JOB_BOARD = Dashboard(
             "percentunit",
             "stat",
             4,
+            red_from=0.8,
         ),
         Panel(
             "Progress",
@@ -210,8 +243,8 @@ _JOB_BOARD = Dashboard(
             text="Training seconds / pod seconds over the range shown.",
         ),
         Panel(
-            "Age of the newest checkpoint",
-            {"age": f"time() - {of_job('ddpjob_train_checkpoint_timestamp_seconds')}"},
+            "Newest checkpoint",
+            {"ago": f"time() - {of_job('ddpjob_train_checkpoint_timestamp_seconds')}"},
             "s",
             "stat",
             4,
@@ -223,9 +256,11 @@ _JOB_BOARD = Dashboard(
         Panel(
             "Nodes",
             {
-                "train": of_job("ddpjob_job_nodes_training"),
                 "wanted": of_job("ddpjob_job_nodes_wanted"),
+                "train": of_job("ddpjob_job_nodes_training"),  # The later line hides the one below it.
             },
+            look="steps",
+            whole=True,
         ),
         Panel(
             "What pods did",
@@ -235,8 +270,16 @@ _JOB_BOARD = Dashboard(
             },
             text="Pods on average: the space between the lines is lost to starts, restarts, stalls and spares.",
         ),
-        Panel("Stalled", {"stalled": of_job("ddpjob_job_stalled")}),
-        Panel("Coordinator out of reach", {"unreachable": of_job("ddpjob_job_coordinator_unreachable")}),
+        Panel(
+            "Stalled, or the coordinator out of reach",
+            {
+                "stalled": of_job("ddpjob_job_stalled"),
+                "coordinator out of reach": of_job("ddpjob_job_coordinator_unreachable"),
+            },
+            width=_WIDTH,
+            look="steps",
+            whole=True,
+        ),
     ),
     variables={
         "namespace": "label_values(ddpjob_job_phase, namespace)",
@@ -302,7 +345,12 @@ def _panel(number: int, panel: Panel, place: Json) -> Json:
         }
         for index, (legend, query) in enumerate(panel.queries.items())
     ]
-    custom = {"stacking": {"mode": "normal"}, "fillOpacity": 20} if panel.stacked else {}
+    custom: Json = {"stacking": {"mode": "normal"}, "fillOpacity": 70, "lineWidth": 0} if panel.stacked else {}
+    custom |= {
+        "line": {},
+        "bars": {"drawStyle": "bars"},
+        "steps": {"lineInterpolation": "stepAfter"},
+    }[panel.look]
     made: Json = {
         "id": number,
         "title": panel.title,
@@ -311,8 +359,16 @@ def _panel(number: int, panel: Panel, place: Json) -> Json:
         "gridPos": place,
         "targets": targets,
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": custom}, "overrides": []},
-        "options": {"textMode": "value_and_name"} if panel.kind == "stat" else {},
+        "options": {"textMode": panel.shows} if panel.kind == "stat" else {},
     }
+    if panel.whole:
+        made["fieldConfig"]["defaults"]["decimals"] = 0
+    if panel.look == "bars":
+        made["interval"] = "1m"  # Of a shorter time, $__rate_interval is longer than a bar, and an event is in several.
+    if panel.kind in ("stat", "bargauge"):
+        red = [] if panel.red_from is None else [{"color": "red", "value": panel.red_from}]
+        steps = [{"color": "green" if red else "blue", "value": None}, *red]
+        made["fieldConfig"]["defaults"]["thresholds"] = {"mode": "absolute", "steps": steps}
     if panel.title == "Loss":
         del made["fieldConfig"]["defaults"]["min"]
     if panel.kind == "table":

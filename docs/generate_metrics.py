@@ -16,6 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "metrics.md"
+CASES = DOCS.parent / "tests" / "unit" / "monitoring" / "alerts_test.yaml"
 ALERTS = DOCS.parent / "charts" / "ddpjob-operator" / "monitoring" / "alerts.yaml"
 
 _HEAD = """\
@@ -49,7 +50,9 @@ _ALERTS = """\
 ## Alerts
 
 Of `charts/ddpjob-operator/monitoring/alerts.yaml`. What to do: the section of each in
-[troubleshooting](troubleshooting.md#alerts).
+[troubleshooting](troubleshooting.md#alerts). Each fires in the case of `tests/unit/monitoring/alerts_test.yaml` that is
+named here, which promtool plays with its waits, in a real Prometheus (`tests/unit/monitoring/test_prometheus.py`), and
+most of them by faults on real pods ([monitoring](monitoring.md#alerts)).
 """
 
 
@@ -112,6 +115,16 @@ def alerts() -> Iterator[dict[str, Any]]:
         yield from group["rules"]
 
 
+def case_of(alert: str) -> str:
+    """The name of the first case in which the alert fires."""
+    cases = yaml.safe_load(CASES.read_text())["tests"]
+    return next(
+        str(case["name"])
+        for case in cases
+        if any(check["alertname"] == alert and check["exp_alerts"] for check in case["alert_rule_test"])
+    )
+
+
 def render() -> str:
     """The page."""
     parts = [_HEAD]
@@ -127,11 +140,12 @@ def render() -> str:
             for f in families
         ]
         parts.append(head + "\n" + "\n".join(rows) + "\n")
-    rows = ["| alert | severity | after | when |", "| --- | --- | --- | --- |"]
+    rows = ["| alert | severity | after | when | case |", "| --- | --- | --- | --- | --- |"]
     for rule in alerts():
         name, severity = rule["alert"], rule["labels"]["severity"]
         link = f"[{name}](troubleshooting.md#{name.lower()})"
-        rows.append(f"| {link} | {severity} | {rule.get('for', 'at once')} | {rule['annotations']['summary']} |")
+        when, case = rule["annotations"]["summary"], cell(case_of(name))
+        rows.append(f"| {link} | {severity} | {rule.get('for', 'at once')} | {when} | {case} |")
     return "\n".join([*parts, _ALERTS + "\n" + "\n".join(rows) + "\n"])
 
 

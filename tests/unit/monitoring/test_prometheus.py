@@ -171,9 +171,12 @@ def play_faults(fleet: Fleet) -> None:
     for name in ("waits", "begins"):
         fleet.becomes(name, {"phase": "Pending", "startTime": "2026-01-01T00:00:00Z"})
     fleet.becomes("begins", running())
-    for _ in range(5):
+    for _ in range(50):
         operator_metrics.RECONCILE_SECONDS.labels("done").observe(0.01)
         operator_metrics.API_REQUESTS.labels("PUT", "200").inc()
+    # Shown, and too few for an alert.
+    operator_metrics.API_REQUESTS.labels("PUT", "503").inc()
+    operator_metrics.WATCH_ERRORS.labels("pods").inc()
 
 
 def play_faults_of_the_operator() -> None:

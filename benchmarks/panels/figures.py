@@ -1,0 +1,26 @@
+"""A job's script that trains nothing and reports figures: one that slows down, saves nothing, or stops making steps."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import ddpjob_report
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--slow-after", type=float, default=1e9, help="seconds after which a step takes four times as long")
+parser.add_argument("--hang-after", type=float, default=1e9, help="seconds after which no step is made any more")
+parser.add_argument("--saved-ago", type=float, default=0.0, help="age of the newest checkpoint at the start")
+arguments = parser.parse_args()
+
+SAMPLES = 64
+began = time.time()
+step = 0
+while True:
+    before = time.time()
+    while before - began > arguments.hang_after:
+        time.sleep(1)
+    time.sleep(1.0 if before - began > arguments.slow_after else 0.25)
+    step += 1
+    speed = SAMPLES / (time.time() - before)
+    ddpjob_report.report(step=step, samples_per_second=speed, checkpointTime=began - arguments.saved_ago)

@@ -1,0 +1,272 @@
+"""What the pictures show: a quarter of an hour of two replicas of the operator, their jobs, and what befalls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks import CHECKOUT
+from benchmarks.faults.proxy import Proxy
+from benchmarks.faults.scene import command_job
+from benchmarks.processes import free_port
+from benchmarks.testbed import Cluster, Jobs, OperatorProcess, PrometheusServer, install_crd, job, steps_job
+
+MONITORING = CHECKOUT / "charts" / "ddpjob-operator" / "monitoring"
+CRD = CHECKOUT / "charts" / "ddpjob-operator" / "crds" / "ddpjobs.ddpjob.io.yaml"
+FIGURES = Path(__file__).parent / "figures.py"
+NAMESPACE = "vision"
+JOB = "digits"
+"""The job of the dashboard of one job."""
+REPLICAS = ("ddpjob-operator-a", "ddpjob-operator-b")
+SCRAPE_SECONDS = 5
+Json = dict[str, Any]
+
+
+class Scene:
+    """Two replicas of the operator behind a proxy, a Prometheus that scrapes them, and the jobs of a namespace."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.proxy = Proxy(cluster.kubeconfig)
+        self.jobs = Jobs(cluster, NAMESPACE)
+        self.ports = {name: free_port() for name in REPLICAS}
+        self.operators = {name: OperatorProcess(cluster, folder / f"{name}.log") for name in REPLICAS}
+        self.prometheus = PrometheusServer(folder, configuration(folder, self.ports))
+        self.short = 0
+        """Jobs that were begun to come to their end."""
+
+    def start_operator(self, name: str) -> None:
+        self.operators[name].start(
+            KUBECONFIG=str(self.proxy.kubeconfig(self.folder)),
+            DDPJOB_OPERATOR_ADDRESS="127.0.0.1",
+            DDPJOB_OPERATOR_METRICS_PORT=str(self.ports[name]),
+            DDPJOB_OPERATOR_LEASE_NAMESPACE=NAMESPACE,
+            DDPJOB_OPERATOR_IDENTITY=name,
+        )
+
+    def leader(self) -> str:
+        """The replica that holds the Lease."""
+        return self.jobs.kubectl("get", "lease", "ddpjob-operator", "--output=jsonpath={.spec.holderIdentity}").strip()
+
+    def kill_pod(self, name: str) -> None:
+        """Delete the pod of the last node of a job by force."""
+        label = ("get", "pods", f"--selector=ddpjob.io/job={name},ddpjob.io/role=node", "--output=name")
+        self.jobs.kill(sorted(self.jobs.kubectl(*label).split())[-1].removeprefix("pod/"))
+
+    def close(self) -> None:
+        for operator in self.operators.values():
+            operator.kill()
+        self.prometheus.stop()
+        self.proxy.close()
+        self.cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false", "--ignore-not-found")
+        pods = ("pods", "--all", "--namespace", NAMESPACE, "--grace-period=1", "--wait=false", "--ignore-not-found")
+        self.cluster.kubectl("delete", *pods)
+
+
+def configuration(folder: Path, ports: dict[str, int]) -> Json:
+    """Of a Prometheus that scrapes the replicas, with the chart's alerts, which fire without waiting."""
+    groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
+    for rule in (rule for group in groups for rule in group["rules"]):
+        rule.pop("for", None)
+        rule.pop("keep_firing_for", None)
+    (folder / "alerts.yaml").write_text(yaml.safe_dump({"groups": groups}))
+    often = {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": f"{SCRAPE_SECONDS}s"}
+    targets = [{"targets": [f"127.0.0.1:{port}"], "labels": {"pod": name}} for name, port in ports.items()]
+    scraped = {"job_name": "ddpjob-operator", "honor_labels": True, "static_configs": targets}
+    return {"global": often, "rule_files": ["alerts.yaml"], "scrape_configs": [scraped]}
+
+
+# --- what befalls them
+
+
+def train(scene: Scene) -> None:
+    """The built-in trainer on two nodes with a spare, and a plain script."""
+    checkpoints = scene.folder / "checkpoints"
+    checkpoints.mkdir()
+    checkpoints.chmod(0o777)
+    # With a part of a core each, they leave the machine to others.
+    shared: Json = {
+        "resources": {"limits": {"cpu": "600m"}, "requests": {"cpu": "10m"}},
+        "scheduling": {"onePodPerNode": False},
+        "recovery": {"mode": "Fast", "maxRestarts": 10},
+    }
+    words = ["--config", "digits", "train.epochs=900", "train.threads=1", "checkpoint.every_seconds=15"]
+    words += ["optim.lr=0.002", "model.width=96"]  # So that the loss falls for as long as there is something to see.
+    storage = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
+    scene.jobs.apply(job(JOB, module="ddpjob_trainer", args=words, spares=1, storage=storage, **shared))
+    scene.jobs.apply(steps_job("plain", 10**7, "--sleep=0.5", scheduling=shared["scheduling"]))
+    scene.jobs.wait_phase(JOB, "Running", timeout=180)
+
+
+def reports(scene: Scene, name: str, *arguments: str) -> None:
+    """A job of one pod that reports figures."""
+    one: Json = {"nodes": 1, "rendezvous": {"placement": "Master"}}
+    scene.jobs.apply(job(name, script=str(FIGURES), args=list(arguments), **one))
+
+
+def no_room(scene: Scene) -> None:
+    made = command_job("no-room", "true")
+    made["spec"]["podTemplate"]["spec"]["nodeSelector"] = {"nowhere": "yes"}
+    scene.jobs.apply(made)
+
+
+def crash(scene: Scene) -> None:
+    recovery = {"maxRestarts": 5, "backoff": {"initialSeconds": 5, "maxSeconds": 10}}
+    spec: Json = {"recovery": recovery, "scheduling": {"onePodPerNode": False}}
+    scene.jobs.apply(steps_job("crashes", 1000, "--raise-on-rank=1", **spec))
+
+
+def refuse(scene: Scene) -> None:
+    scene.proxy.refuse = 0.5
+
+
+def accept(scene: Scene) -> None:
+    scene.proxy.refuse = 0.0
+
+
+def kill_leader(scene: Scene) -> None:
+    name = scene.leader()
+    scene.operators[name].kill()
+    time.sleep(20)
+    scene.start_operator(name)
+
+
+def stop_coordinator(scene: Scene) -> None:
+    """It answers nobody for 40 s."""
+    uid = scene.jobs.kubectl("get", "ddpjob", "plain", "--output=jsonpath={.metadata.uid}").strip()
+    found = [
+        int(folder.name)
+        for folder in Path("/proc").glob("[0-9]*")
+        if _belongs(folder, uid) and b"coordinator" in (folder / "cmdline").read_bytes()
+    ]
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(40)
+    for pid in found:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _belongs(folder: Path, uid: str) -> bool:
+    """Whether a process of /proc is of a job's pods."""
+    try:
+        return f"DDPJOB_UID={uid}".encode() in (folder / "environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+
+
+def old_definition(scene: Scene) -> None:
+    """One of an older release, without a field of the status, until the replicas have noticed; then this release's."""
+    definition = yaml.safe_load(CRD.read_text())
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+    del schema["properties"]["slots"]["items"]["properties"]["lostSince"]
+    scene.cluster.kubectl("replace", "--filename=-", input_text=json.dumps(definition))
+    fired = 'ALERTS{alertname="DDPJobDefinitionOutdated"}'
+    scene.jobs.wait("the alert", lambda: bool(scene.prometheus.ask("query", query=fired)["result"]), timeout=120)
+    time.sleep(10)
+    install_crd(scene.cluster)
+
+
+@dataclass(frozen=True)
+class Act:
+    """What happens `at` seconds after the first job runs."""
+
+    at: float
+    what: str
+    do: Callable[[Scene], None] = field(compare=False)
+    alert: str = ""
+    """The alert that it fires."""
+    job: str = ""
+    """The job whose alert it is."""
+
+
+_KILLS = (60, 110, 160, 250, 325, 400, 470)
+ACTS = (
+    Act(0, "a job whose nodes have no room", no_room, "DDPJobPendingLong", "no-room"),
+    Act(5, "a job whose script makes no more steps", lambda s: reports(s, "hangs", "--hang-after=30"),
+        "DDPJobStalled", "hangs"),
+    Act(15, "a job whose newest checkpoint is three hours old", lambda s: reports(s, "unsaved", "--saved-ago=10800"),
+        "DDPJobCheckpointOld", "unsaved"),
+    Act(25, "a job whose steps take four times as long after two minutes",
+        lambda s: reports(s, "slows", "--slow-after=120"), "DDPJobStraggler", "slows"),
+    Act(100, "a script that raises at step 5 each time: four fifths of its budget", crash,
+        "DDPJobBudgetNearlySpent", "crashes"),
+    Act(100, "the same script, until its budget is spent", lambda s: None, "DDPJobFailed", "crashes"),
+    *(Act(at, "a pod of the job deleted by force, seven times" if at == _KILLS[0] else "",
+          lambda s: s.kill_pod(JOB), *(("DDPJobRestartLoop", JOB) if at == _KILLS[0] else ())) for at in _KILLS),
+    Act(200, "the API server refuses half of all requests for 40 s (429, 5xx)", refuse, "DDPJobApiErrors"),
+    Act(240, "", accept),
+    Act(200, "the same refusals, of which watches get theirs", lambda s: None, "DDPJobWatchErrors"),
+    Act(300, "", lambda s: s.jobs.kill(f"{JOB}-coordinator-0")),
+    Act(350, "the acting replica killed (SIGKILL)", kill_leader, "DDPJobOperatorNotActing"),
+    Act(430, "a coordinator stopped for 40 s (SIGSTOP)", stop_coordinator, "DDPJobCoordinatorUnreachable", "plain"),
+    Act(500, "the definition (CRD) of an older release applied", old_definition, "DDPJobDefinitionOutdated"),
+)  # fmt: skip
+OTHERS = {
+    "DDPJobQueueSlow": "more jobs are due than workers finish",
+    "DDPJobsWithoutSeries": "more than 5,000 jobs",
+    "DDPJobReconcilesFail": "a defect of the operator, or a Lease that is lost amid reconciles",
+}
+"""What fires the alerts of which no act is the fault."""
+END = 680
+"""Seconds of the pictures."""
+SHORT_EVERY = 45
+"""Seconds between jobs that come to their end."""
+
+
+@contextmanager
+def scene(cluster: Cluster, folder: Path) -> Iterator[Scene]:
+    """The replicas and their Prometheus; all of it is removed at the end, but for its data in the folder."""
+    install_crd(cluster)
+    cluster.kubectl("create", "namespace", NAMESPACE)
+    made = Scene(cluster, folder)
+    try:
+        for name in REPLICAS:
+            made.start_operator(name)
+        yield made
+    finally:
+        made.close()
+
+
+def play(stage: Scene) -> Json:
+    """Let everything happen. Returns what a drawing must know: `start` and `end` in Unix seconds, `acts`."""
+    start = time.time()
+    train(stage)
+    began = time.time()
+    waits = [*ACTS, *(Act(at, "", begin_short) for at in range(10, END - 60, SHORT_EVERY))]
+    acts, threads = [], []
+    for act in sorted(waits, key=lambda act: act.at):
+        time.sleep(max(0.0, began + act.at - time.time()))
+        if act.what:
+            print(f"{act.at:4.0f} s: {act.what}", file=sys.stderr, flush=True)
+            acts.append({"at": time.time(), "what": act.what, "alert": act.alert, "job": act.job})
+        # Some take a while, and none waits for another.
+        threads.append(threading.Thread(target=act.do, args=(stage,)))
+        threads[-1].start()
+    time.sleep(max(0.0, began + END - time.time()))
+    for thread in threads:
+        thread.join()
+    end = time.time()
+    acts.append({"at": end, "what": "both replicas killed", "alert": "DDPJobOperatorDown", "job": ""})
+    for operator in stage.operators.values():
+        operator.kill()
+    stage.jobs.wait("the last alert", lambda: bool(stage.prometheus.ask("query", query=DOWN)["result"]), timeout=60)
+    return {"start": start, "end": end, "acts": acts, "namespace": NAMESPACE, "job_name": JOB}
+
+
+DOWN = 'ALERTS{alertname="DDPJobOperatorDown", alertstate="firing"}'
+
+
+def begin_short(stage: Scene) -> None:
+    stage.short += 1
+    stage.jobs.apply(command_job(f"short-{stage.short}", "sleep 20"))
