@@ -30,6 +30,7 @@ from kubernetes.aio import client, config
 from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.scale.chart import draw
+from benchmarks.scale.floor import BARE, BareClient
 from benchmarks.scale.hollow import Hollow
 from benchmarks.scale.measure import Figure, Meter, Operator
 from benchmarks.scale.parts import BenchmarkError, Options, Parts, prepare
@@ -62,13 +63,15 @@ async def measure(options: Options, cluster: Cluster, shared: bool, log: Path) -
     rest = Rest.open(settings, CONNECTIONS)
     token = secrets.token_hex(2)
     namespaces = [f"scale-{token}-{name}" for name in (*range(TEAMS), "other")]
-    hollow = Hollow(rest, KEY, namespaces)
+    hollow, others = Hollow(rest, KEY, namespaces), Hollow(rest, KEY, namespaces, BARE)
     operator = Operator(OperatorProcess(cluster, log), tuple(namespaces) if shared else (), namespaces[-1])
-    following = asyncio.create_task(hollow.run())
+    following = [asyncio.create_task(it.run()) for it in (hollow, others)]
     try:
         await prepare(rest, namespaces)
-        await hollow.ready()
-        parts = Parts(options, rest, hollow, operator, Meter(cluster, operator), namespaces)
+        for it in (hollow, others):
+            await it.ready()
+        bare = BareClient(rest, others)
+        parts = Parts(options, rest, hollow, bare, operator, Meter(cluster, operator), namespaces)
         try:
             await parts.run()
         except BenchmarkError as error:
@@ -76,8 +79,9 @@ async def measure(options: Options, cluster: Cluster, shared: bool, log: Path) -
         return parts
     finally:
         operator.kill()
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
         for namespace in namespaces if shared else ():
             await rest.request("DELETE", f"/api/v1/namespaces/{namespace}")
         await rest.close()

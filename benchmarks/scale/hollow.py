@@ -153,9 +153,9 @@ class Group:
 
 
 class Hollow:
-    """The kubelets and coordinators of all jobs of some namespaces."""
+    """The kubelets and coordinators of all jobs of some namespaces. `managed_by`: of the pods that they see."""
 
-    def __init__(self, rest: Rest, operator_key: str, namespaces: Iterable[str]) -> None:
+    def __init__(self, rest: Rest, operator_key: str, namespaces: Iterable[str], managed_by: str = MANAGED_BY) -> None:
         self.rest, self._platform = rest, Platform(operator_key=operator_key.encode())
         self._namespaces = frozenset(namespaces)
         self.groups: dict[str, Group] = {}
@@ -163,13 +163,15 @@ class Hollow:
         self.pods: dict[tuple[str, str], Pod] = {}
         self.on_pod: Callable[[Pod], None] = lambda pod: None
         """Called with each pod that a watch shows for the first time."""
+        self.on_gone: Callable[[Pod], None] = lambda pod: None
+        """Called with each pod that is gone, as the watch shows it."""
         self.kubelets_run = True
         """False: pods stay as they are created."""
         self._servers: dict[str, asyncio.Server] = {}
         """By the uid of the coordinator's pod."""
         self._numbers, self._gate = count(1), asyncio.Semaphore(AT_ONCE)
         self._work: set[asyncio.Task[None]] = set()
-        ours = f"{LABEL_MANAGED}={MANAGED_BY}"
+        ours = f"{LABEL_MANAGED}={managed_by}"
         self._watches = (
             Informer(rest, "/api/v1/pods", Pod.read, self._pod_changed, selector=ours),
             Informer(rest, "/apis/ddpjob.io/v1alpha1/ddpjobs", self._read_job, self._job_changed),
@@ -230,6 +232,7 @@ class Hollow:
         group = self.groups.get(pod.job_uid)
         if group is not None and pod.name in group.members:
             group.leave(pod.name)
+        self.on_gone(pod)
 
     # --- kubelets
 

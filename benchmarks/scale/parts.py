@@ -7,7 +7,7 @@ import copy
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,6 +29,7 @@ from ddpjob.core.world import (
 )
 from ddpjob.engine.ports import Unavailable
 
+from benchmarks.scale.floor import BARE, BareClient
 from benchmarks.scale.hollow import ENDED, HOSTILE, PORT, Hollow, Pod, pods_of
 from benchmarks.scale.measure import Figure, Meter, Operator, Usage, requests
 
@@ -90,12 +91,23 @@ class _Burst:
 
 
 class Parts:
-    """One run. `namespaces`: the teams'; the last one is another team's, whose jobs are the probes."""
+    """One run. `namespaces`: the teams'; the last one is another team's, whose jobs are the probes.
+
+    `bare`: creates pods that are no job's.
+    """
 
     def __init__(
-        self, options: Options, rest: Rest, hollow: Hollow, operator: Operator, meter: Meter, namespaces: list[str]
+        self,
+        options: Options,
+        rest: Rest,
+        hollow: Hollow,
+        bare: BareClient,
+        operator: Operator,
+        meter: Meter,
+        namespaces: list[str],
     ) -> None:
-        self.options, self.rest, self.hollow, self.operator, self.meter = options, rest, hollow, operator, meter
+        self.options, self.rest, self.hollow, self.bare = options, rest, hollow, bare
+        self.operator, self.meter = operator, meter
         self.teams, self.other = namespaces[:-1], namespaces[-1]
         self.figures: list[Figure] = []
         self.series = Series()
@@ -201,14 +213,14 @@ class Parts:
     async def _creation(self) -> None:
         """A burst of jobs, and the same pods by a bare client, in turn. The pods stay as they are created."""
         options, bursts, bares = self.options, list[_Burst](), list[_Burst]()
-        self.hollow.kubelets_run = False
+        self.hollow.kubelets_run = self.bare.hollow.kubelets_run = False
         for _ in range(options.rounds):
             bursts.append(await self._burst())
             manifests = await together(self._bare(pod) for pod in self._pods_of_teams())
             await self._sweep(self.teams)
             await asyncio.sleep(2)  # The operator has noticed.
             bares.append(await self._bare_burst(manifests))
-        self.hollow.kubelets_run = True
+        self.hollow.kubelets_run = self.bare.hollow.kubelets_run = True
         part, what = "creation", f"{options.burst} jobs x {options.nodes}"
         ours, bare = (sorted(found, key=lambda b: b.rate)[len(found) // 2] for found in (bursts, bares))
         ratios = [a.rate / b.rate for a, b in zip(bursts, bares, strict=True)]
@@ -246,13 +258,13 @@ class Parts:
         return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
     async def _bare_burst(self, manifests: list[Json]) -> _Burst:
-        """A client that does nothing else, with as many connections as the operator has."""
-        path, before = "/api/v1/namespaces/{}/pods".format, self.meter.read()
-        posts = (self.rest.request("POST", path(pod["metadata"]["namespace"]), body=pod) for pod in manifests)
-        await together(posts, CONNECTIONS)
-        usage = self.meter.read() - before
-        await together(self._delete_all(path(team)) for team in self.teams)
-        return _Burst(len(manifests), len(manifests) / usage.wall, usage, len(manifests))
+        """A client that creates and watches pods and does nothing else, with as many connections as the operator."""
+        before, began = self.meter.read(), time.monotonic()
+        created = await together((self.bare.create(pod) for pod in manifests), CONNECTIONS)
+        await self._until("every bare pod", lambda: all(key in self.bare.seen for key in created))
+        usage, last = self.meter.read() - before, max(self.bare.seen[key] for key in created)
+        await self._sweep_bare(self.teams)
+        return _Burst(len(created), len(created) / (last - began), usage, len(created))
 
     # --- rest
 
@@ -341,27 +353,88 @@ class Parts:
         """All nodes of some jobs are deleted at once, as when their Kubernetes nodes are."""
         quiet = sorted([await self._probe() for _ in range(PROBES)])
         jobs = self.jobs[: max(1, self.options.storm // self.options.nodes)]
-        victims = {p.uid for job in jobs for p in pods_of(self.hollow, job) if p.index >= 0 and p.attempt == 0}
+        victims = [p for job in jobs for p in pods_of(self.hollow, job) if p.index >= 0 and p.attempt == 0]
+        part, probe = f"storm: {len(victims)} pods", await self._bare_probe_pods()
+        await self._floor(part, victims, probe)
         known, before, began = set(self._first_seen), self.meter.read(), time.monotonic()
 
         def replacements() -> list[float]:
             new = [pod for pod in self.hollow.pods.values() if pod.uid not in known and pod.index >= 0]
             return [self._first_seen[pod.uid] - began for pod in new if pod.namespace != self.other]
 
-        async with self._probing(began):
+        bare: list[tuple[float, float]] = []
+
+        async def both() -> float:
+            """A job and two bare pods at the same moment."""
+            at = time.monotonic() - began
+            waited, alone = await asyncio.gather(self._probe(), self._bare_probe(probe))
+            bare.append((at, alone))
+            return waited
+
+        async with self._probing(began, both, self.series.probes):
             await self._delete_nodes_of(jobs)
             deleted = time.monotonic() - began
             await self._until("every lost pod is replaced", lambda: len(replacements()) >= len(victims))
         usage = self.meter.read() - before
         self.series.storm = sorted(replacements())
         await self._until("every job is Running again", lambda: self._running() >= len(self.jobs))
-        part, worst = f"storm: {len(victims)} pods", max(wait for _, wait in self.series.probes)
         self._note(part, "until all are deleted", deleted, "s", "", "by the benchmark")
         self._note(part, "until all are replaced", max(self.series.storm), "s", "<= 10", usage)
         self._note(part, "the operator's processor time until then", usage.operator, "s")
-        self._note(part, f"another team's new job waits (worst of {len(self.series.probes)})", worst, "s", "<= 1",
-                   f"without the storm {statistics.median(quiet):.2f}")  # fmt: skip
+        self._note_waits(part, "another team's new job waits", self.series.probes, "<= 1",
+                         f"without the storm {statistics.median(quiet):.2f}")  # fmt: skip
+        self._note_waits(part, "two pods of a bare client, created at the same moments, wait", bare)
         self._note(part, "until all jobs are Running again", time.monotonic() - began, "s")
+        await self._sweep_bare([self.other])
+
+    def _note_waits(
+        self, part: str, what: str, waits: list[tuple[float, float]], aim: str = "", beside: str = ""
+    ) -> None:
+        self._note(part, f"{what} (worst of {len(waits)})", max(wait for _, wait in waits), "s", aim, beside)
+
+    async def _floor(self, part: str, victims: list[Pod], probe: list[Json]) -> None:
+        """The same storm over as many pods of no job, which a bare client replaces, while the jobs are at rest."""
+        manifests = await together(self._bare(pod) for pod in victims)
+        await together((self.bare.create(manifest) for manifest in manifests), CONNECTIONS)
+        await self._until("the bare client's pods run", lambda: self.bare.running() >= len(victims))
+        known, before, began = set(self.bare.seen), self.meter.read(), time.monotonic()
+        self.bare.replace_from_now_on()
+
+        def replacements() -> list[float]:
+            return [at - began for key, at in self.bare.seen.items() if key not in known and key[0] != self.other]
+
+        waits: list[tuple[float, float]] = []
+        async with self._probing(began, lambda: self._bare_probe(probe), waits, pause=0.5):
+            await together(
+                self._delete_all(_PODS.format(team), labelSelector=f"{LABEL_MANAGED}={BARE},{LABEL_ATTEMPT}=0")
+                for team in self.teams
+            )
+            deleted = time.monotonic() - began
+            await self._until("the bare client has replaced every pod", lambda: len(replacements()) >= len(victims))
+        usage = self.meter.read() - before
+        self.bare.stop()
+        self._note(part, "a bare client alone: until all are deleted", deleted, "s", "", "by the benchmark")
+        self._note(part, "a bare client alone: until all are replaced", max(replacements()), "s", "", usage)
+        self._note_waits(part, "a bare client alone: two more pods, created meanwhile, wait", waits)
+        await self._sweep_bare([*self.teams, self.other])
+
+    async def _sweep_bare(self, namespaces: list[str]) -> None:
+        ours = f"{LABEL_MANAGED}={BARE}"
+        await together(self._delete_all(_PODS.format(namespace), labelSelector=ours) for namespace in namespaces)
+        await self._until("the bare client's pods are gone", lambda: not self.bare.hollow.pods)
+
+    async def _bare_probe_pods(self) -> list[Json]:
+        """The pods of another team's job of one node."""
+        job = await self._create_job(self.other, 1, "probe")
+        await self._until(f"the pods of {job}", lambda: len(pods_of(self.hollow, job)) == 2)
+        return [await self._bare(pod) for pod in pods_of(self.hollow, job)]
+
+    async def _bare_probe(self, pods: list[Json]) -> float:
+        """Seconds until a bare client's creations of these pods are seen."""
+        began = time.monotonic()
+        created = await asyncio.gather(*(self.bare.create(pod, 1) for pod in pods))
+        await self._until("the bare client's probe", lambda: all(key in self.bare.seen for key in created))
+        return max(self.bare.seen[key] for key in created) - began
 
     async def _delete_nodes_of(self, jobs: list[str]) -> None:
         """By few requests, so that deleting does not take the processors. Replacements stay, if one is repeated."""
@@ -378,19 +451,20 @@ class Parts:
         )
 
     @asynccontextmanager
-    async def _probing(self, began: float) -> AsyncIterator[None]:
-        """Meanwhile another team creates one job after the other."""
-
+    async def _probing(
+        self, began: float, probe: Callable[[], Awaitable[float]], waits: list[tuple[float, float]], pause: float = 0.1
+    ) -> AsyncIterator[None]:
+        """Meanwhile one `probe` follows the other. `waits`: takes when it began, and what it returned."""
         first = asyncio.Event()
 
-        async def probe() -> None:
+        async def go_on() -> None:
             while True:
                 at = time.monotonic() - began
-                self.series.probes.append((at, await self._probe()))
+                waits.append((at, await probe()))
                 first.set()
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(pause)
 
-        probing = asyncio.create_task(probe())
+        probing = asyncio.create_task(go_on())
         try:
             yield
             await first.wait()
@@ -409,13 +483,14 @@ class Parts:
         job = await self._create_job(self.other, 1, "probe")
         await asyncio.sleep(1)
         known, began = set(self._first_seen), time.monotonic()
+        had_pods = {(pod.namespace, pod.job) for pod in self.hollow.pods.values()}
         self.operator.start()
         before = self.meter.read()
 
         def replaced() -> list[Pod]:
-            """Pods of jobs that were there before."""
+            """New pods of jobs that had pods before: the storm's last job may get its first ones only now."""
             new = [pod for pod in self.hollow.pods.values() if pod.uid not in known]
-            return [pod for pod in new if f"{pod.namespace}/{pod.job}" != job]
+            return [pod for pod in new if (pod.namespace, pod.job) in had_pods]
 
         await self._until("the first pod of the new job", lambda: len(pods_of(self.hollow, job)) > 0)
         await self._until("the lost pod is replaced", lambda: len(replaced()) > 0)
@@ -479,9 +554,10 @@ def _jobs_path(namespace: str) -> str:
     return f"/apis/ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs"
 
 
+_PODS = "/api/v1/namespaces/{}/pods"
 _SWEPT = (
     "/apis/ddpjob.io/v1alpha1/namespaces/{}/ddpjobs",
-    "/api/v1/namespaces/{}/pods",
+    _PODS,
     "/api/v1/namespaces/{}/secrets",
     "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
     "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",

@@ -1,0 +1,69 @@
+"""The storm without an operator: what the API server on this machine takes to replace as many pods, whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Coroutine
+from itertools import count
+from typing import Any
+
+from ddpjob.api.job_spec import Json
+from ddpjob.controller.main import CONNECTIONS
+from ddpjob.controller.rest import Rest
+from ddpjob.core.world import LABEL_ATTEMPT, LABEL_MANAGED, LABEL_ROLE, Role
+from ddpjob.engine.ports import Unavailable
+
+from benchmarks.scale.hollow import Hollow, Pod
+
+BARE = "bare"
+"""Manager, by the label, of pods that are no job's: the operator does not see them, and hollow kubelets run them."""
+
+
+class BareClient:
+    """Creates pods, and each one anew as soon as it is seen to be gone. `hollow` runs the pods managed by BARE."""
+
+    def __init__(self, rest: Rest, hollow: Hollow) -> None:
+        self.rest, self.hollow = rest, hollow
+        self.seen: dict[tuple[str, str], float] = {}
+        """When a watch has shown each pod (monotonic seconds), by namespace and name."""
+        self._manifests: dict[tuple[str, str], Json] = {}
+        self._gate, self._numbers = asyncio.Semaphore(CONNECTIONS), count()
+        self._work: set[asyncio.Task[None]] = set()
+        hollow.on_pod = self._see
+
+    async def create(self, manifest: Json, attempt: int = 0) -> tuple[str, str]:
+        """Creates a copy of a pod; returns its namespace and name, which is a new one."""
+        body = copy.deepcopy(manifest)
+        meta = body["metadata"]
+        meta["name"] = f"{BARE}-{next(self._numbers)}"
+        # A coordinator's would be served: these are as all others.
+        meta["labels"] = {**meta["labels"], LABEL_MANAGED: BARE, LABEL_ROLE: Role.NODE, LABEL_ATTEMPT: str(attempt)}
+        key = meta["namespace"], meta["name"]
+        self._manifests[key] = manifest
+        async with self._gate:
+            while True:
+                try:
+                    await self.rest.request("POST", f"/api/v1/namespaces/{key[0]}/pods", body=body)
+                    return key
+                except Unavailable:
+                    await asyncio.sleep(0.1)
+
+    def replace_from_now_on(self) -> None:
+        """Each pod that a watch shows to be gone is created again."""
+        self.hollow.on_gone = lambda pod: self._begin(self.create(self._manifests[pod.namespace, pod.name], 1))
+
+    def stop(self) -> None:
+        self.hollow.on_gone = lambda pod: None
+
+    def running(self) -> int:
+        return sum(pod.runs for pod in self.hollow.pods.values())
+
+    def _see(self, pod: Pod) -> None:
+        self.seen[pod.namespace, pod.name] = time.monotonic()
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
