@@ -36,6 +36,7 @@ class DataName(enum.StrEnum):
     CIFAR100 = "cifar100"
     IMAGEFOLDER = "imagefolder"
     SHARDS = "shards"
+    SHAPES = "shapes"
     SYNTHETIC = "synthetic"
 
 
@@ -61,11 +62,13 @@ class DataConfig:
     """digits: 1797 real images of 8x8 pixels that ship with scikit-learn. cifar10, cifar100: the folders that the
     official archives unpack to (python or binary version). imagefolder: train/ and val/ with one folder of images
     per class. shards: train/ and val/ with tar files of KEY.jpg and KEY.cls (WebDataset's layout), as `python -m
-    ddpjob_trainer shards` makes them. synthetic: generated. Or package.module:function of your own, which is called
-    with data.dir (a Path, or None) and returns (train, test) or (train, test, classes): each set a torch Dataset with
-    a length, or a pair of tensors (inputs, targets); targets are class numbers, or float values."""
+    ddpjob_trainer shards` makes them. shapes: ten classes of shapes, generated, 16x16 pixels in colour, the same on any
+    machine; hard enough to compare recipes. synthetic: a pattern per class and noise, generated; easy, of any shape.
+    Or package.module:function of your own, which is called with data.dir (a Path, or None) and returns (train, test)
+    or (train, test, classes): each set a torch Dataset with a length, or a pair of tensors (inputs, targets); targets
+    are class numbers, or float values."""
     dir: Path | None = field(default=None, metadata=from_env("DDPJOB_DATA_DIR"))
-    """Folder of the data set (not needed for digits and synthetic)."""
+    """Folder of the data set (not needed for digits, shapes and synthetic)."""
     url: str | None = None
     """shards: where train/ and val/ are when data.dir does not hold them, such as s3://bucket/imagenet or
     https://host/imagenet; s3 and gs need s3fs or gcsfs installed. Images are read by byte range."""
@@ -95,8 +98,8 @@ class DataConfig:
     differently augmented versions of each of its samples. An epoch is as many steps as without, and takes a part of
     the set: each of its versions once. It cannot change at a resume."""
     augment: bool = True
-    """Random shift for digits, crop and flip for CIFAR, random resized crop and flip for image folders and shards. Data
-    of your own augment themselves."""
+    """Random shift for digits, crop and flip for CIFAR and shapes, random resized crop and flip for image folders and
+    shards. Data of your own augment themselves."""
     randaugment_ops: int = 0
     """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019), usually 2; 0: none."""
     randaugment_magnitude: int = 9
@@ -142,7 +145,8 @@ class DataConfig:
     classes: int = 10
     """synthetic: number of classes."""
     size: int = 2048
-    """synthetic: number of training images; the test set has a quarter of it."""
+    """synthetic, shapes: number of training images. The test set of synthetic has a quarter of it, that of shapes 2048
+    images."""
 
     def check(self) -> None:
         """Raise ConfigError for a name that is neither a data set's nor a function's."""

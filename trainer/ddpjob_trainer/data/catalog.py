@@ -76,6 +76,10 @@ def _open(config: DataConfig, device: torch.device) -> DataSet:
             from ddpjob_trainer.data.shards import open_shards
 
             return open_shards(config, device)
+        case DataName.SHAPES:
+            from ddpjob_trainer.data.shapes import open_shapes
+
+            return open_shapes(config, device)
         case DataName.SYNTHETIC:
             from ddpjob_trainer.data.synthetic import SyntheticData
 

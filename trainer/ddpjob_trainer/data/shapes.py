@@ -1,0 +1,145 @@
+"""Ten classes of shapes, generated: hard enough that an ingredient of a recipe is worth something, with no download.
+
+Image n is a function of its number and nothing else, to the bit on any machine and version of numpy: integers, and of
+floating point only what IEEE 754 rounds in one way (+ - * / and comparisons; no sine, no sum whose order is open).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ddpjob_trainer.config.sections import DataConfig
+from ddpjob_trainer.data.augment import CropAndFlip
+from ddpjob_trainer.data.dataset import Normalize
+from ddpjob_trainer.data.in_memory import Augment, MemoryData
+from ddpjob_trainer.data.randomness import mix64, uniform
+from ddpjob_trainer.errors import ConfigError
+
+SIDE = 16
+"""Of an image, in pixels."""
+TEST_SIZE = 2048
+_FINE = 2 * SIDE
+"""Points per side at which shapes are drawn; a pixel is the mean of four."""
+_AT_ONCE = 256
+"""Images that are drawn together: their arrays fit a processor's cache."""
+_SEED, _TEST, _CLUTTER = 0x53484150, 1 << 40, 2
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+
+
+def _square(u: Floats, v: Floats, half: float) -> Bools:
+    return np.maximum(np.abs(u), np.abs(v)) < half
+
+
+def _disc(u: Floats, v: Floats, radius: float) -> Bools:
+    return u * u + v * v < radius * radius
+
+
+def _box(u: Floats, v: Floats, half_u: float, half_v: float) -> Bools:
+    return (np.abs(u) < half_u) & (np.abs(v) < half_v)
+
+
+CLASSES: dict[str, Callable[[Floats, Floats], Bools]] = {
+    "disc": lambda u, v: _disc(u, v, 0.9),
+    "ring": lambda u, v: _disc(u, v, 1.0) & ~_disc(u, v, 0.5),
+    "square": lambda u, v: _square(u, v, 0.8),
+    "frame": lambda u, v: _square(u, v, 0.9) & ~_square(u, v, 0.45),
+    "triangle": lambda u, v: (v > -0.7) & (1.7 * np.abs(u) + v < 0.95),
+    "half disc": lambda u, v: _disc(u, v + 0.4, 1.0) & (v > -0.4),
+    "cross": lambda u, v: _box(u, v, 1.0, 0.3) | _box(u, v, 0.3, 1.0),
+    "T": lambda u, v: _box(u, v - 0.65, 0.95, 0.3) | _box(u, v + 0.1, 0.3, 0.9),
+    "angle": lambda u, v: _box(u + 0.6, v, 0.3, 0.9) | _box(u, v + 0.6, 0.9, 0.3),
+    "two bars": lambda u, v: _box(u, np.abs(v) - 0.6, 0.95, 0.28),
+}
+"""Of each class, which points (u, v) of the shape's own plane, some of [-1, 1] squared, are in it. The mirror image of
+each is a rotated one of the same class, so that flips keep labels.
+"""
+
+
+def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
+    """`data.size` images for training and 2048 others for test, uint8 on the device."""
+    if config.size < 1:
+        raise ConfigError(f"data.size={config.size} must be at least 1; write for example 2048")
+    if config.randaugment_ops or config.trivialaugment:
+        key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
+        raise ConfigError(f"data.{key}: shapes are only shifted and flipped; leave it out, or try data.cutout")
+    train, test = draw(np.arange(config.size)), draw(np.arange(TEST_SIZE) + _TEST)
+    images = torch.from_numpy(train[0]).to(device)
+    augment: Augment | None = None
+    if config.augment:
+        augment = CropAndFlip(images, config.seed, padding=2, flip=True, repeats=config.repeats)
+    return MemoryData(
+        (images, torch.from_numpy(train[1]).to(device)),
+        (torch.from_numpy(test[0]).to(device), torch.from_numpy(test[1]).to(device)),
+        classes=len(CLASSES),
+        normalize=Normalize(255.0, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25), device),
+        augment=augment,
+        class_names=list(CLASSES),
+    )
+
+
+def draw(numbers: npt.NDArray[np.int64]) -> tuple[Bytes, npt.NDArray[np.int64]]:
+    """Images (n, 3, SIDE, SIDE) uint8 and labels (n,) int64 of the numbers; those of the test set begin at 2**40."""
+    labels = numbers % len(CLASSES)
+    parts = [numbers[first : first + _AT_ONCE] for first in range(0, len(numbers), _AT_ONCE)]
+    return np.concatenate([_draw(part) for part in parts]), labels
+
+
+def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
+    draws = iter(uniform(_SEED, 0, numbers, 80).T[:, :, None, None])
+
+    def between(low: float, high: float) -> Floats:
+        """One number per image, (n, 1, 1)."""
+        number: Floats = low + (high - low) * next(draws)
+        return number
+
+    def colour() -> Floats:
+        """(n, 3, 1, 1), from 0 to 1."""
+        return np.stack([next(draws) for _ in range(3)], axis=1)
+
+    def plane(centre_x: Floats, centre_y: Floats, size: Floats) -> tuple[Floats, Floats]:
+        """The points' coordinates (n, _FINE, _FINE) in a plane turned by any angle, whose unit is `size` pixels."""
+        slope, sign = between(-1.0, 1.0), np.where(next(draws) < 0.5, 1.0, -1.0)
+        cosine = sign * (1 - slope * slope) / (1 + slope * slope)
+        sine = sign * 2 * slope / (1 + slope * slope)
+        x, y = (points[None, None, :] - centre_x) / size, (points[None, :, None] - centre_y) / size
+        return cosine * x + sine * y, cosine * y - sine * x
+
+    points, middle = (np.arange(_FINE) + 0.5) / 2, SIDE / 2
+    ground, other = colour(), 0.5 * (colour() - 0.5)
+    u, _ = plane(between(0.0, SIDE), between(0.0, SIDE), between(2.0, 6.0))
+    stripes = np.where(next(draws) < 0.5, np.abs(u % 2.0 - 1.0), u % 2.0 < 1.0)
+    canvas = ground + other * stripes[:, None]
+    for _ in range(_CLUTTER):
+        u, v = plane(between(0.0, SIDE), between(0.0, SIDE), between(0.8, 2.5))
+        piece = np.where(next(draws) < 0.5, _disc(u, v, 1.0), _box(u, v, 1.0, 0.4))
+        canvas = np.where(piece[:, None], colour(), canvas)
+
+    u, v = plane(middle + between(-2.0, 2.0), middle + between(-2.0, 2.0), between(4.5, 6.5))
+    v = v * between(1.0, 1.3)
+    inside = np.zeros(u.shape, dtype=bool)
+    for label, shape in enumerate(CLASSES.values()):
+        own = numbers % len(CLASSES) == label
+        inside[own] = shape(u[own], v[own])
+    # By 0.3 to 0.7 of the circle 0..1, so that a shape can be seen on its ground.
+    canvas = np.where(inside[:, None], (ground + 0.3 + 0.4 * colour()) % 1.0, canvas)
+    u, v = plane(between(0.0, SIDE), between(0.0, SIDE), between(1.0, 1.8))
+    canvas = np.where(_box(u, v, 8.0, 0.6)[:, None], colour(), canvas)  # A bar lies before it.
+
+    pixels = (canvas[..., ::2, ::2] + canvas[..., 1::2, ::2] + canvas[..., ::2, 1::2] + canvas[..., 1::2, 1::2]) / 4
+    return np.clip(np.rint(pixels * 255.0 + _noise(numbers)), 0, 255).astype(np.uint8)
+
+
+def _noise(numbers: npt.NDArray[np.int64]) -> Floats:
+    """(n, 3, SIDE, SIDE): of four bytes each, about normal, 12 of 255 levels wide (standard deviation)."""
+    places = np.arange(3 * SIDE * SIDE, dtype=np.uint64)
+    keys = mix64(numbers.astype(np.uint64) + np.uint64(_SEED))
+    words = mix64(keys[:, None] + (places[None, :] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    total = sum(((words >> np.uint64(shift)) & np.uint64(255)).astype(np.int64) for shift in (0, 8, 16, 24))
+    return ((np.asarray(total) - 510) * (1 / 12)).reshape(len(numbers), 3, SIDE, SIDE)
