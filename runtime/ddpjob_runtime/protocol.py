@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import json
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from enum import Enum
@@ -233,6 +233,7 @@ class Command(Word):
     GONE = "gone"
     SIZE = "size"
     PATIENCE = "patience"
+    ORDER = "order"
     STOP = "stop"
     EXIT = "exit"
 
@@ -240,6 +241,12 @@ class Command(Word):
     def path(self) -> str:
         """The path of the request."""
         return f"/v1/{self}"
+
+
+def order_mark(pods: Iterable[str]) -> str:
+    """What the report shows of an order of pods, by which its sender knows it again; empty: of none."""
+    names = "\n".join(pods)
+    return hashlib.sha256(names.encode(errors="surrogatepass")).hexdigest()[:16] if names else ""
 
 
 # --- the report
@@ -521,3 +528,5 @@ class Report(Record):
     recovery: Recovery = Recovery()
     overdue: Optional[Overdue] = None
     """Only where `hang_after` is none: else it is an incident."""
+    order: Optional[str] = None
+    """The `order_mark` of the pods in whose order ranks are numbered; empty: by index. None: it knows no order."""

@@ -17,7 +17,9 @@ from ddpjob_runtime.protocol import MemberState
 
 HISTORIES = 800
 TABLES: tuple[Any, ...] = (states.COORDINATOR_TRANSITIONS, states.ROUND_TRANSITIONS, states.MEMBER_TRANSITIONS)
-WORLD = ["hello"] * 3 + ["resume"] * 3 + ["group"] * 3 + ["time"] * 3 + ["resize", "patience", "progress", "new"]
+WORLD = (
+    ["hello"] * 3 + ["resume"] * 3 + ["group"] * 3 + ["time"] * 3 + ["resize", "patience", "order", "progress", "new"]
+)
 MEMBER = (
     ["ready"] * 4 + ["joined"] * 4 + ["finished", "fail", "lost", "lost", "leaving", "stacks", "note", "init", "gone"]
 )
@@ -31,6 +33,7 @@ class Disorder:
         self.attempt, self.mode = self.chance.randrange(3), self.chance.choice([FAST, STANDARD])
         self.stops_in = self.chance.choice([None, "Forming", "Running", "Restarting"])
         size = {"min_nodes": self.chance.randint(1, 3), "hang_after": self.chance.choice([None, 5.0])}
+        size["ordered"] = self.chance.random() < 0.5
         self.world = World(3, mode=self.mode, attempt=self.attempt, **size)
         self.members: list[Member] = []
 
@@ -96,6 +99,8 @@ class Disorder:
             coordinator.resize(nodes, chance.randint(1, nodes))
         elif what == "patience":
             coordinator.set_patience(chance.choice([None, 3.0]), 1.0, 60.0)
+        elif what == "order":
+            coordinator.set_order([f"job-{index}-0" for index in chance.sample(range(6), chance.randint(0, 6))])
         elif what == "progress":
             coordinator.report_progress({"step": chance.randrange(9), "automatic": chance.random() < 0.5})
         elif what == "stop":

@@ -139,9 +139,9 @@ class Node:
 class Life:
     """A job's nodes and its coordinators."""
 
-    def __init__(self, mode: str) -> None:
-        self.attempt, self.mode = 0, mode
-        self.world = World(3, 2, mode=mode, hang_after=50.0)
+    def __init__(self, mode: str, ordered: bool) -> None:
+        self.attempt, self.mode, self.ordered = 0, mode, ordered
+        self.world = World(3, 2, mode=mode, hang_after=50.0, ordered=ordered)
         self.nodes: list[Node] = []
         self.attempts = dict.fromkeys(range(PLACES), 0)
         self.going: dict[str, Any] = {}  # the round whose `go` is being sent: pods notified so far
@@ -150,6 +150,8 @@ class Life:
         self.rounds: list[Any] = []
         self.listen()
         self.nodes.extend(Node(self, i, 0) for i in range(PLACES))
+        if ordered:
+            self.world.coordinator.set_order([node.pod for node in self.nodes])
 
     def listen(self) -> None:
         """Hear of every round that breaks, also of those that come and go between two checks."""
@@ -173,6 +175,7 @@ class Life:
             last, self.highest = self.highest, fields["round"]
             chosen = {member.pod: rank for rank, member in coordinator.rounds.current.members.items()}
             assert sorted(chosen.values()) == list(range(fields["world"]))
+            self.check_order(chosen)
             self.going = {"round": fields["round"], "members": fields["members"], "notified": {}, "chosen": chosen}
             assert coordinator.rounds.size.min_nodes <= fields["world"] <= coordinator.rounds.size.nodes
             for other in self.nodes:
@@ -183,6 +186,13 @@ class Life:
         assert node.said_ready, f"{node.pod} has not said ready"
         assert fields["members"] == self.going["members"] and len(fields["members"]) == 1
         self.going["notified"][node.pod] = fields["rank"]
+
+    def check_order(self, ranks: dict[str, int]) -> None:
+        """Index 0 has rank 0; the others are in the order that was said last, and by index where nothing was said."""
+        places, indices = self.world.coordinator.rounds.order.places, {n.pod: n.index for n in self.nodes}
+        ranked = sorted((pod for pod in ranks if indices[pod]), key=lambda pod: ranks[pod])
+        assert ranked == sorted(ranked, key=lambda pod: (places.get(pod, 99), indices[pod]))
+        assert all(ranks[pod] == 0 for pod in ranks if indices[pod] == 0)
 
     def expects(self, node: Node) -> bool:
         """Whether the coordinator has only just begun and could hear of the round that the node is in."""
@@ -222,9 +232,8 @@ class Life:
         }
         self.restarted_at = self.world.now
         size = self.world.coordinator.rounds.size
-        self.world.restart_coordinator(
-            Settings(size.nodes, size.min_nodes, mode=self.mode, attempt=self.attempt, hang_after=50.0)
-        )
+        more = {"mode": self.mode, "attempt": self.attempt, "hang_after": 50.0, "ordered": self.ordered}
+        self.world.restart_coordinator(Settings(size.nodes, size.min_nodes, **more))
         self.rounds = []
         self.listen()
         for node in self.nodes:
@@ -272,6 +281,10 @@ class Life:
             self.replace(which % PLACES)
         elif what == "size":
             self.world.coordinator.resize([3, 2, 4][which % 3], [2, 1][which % 2])
+        elif what == "order":
+            order = [node.pod for node in self.nodes if node.alive]
+            turn = which % PLACES  # Some are left out: the operator has not seen them yet.
+            self.world.coordinator.set_order([*order[turn:], *order[:turn]][which % 3 :])
         elif what == "coordinator":
             self.restart_coordinator()
         elif what == "step":
@@ -315,17 +328,18 @@ class Life:
 EVENTS = [
     "read", "deliver", "work", "all", "all", "all", "pass", "pass", "fail", "aside", "die",
     "gone", "cut", "reconnect", "leave", "stuck",
-    "replace", "size", "coordinator", "step",
+    "replace", "size", "coordinator", "step", "order",
 ]  # fmt: skip
 
 
 @settings(max_examples=250, deadline=None)
 @given(
     mode=st.sampled_from([FAST, STANDARD]),
+    ordered=st.booleans(),
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 11)), min_size=3, max_size=60),
 )
-def test_a_group_survives_whatever_happens(mode: str, events: list[tuple[str, int]]) -> None:
-    life = Life(mode)
+def test_a_group_survives_whatever_happens(mode: str, ordered: bool, events: list[tuple[str, int]]) -> None:
+    life = Life(mode, ordered)
     for _ in range(3):
         life.settle()
     assert life.world.report()["state"] == "Running"

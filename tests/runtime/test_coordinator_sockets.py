@@ -216,6 +216,11 @@ def test_bad_requests_say_what_is_wrong(job: Job) -> None:
         ("/v1/patience", {"hangAfter": "long", "backoff": [1, 60]}, "hangAfter: a number of seconds or null"),
         ("/v1/patience", {"hangAfter": None, "backoff": [9, 3]}, "INITIAL <= MAXIMUM"),
         ("/v1/size", {"nodes": 2, "minNodes": 3}, "minNodes: must be from 1 to nodes (2), not 3"),
+        ("/v1/order", {"pods": "job-1-0"}, "pods: must be a list"),
+        ("/v1/order", {"pods": ["job-1-0", None]}, "pods: must be a list of strings"),
+        ("/v1/order", {"pods": ["job-1-0", "job-1-0"]}, "pods: 'job-1-0' is named twice"),
+        ("/v1/order", {"pods": [f"job-{index}-0" for index in range(2000)]}, "pods: must be at most 1124, not 2000"),
+        ("/v1/order", {"pods": [], "ranks": {}}, "ranks: unknown field"),
     ):
         status, answer = job.post(path, body)
         assert status == 400 and why in answer["error"], (path, answer)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpjob_runtime.coordinator.first_cause import Failure
-from ddpjob_runtime.coordinator.formation import Size
+from ddpjob_runtime.coordinator.formation import RankOrder, Size
 from ddpjob_runtime.coordinator.loop import Loop
 from ddpjob_runtime.coordinator.members import Member, Members, Send
 from ddpjob_runtime.coordinator.progress import ACTIVITY, Progress
@@ -14,6 +14,7 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.coordinator.settings import Settings
 from ddpjob_runtime.coordinator.takeover import Resume, Takeover
 from ddpjob_runtime.protocol import (
+    MAX_PODS,
     ROUND,
     STRAGGLERS,
     CoordinatorState,
@@ -23,6 +24,7 @@ from ddpjob_runtime.protocol import (
     Report,
     ToMember,
     clip,
+    order_mark,
     time_of,
 )
 
@@ -218,6 +220,22 @@ class Coordinator:
         self._bump()
         self._advance()
 
+    def set_order(self, pods: list[str]) -> None:
+        """From the next round on ranks are numbered in the order of these pods; of none: by index.
+
+        Raises:
+            ValueError: names the field and what it must be.
+        """
+        if len(pods) > MAX_PODS:
+            raise ValueError(f"pods: must be at most {MAX_PODS}, not {len(pods)}")
+        places = {pod: place for place, pod in enumerate(pods)}
+        if len(places) < len(pods):
+            twice = next(pod for place, pod in enumerate(pods) if places[pod] != place)
+            raise ValueError(f"pods: {twice!r:.80} is named twice")
+        if self.rounds.reorder(RankOrder(bool(places), places)):
+            self._bump()
+            self._advance()
+
     def stop(self, ok: bool, why: str) -> None:
         """End every member's workers; nothing runs afterwards."""
         if self.rounds.over:
@@ -289,6 +307,7 @@ class Coordinator:
             notes=tuple(Note(pod, kind, why) for (pod, kind), why in sorted(self._notes.items())[:MAX_NOTES]),
             progress=self._progress.report(),
             recovery=Recovery(rounds.downtime.last_seconds, None if down is None else time_of(down)),
+            order=order_mark(rounds.order.places),
         )
 
 

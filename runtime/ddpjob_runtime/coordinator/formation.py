@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import Mode
@@ -15,6 +16,8 @@ FILL_SECONDS = 10.0
 """How long a round runs before it is restarted for joiners that make it whole."""
 GROW_SECONDS = 60.0
 """The same for joiners that do not."""
+ORDER_SECONDS = 10.0
+"""How long a new member's place in the order is waited for. The operator knows it before the pod starts."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,27 @@ class Size:
 
     nodes: int
     min_nodes: int
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """The order of the job's pods in which ranks are numbered, by the operator, who knows where the pods are."""
+
+    expected: bool = False
+    """Whether each member gets a place in it sooner or later."""
+    places: dict[str, int] = field(default_factory=dict)
+    """By pod. Without any, ranks follow the indices."""
+
+    def ranked(self, chosen: Iterable[Member]) -> list[Member]:
+        """In the order of their ranks. Index 0 is the first, those without a place are the last."""
+        last = len(self.places)
+        return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
+
+    def known_at(self, chosen: Iterable[Member]) -> float:
+        """Until when the places of these members are waited for; 0: they are known, or there will be none."""
+        if not self.expected:
+            return 0.0
+        return max((m.since + ORDER_SECONDS for m in chosen if m.pod not in self.places), default=0.0)
 
 
 def begins_at(
@@ -42,14 +66,14 @@ def begins_at(
 
 
 def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
-    """The members of the next round in the order of their ranks, which is that of their indices.
+    """The members of the next round.
 
     Survivors of round `last` come first; if there are too many of them, those with the highest indices stay out, since
     a job that is made smaller loses these slots. Then who has waited longest.
     """
     survivors = sorted((m for m in ready if last and m.round == last), key=lambda m: m.index)
     others = sorted((m for m in ready if m not in survivors), key=lambda m: (m.ready_at, m.index))
-    return sorted((survivors + others)[:nodes], key=lambda m: m.index)
+    return (survivors + others)[:nodes]
 
 
 def resizes_at(world: int, since: float | None, ready: int, size: Size) -> float | None:

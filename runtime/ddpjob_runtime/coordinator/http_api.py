@@ -168,11 +168,14 @@ def _progress(coordinator: Coordinator, content: Any) -> None:
 def _gone(coordinator: Coordinator, content: Any) -> None:
     several = isinstance(content, dict) and "pods" in content
     _fields(content, {"pods": list, "why": str} if several else {"pod": str, "why": str})
-    pods = content["pods"] if several else [content["pod"]]
+    for pod in _strings(content["pods"]) if several else [content["pod"]]:
+        coordinator.gone(pod, content["why"])
+
+
+def _strings(pods: list[Any]) -> list[str]:
     if not all(isinstance(pod, str) for pod in pods):
         raise ValueError("pods: must be a list of strings")
-    for pod in pods:
-        coordinator.gone(pod, content["why"])
+    return pods
 
 
 def _stop(coordinator: Coordinator, content: Any) -> None:
@@ -191,6 +194,11 @@ def _patience(coordinator: Coordinator, content: Any) -> None:
     if len(content["backoff"]) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
         raise ValueError("backoff: must be two numbers of seconds; hangAfter: a number of seconds or null")
     coordinator.set_patience(content["hangAfter"], *content["backoff"])
+
+
+def _order(coordinator: Coordinator, content: Any) -> None:
+    _fields(content, {"pods": list})
+    coordinator.set_order(_strings(content["pods"]))
 
 
 def _exit(coordinator: Coordinator, content: Any) -> None:
@@ -218,6 +226,7 @@ ROUTES = {
     Command.GONE.path: ("POST", _gone),
     Command.SIZE.path: ("POST", _size),
     Command.PATIENCE.path: ("POST", _patience),
+    Command.ORDER.path: ("POST", _order),
     Command.STOP.path: ("POST", _stop),
     Command.EXIT.path: ("POST", _exit),
 }

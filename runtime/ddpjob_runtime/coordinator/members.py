@@ -20,7 +20,7 @@ class Member:
 
     def __init__(self, pod: str, index: int, attempt: int, pid: int, send: Send, grace: float, heard: float) -> None:
         self.pod, self.index, self.attempt, self.pid = pod, index, attempt, pid
-        self.send, self.grace, self.heard = send, grace, heard
+        self.send, self.grace, self.since, self.heard = send, grace, heard, heard
         self._state = State(MemberState.STARTING, MEMBER_TRANSITIONS)
         self.round: int | None = None
         """The last round it was sent into; `rank` is its group rank there."""

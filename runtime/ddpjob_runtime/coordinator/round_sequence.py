@@ -13,7 +13,7 @@ from ddpjob_runtime.coordinator.backoff import Backoff
 from ddpjob_runtime.coordinator.downtime import Downtime
 from ddpjob_runtime.coordinator.drain import Drains
 from ddpjob_runtime.coordinator.first_cause import Failure, Verdict
-from ddpjob_runtime.coordinator.formation import Size
+from ddpjob_runtime.coordinator.formation import RankOrder, Size
 from ddpjob_runtime.coordinator.hang import HangWatch
 from ddpjob_runtime.coordinator.incidents import IDS_PER_ATTEMPT, Incidents
 from ddpjob_runtime.coordinator.loop import Alarm, Loop
@@ -42,6 +42,7 @@ class Rounds:
         self._members, self._loop, self._mode, self._progress = members, loop, settings.mode, progress
         self._state = State(CoordinatorState.FORMING, COORDINATOR_TRANSITIONS)
         self.size = Size(settings.nodes, settings.min_nodes)
+        self.order = RankOrder(expected=settings.ordered)
         self.current: Round | None = None
         self.last_number = 0
         """Of the newest round that is known."""
@@ -103,7 +104,14 @@ class Rounds:
         if when is not None and now < when:
             self._alarm.set(when)
         elif when is not None:
-            self._begin(formation.choose(ready, self.size.nodes, self.last_number))
+            self._begin_in_order(formation.choose(ready, self.size.nodes, self.last_number))
+
+    def _begin_in_order(self, chosen: list[Member]) -> None:
+        known_at = self.order.known_at(chosen)
+        if self._now() < known_at:
+            self._alarm.set(known_at)
+        else:
+            self._begin(self.order.ranked(chosen))
 
     def _begin(self, chosen: list[Member]) -> None:
         self.last_number = max(self.last_number, self._least_number) + 1
@@ -336,6 +344,11 @@ class Rounds:
     def resize(self, size: Size) -> bool:
         """Another number of nodes is wanted, or enough; False: it is the same."""
         changed, self.size = size != self.size, size
+        return changed
+
+    def reorder(self, order: RankOrder) -> bool:
+        """Ranks are numbered in another order from the next round on; False: it is the same."""
+        changed, self.order = order != self.order, order
         return changed
 
     def progress(self, alive: bool, activity: str, step: bool) -> None:

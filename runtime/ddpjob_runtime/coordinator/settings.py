@@ -9,7 +9,10 @@ from ddpjob_runtime.protocol import Mode
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of the coordinator, without addresses. Times in seconds; `hang_after` None: nothing is a hang."""
+    """Arguments of the coordinator, without addresses. Times in seconds; `hang_after` None: nothing is a hang.
+
+    `ordered`: the operator will say in which order ranks are numbered, and the first round waits a moment for that.
+    """
 
     nodes: int
     min_nodes: int
@@ -19,3 +22,4 @@ class Settings:
     hang_after: float | None = None
     backoff_initial: float = 1.0
     backoff_maximum: float = 60.0
+    ordered: bool = False

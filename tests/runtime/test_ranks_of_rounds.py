@@ -1,0 +1,169 @@
+"""In which order the coordinator numbers the ranks of a round, and how long it waits to be told."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_world import FAST, STANDARD, Settings, World
+from ddpjob_runtime.coordinator.formation import ORDER_SECONDS
+from ddpjob_runtime.protocol import MAX_PODS, Report, order_mark
+
+
+def pods(*indices: int) -> list[str]:
+    return [f"job-{index}-0" for index in indices]
+
+
+@pytest.mark.parametrize("mode", [STANDARD, FAST])
+def test_ranks_are_numbered_in_the_order_that_the_operator_says(mode: str) -> None:
+    world = World(4, mode=mode, ordered=True)
+    world.coordinator.set_order(pods(0, 2, 1, 3))
+    members = world.form(4)
+    assert world.ranks() == [0, 2, 1, 3]
+    assert [world.heard[m.pod][-1][1]["rank"] for m in members] == [0, 2, 1, 3]
+    shown = {m["index"]: m["rank"] for m in world.report()["members"]}
+    assert shown == {0: 0, 2: 1, 1: 2, 3: 3}
+
+
+def test_the_first_round_waits_for_the_order() -> None:
+    world = World(3, ordered=True)
+    members = [world.hello(i) for i in range(3)]
+    world.ready(*members)
+    world.pass_time(1)
+    assert world.coordinator.rounds.current is None
+    world.coordinator.set_order(pods(0, 2, 1))
+    assert world.ranks() == [0, 2, 1], "it begins with the last word that it waited for"
+
+
+def test_it_waits_for_those_only_whose_places_are_missing_and_not_for_long() -> None:
+    world = World(3, ordered=True)
+    members = [world.hello(i) for i in range(3)]
+    world.coordinator.set_order(pods(0, 2))
+    world.ready(*members)
+    world.pass_time(ORDER_SECONDS - 0.1)
+    assert world.coordinator.rounds.current is None
+    world.pass_time(0.2)
+    assert world.ranks() == [0, 2, 1], "whose place is not known is the last"
+
+
+def test_the_time_for_a_place_begins_when_the_member_comes() -> None:
+    """Import of torch and fetching of data come after that: a slow start waits for nothing."""
+    world = World(2, ordered=True)
+    members = [world.hello(i) for i in range(2)]
+    world.pass_time(ORDER_SECONDS + 1)
+    world.ready(*members)
+    assert world.ranks() == [0, 1]
+
+
+def test_nobody_waits_for_an_order_that_is_not_announced() -> None:
+    world = World(3)
+    world.form(3)
+    assert world.ranks() == [0, 1, 2] and world.report()["order"] == ""
+
+
+def test_a_later_order_changes_no_running_round_and_the_next_one_follows_it() -> None:
+    world = World(4)
+    members = world.form(4)
+    world.coordinator.set_order(pods(0, 3, 1, 2))
+    world.pass_time(100)
+    assert world.report()["state"] == "Running" and world.ranks() == [0, 1, 2, 3] and world.round.number == 1
+    world.fail(members[2])
+    world.ready(*members)
+    world.pass_time(5)
+    assert world.ranks() == [0, 3, 1, 2] and world.round.number == 2
+
+
+@pytest.mark.parametrize("mode", [STANDARD, FAST])
+def test_a_replacement_has_no_place_until_the_operator_says_so(mode: str) -> None:
+    world = World(3, mode=mode, ordered=True)
+    world.coordinator.set_order(pods(0, 2, 1))
+    members = world.form(3)
+    world.lose(members[0])
+    world.ready(*members[1:])
+    world.ready(world.hello(0, attempt=1))
+    world.pass_time(1)
+    assert world.round.number == 1, "its place is waited for"
+    world.coordinator.set_order(["job-2-0", "job-0-1", "job-1-0"])
+    assert world.round.number == 2 and world.ranks() == [0, 2, 1], "node 0 has rank 0 whenever it trains"
+
+
+def test_without_the_operator_a_replacement_trains_all_the_same() -> None:
+    world = World(3, ordered=True)
+    world.coordinator.set_order(pods(0, 2, 1))
+    members = world.form(3)
+    world.lose(members[0])
+    world.ready(*members[1:])
+    world.ready(world.hello(0, attempt=1))
+    world.pass_time(ORDER_SECONDS + 0.1)
+    assert world.ranks() == [0, 2, 1], "index 0 first, whether its place is known or not"
+
+
+def test_a_spare_that_takes_over_has_its_place_already() -> None:
+    world = World(3, ordered=True)
+    world.coordinator.set_order(pods(0, 3, 1, 2))
+    members = world.form(3, spares=1)
+    assert world.ranks() == [0, 1, 2]
+    world.lose(members[1])
+    world.ready(members[0], members[2])
+    assert world.ranks() == [0, 3, 2], "nobody waits"
+
+
+def test_an_order_that_ends_puts_the_indices_in_its_place_and_nobody_waits_any_more() -> None:
+    world = World(3, ordered=True)
+    world.coordinator.set_order(pods(0, 2, 1))
+    members = world.form(3)
+    world.coordinator.set_order([])
+    assert world.report()["order"] == ""
+    world.lose(members[0])
+    world.ready(*members[1:])
+    world.ready(world.hello(0, attempt=1))
+    assert world.ranks() == [0, 1, 2]
+
+
+def test_a_round_that_was_taken_over_keeps_its_ranks_and_the_next_one_waits_for_the_order_again() -> None:
+    world = World(3, mode=FAST, ordered=True)
+    world.coordinator.set_order(pods(0, 2, 1))
+    world.form(3)
+    world.restart_coordinator(Settings(3, 3, mode=FAST, attempt=1, ordered=True))
+    assert world.report()["order"] == "", "the operator sees that it has to send it again"
+    members = [world.resume(index, 1, rank, 3) for rank, index in enumerate([0, 2, 1])]
+    assert world.report()["state"] == "Running" and world.ranks() == [0, 2, 1]
+    world.fail(members[0])
+    world.ready(*members)
+    world.pass_time(1)
+    assert world.round.number == 1
+    world.coordinator.set_order(pods(0, 2, 1))
+    assert world.round.number > 1 and world.ranks() == [0, 2, 1]
+
+
+def test_the_report_shows_which_order_it_has() -> None:
+    world = World(3, ordered=True)
+    assert world.report()["order"] == ""
+    world.coordinator.set_order(pods(0, 2, 1))
+    version, mark = world.coordinator.version, world.report()["order"]
+    assert mark == order_mark(pods(0, 2, 1)) != order_mark(pods(0, 1, 2))
+    world.coordinator.set_order(pods(0, 2, 1))
+    assert world.coordinator.version == version, "the same once more is no news, or the operator would never rest"
+    world.coordinator.set_order(pods(0, 1, 2))
+    assert world.coordinator.version > version and world.report()["order"] == order_mark(pods(0, 1, 2))
+
+
+def test_a_report_of_an_earlier_release_has_no_order() -> None:
+    body = World(1).report()
+    assert Report.read(body).order == ""
+    del body["order"]
+    assert Report.read(body).order is None
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ([*pods(0, 1), "job-0-0"], "'job-0-0' is named twice"),
+        (pods(*range(MAX_PODS + 1)), f"pods: must be at most {MAX_PODS}, not {MAX_PODS + 1}"),
+    ],
+)
+def test_an_impossible_order_changes_nothing(names: list[str], why: str) -> None:
+    world = World(2)
+    world.coordinator.set_order(pods(0, 1))
+    with pytest.raises(ValueError, match=why):
+        world.coordinator.set_order(names)
+    assert world.report()["order"] == order_mark(pods(0, 1))
+    world.coordinator.set_order(pods(*range(MAX_PODS)))
