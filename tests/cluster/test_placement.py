@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -57,6 +58,7 @@ def test_a_pod_leaves_a_node_that_an_agent_calls_unhealthy(four: Cluster, jobs: 
 
 
 RACK = "test.ddpjob.io/rack"
+NODES_ONLY = [{"key": "ddpjob.io/role", "operator": "In", "values": ["node"]}]
 
 
 def test_all_pods_run_in_one_domain_and_so_do_their_replacements(four: Cluster, jobs: Jobs) -> None:
@@ -78,6 +80,64 @@ def test_all_pods_run_in_one_domain_and_so_do_their_replacements(four: Cluster, 
         assert f"all pods share one {RACK}" in jobs.condition("wide", "Scheduled")["message"]
     finally:
         four.kubectl("label", "nodes", "--all", f"{RACK}-")
+
+
+def ranks_in_logs(jobs: Jobs, name: str) -> dict[str, int]:
+    """The rank that each pod's script was last given, by its own words."""
+    found = {}
+    for pod in jobs.pods():
+        began = re.findall(r"^rank (\d+) of 4 begins", jobs.kubectl("logs", pod, "--container=trainer"), re.MULTILINE)
+        found |= {pod: int(began[-1])} if began else {}
+    return {pod: rank for pod, rank in found.items() if pod.startswith(f"{name}-")}
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+def test_pods_of_one_rack_have_neighbouring_ranks(cluster: Cluster, jobs: Jobs, mode: str) -> None:
+    """Two pods on each of two nodes, of which no node has pods of neighbouring indices alone."""
+    name = f"ranks-{mode.lower()}"
+    for node, rack in {"n1": "b", "n2": "a"}.items():
+        cluster.kubectl("label", "node", node, "--overwrite", f"{RACK}={rack}")
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "DoNotSchedule",
+        "labelSelector": {"matchLabels": {"ddpjob.io/job": name}, "matchExpressions": NODES_ONLY},
+    }
+    manifest = steps_job(
+        name, 100000, "--sleep=0.2", nodes=4, rankOrder=[RACK], recovery={"mode": mode},
+        scheduling={"onePodPerNode": False},
+    )  # fmt: skip
+    manifest["spec"]["podTemplate"]["spec"]["topologySpreadConstraints"] = [spread]
+
+    def check() -> None:
+        jobs.wait("all ranks to begin", lambda: len(ranks_in_logs(jobs, name)) == 4, timeout=60)
+        jobs.wait("the order", lambda: jobs.condition(name, "RanksOrdered").get("reason") == "InOrder", timeout=30)
+        ranks = ranks_in_logs(jobs, name)
+        order = sorted(ranks, key=lambda pod: ranks[pod])
+        nodes = [node_of(jobs, pod) for pod in order]
+        indices = [int(pod.rsplit("-", 2)[1]) for pod in order]
+        print(f"{mode}: ranks 0 to 3 are the indices {indices} on {nodes}")
+        assert sorted(ranks.values()) == [0, 1, 2, 3] and indices[0] == 0
+        assert nodes in ([nodes[0]] * 2 + [nodes[2]] * 2, [nodes[0]] * 4), "each rack in a row"
+        assert nodes[0] != nodes[2] and indices in ([0, 2, 1, 3], [0, 3, 1, 2]), "not the order of the indices"
+        assert jobs.status(name)["rankOrder"] == indices
+        told = [sys.executable, "-m", "ddpjob.cli", "logs", name, "--rank", "1", "--tail", "1", "--prefix"]
+        environment = {**os.environ, "KUBECONFIG": str(jobs.cluster.kubeconfig)}
+        said = subprocess.run(
+            [*told, "--namespace", jobs.namespace], env=environment, capture_output=True, text=True, check=True
+        )
+        assert "rank 1 step" in said.stdout, said.stdout
+
+    try:
+        jobs.apply(manifest)
+        jobs.wait("the job to run", lambda: jobs.status(name).get("phase") == "Running", timeout=120)
+        check()
+        jobs.kill(f"{name}-1-0")
+        jobs.wait("the next round", lambda: jobs.status(name)["round"] > 0, timeout=60)
+        jobs.wait("the job to run again", lambda: jobs.status(name).get("phase") == "Running", timeout=120)
+        check()
+    finally:
+        cluster.kubectl("label", "nodes", "--all", f"{RACK}-")
 
 
 @pytest.mark.parametrize("name", ["infiniband", "roce", "efa", "gpudirect-tcpx", "dynamic-resources"])

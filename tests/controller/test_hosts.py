@@ -96,6 +96,25 @@ def test_nodes_are_listed_in_pages_and_then_watched() -> None:
     run(main())
 
 
+def test_a_label_that_changes_is_reported() -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            add(server, "a")
+            add(server, "b")
+            reported = Reported()
+            task = await watching(server, reported, 1)
+            body = server.store.get("Node", "b", "")
+            for rack in ("r1", "r2"):
+                body["metadata"]["labels"] = {"example.com/rack": rack}
+                server.store.changed("Node", body)
+                await asyncio.sleep(0.1)
+                assert reported.changed[-1] == {"b"} and reported.hosts is not None
+                assert reported.hosts["b"].labels == {"example.com/rack": rack}
+            await ended(task)
+
+    run(main())
+
+
 @pytest.mark.parametrize("as_event", [False, True])
 def test_what_happened_in_a_gap_is_known_after_it(as_event: bool) -> None:
     async def main() -> None:

@@ -200,6 +200,12 @@ class Machines:
         host.ill = ill
         self._say_ready(host, self._is_ready(host))
 
+    def label(self, host: Host, **labels: str) -> None:
+        """As `kubectl label` does; an empty value removes one."""
+        merged = {**host.body["metadata"].get("labels", {}), **labels}
+        host.body["metadata"]["labels"] = {name: value for name, value in merged.items() if value}
+        self.store.changed("Node", host.body)
+
     def cordon(self, host: Host) -> None:
         """New pods are to stay away, as `kubectl cordon` says."""
         host.body["spec"]["unschedulable"] = True

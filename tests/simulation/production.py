@@ -146,4 +146,5 @@ def _settings(arguments: list[str], environment: Json) -> Settings:
         float(named["hang-after"]) if "hang-after" in named else None,
         initial,
         maximum,
+        environment.get("DDPJOB_RANK_ORDER") == "1",
     )

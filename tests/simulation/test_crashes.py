@@ -156,6 +156,19 @@ async def fast_coordinator_lost(s: Simulation) -> None:
     await s.until_phase("Complete")
 
 
+async def ranks_ordered(s: Simulation) -> None:
+    s.change_spec({"nodes": 3, "rankOrder": ["rack"]})
+    s.machines.favourite = {index: f"n{index}" for index in range(3)}
+    for number, host in enumerate(s.machines.hosts.values()):
+        s.machines.label(host, rack="ab"[number % 2])
+    await s.until_phase("Running")
+    assert s.status["rankOrder"] == [0, 2, 1], "whenever it died, the first round has waited for the order"
+    assert s.worker_fails(some_node(s))
+    await s.until(lambda: s.status["round"] == 1 and s.phase == "Running")
+    assert s.status["rankOrder"] == [0, 2, 1]
+    await s.until_phase("Complete")
+
+
 async def both_out_of_memory(s: Simulation) -> None:
     await s.until_phase("Running")
     for name in [p.name for p in s.nodes()]:
@@ -212,7 +225,7 @@ SCENARIOS: list[Scenario] = [
     start_and_complete, pod_deleted, worker_fails, pod_fails, failed_pod_removed, coordinator_deleted,
     suspended_and_resumed, scaled, key_changed, runtime_changed,
     budget_spent, time_to_live, spare_takes_over, elastic_shrinks_and_grows, scaled_down_and_up, node_lost,
-    fast_coordinator_lost, both_out_of_memory, makes_a_claim,
+    fast_coordinator_lost, ranks_ordered, both_out_of_memory, makes_a_claim,
     complete_and_notified, failed_and_notified, notified_and_deleted,
 ]  # fmt: skip
 

@@ -106,7 +106,7 @@ def test_rules_use_what_both_evaluators_support() -> None:
 
 def test_no_field_changes_by_itself_while_running() -> None:
     """A field of spec either may change at any time or has a rule against it, never both."""
-    free = {"nodes", "elastic", "spares", "recovery", "runPolicy", "notify"}
+    free = {"nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder"}
     guarded = {rule["fieldPath"].lstrip(".") for rule in SPEC["x-kubernetes-validations"] if "oldSelf" in rule["rule"]}
     assert guarded == (set(SPEC["properties"]) - free) | {"recovery.mode"}
 
@@ -205,6 +205,7 @@ def test_the_template_hash_is_of_the_spec_as_it_is_stored() -> None:
     spec = {"image": "a", "recovery": {"maxRestarts": 3}}
     assert JobSpec.read(spec).template_hash == "7720613975"
     assert JobSpec.read(spec | {"nodes": 7}).template_hash == "7720613975"
+    assert JobSpec.read(spec | {"rankOrder": ["rack"]}).template_hash == "7720613975"
     assert JobSpec.read({"image": "a", "recovery": {"mode": "Standard"}}).template_hash == "7720613975"
     assert JobSpec.read({"image": "a", "recovery": {"mode": "Fast"}}).template_hash != "7720613975"
 
@@ -293,6 +294,7 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
             ),
             Slot(),
         ),
+        rank_order=(1, 0),
         highest_attempt=5,
         avoided_nodes=(AvoidedNode(node="n1", until=now, reason="NodeLost twice"),),
         restarts=Restarts(

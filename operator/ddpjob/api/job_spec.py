@@ -310,6 +310,8 @@ class JobSpec:
     recovery: Recovery
     run_policy: RunPolicy
     scheduling: Scheduling
+    rank_order: tuple[str, ...] = ()
+    """Labels of Kubernetes nodes, the widest place first; empty: ranks follow the indices."""
     preflight: Preflight | None = None
     network: Network
     notify: Notify | None = None
@@ -364,7 +366,7 @@ class JobSpec:
         return _SPEC.validate_python(full)
 
 
-_CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy", "notify")
+_CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder")
 """Fields that running pods adopt, but for recovery.mode."""
 _FIRST_DEFAULTS = frozenset(
     {

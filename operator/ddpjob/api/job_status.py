@@ -47,6 +47,8 @@ class ConditionType(StrEnum):
     FAST_RECOVERY = "FastRecovery"
     PREFLIGHT_PASSED = "PreflightPassed"
     """Only set with spec.preflight."""
+    RANKS_ORDERED = "RanksOrdered"
+    """Only set with spec.rankOrder: whether the ranks of the running group follow it."""
     ISOLATED = "Isolated"
     """Only set where something prevents the isolation that spec.network asks for."""
     ADMITTED = "Admitted"
@@ -316,6 +318,8 @@ class JobStatus:
     spare: Annotated[_Number, _below("nodes", "spare")] = 0
     """Pods that are ready to take over at once."""
     slots: tuple[Slot, ...] = ()
+    rank_order: Annotated[tuple[_Number, ...], _OMIT_EMPTY] = ()
+    """Indices of the last group's nodes in the order of their ranks; empty: that of the indices."""
     highest_attempt: _Number = 0
     """Of any slot so far."""
     avoided_nodes: Annotated[tuple[AvoidedNode, ...], _OMIT_EMPTY] = ()

@@ -14,7 +14,7 @@ from ddpjob.api.schema import Json, without_nulls
 
 CLASS_FIELDS = (
     *("image", "imagePullPolicy", "imagePullSecrets", "env", "envFrom", "workingDir", "resources", "preflight"),
-    *("notify", "scheduling.schedulerName", "scheduling.priorityClassName", "scheduling.sameTopology"),
+    *("rankOrder", "notify", "scheduling.schedulerName", "scheduling.priorityClassName", "scheduling.sameTopology"),
     *("scheduling.gang", "network.interface", "storage.data", "runPolicy.activeDeadlineSeconds"),
     *("runPolicy.ttlSecondsAfterFinished", "podTemplate"),
 )

@@ -82,6 +82,7 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
         ("Image", spec.image),
         ("Runs", _program(job)),
         ("Nodes", _nodes(job)),
+        ("Ranks", _ranks(status)),
         ("Mode", f"{spec.recovery.mode}, at most {count(spec.recovery.max_restarts, 'counted restart')}"),
         ("State", phase(body)),
         ("Created", f"{meta.get('creationTimestamp', '')} ({_since(job.created, now)} ago)"),
@@ -141,6 +142,19 @@ def _nodes(job: DDPJob) -> str:
         most = spec.elastic.max_nodes
         parts.append(f"elastic from {spec.elastic.min_nodes}" + (f" to {most}" if most else ""))
     return ", ".join(parts)
+
+
+def _ranks(status: JobStatus) -> str:
+    """Which nodes have the ranks from 0 on, where they do not follow the indices."""
+    runs: list[list[int]] = []
+    for index in status.rank_order:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    shown = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_SHOWN]]
+    more = ["..."] if len(runs) > _SHOWN else []
+    return f"from 0 on: nodes {', '.join(shown + more)}" if runs else ""
 
 
 def _progress(status: JobStatus) -> str:

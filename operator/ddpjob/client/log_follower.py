@@ -37,27 +37,36 @@ def ranks_per_node(body: Json) -> int:
 
 
 def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range] | None = None) -> dict[str, range]:
-    """The global ranks of each pod that trains or has trained: they follow the slots' indices, and spares have none.
+    """The global ranks of each pod that trains or has trained, in the order of the slots' indices or in that which the
+    status shows. Spares have none.
 
     Ranks change only when a new group has formed, which `body`'s status says. Until then each slot has those of
     `known`, the result of the last look, and without them all slots are counted, also those whose pod has ended.
     """
     per_node = ranks_per_node(body)
+    status = JobStatus.read(body.get("status") or {})
     nodes = [pod for pod in newest_pods(pods) if pod.role == "node"]
     group = [pod for pod in nodes if pod.state in ("Running", "Completed")]
     held = {_slot(name): ranks for name, ranks in (known or {}).items()}
-    if len(group) == _nodes_of_group(body):
+    if len(group) == _nodes_of_group(status):
         nodes, held = group, {}
     return {
         pod.name: held.get(_slot(pod.name), range(at * per_node, (at + 1) * per_node))
-        for at, pod in enumerate(nodes)
+        for at, pod in enumerate(_by_rank(nodes, status))
         if pod.state in ("Running", "Terminating") or pod.ended
     }
 
 
-def _nodes_of_group(body: Json) -> int | None:
+def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
+    """The nodes in the order of their ranks; by index where the status shows the order of others."""
+    places = {index: place for place, index in enumerate(status.rank_order)}
+    if {pod.index for pod in nodes} != places.keys():
+        return nodes
+    return sorted(nodes, key=lambda pod: places.get(pod.index or 0, 0))
+
+
+def _nodes_of_group(status: JobStatus) -> int | None:
     """How many nodes train as one group or have finished in it; None: the status does not say, or none do."""
-    status = JobStatus.read(body.get("status") or {})
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN
     if not formed and not status.holds(ConditionType.COMPLETE):

@@ -315,6 +315,7 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
         if status.condition(kind) is not None:
             status = with_condition(status, kind, False, "Suspended", "the job is suspended", now)
     status = without_condition(status, ConditionType.NODES_HEALTHY)
+    status = without_condition(status, ConditionType.RANKS_ORDERED)
     status = without_condition(status, ConditionType.CHECKPOINTS_COPIED)
     status = with_phase(replace(status, start_time=None, active=0, ready=0, spare=0))
     if reason not in QUEUED:

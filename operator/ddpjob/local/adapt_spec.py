@@ -71,7 +71,7 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
 
 
 def _adapted(spec: JobSpec, given: Path | None, *, on_cpu: bool) -> JobSpec:
-    """Without a class, a time to live (folders stay), a gang and a receiver, with --data, without nccl on the CPU."""
+    """Without class, time to live (folders stay), gang, rank order and receiver, with --data, on the CPU no nccl."""
     storage = spec.storage
     if given is not None and (storage.data is None or storage.data.url):
         storage = replace(storage, data=DataVolume(mount_path=str(given), host_path=str(given), read_only=True))
@@ -87,6 +87,7 @@ def _adapted(spec: JobSpec, given: Path | None, *, on_cpu: bool) -> JobSpec:
         run_policy=policy,
         network=network,
         scheduling=scheduling,
+        rank_order=(),
         notify=None,
         working_dir=None,
     )
@@ -234,6 +235,8 @@ def _ignored(spec: JobSpec) -> Iterator[str]:
         yield f"spec.managedBy: {spec.managed_by} is not asked: the job runs here"
     if spec.scheduling.gang:
         yield "spec.scheduling.gang: without effect on this machine, where no scheduler places pods"
+    if spec.rank_order:
+        yield "spec.rankOrder: without effect on this machine, which is one place: ranks follow the indices"
     if spec.notify:
         yield "spec.notify: nobody is notified of a run on this machine: receivers belong to a cluster's operator"
     for position, source in enumerate(spec.env_from):

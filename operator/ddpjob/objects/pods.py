@@ -423,6 +423,8 @@ def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
         token_variable(job, platform),
         *({"name": name, "value": value} for name, value in _identity(job, status, pod).items()),
     ]
+    if job.spec.rank_order:
+        container["env"].append({"name": "DDPJOB_RANK_ORDER", "value": "1"})
     resources = _with_limits(rendezvous.resources) if status.pod_defaults else rendezvous.resources
     if resources:
         container["resources"] = resources

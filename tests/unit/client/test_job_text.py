@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ddpjob.client.backend import Happened, PodLine
 from ddpjob.client.job_text import describe, read_remedies, remedies, row, table, why
 
@@ -31,6 +32,20 @@ def condition(kind: str, status: bool, reason: str, message: str = "m") -> Json:
 
 def text(body: Json, *pods: PodLine) -> str:
     return "\n".join(why(body, pods, NOW))
+
+
+@pytest.mark.parametrize(
+    ("order", "line"),
+    [
+        ([], None),
+        ([0, 2, 1, 3], "Ranks:      from 0 on: nodes 0, 2, 1, 3"),
+        ([0, 1, 4, 5, 2, 3, 7], "Ranks:      from 0 on: nodes 0-1, 4-5, 2-3, 7"),
+        ([*range(0, 64, 2), *range(1, 64, 2)], "Ranks:      from 0 on: nodes 0, 2, 4, 6, 8, 10, 12, 14, ..."),
+    ],
+)
+def test_the_order_of_ranks_is_a_line_where_it_is_not_that_of_the_indices(order: list[int], line: str | None) -> None:
+    lines = [text for text in describe(job(rankOrder=order), [], [], NOW) if text.startswith("Ranks")]
+    assert lines == ([line] if line else [])
 
 
 def test_a_row_has_what_kubectl_shows() -> None:

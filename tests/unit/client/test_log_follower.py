@@ -222,3 +222,13 @@ def test_unmarked_lines_of_a_pod_that_has_lost_the_rank_are_left_out(
 def test_logs_ask_for_the_job_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     backend = NodeZeroEnds("Running", {})
     assert follow("logs j", backend, capsys, monkeypatch) and backend.asked == 1
+
+
+def test_ranks_follow_the_order_that_the_status_shows() -> None:
+    pods = [pod("j-0-0"), pod("j-1-0"), pod("j-2-0"), pod("j-3-0", "spare")]
+    body: dict[str, Any] = {"spec": {"gpusPerNode": 2}, "status": {**status(3), "rankOrder": [0, 2, 1]}}
+    assert ranks_of_pods(pods, body) == {"j-0-0": range(2), "j-2-0": range(2, 4), "j-1-0": range(4, 6)}
+    restarting = {**body, "status": {**status(3, holds=False), "rankOrder": [0, 2, 1]}}
+    assert ranks_of_pods(pods, restarting)["j-2-0"] == range(2, 4), "that of the last group, until another has formed"
+    others = {**body, "status": {**status(3), "rankOrder": [0, 4, 1]}}
+    assert ranks_of_pods(pods, others)["j-2-0"] == range(4, 6), "an order of other nodes says nothing of these"

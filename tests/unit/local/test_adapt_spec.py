@@ -92,15 +92,17 @@ def test_what_only_a_cluster_has_is_named_by_its_field(tmp_path: Path) -> None:
             "volumes": [{"name": "v", "emptyDir": {}}],
         }
     }
-    more = {"network": {"interface": "eth1"}, "notify": {"receiver": "team"}}
+    more = {"network": {"interface": "eth1"}, "notify": {"receiver": "team"}, "rankOrder": ["example.com/rack"]}
     found = fitted(tmp_path, envFrom=[{"secretRef": {"name": "wandb"}}], podTemplate=template, **more)
     assert found.spec.network.interface is None, "the loopback has another name"
+    assert found.spec.rank_order == (), "nobody would tell the coordinator"
     assert found.spec.notify is None, "there is no operator that knows the receiver"
     fields = {warning.split(":")[0] for warning in found.warnings}
     expected = {
         "spec.image",
         "spec.envFrom[0].secretRef",
         "spec.network.interface",
+        "spec.rankOrder",
         "spec.notify",
         "spec.podTemplate.spec.containers[1]",
         "spec.podTemplate.spec.volumes",

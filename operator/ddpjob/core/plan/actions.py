@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from ddpjob_runtime.protocol import Command, CoordinatorState, MemberState
+from ddpjob_runtime.protocol import Command, CoordinatorState, MemberState, order_mark
 
 from ddpjob.api.job_spec import Placement
 from ddpjob.api.job_status import ConditionType, Restart, SlotState
@@ -29,6 +29,7 @@ from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.plan.gang import not_served
 from ddpjob.core.plan.slots import can_replace, protocol_of
 from ddpjob.core.plan.wind_down import end_leftovers, has_leftovers
+from ddpjob.core.rank_order import pods_in_order
 from ddpjob.core.view import View
 from ddpjob.core.volumes import missing_claim
 from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
@@ -175,6 +176,9 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
     patience = (spec.recovery.hang_after_seconds, (spec.recovery.backoff.initial, spec.recovery.backoff.maximum))
     if report is not None and (report.hang_after, report.backoff) != patience:
         actions.append(Notify(endpoint, Command.PATIENCE, {"hangAfter": patience[0], "backoff": list(patience[1])}))
+    ordered = pods_in_order(view)
+    if report is not None and report.order not in (None, order_mark(ordered)):
+        actions.append(Notify(endpoint, Command.ORDER, {"pods": list(ordered)}))
     present = {p.name for p in view.world.pods} - lost
     gone = [r.pod for r in restarts if r.index is not None and r.pod not in present and not r.consequence]
     if report is not None:

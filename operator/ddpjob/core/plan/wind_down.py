@@ -50,6 +50,7 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
         if status.holds(kind) or (kind is not ConditionType.SUSPENDED and status.condition(kind) is not None):
             status = with_condition(status, kind, False, reason, f"the job is {reason.lower()}", now)
     status = without_condition(status, ConditionType.NODES_HEALTHY)
+    status = without_condition(status, ConditionType.RANKS_ORDERED)
     ended = SlotState.SUCCEEDED if reason == "Complete" else SlotState.FAILED
     status = replace(
         status,

@@ -24,6 +24,7 @@ from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, 
 from ddpjob.core.decision import BLOCKED_POLL
 from ddpjob.core.failures.classify import Cause, Stuck, stuck
 from ddpjob.core.failures.node_health import judge_nodes
+from ddpjob.core.rank_order import judge_order
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
@@ -71,6 +72,7 @@ def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> Jo
     status = _isolated(view.with_status(_fast_recovery(view)))
     status = _nodes_healthy(view.with_status(status))
     status = _checkpoints_copied(view.with_status(status))
+    status = _ranks_ordered(view.with_status(status), training)
     status = replace(
         status,
         trained=view.trained or _has_run_long(status, now),
@@ -520,6 +522,23 @@ def _nodes_healthy(view: View) -> JobStatus:
     if status.holds(ConditionType.NODES_HEALTHY) or status.condition(ConditionType.NODES_HEALTHY) is None:
         return status
     return condition(True, "AllHealthy", "no pod runs on a Kubernetes node that is known to be unhealthy")
+
+
+def _ranks_ordered(view: View, training: int | None) -> JobStatus:
+    """The order of the ranks of a group that trains, and whether it is that of spec.rankOrder."""
+    status, report, wanted = view.status, view.report, view.job.spec.rank_order
+    if not wanted:
+        status = without_condition(status, ConditionType.RANKS_ORDERED)
+    if training is None or report is None:
+        return status
+    ranked = sorted((m.rank, m.index, m.pod) for m in report.members if m.state in _IN_GROUP and m.rank is not None)
+    indices = tuple(index for _, index, _ in ranked)
+    known = len(set(indices)) == len(indices) and all(status.slot(index) is not None for index in indices)
+    status = replace(status, rank_order=indices if known and list(indices) != sorted(indices) else ())
+    if not wanted:
+        return status
+    verdict = judge_order(view, report, [pod for _, _, pod in ranked])
+    return with_condition(status, ConditionType.RANKS_ORDERED, *verdict, view.now)
 
 
 COPIES_BEHIND, NO_COPIES = "CopiesBehind", "NoCopies"

@@ -1,0 +1,79 @@
+"""Decides in which order the coordinator numbers the ranks by spec.rankOrder: nodes of one place are neighbours.
+
+Rings and trees of NCCL and gloo connect ranks in their order, and know nothing of what lies between Kubernetes nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from ddpjob_runtime.protocol import Report
+
+from ddpjob.core.view import View
+from ddpjob.core.world import HostView
+
+Place = tuple[str, ...]
+"""Where a node is: a value for each label, the widest place first, then its Kubernetes node. From the first label that
+is missing on, that node stands for what is not known."""
+
+
+def pods_in_order(view: View) -> tuple[str, ...]:
+    """Names of the pods of slots in the order of their ranks, as far as it is known where they are.
+
+    Empty: without spec.rankOrder, when ranks follow the indices.
+    """
+    if not view.job.spec.rank_order:
+        return ()
+    hosts, places, names = view.world.hosts, dict[int, Place](), dict[int, str]()
+    for index, pod in enumerate(view.pods):
+        # One that the watch has not shown yet will be known in a moment; where none is known, none ever will.
+        if pod is not None and pod.host and (hosts is None or pod.host in hosts):
+            names[index] = pod.name
+            places[index] = place_of(pod.host, (hosts or {}).get(pod.host), view.job.spec.rank_order)
+    return tuple(names[index] for index in in_order(places))
+
+
+def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool, str, str]:
+    """Whether a group's ranks follow spec.rankOrder, the reason in one word and in words.
+
+    `group`: the names of its pods in the order of their ranks.
+    """
+    labels, hosts = view.job.spec.rank_order, view.world.hosts
+    if report.order is None:
+        remedy = "a job that is created again has this operator's, and continues from the same checkpoints"
+        return False, "RuntimeTooOld", f"the pods' runtime is of a release that numbers ranks by index; {remedy}"
+    if hosts is None:
+        remedy = "grant it get, list and watch of nodes by a ClusterRole"
+        return False, "NodesUnknown", f"the operator may not read the labels of Kubernetes nodes; {remedy}"
+    pods = view.world.nodes_by_name
+    placed = [pods[name] for name in group if name in pods and pods[name].host in hosts]
+    places = [place_of(pod.host, hosts[pod.host], labels) for pod in placed]
+    for level, label in enumerate(labels):
+        lacking = sorted({p.host for p, place in zip(placed, places, strict=True) if place[level] == f"/{p.host}"})
+        if lacking:
+            some = f"{lacking[0]} and {len(lacking) - 1} more" if len(lacking) > 1 else lacking[0]
+            found = f"Kubernetes nodes of the job without a value of {label}: {some}"
+            return False, "LabelsMissing", f"{found}; each is a place of its own: label it, or correct rankOrder"
+    ranked = {pod.name: None for pod in placed}
+    if list(ranked) != [name for name in pods_in_order(view) if name in ranked]:
+        why = "the group formed before the places of its nodes were known, or they or rankOrder have changed since"
+        return False, "NextRound", f"{why}; the next round follows"
+    values = [f"{len({place[: level + 1] for place in places})} x {label}" for level, label in enumerate(labels)]
+    return True, "InOrder", f"nodes of one place have neighbouring ranks ({', '.join(values)})"
+
+
+def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
+    """The place of a Kubernetes node."""
+    values = (host.labels.get(label, "") if host is not None else "" for label in labels)
+    known = tuple(takewhile(bool, values))
+    return (*known, *[f"/{name}"] * (len(labels) + 1 - len(known)))  # No label's value begins so.
+
+
+def in_order(places: dict[int, Place]) -> list[int]:
+    """The indices of `places`, those of each place in a row: by the lowest index there, level by level."""
+    lowest: dict[Place, int] = {}
+    for index in sorted(places):
+        for level in range(len(places[index])):
+            lowest.setdefault(places[index][: level + 1], index)
+    return sorted(places, key=lambda i: ([lowest[places[i][: level + 1]] for level in range(len(places[i]))], i))
