@@ -19,17 +19,15 @@ from ddpjob.controller.operator_settings import Settings
 from ddpjob.controller.rest import Rest
 from ddpjob.engine import reconcile as reconcile_module
 from ddpjob.engine.coordinator_client import CoordinatorClient
-from ddpjob_runtime.coordinator import http_api
 from kubernetes.aio import client
 from simulation.coordinator import CoordinatorProcess
+from simulation.coordinator_port import listen
 from simulation.kubelet import Pod
 from simulation.simulated import Simulation
 from simulation.story import Story
 
 from .api_server import ApiServer, RandomFaults
 from .world import LoopClock, ReplicaTasks, loop_moment
-
-COORDINATOR_PORT = 29401
 
 
 class HttpSimulation(Simulation):
@@ -51,26 +49,7 @@ class HttpSimulation(Simulation):
             task.add_done_callback(self._starting.discard)
 
     async def _listen(self, process: CoordinatorProcess, address: str) -> None:
-        server = process.real.server
-        server._change = asyncio.Event()
-        process.on_change = server._on_change
-
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                first = await reader.read(1)
-                if not self.network.reaches_operator(process.pod):
-                    await asyncio.sleep(60)
-                if process.listening and first:
-                    process._hear()
-                    await http_api.serve(server, first, reader, writer)
-                    if process.real.exits:
-                        process.stop(0)
-            except (ConnectionError, asyncio.IncompleteReadError):
-                pass
-            finally:
-                writer.close()
-
-        self.servers.append(await asyncio.start_server(answer, address, COORDINATOR_PORT, reuse_address=True))
+        self.servers.append(await listen(process, address))
 
     def close(self) -> None:
         """No coordinator listens any more."""
