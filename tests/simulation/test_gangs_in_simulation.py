@@ -277,6 +277,30 @@ async def test_a_preempted_job_gives_up_the_rest_at_once(spec: Json) -> None:
     assert s.status["restarts"]["counted"] == 0
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_a_preempted_job_leaves_its_room_to_the_gang_that_it_was_preempted_for(nodes: int) -> None:
+    """The scheduler keeps none for a gang, and tries it again a while later."""
+    s = WithGangs({"nodes": nodes}, steps=10**6)
+    await s.until_phase("Running")
+    for index in range(nodes):
+        preempt(s, f"job-{index}-0")
+    await s.until(lambda: not bound(s), limit=10)
+    left = s.clock.now
+    assert "its room is for the pods that it was preempted for" in conditions(s)["Scheduled"]["message"]
+    await s.until(lambda: len(bound(s)) > 0, limit=30)
+    assert 8 <= s.clock.now - left <= 12
+    await s.until_phase("Running")
+    assert s.status["restarts"]["counted"] == 0
+
+
+async def test_where_no_gangs_are_served_a_preempted_pods_successor_is_made_at_once() -> None:
+    """The scheduler keeps the room for a pod that preempts."""
+    s = Simulation({"nodes": 1}, steps=10**6)
+    await s.until_phase("Running")
+    preempt(s, "job-0-0")
+    await s.until(lambda: [p.name for p in bound(s)] == ["job-0-1"], limit=5)
+
+
 async def test_a_preempted_spare_is_no_matter() -> None:
     s = WithGangs({"nodes": 2, "spares": 1, **FAST}, steps=10**6)
     await s.until(lambda: s.status.get("nodes", {}).get("display") == "2/2 +1")

@@ -424,11 +424,14 @@ def _replace(view: View, ends: Ends, coordinator: Ended | None, attributed: Attr
 
 
 def _with_backoff(view: View, ends: Ends, coordinator: Ended | None, causes: set[str]) -> JobStatus:
-    """How often slots and coordinator have failed in a row. A consequence says nothing about the pod that had it."""
+    """How often slots and coordinator have failed in a row. A consequence says nothing about the pod that had it.
+
+    Of pods that were preempted together, each leaves its room.
+    """
     slots, rendezvous = list(view.status.slots), view.status.rendezvous
     for index, ended in ends.items():
         slot, again = slots[index], Repeated()
-        if ended.name in causes:
+        if ended.name in causes or ended.end.cause is Cause.PREEMPTED:
             again = repeated(view, Repeated(slot.reason, slot.failures), ended.end, ended.pod)
         slots[index] = replace(slot, reason=again.reason, failures=again.failures, not_before=again.not_before)
     if coordinator is not None:

@@ -20,6 +20,10 @@ from ddpjob.core.world import PodView
 
 QUICK = timedelta(seconds=60)
 """A pod that ended sooner after its creation has achieved nothing."""
+ROOM = timedelta(seconds=8)
+"""From a preempted pod's end until the next one. kube-scheduler 1.36 keeps no room for a gang that preempts, and tries
+it again at most 10 s (podMaxBackoffSeconds) after the try that preempted; pods take a while of that to end. One that is
+made sooner takes the room, and is preempted next."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.INIT_FAILURE, Cause.EVICTED),
@@ -163,17 +167,24 @@ def next_coordinator(status: JobStatus) -> JobStatus:
 
 
 def repeated(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Counts `end` in: one more than `before` if it has the same cause, was quick, and waiting may help; else none."""
+    """Counts `end` in: one more than `before` if it has the same cause, was quick, and waiting may help; else none.
+
+    A preempted pod's successor leaves its room to the gang that it was preempted for.
+    """
+    if end.cause is Cause.PREEMPTED and view.world.serves_gangs:
+        return Repeated(end.cause, 0, _whole(view.now + ROOM))
     if end.cause not in _REPEATING or pod is None or pod.created is None:
         return Repeated()
     if (end.time or view.now) - pod.created >= QUICK:
         return Repeated()
     failures = before.failures + 1 if before.reason == end.cause else 1
     seconds = view.job.spec.recovery.backoff.seconds(failures)
-    until = view.now + timedelta(seconds=seconds)
-    # Times are written in whole seconds.
-    whole = until.replace(microsecond=0) + timedelta(seconds=math.ceil(until.microsecond / 1e6))
-    return Repeated(end.cause, failures, whole if seconds else None)
+    return Repeated(end.cause, failures, _whole(view.now + timedelta(seconds=seconds)) if seconds else None)
+
+
+def _whole(until: datetime) -> datetime:
+    """Not sooner: times are written in whole seconds."""
+    return until.replace(microsecond=0) + timedelta(seconds=math.ceil(until.microsecond / 1e6))
 
 
 def with_rounds(view: View) -> JobStatus:

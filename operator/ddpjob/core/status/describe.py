@@ -26,7 +26,7 @@ from ddpjob.core.failures.classify import Cause, Stuck, stuck
 from ddpjob.core.failures.node_health import judge_nodes
 from ddpjob.core.rank_order import judge_order
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
-from ddpjob.core.status.messages import count
+from ddpjob.core.status.messages import count, why_held
 from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
 from ddpjob.core.view import View, is_number
 from ddpjob.core.volumes import FIELD, has_claim
@@ -187,7 +187,9 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
     short = next((pod for pod in judged if pod not in fitting), None)
     if len(judged) == nodes and not spec.scheduling.by_volcano:  # Which says no such thing.
         text += f"; {len(fitting)} of them would fit now"
-    return text if short is None else f"{text}; pod {short.name}: {short.unschedulable}{_spread_hint(view, short)}"
+    if short is None:
+        return text + _backing_off(view.status, view.now)
+    return f"{text}; pod {short.name}: {short.unschedulable}{_spread_hint(view, short)}"
 
 
 _FITS = "waiting for minCount pods from a gang"
@@ -229,8 +231,7 @@ def _backing_off(status: JobStatus, now: datetime) -> str:
     if not held:
         return ""
     until, index, slot = min(held, key=lambda h: h[0])
-    repeated = f"{slot.reason}, {slot.failures} times in a row"
-    return f"; the next pod of index {index} is created at {until:%H:%M:%S} UTC (backing off: {repeated})"
+    return f"; the next pod of index {index} is created at {until:%H:%M:%S} UTC ({why_held(slot)})"
 
 
 def _spread_hint(view: View, pod: PodView) -> str:

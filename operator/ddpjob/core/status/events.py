@@ -9,7 +9,7 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.decision import Event
 from ddpjob.core.failures.classify import PLANNED, Cause, without_wait
 from ddpjob.core.status.describe import STEP_OVERDUE, UNREACHABLE_LONG, last_step
-from ddpjob.core.status.messages import count, event_text
+from ddpjob.core.status.messages import count, event_text, why_held
 from ddpjob.core.view import View
 from ddpjob.core.world import node_pod_name
 
@@ -64,7 +64,7 @@ def _what_follows(view: View, restart: Restart) -> str:
     successor = node_pod_name(view.job, restart.index, slot.attempt)
     if successor == restart.pod:
         return "; it restarts in its pod"
-    wait = f" at {slot.not_before:%H:%M:%S} UTC (backing off: repeated failure)" if slot.not_before is not None else ""
+    wait = f" at {slot.not_before:%H:%M:%S} UTC ({why_held(slot)})" if slot.not_before is not None else ""
     return f"; {successor} replaces it{wait}"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ddpjob.api.job_status import Slot
+from ddpjob.core.failures.classify import Cause
+
 EVENT_BYTES = 1000
 """The events API accepts 1024 bytes."""
 _FIRST_LINE_BYTES = 600
@@ -26,3 +29,10 @@ def _cut(text: str, size: int) -> str:
 def count(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def why_held(slot: Slot) -> str:
+    """Why the slot's next pod is not made yet."""
+    if slot.reason == Cause.PREEMPTED:
+        return "its room is for the pods that it was preempted for"
+    return f"backing off: {slot.reason}, {slot.failures} times in a row"
