@@ -14,6 +14,8 @@ from testcluster.cluster import Cluster
 
 GPU = "example.com/gpu"
 ONE_GPU: Json = {"gpusPerNode": 1, "gpuResource": GPU}
+DEADLOCK_SECONDS = 15
+"""The scheduler tries a pod again after at most 10 s of back-off."""
 
 
 class Gpus:
@@ -55,18 +57,37 @@ def group_of(pod: Json) -> str:
     return str(pod["spec"].get("schedulingGroup", {}).get("podGroupName", ""))
 
 
-def test_two_halves_wait_for_each_other_without_a_gang(jobs: Jobs, gpus: Gpus) -> None:
-    """Why gangs exist. The scheduler tries pods in the order in which they came."""
+@pytest.mark.parametrize("gang", [False, True])
+def test_two_jobs_with_half_of_the_gpus_each_wait_forever_and_as_gangs_one_runs_after_the_other(
+    jobs: Jobs, gpus: Gpus, gang: bool
+) -> None:
+    """The scheduler tries pods in the order in which they came: here one of each job before the second one of either.
+
+    Without gangs that is a deadlock, as the end shows: nothing but the loss of one job lets the other run.
+    """
     for name in ("one", "two"):
-        jobs.apply(steps_job(name, 5, scheduling={"gang": False}, **ONE_GPU))
+        jobs.apply(steps_job(name, 5, scheduling={"gang": gang}, **ONE_GPU))
         jobs.wait(f"the pods of {name}", lambda name=name: {f"{name}-0-0", f"{name}-1-0"} <= set(jobs.pods()))
     jobs.kill("one-1-0")
     jobs.wait("its successor", lambda: "one-1-1" in jobs.pods())
     gpus.each(1)
+    if gang:
+        for name in ("one", "two"):
+            jobs.wait_phase(name, "Complete")
+            assert jobs.status(name)["restarts"]["counted"] == 0
+        return
     jobs.wait("each has half", lambda: len(jobs.held("one")) == len(jobs.held("two")) == 1)
-    time.sleep(5)
-    assert len(jobs.held("one")) == len(jobs.held("two")) == 1
     assert not any(map(group_of, jobs.pods().values()))
+    halves = jobs.held("one"), jobs.held("two")
+    until = time.monotonic() + DEADLOCK_SECONDS
+    while time.monotonic() < until:
+        assert (jobs.held("one"), jobs.held("two")) == halves
+        assert not {jobs.status(name)["phase"] for name in ("one", "two")} & {"Running", "Complete"}
+        time.sleep(1)
+    waiting = [pod for pod in jobs.pods().values() if not pod["spec"].get("nodeName")]
+    assert len(waiting) == 2 and all("Insufficient example.com/gpu" in str(pod["status"]) for pod in waiting)
+    jobs.kubectl("delete", "ddpjob", "one")
+    jobs.wait_phase("two", "Complete")
 
 
 def test_one_of_two_gangs_runs_and_the_other_holds_nothing_until_it_can(jobs: Jobs, gpus: Gpus) -> None:
@@ -121,12 +142,12 @@ def test_a_preempted_job_gives_up_all_its_gpus_and_continues_when_there_is_room(
     gpus.each(1)
     jobs.apply(steps_job("low", 100_000, scheduling={"priorityClassName": low}, **ONE_GPU))
     jobs.wait_phase("low", "Running")
-    jobs.apply(sleeping_job("high", 20, nodes=1, scheduling={"priorityClassName": high}))
+    jobs.apply(sleeping_job("high", 10_000, nodes=1, scheduling={"priorityClassName": high}))
     jobs.wait_phase("high", "Running")
     jobs.wait("low holds nothing", lambda: not jobs.held("low"), timeout=60)
     assert jobs.status("high")["phase"] == "Running"
     jobs.wait("it waits as a gang", lambda: jobs.status("low").get("gang") == {"nodes": 2})
-    jobs.wait_phase("high", "Complete")
+    jobs.kubectl("delete", "ddpjob", "high")
     jobs.wait_phase("low", "Running", timeout=120)
     counts = jobs.status("low")["restarts"]
     assert counts["counted"] == 0 and {r["reason"] for r in counts["recent"]} <= {"Preempted", "Yielded"}
