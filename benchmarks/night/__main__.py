@@ -1,0 +1,142 @@
+"""A night of 50 jobs on eight simulated Kubernetes nodes of eight GPUs, with priorities, preemption and losses.
+
+    python -m benchmarks.night [--seed 1] [--chart docs/images/night.png] [--table benchmarks/README.md]
+
+Root, Go. Starts etcd, API server, kube-controller-manager and kube-scheduler of the test cluster, with gangs and
+WorkloadAwarePreemption, in a slot where no cluster is up (DDPJOB_CLUSTER_SLOT), an operator as a process of its own,
+and ends them. Nodes and containers are played: 50 real trainings on eight nodes would need more than two processors,
+and the question is whether those who decide (scheduler, controllers, operator, coordinators) leave GPUs idle and lose
+samples, for which workers need not calculate. So their code is the production one, and what is played is: kubelets,
+launchers and the arithmetic of a step (see `machines.py`, `training.py`).
+
+A job is of 1 to 8 nodes with 1 to 8 GPUs each, of one of three priorities; some are elastic, some have a spare; it
+saves a checkpoint every ten steps, and when it is asked to end. Pods and coordinators are killed, nodes lose power or
+network and return.
+
+Looked at each second, through watches: which jobs would fit into the GPUs that are free, and for how long they have
+fitted (see `waits.py`). At the end every job must be Complete without a counted restart, and its ledger must show each
+sample once per epoch, by the check that judges the trainer's own. Exit code 1 when something is not so, or a job has
+waited beyond the aim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ddpjob.controller.rest import Rest
+from kubernetes.aio import client, config
+
+from benchmarks.marks import add_table_option, write_between
+from benchmarks.night.chart import draw
+from benchmarks.night.night import Night, Record
+from benchmarks.night.report import AIM, longest, table
+from benchmarks.night.schedule import draw_faults, draw_jobs
+from benchmarks.processes import exit_on_sigterm
+from benchmarks.testbed import (
+    Cluster,
+    OperatorProcess,
+    Testbed,
+    controlplane,
+    install_crd,
+    prerequisites,
+    recorded,
+)
+
+DEFECTS = ("forgets", "asleep")
+LIMIT = 4.0
+"""A night may take so many times the minutes in which its jobs arrive."""
+
+
+@contextmanager
+def control_plane() -> Iterator[Cluster]:
+    """Everything but nodes and DNS, in a slot where no cluster is up."""
+    first = Cluster()
+    slots = (Cluster(replace(first.settings, slot=slot)) for slot in range(first.settings.slot, 16))
+    cluster = next((free for free in slots if free.state() is None), first)
+    if cluster.state() is not None:
+        raise SystemExit("a cluster is up in every slot: end one with `python -m testcluster down`")
+    prerequisites.require(cluster.settings)
+    cluster.up(nodes=0, keep=False)
+    try:
+        install_crd(cluster)
+        controlplane.start_controllers(cluster.settings, cluster.programs)
+        yield cluster
+    finally:
+        cluster.down()
+
+
+async def play(given: argparse.Namespace, cluster: Cluster, namespace: str, folder: Path) -> Record:
+    settings = client.Configuration()
+    await config.load_kube_config(config_file=str(cluster.kubeconfig), client_configuration=settings)
+    rest = Rest.open(settings, 64)
+    jobs = draw_jobs(given.seed, given.jobs, given.minutes)
+    faults = draw_faults(given.seed, given.minutes * LIMIT)
+    try:
+        night = Night(rest, namespace, jobs, faults, folder, forgets=given.defect == "forgets")
+        return await night.run(given.minutes * LIMIT * 60)
+    finally:
+        await rest.close()
+
+
+def put_to_sleep(cluster: Cluster, seconds: float) -> None:
+    """Deliberate defect: kube-scheduler stands still, in the middle of the arrivals."""
+    [scheduler] = [p.pid for p in recorded(cluster.settings) if p.name == "kube-scheduler"]
+    for _ in range(3):
+        time.sleep(seconds)
+        os.kill(scheduler, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(scheduler, signal.SIGCONT)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--seed", type=int, default=1, help="of jobs and faults (default 1)")
+    made.add_argument("--jobs", type=int, default=50, help="(default 50)")
+    made.add_argument("--minutes", type=float, default=6.0, help="in which they arrive (default 6)")
+    made.add_argument("--defect", choices=DEFECTS, help="a deliberate one, which the checks must find")
+    made.add_argument("--chart", type=Path, metavar="FILE", help="draw the night here")
+    made.add_argument("--log", type=Path, metavar="FILE", help="the operator's log (default: none)")
+    add_table_option(made, "night")
+    return made
+
+
+def main() -> int:
+    """0; 1 when a check has failed."""
+    given = parser().parse_args()
+    with tempfile.TemporaryDirectory(prefix="night-") as name, control_plane() as cluster:
+        folder, namespace = Path(name), f"night-{secrets.token_hex(2)}"
+        cluster.kubectl("create", "namespace", namespace)
+        operator = OperatorProcess(cluster, given.log or folder / "operator.log")
+        try:
+            Testbed(cluster, namespace, operator).start_operator()
+            if given.defect == "asleep":
+                threading.Thread(target=put_to_sleep, args=(cluster, 20.0), daemon=True).start()
+            record = asyncio.run(play(given, cluster, namespace, folder))
+        finally:
+            operator.kill()
+    text = table(record, {job.name: job for job in draw_jobs(given.seed, given.jobs, given.minutes)}, given.seed)
+    print(text)
+    for problem in record.problems:
+        print(problem, file=sys.stderr)
+    if given.chart is not None:
+        draw(record, given.chart, given.seed)
+    if given.table is not None:
+        write_between(given.table, "night", text)
+    return int(bool(record.problems) or longest(record) > AIM)
+
+
+if __name__ == "__main__":
+    exit_on_sigterm()
+    sys.exit(main())

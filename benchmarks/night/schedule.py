@@ -1,0 +1,120 @@
+"""What a night consists of, drawn by a seed: jobs of all shapes, when they arrive, and what befalls them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ddpjob.api.job_spec import Json
+
+HOSTS, GPUS = 8, 8
+"""Kubernetes nodes, and the GPUs of each."""
+PRIORITIES = {"low": -100, "normal": 0, "high": 100}
+"""Names and values of PriorityClasses."""
+BATCH = 64
+"""Samples of a step."""
+NODES = (1, 1, 1, 2, 2, 2, 3, 4, 4, 6, 8)
+GPUS_OF_A_NODE = (1, 2, 2, 4, 4, 8, 8)
+POD_EVERY, COORDINATOR_EVERY, HOST_EVERY = 25.0, 90.0, 80.0
+"""Mean seconds between two faults of a kind."""
+AWAY = (20.0, 50.0)
+"""Seconds for which a Kubernetes node is gone."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job. `steps` of one second each with all of its nodes; `at`: seconds after the beginning."""
+
+    name: str
+    at: float
+    nodes: int
+    gpus: int
+    steps_per_epoch: int
+    epochs: int
+    priority: str
+    mode: str
+    minimum: int
+    spares: int
+
+    @property
+    def steps(self) -> int:
+        return self.steps_per_epoch * self.epochs
+
+    @property
+    def samples(self) -> int:
+        """Of an epoch. Its last step is a short one."""
+        return self.steps_per_epoch * BATCH - BATCH // 3
+
+    @property
+    def gpu_seconds(self) -> int:
+        """That it needs undisturbed."""
+        return self.nodes * self.gpus * self.steps
+
+    def spec(self, classes: dict[str, str]) -> Json:
+        """The DDPJob's. `classes`: names of the PriorityClasses."""
+        elastic = {"elastic": {"minNodes": self.minimum}} if self.minimum < self.nodes else {}
+        return {
+            "image": "simulated", "script": "train.py", "nodes": self.nodes, "spares": self.spares,
+            "gpusPerNode": self.gpus, **elastic, "recovery": {"mode": self.mode, "nodeLostAfterSeconds": 10},
+            "scheduling": {"priorityClassName": classes[self.priority]},
+        }  # fmt: skip
+
+
+class FaultKind(StrEnum):
+    POD = "a pod is killed"
+    COORDINATOR = "a coordinator is killed"
+    POWER = "a Kubernetes node is off"
+    CABLE = "a Kubernetes node has no network"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`choice`: which of the possible victims, from 0 to 1; `seconds`: for which a Kubernetes node is gone."""
+
+    at: float
+    kind: FaultKind
+    choice: float
+    seconds: float = 0.0
+
+
+def draw_jobs(seed: int, count: int, minutes: float) -> list[Job]:
+    """`count` jobs that arrive within `minutes`, a few of them at the beginning."""
+    chance = random.Random(f"jobs {seed}")
+    moments = sorted(max(0.0, chance.uniform(-0.1, 1.0)) * minutes * 60 for _ in range(count))
+    return [_draw(chance, number, at) for number, at in enumerate(moments)]
+
+
+def _draw(chance: random.Random, number: int, at: float) -> Job:
+    nodes = chance.choice(NODES)
+    spare = nodes in (2, 3, 4, 6) and chance.random() < 0.3
+    return Job(
+        name=f"night-{number:02}",
+        at=at,
+        nodes=nodes,
+        gpus=chance.choice(GPUS_OF_A_NODE),
+        steps_per_epoch=chance.randint(8, 14),
+        epochs=chance.randint(2, 7),
+        priority=chance.choices(tuple(PRIORITIES), (5, 4, 2))[0],
+        mode=chance.choice(("Fast", "Standard")),
+        minimum=chance.randint(nodes // 2, nodes - 1) if nodes > 2 and chance.random() < 0.5 else nodes,
+        spares=int(spare),
+    )
+
+
+def draw_faults(seed: int, minutes: float) -> list[Fault]:
+    """In the order of their moments. A Kubernetes node is back before the next one is lost."""
+    found = []
+    for every, kinds in (
+        (POD_EVERY, (FaultKind.POD,)),
+        (COORDINATOR_EVERY, (FaultKind.COORDINATOR,)),
+        (HOST_EVERY, (FaultKind.POWER, FaultKind.CABLE)),
+    ):
+        chance = random.Random(f"{kinds[0]} {seed}")
+        at, number = chance.uniform(0.3, 1.0) * every, 0
+        while at < minutes * 60:
+            kind = kinds[number % len(kinds)]
+            seconds = chance.uniform(*AWAY) if every == HOST_EVERY else 0.0
+            found.append(Fault(at, kind, chance.random(), seconds))
+            at, number = at + seconds + chance.uniform(0.5, 1.5) * every, number + 1
+    return sorted(found, key=lambda fault: fault.at)
