@@ -215,7 +215,7 @@ ACTS = (
 OTHERS = {
     "DDPJobQueueSlow": "more jobs are due than workers finish",
     "DDPJobsWithoutSeries": "more than 5,000 jobs",
-    "DDPJobReconcilesFail": "a defect of the operator, or a Lease that is lost amid reconciles",
+    "DDPJobReconcilesFail": "a defect of the operator",
 }
 """What fires the alerts of which no act is the fault."""
 END = 680

@@ -568,3 +568,28 @@ async def test_the_probes_show_whether_the_process_works() -> None:
                 async with session.get(path) as answer:
                     statuses.append(answer.status)
         assert statuses == [200, 503, 200, 200]
+
+
+def test_a_reconcile_that_ends_with_its_term_is_no_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alert calls failed ones a defect of the operator."""
+
+    def count(result: str) -> float:
+        name = "ddpjob_operator_reconcile_duration_seconds_count"
+        return metrics_registry.get_sample_value(name, {"result": result}) or 0.0
+
+    async def main() -> None:
+        begun = asyncio.Event()
+
+        async def never_ends(*_: object, **__: object) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        async with api_server() as server:
+            async with running(server, monkeypatch):
+                monkeypatch.setattr(operator_main, "reconcile", never_ends)
+                add(server, "job")
+                await begun.wait()
+                failed, left = count("failed"), count("left")
+            assert (count("failed"), count("left")) == (failed, left + 1)
+
+    run(main())

@@ -130,6 +130,9 @@ class Leader:
                 outcomes.append("left")
                 return OTHERS_SECONDS
             return await reconcile(self.cluster, key, outcome=outcomes.append)
+        except asyncio.CancelledError:
+            outcomes.append("left")  # Its term is over: no defect, and another replica reconciles the job.
+            raise
         finally:
             result = outcomes[0] if outcomes else "failed"
             metrics.RECONCILE_SECONDS.labels(result).observe(time.perf_counter() - began)
