@@ -135,6 +135,13 @@ def wait_ready(cluster: Cluster) -> None:
     processes.wait_for("the webhooks of Kueue's manager", answers, timeout=180)
 
 
+def kill(cluster: Cluster) -> None:
+    """Returns when the pod that replaces the killed one answers."""
+    select = ("--namespace=kueue-system", "--selector=control-plane=controller-manager")
+    cluster.kubectl("delete", "pods", *select, "--force", "--grace-period=0")
+    wait_ready(cluster)
+
+
 def remove(cluster: Cluster, manager: Path) -> None:
     """Webhooks first: without the manager nothing that they look at could be changed. Then its finalizers."""
     found = _manifests(cluster, manager)

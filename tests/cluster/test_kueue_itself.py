@@ -1,10 +1,11 @@
-"""Jobs in queues of Kueue's own controllers: quota, priority, other sizes, deletion.
+"""Jobs in queues of Kueue's own controllers: quota, priority, stops, deaths on the way, other sizes, deletion.
 
 Skipped unless DDPJOB_TEST_KUEUE is set: building Kueue's manager takes long.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import kueue_crds
 import kueue_manager
 import pytest
 from jobs import Jobs, Json, job, steps_job
-from operator_process import install_crd
+from operator_process import OperatorProcess, install_crd
 from testcluster.cluster import Cluster
 from testcluster.settings import Settings
 
@@ -66,6 +67,11 @@ class Queue:
         kind = {"apiVersion": kueue_crds.API, "kind": "WorkloadPriorityClass", "metadata": {"name": name}}
         self.jobs.cluster.apply({**kind, "value": value})
         return name
+
+    def stop(self, policy: str) -> None:
+        """`Hold`: nobody more is admitted; `HoldAndDrain`: those that were are evicted, too; `None`: it is open."""
+        patch = json.dumps({"spec": {"stopPolicy": policy}})
+        self.jobs.cluster.kubectl("patch", "clusterqueue", self.jobs.namespace, "--type=merge", f"--patch={patch}")
 
     def used(self) -> int:
         """GPUs of the quota that are reserved, as Kueue counts them."""
@@ -183,6 +189,65 @@ def test_a_job_of_a_higher_priority_takes_the_quota_and_the_other_continues_late
     first = int(log.split("begins at step ")[1].split()[0])
     assert first >= reached > 20
     assert jobs.status("low").get("restarts", {}).get("counted", 0) == 0
+
+
+def test_a_stopped_queue_ends_the_pods_and_lets_the_job_continue_when_it_is_opened(
+    jobs: Jobs, queue: Queue, tmp_path: Path
+) -> None:
+    queue.offer(gpus=2)
+    storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
+    jobs.apply(queued(steps_job("drained", 100_000, "--saved=/checkpoints/last.pt", storage=storage, **ONE_GPU)))
+    jobs.wait_phase("drained", "Running")
+    jobs.wait("some steps", lambda: jobs.step("drained") > 20)
+    queue.stop("Hold")
+    jobs.apply(queued(sleeping("held", 1)))
+    jobs.wait("it is said why", says(jobs, "held", "ClusterQueue"))
+    assert jobs.status("drained")["phase"] == "Running", "Hold lets those run that were admitted"
+    queue.stop("HoldAndDrain")
+    jobs.wait_phase("drained", "Queued")
+    reached = jobs.step("drained")
+    jobs.wait("its pods are gone", lambda: not alive(jobs, "drained"))
+    jobs.wait("all quota is free", lambda: queue.used() == 0)
+    jobs.kubectl("delete", "ddpjob", "held")
+    queue.stop("None")
+    jobs.wait_phase("drained", "Running")
+    jobs.wait("it continues", lambda: jobs.step("drained") > reached > 20)
+    log = "".join(jobs.kubectl("logs", pod) for pod in alive(jobs, "drained") if "coordinator" not in pod)
+    assert int(log.split("begins at step ")[1].split()[0]) >= reached
+    assert jobs.status("drained").get("restarts", {}).get("counted", 0) == 0
+
+
+def test_deaths_of_the_operator_and_of_kueue_on_the_way_lose_and_double_nothing(
+    jobs: Jobs, queue: Queue, operator: OperatorProcess, tmp_path: Path
+) -> None:
+    queue.offer(gpus=2)
+    low, high = queue.priority("low", 1), queue.priority("high", 100)
+    storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
+
+    # Each step begins without the operator, and Kueue's manager dies within it.
+    def step(change: Callable[[], object]) -> None:
+        operator.kill()
+        change()
+        operator.start()
+        kueue_manager.kill(jobs.cluster)
+
+    saving = steps_job("low", 100_000, "--saved=/checkpoints/last.pt", storage=storage, **ONE_GPU)
+    step(lambda: jobs.apply(queued(saving, low)))
+    jobs.wait_phase("low", "Running")
+    jobs.wait("some steps", lambda: jobs.step("low") > 20)
+    step(lambda: jobs.apply(queued(until_let("high", tmp_path), high)))
+    jobs.wait_phase("low", "Queued")
+    reached = jobs.step("low")
+    jobs.wait_phase("high", "Running")
+    assert not alive(jobs, "low") and queue.used() == 2
+    step((tmp_path / "end").touch)
+    jobs.wait_phase("high", "Complete", timeout=180)
+    jobs.wait_phase("low", "Running")
+    jobs.wait("it continues", lambda: jobs.step("low") > reached > 20)
+    assert jobs.status("low").get("restarts", {}).get("counted", 0) == 0
+    step(lambda: jobs.kubectl("delete", "ddpjob", "low"))
+    jobs.wait("no quota is taken", lambda: queue.used() == 0)
+    assert all(conditions(it)["Finished"] == ("True", "Succeeded") for it in workloads(jobs).values())
 
 
 def test_other_sizes_are_exchanged_in_place(jobs: Jobs, queue: Queue) -> None:
