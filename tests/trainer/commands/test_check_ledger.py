@@ -15,7 +15,12 @@ import torch
 from ddpjob_trainer import train
 from ddpjob_trainer.commands.check_ledger import main, read, verify
 from ddpjob_trainer.data import sampler
+from ddpjob_trainer.data.sampler import Micro, SamplerState, Step
+from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import LedgerError
+from ddpjob_trainer.lifecycle.fence import Claim
+from ddpjob_trainer.reporting import ledger as ledger_module
+from ddpjob_trainer.reporting.ledger import Ledger
 from machine import slowness
 from ranks import TINY, good, metrics, run, stop_at, torchrun, until
 
@@ -94,6 +99,28 @@ def test_kill_9_of_a_rank_under_torchrun_loses_and_repeats_nothing(tmp_path: Pat
     verdict = verify(read([tmp_path]))
     assert len(verdict.incarnations) == 2 and verdict.incarnations[1].start >= 18
     assert verdict.epochs == dict.fromkeys(range(1, 7), verdict.size)
+
+
+def test_incarnations_of_a_job_are_in_order_whatever_the_clocks_of_its_nodes_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one is on a node 85 s behind; then the job is created again, and its rounds begin at 1 again."""
+
+    def incarnation(job: str, round_: int, clock: float, start: int, *steps: int) -> None:
+        monkeypatch.setattr(ledger_module.time, "time", lambda: clock)
+        ledger = Ledger(tmp_path, Group(), Claim(0, round_, round_ if job == "first" else -round_, job))
+        ledger.start(start, size=6, epochs=1)
+        for number in steps:
+            micro = Micro([number - 1], [number - 1], 1)
+            ledger.step(number, Step(0, [number - 1], [micro], SamplerState(0, number)))
+        ledger.checkpoint(steps[-1])
+
+    incarnation("first", 1, 1000, 0, 1, 2)
+    incarnation("first", 2, 1030 - 85, 2, 3, 4)
+    incarnation("again", 1, 1100, 4, 5, 6)
+    found = read([tmp_path])
+    assert [(it.job, it.round, it.start) for it in found] == [("first", 1, 0), ("first", 2, 2), ("again", 1, 4)]
+    assert verify(found).epochs == {1: 6}
 
 
 def test_command_line_prints_a_table_and_names_what_is_missing(

@@ -44,6 +44,8 @@ class Incarnation:
     end: int | None = None
     repeats: int = 1
     """Versions of each sample in an epoch."""
+    job: str = ""
+    """The job's uid; empty outside of jobs, and in ledgers of earlier releases."""
 
     @property
     def last(self) -> int:
@@ -92,13 +94,26 @@ def read(folders: list[Path]) -> list[Incarnation]:
                     row["size"],
                     row["epochs"],
                     repeats=row.get("repeats", 1),
+                    job=row.get("job", ""),
                 ),
             )
     for row in rows:
         if row["life"] not in incarnations:
             raise LedgerError(f"a line of an incarnation that never began: {row}")
         _add(incarnations[row["life"]], row)
-    return sorted(incarnations.values(), key=lambda incarnation: incarnation.began)
+    return _in_order(list(incarnations.values()))
+
+
+def _in_order(incarnations: list[Incarnation]) -> list[Incarnation]:
+    """Oldest first. Those of one job by generation and round: the clocks of its nodes may differ by minutes."""
+    began: dict[str, float] = {}
+    for it in incarnations:
+        began[it.job] = min(it.began, began.get(it.job, it.began))
+
+    def order(it: Incarnation) -> tuple[float, int, int, float]:
+        return (began[it.job], it.generation, it.round, it.began) if it.job else (it.began, 0, 0, 0.0)
+
+    return sorted(incarnations, key=order)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ class Ledger:
 
     def __init__(self, run_dir: Path, group: Group, claim: Claim, *, wanted: bool = True) -> None:
         self._group = group
+        self._job = claim.job
         self._common = {"round": claim.round, "generation": claim.generation, "life": claim.incarnation}
         self._file = None
         if wanted:
@@ -41,7 +42,7 @@ class Ledger:
 
         `repeats` > 1: sample numbers of steps stand for versions of samples, `sample + repeat * size`.
         """
-        about = {"rank": self._group.rank, "world": self._group.world, "size": size, "epochs": epochs}
+        about = {"job": self._job, "rank": self._group.rank, "world": self._group.world, "size": size, "epochs": epochs}
         self._write({"start": step, **about, **({"repeats": repeats} if repeats > 1 else {})})
 
     def step(self, number: int, step: Step) -> None:
