@@ -21,7 +21,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 RECONCILE_SECONDS = Histogram(
     "ddpjob_operator_reconcile_duration_seconds",
     "Duration of one reconcile, by result: done, conflict (somebody else wrote the status: it is made again), "
-    "unavailable (the API server did not answer), left (not this operator's job, not all is read yet, or the Lease was lost meanwhile), "
+    "unavailable (the API server did not answer), left (not this operator's job, not all is read yet, or the Lease was "
+    "lost meanwhile), "
     "failed (a defect: the log has its traceback)",
     ["result"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
