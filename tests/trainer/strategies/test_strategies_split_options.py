@@ -8,6 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ddpjob_trainer import config
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.strategies.registry import open_strategy
 from ranks import TINY, final_losses, good, metrics, run, stop_at
 from test_strategies_split import import_once
 
@@ -139,3 +143,16 @@ def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all(
     good(2, [*PROBLEM, *keys, f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], prepare=overflow(tmp_path))
     for rank in range(2):
         assert (tmp_path / f"skipped-{rank}.txt").read_text() == str([step == 2 for step in range(8)])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_a_torch_that_cannot_do_it_is_named_with_the_one_that_can(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.6 is: FSDP2 failed there in the first backward pass, and a pipeline when its schedule was made."""
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
+    settings = config.load(None, [*TINY, f"strategy={strategy}"])
+    with pytest.raises(
+        ConfigError, match=r"needs torch 2\.7 or later, and this is 2\.6\.0\+cpu; install another torch"
+    ):
+        open_strategy(settings, Group(0, 2), torch.device("cpu"))

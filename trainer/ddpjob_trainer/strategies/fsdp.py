@@ -17,7 +17,7 @@ from ddpjob_trainer.config.sections import AmpLevel
 from ddpjob_trainer.distributed.dtensors import is_sharded, spread
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.optim.precision import Precision
-from ddpjob_trainer.strategies.strategy import State, Strategy
+from ddpjob_trainer.strategies.strategy import State, Strategy, require_torch
 
 
 class Fsdp(Strategy):
@@ -29,6 +29,8 @@ class Fsdp(Strategy):
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         super().__init__(config, group, device)
         if group.world > 1:
+            if device.type == "cpu":
+                require_torch("2.7", "strategy=fsdp on the CPU")  # Before, FSDP2 asks every stream for events.
             self.precision = _Precision(config.amp, config.optim.clip_norm, device)
 
     @property

@@ -29,7 +29,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics
 from ddpjob_trainer.model.depths import depths
 from ddpjob_trainer.model.partition import Layer, MetaModel, Stage, split, to_sequential
-from ddpjob_trainer.strategies.strategy import State, Strategy, flat_gradients, set_gradients
+from ddpjob_trainer.strategies.strategy import State, Strategy, flat_gradients, require_torch, set_gradients
 
 
 @dataclass
@@ -53,6 +53,8 @@ class Pipeline(Strategy):
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         super().__init__(config, group, device)
         self.stages = _checked_stages(config, group)
+        if self.stages > 1:
+            require_torch("2.7", "strategy=pipeline")  # Before, schedules divide gradients once more.
         replicas = group.world // self.stages
         self.replica, self.stage = divmod(group.rank, self.stages)
         timeout = config.train.timeout_seconds

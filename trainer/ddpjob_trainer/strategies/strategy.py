@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.data.dataset import Batch, MicroBatches
@@ -16,6 +17,7 @@ from ddpjob_trainer.data.sampler import DataShare, Micro
 from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.distributed.step_clock import Phase, StepClock
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics
 from ddpjob_trainer.model.depths import depths
 from ddpjob_trainer.model.shared_parts import SharedParts
@@ -30,6 +32,15 @@ State = dict[str, Any]
 
 Names and shapes are those of the whole model in one process, so that another strategy and another number of ranks can
 continue from it."""
+
+
+def require_torch(minimum: str, what: str) -> None:
+    """Raises ConfigError where torch is older than `minimum`, "MAJOR.MINOR"."""
+    if TorchVersion(torch.__version__) < minimum:
+        raise ConfigError(
+            f"{what} needs torch {minimum} or later, and this is {torch.__version__}; install another torch, or choose"
+            " strategy=ddp"
+        )
 
 
 class Strategy:
