@@ -318,9 +318,22 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
             click.echo("---\n".join(document(body, output) for body in bodies), nl=False)
         elif backend is not None:
             _say(f"ddpjob {name} created", backend)
+        if not local and not _keeps_files(bodies[-1]["spec"]):
+            _note(
+                "note: spec.storage.checkpoints is not set: what a pod saves is gone with the pod, and training begins"
+                " again when the one that saved is lost; set claimTemplate, claimName or url there (--set)"
+            )
         if backend is not None and options["waits"] and (code := _wait(backend, name, "end", None)):
             return code
     return 0
+
+
+def _keeps_files(spec: dict[str, Any]) -> bool:
+    """Whether files of the job may outlive its pods, or its pods copy them from each other, as the trainer's do."""
+    volumes = ((spec.get("podTemplate") or {}).get("spec") or {}).get("volumes") or ()
+    lasting = any(not {"configMap", "secret", "projected", "downwardAPI", "emptyDir"} & it.keys() for it in volumes)
+    twice = spec.get("module") == "ddpjob_trainer" and spec.get("nodes", 1) > 1
+    return bool(lasting or twice or spec.get("className") or (spec.get("storage") or {}).get("checkpoints"))
 
 
 def _refuse_options_of_scripts() -> None:

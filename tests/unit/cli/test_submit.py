@@ -55,6 +55,27 @@ def test_a_setting_is_read_as_a_manifest_is(capsys: pytest.CaptureFixture[str]) 
     assert "spec.nodez: unknown field" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.py"], True),
+        (["ddpjob_trainer"], True),
+        (["ddpjob_trainer", "--nodes", "2"], False),
+        (["train.py", "--set", "storage.checkpoints.claimName=c"], False),
+        (["train.py", "--set", "className=team"], False),
+        (["train.py", "--set", "podTemplate={spec: {volumes: [{name: v, nfs: {server: s, path: /}}]}}"], False),
+    ],
+)
+def test_it_is_said_where_what_is_saved_is_lost_with_its_pod(
+    words: list[str], said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("")
+    assert main(["submit", "--cluster", "--image", "x", "--name", "j", "--dry-run", *words]) == 0
+    assert ("storage.checkpoints is not set" in capsys.readouterr().err) is said
+    assert main(["submit", "--local", "--image", "x", "--name", "j", "--dry-run", *words[:1]]) == 0
+    assert not capsys.readouterr().err, "on this machine a job's folder stays"
+
+
 @pytest.mark.parametrize("option", [("--nodes", "1"), ("--name", "u"), ("--env", "A=b"), ("--set", "nodes=2")])
 def test_a_manifest_is_not_changed_by_options(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB)
