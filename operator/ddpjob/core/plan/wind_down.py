@@ -46,15 +46,16 @@ def complete(view: View, events: list[Event]) -> Decision:
 
 def _end(view: View, events: list[Event], reason: str) -> Decision:
     status, now = view.status, view.now
+    ended = "the job is complete" if reason == "Complete" else "the job has failed"
     for kind in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED):
         if status.holds(kind) or (kind is not ConditionType.SUSPENDED and status.condition(kind) is not None):
-            status = with_condition(status, kind, False, reason, f"the job is {reason.lower()}", now)
+            status = with_condition(status, kind, False, reason, ended, now)
     status = without_condition(status, ConditionType.NODES_HEALTHY)
     status = without_condition(status, ConditionType.RANKS_ORDERED)
-    ended = SlotState.SUCCEEDED if reason == "Complete" else SlotState.FAILED
+    last = SlotState.SUCCEEDED if reason == "Complete" else SlotState.FAILED
     status = replace(
         status,
-        rendezvous=replace(status.rendezvous, state=ended),
+        rendezvous=replace(status.rendezvous, state=last),
         completion_time=now.replace(microsecond=0),
         active=0,
         ready=0,
