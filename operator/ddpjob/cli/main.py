@@ -946,18 +946,23 @@ def restart(place: Place, job: str, timeout: int) -> int:
 
 
 @root.command()
-@_job
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=_complete_job)
 @in_place
-def delete(place: Place, job: str) -> int:
-    """Delete a job and its pods. Checkpoints on volumes stay, on this machine RUNS/JOB/checkpoints; with
-    storage.checkpoints.claimTemplate.whenDeleted: Delete they go too.
+def delete(place: Place, jobs: tuple[str, ...]) -> int:
+    """Delete jobs and their pods; none of them where one is not there. Checkpoints on volumes stay, on this machine
+    RUNS/JOB/checkpoints; with storage.checkpoints.claimTemplate.whenDeleted: Delete they go too.
 
     \b
-    Example: ddpjob delete first
+    Example: ddpjob delete first second
     """
     backend = place.backend()
-    backend.delete(job)
-    _say(f"ddpjob {job} deleted", backend)
+    names = list(dict.fromkeys(jobs))
+    if len(names) > 1:
+        for job in names:
+            backend.job(job)
+    for job in names:
+        backend.delete(job)
+        _say(f"ddpjob {job} deleted", backend)
     return 0
 
 

@@ -117,3 +117,25 @@ def test_what_a_job_says_cannot_command_the_terminal(
         out, err = capsys.readouterr()
         printed = out + err
         assert "]0;owned31mé" in printed and not set(printed) & set("\x1b\x07\x9b\u202e"), words
+
+
+def test_several_are_deleted_or_none_where_one_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Jobs(OneJob):
+        deleted: tuple[str, ...] = ()
+
+        def job(self, name: str) -> dict[str, Any]:
+            if name == "j":
+                raise GONE
+            return super().job(name)
+
+        def delete(self, name: str) -> None:
+            self.deleted += (name,)
+
+    backend = Jobs("Running")
+    assert called(monkeypatch, backend, "delete", "a", "b", "a") == 0
+    assert backend.deleted == ("a", "b")
+    assert capsys.readouterr().out.splitlines() == ["ddpjob a deleted (here)", "ddpjob b deleted (here)"]
+    assert called(monkeypatch, backend, "delete", "c", "j") == 2
+    assert backend.deleted == ("a", "b") and "no job j" in capsys.readouterr().err
