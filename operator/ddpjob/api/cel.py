@@ -6,7 +6,7 @@ A rule that refers to `oldSelf` is a transition rule: it is evaluated only where
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,8 @@ from ddpjob.api.schema import Problem, join, list_key, object_schema
 _MISSING = object()
 SUPPORTED = frozenset({"rule", "message", "messageExpression", "reason", "fieldPath"})
 """Fields of a validation rule that are implemented here. A rule with another one raises NotImplementedError."""
+Variables = Callable[[], dict[str, Any]]
+"""`self` and, where a value is replaced, `oldSelf`, as CEL has them."""
 
 
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
@@ -26,8 +28,9 @@ def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = Non
 
 
 def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
+    variables = cache(lambda: _variables(value, old))  # Those of all rules here; to convert them takes longest.
     for rule in schema.get("x-kubernetes-validations", ()):
-        yield from _apply(rule, value, old, path)
+        yield from _apply(rule, variables, path, replaces=old is not _MISSING)
     if isinstance(value, Mapping):
         for name, item in value.items():
             child = schema.get("properties", {}).get(name) or schema.get("additionalProperties")
@@ -47,27 +50,27 @@ def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
     return next((before for before in old if list_key(schema, before) == key), _MISSING)
 
 
-def _apply(rule: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
+def _apply(rule: Mapping[str, Any], variables: Variables, path: str, *, replaces: bool) -> Iterator[Problem]:
     unknown = set(rule) - SUPPORTED
     if unknown:
         raise NotImplementedError(
             f"the rule {rule['rule']!r} at {path} uses {', '.join(sorted(unknown))}, which is not implemented here"
         )
     transition = "oldSelf" in rule["rule"]
-    if transition and old is _MISSING:
+    if transition and not replaces:
         return
-    if not _holds(rule["rule"], value, old, transition):
+    if not _holds(rule["rule"], variables, transition):
         yield Problem(
             path + rule.get("fieldPath", "") if path else rule.get("fieldPath", "").lstrip("."),
-            _message(rule, value, old),
+            _message(rule, variables),
         )
 
 
-def _holds(text: str, value: Any, old: Any, transition: bool) -> bool:
+def _holds(text: str, variables: Variables, transition: bool) -> bool:
     from celpy import CELEvalError
 
     try:
-        return bool(_program(text).evaluate(_activation(value, old)))
+        return bool(_program(text).evaluate(variables()))
     except CELEvalError:
         if transition:
             # cel-python raises where values of different types, such as 1 and "1", are compared; for the API server
@@ -76,13 +79,13 @@ def _holds(text: str, value: Any, old: Any, transition: bool) -> bool:
         raise
 
 
-def _message(rule: Mapping[str, Any], value: Any, old: Any) -> str:
+def _message(rule: Mapping[str, Any], variables: Variables) -> str:
     if "messageExpression" in rule:
-        return str(_program(rule["messageExpression"]).evaluate(_activation(value, old)))
+        return str(_program(rule["messageExpression"]).evaluate(variables()))
     return str(rule.get("message", f"failed rule: {rule['rule']}"))
 
 
-def _activation(value: Any, old: Any) -> dict[str, Any]:
+def _variables(value: Any, old: Any) -> dict[str, Any]:
     return {"self": _to_cel(value)} | ({} if old is _MISSING else {"oldSelf": _to_cel(old)})
 
 
