@@ -15,7 +15,10 @@ from ranks import TINY, final_losses, good, metrics, run, stop_at
 
 # float32 sums in another order: one step differs by 1e-6 relative, and 16 steps of momentum SGD amplify that
 # less than a hundred times.
-TOLERANCE = 1e-4
+TOLERANCE, TINIEST = 1e-4, 2e-6
+SAME = [*TINY, "data.micro_batches=6"]
+"""The same micro-batches on 1, 2 and 3 ranks. Sums in another order differ by 1e-7 at first, and after 16 steps, where
+the sign of an activation has changed, by 2e-4 on some processors."""
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -27,18 +30,24 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, undisturbed."""
     folder = tmp_path_factory.mktemp("alone")
-    good(1, [*TINY, f"checkpoint.dir={folder}"])
+    good(1, [*SAME, f"checkpoint.dir={folder}"])
     return folder
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_loss_curve_and_weights_of_several_ranks_are_those_of_one(world: int, alone: Path, tmp_path: Path) -> None:
-    good(world, [*TINY, f"checkpoint.dir={tmp_path}"])
-    np.testing.assert_allclose(
-        final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TOLERANCE, atol=TOLERANCE
-    )
+    good(world, [*SAME, f"checkpoint.dir={tmp_path}"])
+    np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TINIEST, atol=TINIEST)
     for name, value in weights(alone).items():
-        torch.testing.assert_close(weights(tmp_path)[name], value, rtol=1e-3, atol=TOLERANCE)
+        torch.testing.assert_close(weights(tmp_path)[name], value, rtol=TINIEST, atol=TINIEST)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_with_micro_batches_of_its_own_the_loss_curve_is_that_of_one_rank(
+    world: int, alone: Path, tmp_path: Path
+) -> None:
+    good(world, [*TINY, f"checkpoint.dir={tmp_path}"])
+    np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=1e-3, atol=1e-3)
 
 
 def test_ranks_without_samples_take_part(tmp_path: Path) -> None:
@@ -66,15 +75,13 @@ def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy:
 
 
 def test_a_run_of_1_2_3_1_ranks_lies_on_the_undisturbed_curve(alone: Path, tmp_path: Path) -> None:
-    arguments = [*TINY, f"checkpoint.dir={tmp_path}"]
+    arguments = [*SAME, f"checkpoint.dir={tmp_path}"]
     for world, stop in ((1, 3), (2, 7), (3, 11)):
         ended = run(world, arguments, prepare=stop_at(stop))
         assert [end.code for end in ended] == [75] * world, ended
     good(1, arguments)
     assert [row["world"] for row in metrics(tmp_path / "run", "start")] == [1, 2, 3, 1]
-    np.testing.assert_allclose(
-        final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TOLERANCE, atol=TOLERANCE
-    )
+    np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TINIEST, atol=TINIEST)
     verdict = verify(read([tmp_path / "run"]))
     assert verdict.epochs == {1: verdict.size, 2: verdict.size} and len(verdict.incarnations) == 4
 
