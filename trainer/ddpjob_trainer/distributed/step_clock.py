@@ -104,7 +104,7 @@ class StepClock:
 
     def _mark(self) -> Any:
         if not self._events:
-            return time.perf_counter(), _waited.seconds
+            return time.perf_counter(), _waited.seconds if self.sees_waits else 0.0
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
