@@ -157,3 +157,10 @@ def test_every_value_of_the_dashboard_arrives() -> None:
     assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     notes = helm("install", "mine", str(CHART), "--dry-run=client", "--set", "dashboard.enabled=true")
     assert "port-forward service/mine-operator-dashboard 8300:http\n" in notes
+
+
+def test_the_oldest_kubernetes_that_it_names_is_the_one_that_can_be_tested() -> None:
+    """By DDPJOB_CLUSTER_KUBERNETES=oldest."""
+    named = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].removeprefix(">=").split(".")[:2]
+    pins = (CHART.parents[1] / "tests" / "cluster" / "oldest" / "go.mod").read_text()
+    assert f"require k8s.io/kubernetes v{'.'.join(named)}." in pins

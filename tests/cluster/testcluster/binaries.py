@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from testcluster.settings import MODULE, ClusterError, Settings
+from testcluster.settings import MODULE, OLDEST_MODULE, ClusterError, Settings, of_oldest
 
-KUBERNETES_VERSION = "1.36.3"
+KUBERNETES_VERSION, OLDEST_VERSION = "1.36.3", "1.29.15"
 _CONTAINERD = "github.com/containerd/containerd/v2/cmd"
 _KUBERNETES = "k8s.io/kubernetes/cmd"
 PACKAGES = {
@@ -33,12 +33,14 @@ PACKAGES = {
     "kubectl": f"{_KUBERNETES}/kubectl",
 }
 """Go packages by the programs they make. One module and one command: what they share is compiled once."""
+OLDEST = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
+"""What is of the oldest Kubernetes where that is asked for; all else stays."""
 
 
-def _link_flags() -> str:
+def _link_flags(version: str) -> str:
     """No symbols; and the version without which Kubernetes' clients see v0.0.0."""
-    major, minor = KUBERNETES_VERSION.split(".")[:2]
-    values = {"gitVersion": f"v{KUBERNETES_VERSION}", "gitMajor": major, "gitMinor": minor}
+    major, minor = version.split(".")[:2]
+    values = {"gitVersion": f"v{version}", "gitMajor": major, "gitMinor": minor}
     return " ".join(["-s -w", *(f"-X k8s.io/component-base/version.{name}={it}" for name, it in values.items())])
 
 
@@ -49,7 +51,7 @@ FLAGS = (
     "-tags=no_btrfs,no_devmapper,no_zfs,no_tracing",
     # Debug information would be dropped by the linker: not making it saves a sixth of the compiler's time.
     "-gcflags=all=-dwarf=false",
-    f"-ldflags={_link_flags()}",
+    f"-ldflags={_link_flags(KUBERNETES_VERSION)}",
 )
 ENVIRONMENT = {"CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
 
@@ -96,7 +98,39 @@ def build(settings: Settings) -> dict[str, Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
                 _build(folder)
-    return {name: folder / name for name in PACKAGES}
+    programs = {name: folder / name for name in PACKAGES}
+    if of_oldest():
+        oldest = _build_oldest(settings)
+        programs |= {name: oldest / name for name in OLDEST}
+    return programs
+
+
+def _build_oldest(settings: Settings) -> Path:
+    pins = [(OLDEST_MODULE / name).read_bytes() for name in ("go.mod", "go.sum")]
+    flags = [it for it in FLAGS if not it.startswith(("-mod=", "-ldflags="))]
+    flags += ["-mod=mod", f"-ldflags={_link_flags(OLDEST_VERSION)}"]
+    key = hashlib.sha256(repr((OLDEST, pins, flags)).encode()).hexdigest()[:16]
+    folder = settings.cache / "bin" / f"oldest-{key}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "lock").open("a") as lock, tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            module = Path(temporary) / "module"
+            shutil.copytree(OLDEST_MODULE, module)
+            print(f"building Kubernetes {OLDEST_VERSION} (once, into {folder}) ...", file=sys.stderr, flush=True)
+            packages = [f"{_KUBERNETES}/{name}" for name in OLDEST]
+            done = subprocess.run(
+                ["go", "build", *flags, "-o", f"{module}/bin/", *packages],
+                cwd=module,
+                env={**os.environ, **ENVIRONMENT},
+                text=True,
+                capture_output=True,
+                check=False,
+            )
+            if done.returncode != 0:
+                raise ClusterError(f"Kubernetes {OLDEST_VERSION} cannot be built:\n{done.stderr[-4000:]}")
+            (module / "bin").rename(folder)
+    return folder
 
 
 def _build(folder: Path) -> None:

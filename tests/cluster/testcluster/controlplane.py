@@ -6,10 +6,13 @@ from pathlib import Path
 
 from testcluster import pki
 from testcluster.processes import spawn, succeeds, wait_for
-from testcluster.settings import Settings
+from testcluster.settings import Settings, of_oldest
 
-GATES = "--feature-gates=GenericWorkload=true,GangScheduling=true,WorkloadAwarePreemption=true"
-"""Kubernetes' own gangs, which release 1.36 has switched off."""
+
+def _gates() -> list[str]:
+    """Kubernetes' own gangs, which release 1.36 has switched off, and older ones do not have."""
+    gates = "--feature-gates=GenericWorkload=true,GangScheduling=true,WorkloadAwarePreemption=true"
+    return [] if of_oldest() else [gates]
 
 
 def create_credentials(settings: Settings) -> pki.Authority:
@@ -86,8 +89,8 @@ def _api_flags(settings: Settings) -> list[str]:
         "--enable-aggregator-routing=true",
         "--max-requests-inflight=2000",
         "--max-mutating-requests-inflight=1000",
-        "--runtime-config=scheduling.k8s.io/v1alpha2=true",
-        GATES,
+        *([] if of_oldest() else ["--runtime-config=scheduling.k8s.io/v1alpha2=true"]),
+        *_gates(),
     ]
 
 
@@ -109,7 +112,7 @@ def start_controllers(settings: Settings, programs: Path) -> None:
         f"--root-ca-file={folder}/ca.crt",
         "--use-service-account-credentials=true",
     ]
-    manager += [GATES, "--leader-elect=false", "--node-monitor-period=1s", "--node-monitor-grace-period=8s"]
+    manager += [*_gates(), "--leader-elect=false", "--node-monitor-period=1s", "--node-monitor-grace-period=8s"]
     spawn(settings, "kube-controller-manager", netns, manager)
     spawn(
         settings,
@@ -119,7 +122,7 @@ def start_controllers(settings: Settings, programs: Path) -> None:
             programs / "kube-scheduler",
             f"--kubeconfig={settings.run}/kube-scheduler.kubeconfig",
             "--leader-elect=false",
-            GATES,
+            *_gates(),
         ],
     )
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 MODULE = CHECKOUT / "tests" / "cluster" / "binaries"
+OLDEST_MODULE = CHECKOUT / "tests" / "cluster" / "oldest"
+"""Pins the oldest Kubernetes that the chart names."""
 SLOTS = 16
 MAX_NODES = 7
 
@@ -67,6 +69,14 @@ def _slot() -> int:
     if not text.isdigit() or int(text) >= SLOTS:
         raise ClusterError(f"DDPJOB_CLUSTER_SLOT={text}: must be a number from 0 to {SLOTS - 1}")
     return int(text)
+
+
+def of_oldest() -> bool:
+    """Whether DDPJOB_CLUSTER_KUBERNETES=oldest asks for the oldest Kubernetes that the chart names."""
+    text = os.environ.get("DDPJOB_CLUSTER_KUBERNETES", "")
+    if text not in ("", "oldest"):
+        raise ClusterError(f"DDPJOB_CLUSTER_KUBERNETES={text}: must be oldest, or left out for the newest")
+    return text == "oldest"
 
 
 def _cache() -> Path:
