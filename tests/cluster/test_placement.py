@@ -107,7 +107,12 @@ def test_pods_of_one_rack_have_neighbouring_ranks(cluster: Cluster, jobs: Jobs, 
         name, 100000, "--sleep=0.2", nodes=4, rankOrder=[RACK], recovery={"mode": mode},
         scheduling={"onePodPerNode": False},
     )  # fmt: skip
-    manifest["spec"]["podTemplate"]["spec"]["topologySpreadConstraints"] = [spread]
+    pod = manifest["spec"]["podTemplate"]["spec"]
+    pod["topologySpreadConstraints"] = [spread]
+    # The cluster may have more nodes, by another test.
+    these = [{"key": "kubernetes.io/hostname", "operator": "In", "values": ["n1", "n2"]}]
+    required = {"nodeSelectorTerms": [{"matchExpressions": these}]}
+    pod["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
 
     def check() -> None:
         jobs.wait("all ranks to begin", lambda: len(ranks_in_logs(jobs, name)) == 4, timeout=60)
