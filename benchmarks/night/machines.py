@@ -92,7 +92,7 @@ class Kubelets(Machines):
     def _done(self, task: asyncio.Task[None]) -> None:
         self._work.discard(task)
         if not task.cancelled():
-            task.result()  # The event loop's handler is told.
+            task.result()  # An error goes to the event loop's handler.
 
     def close(self) -> None:
         for task in self._work:

@@ -16,7 +16,7 @@ from ddpjob.controller.rest import ApiError, Rest
 from ddpjob.core.world import LABEL_MANAGED, LABEL_ROLE, MANAGED_BY
 
 from benchmarks.night.machines import Kubelets, WallClock
-from benchmarks.night.schedule import HOSTS, PRIORITIES, Fault, FaultKind, Job
+from benchmarks.night.schedule import GPUS, HOSTS, PRIORITIES, Fault, FaultKind, Job
 from benchmarks.night.simulated import Network, Pace
 from benchmarks.night.training import PlayedTraining, Trainings, judge
 from benchmarks.night.waits import Lack, Need, Wait, Waits, by_job, fitting, free_gpus, gpus_of, holds, is_ready, needs
@@ -254,7 +254,7 @@ class Night:
             Look(
                 at=now,
                 held=held,
-                offered=8 * len(free),
+                offered=GPUS * len(free),
                 waiting=len(lacking),
                 longest=self.record.waits.look(now, fit),
                 fits={need.job: need.lack for need in fit},

@@ -22,7 +22,7 @@ BARE = "bare"
 
 
 class BareClient:
-    """Creates pods, and each one anew as soon as it is seen to be gone. `hollow` runs the pods managed by BARE."""
+    """Creates pods, and each one again as soon as it is seen to be gone. `hollow` runs the pods managed by BARE."""
 
     def __init__(self, rest: Rest, hollow: Hollow) -> None:
         self.rest, self.hollow = rest, hollow

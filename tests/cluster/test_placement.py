@@ -126,10 +126,10 @@ def test_pods_of_one_rack_have_neighbouring_ranks(cluster: Cluster, jobs: Jobs, 
         assert nodes in ([nodes[0]] * 2 + [nodes[2]] * 2, [nodes[0]] * 4), "each rack in a row"
         assert nodes[0] != nodes[2] and indices in ([0, 2, 1, 3], [0, 3, 1, 2]), "not the order of the indices"
         assert jobs.status(name)["rankOrder"] == indices
-        told = [sys.executable, "-m", "ddpjob.cli", "logs", name, "--rank", "1", "--tail", "1", "--prefix"]
+        command = [sys.executable, "-m", "ddpjob.cli", "logs", name, "--rank", "1", "--tail", "1", "--prefix"]
         environment = {**os.environ, "KUBECONFIG": str(jobs.cluster.kubeconfig)}
         said = subprocess.run(
-            [*told, "--namespace", jobs.namespace], env=environment, capture_output=True, text=True, check=True
+            [*command, "--namespace", jobs.namespace], env=environment, capture_output=True, text=True, check=True
         )
         assert "rank 1 step" in said.stdout, said.stdout
 

@@ -1,4 +1,4 @@
-"""In which order the coordinator numbers the ranks of a round, and how long it waits to be told."""
+"""In which order the coordinator numbers the ranks of a round, and how long it waits for that order."""
 
 from __future__ import annotations
 

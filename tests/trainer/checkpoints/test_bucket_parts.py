@@ -108,7 +108,7 @@ def test_a_list_is_not_written_while_a_part_is_missing_or_not_whole(url: str, tm
 
 
 def test_a_part_of_the_incarnation_before_completes_nothing(url: str, tmp_path: Path) -> None:
-    """A rank that was cut off goes on to upload, for a step that its successors take as well."""
+    """A rank that was cut off continues to upload, for a step that its successors take as well."""
     _, zombie = begun(url)
     copies, share = begun(url, "00001234")
     first, second = two_nodes(tmp_path, 7, 2.0)
