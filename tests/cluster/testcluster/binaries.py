@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from testcluster.settings import MODULE, OLDEST_MODULE, ClusterError, Settings, of_oldest
@@ -118,47 +119,42 @@ def _build_oldest(settings: Settings) -> Path:
             module = Path(temporary) / "module"
             shutil.copytree(OLDEST_MODULE, module)
             print(f"building Kubernetes {OLDEST_VERSION} (once, into {folder}) ...", file=sys.stderr, flush=True)
-            packages = [f"{_KUBERNETES}/{name}" for name in OLDEST]
-            done = subprocess.run(
-                ["go", "build", *flags, "-o", f"{module}/bin/", *packages],
-                cwd=module,
-                env={**os.environ, **ENVIRONMENT},
-                text=True,
-                capture_output=True,
-                check=False,
-            )
-            if done.returncode != 0:
-                raise ClusterError(f"Kubernetes {OLDEST_VERSION} cannot be built:\n{done.stderr[-4000:]}")
+            _go_build(flags, module / "bin", [f"{_KUBERNETES}/{name}" for name in OLDEST], module)
             (module / "bin").rename(folder)
     return folder
 
 
 def _build(folder: Path) -> None:
-    go = shutil.which("go")
-    if go is None:
-        raise ClusterError(
-            f"no `go` to build {', '.join(PACKAGES)}: install Go, or name a folder of binaries in DDPJOB_CLUSTER_BIN"
-        )
     print(f"building {', '.join(PACKAGES)} (once, some minutes; into {folder}) ...", file=sys.stderr, flush=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
         target = Path(temporary) / "bin"
         target.mkdir()
-        command = [go, "build", *FLAGS, "-o", f"{target}/", *PACKAGES.values()]
-        done = subprocess.run(
-            command,
-            cwd=MODULE,
-            env={**os.environ, **ENVIRONMENT},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise ClusterError(f"{' '.join(command)} failed in {MODULE}:\n{done.stdout[-4000:]}")
+        _go_build(FLAGS, target, PACKAGES.values(), MODULE)
         (target / "server").rename(target / "etcd")  # Go names a program after its package.
         target.rename(folder)
     print(f"  {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def _go_build(flags: Iterable[str], target: Path, packages: Iterable[str], module: Path) -> None:
+    """Build programs of a module into the folder `target`."""
+    go = shutil.which("go")
+    if go is None:
+        raise ClusterError(
+            f"no `go` to build {', '.join(PACKAGES)}: install Go, or name a folder of binaries in DDPJOB_CLUSTER_BIN"
+        )
+    command = [go, "build", *flags, "-o", f"{target}/", *packages]
+    done = subprocess.run(
+        command,
+        cwd=module,
+        env={**os.environ, **ENVIRONMENT},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ClusterError(f"{' '.join(command)} failed in {module}:\n{done.stdout[-4000:]}")
 
 
 def collect(settings: Settings) -> Path:
