@@ -61,6 +61,18 @@ def test_invalid(api: Cluster, case: Case) -> None:
         assert text in str(caught.value)
 
 
+def test_a_status_has_one_owner(api: Cluster) -> None:
+    """A list of its fields in managedFields would be as long as the status, and be made at each write of it."""
+    case = next(case for case in cases("valid") if case.path.stem == "smallest")
+    api.kubectl("create", "--namespace", NAMESPACE, "--filename", str(case.path))
+    name = case.documents()[0]["metadata"]["name"]
+    status = {"status": {"phase": "Running", "nodes": {"ready": 1}, "slots": [{"attempt": 0}]}}
+    patch = ("patch", "ddpjob", name, "--namespace", NAMESPACE, "--subresource=status", "--type=merge")
+    written = api.kubectl(*patch, f"--patch={json.dumps(status)}", "--output=json", "--show-managed-fields")
+    fields = {entry.get("subresource"): entry["fieldsV1"] for entry in json.loads(written)["metadata"]["managedFields"]}
+    assert fields["status"] == {"f:status": {}} and "f:spec" in fields[None]
+
+
 @pytest.mark.parametrize("case", _named("updates"))
 def test_updates(api: Cluster, case: Case, tmp_path: Path) -> None:
     """Really stored and really replaced: transition rules are not seen by a dry run of a creation."""
