@@ -198,7 +198,7 @@ def test_a_watch_that_is_late_hides_nothing_that_the_operator_has_done() -> None
                 await asyncio.sleep(1)
             assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
             creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
-            assert len(creations) == 7, "service, runtime, budget, token and pods, each once"
+            assert len(creations) == 6, "service, runtime, token and pods, each once"
             await c.cluster.delete_pod(await c.job(), "job-0-0", c.uid("job-0-0"), None)
             observed = await c.cluster.observe(KEY)
             assert observed is not None
@@ -540,7 +540,7 @@ def test_what_it_writes_itself_is_seen_by_the_next_reconcile() -> None:
             for _ in range(3):
                 await c.reconcile()
             creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
-            assert len(creations) == 7, "service, files, budget, token and pods, each once"
+            assert len(creations) == 6, "service, files, token and pods, each once"
             for body in list(c.server.store.all("Pod")):
                 await c.cluster.delete_pod(await c.job(), body["metadata"]["name"], body["metadata"]["uid"], 0)
             observed = await c.cluster.observe(KEY)

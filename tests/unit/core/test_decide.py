@@ -10,7 +10,7 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decide import decide
-from ddpjob.core.decision import POLL, CreateNode, Decision, Notify
+from ddpjob.core.decision import POLL, CreateBudget, CreateNode, Decision, Notify
 from ddpjob.core.plan.slots import protocol_of
 from ddpjob.core.world import ContainerView, HostView, PodView, Rejection, Role, World
 from ddpjob_runtime.protocol import VERSION, CoordinatorState, Incident, IncidentKind, Report
@@ -227,6 +227,15 @@ def test_time_alone_is_watched_closely_only_where_it_decides() -> None:
         assert after(job, *pods, coordinator, **there, hosts=down).wake == POLL
     assert after(job, pods[0], coordinator, **there).wake == POLL, "a pod is replaced"
     assert after(job, *pods, coordinator, **there | {"report_seconds": 0.0}).wake == POLL, "nobody follows its report"
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_budget_is_made_where_it_is_wanted_as_soon_as_a_pod_runs(wanted: bool) -> None:
+    job = a_job(scheduling={"disruptionBudget": wanted})
+    waits, runs = (a_pod(0, ContainerView()), a_pod(1, ContainerView())), (a_pod(0), a_pod(1, ContainerView()))
+    assert CreateBudget() not in after(job, *waits).actions, "nothing is lost yet with a pod"
+    assert (CreateBudget() in after(job, *runs).actions) == wanted
+    assert CreateBudget() not in after(job, *runs, has_budget=True).actions
 
 
 # --- large jobs -------------------------------------------------------------------------------------------------

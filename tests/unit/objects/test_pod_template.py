@@ -12,10 +12,6 @@ import pytest
 from built import NOW, PLATFORM, container, environment, job, node
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import AvoidedNode
-from ddpjob.core.decision import CreateBudget
-from ddpjob.core.plan.actions import plan_actions
-from ddpjob.core.view import View
-from ddpjob.core.world import World
 from ddpjob.objects.budget import build_budget
 from ddpjob.objects.pod_template import problems
 from ddpjob.objects.pods import build_coordinator, build_node
@@ -337,13 +333,6 @@ def test_the_budget_selects_training_pods_unless_the_spec_says_otherwise() -> No
     assert [selected(pod) for pod in nodes] == [True, True, False], "not the spare"
     assert not selected(build_coordinator(made, made.status, PLATFORM))
     assert not selected(node(scheduling={"disruptionBudget": False}))
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_budget_is_made_where_it_is_wanted(wanted: bool) -> None:
-    made = job(scheduling={"disruptionBudget": wanted})
-    actions, _ = plan_actions(View(made, made.status, World(), NOW), frozenset())
-    assert (CreateBudget() in actions) == wanted
 
 
 def test_a_merge_changes_neither_of_its_arguments() -> None:
