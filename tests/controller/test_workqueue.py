@@ -119,6 +119,31 @@ async def test_what_is_not_urgent_waits_a_second_after_the_last_start_and_what_i
 
 
 @virtual
+async def test_what_is_not_urgent_waits_longer_while_it_is_crowded() -> None:
+    crowded = True
+    queue: DelayQueue[str] = DelayQueue(crowded=lambda: crowded)
+    starts: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def handle(key: str) -> float:
+        starts.append(loop.time())
+        return 60.0
+
+    async def events() -> None:
+        nonlocal crowded
+        for key in ("a", "a", "a"):
+            queue.add(key, urgent=False)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(2)
+        crowded = False
+        queue.add("a", urgent=False)
+
+    await asyncio.gather(drive(queue, handle, 4), events())
+    first, second = starts[1] - starts[0], starts[2] - starts[1]
+    assert first >= queue_module.CROWDED_INTERVAL > second >= queue_module.INTERVAL
+
+
+@virtual
 async def test_a_queue_is_drained_when_no_key_that_is_due_waits() -> None:
     queue: DelayQueue[str] = DelayQueue()
     done: list[tuple[str, bool]] = []

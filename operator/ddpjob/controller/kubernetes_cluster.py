@@ -120,7 +120,8 @@ class KubernetesCluster:
         """Set by the operator, which it wakes when the outcome of a notification is known."""
         self.classes = JobClasses()
         """Set by the operator."""
-        self._creating = Turns(CREATIONS)
+        self.creating = Turns(CREATIONS)
+        """Those of the objects that are created."""
         self._unsure: set[JobKey] = set()
         """Jobs whose status was perhaps written by a request without an answer, or by others: they are read again."""
         self._pauses: dict[JobKey, dict[str, _Pause]] = {}
@@ -328,7 +329,7 @@ class KubernetesCluster:
             if kind == "ConfigMap":
                 await self._share_in_turn(job, manifest)
             else:
-                async with self._creating.turn(job.namespace):
+                async with self.creating.turn(job.namespace):
                     await self._create(job, manifest)
         except (Refused, NameTaken) as refusal:
             first, longest = (1.0, BLOCKED_POLL) if isinstance(refusal, NameTaken) else (BLOCKED_POLL, LONGEST_PAUSE)
@@ -424,7 +425,7 @@ class KubernetesCluster:
         shared = self._shared.setdefault(key, _Shared())
         shared.waiting[job.uid] = runtime_owner(job)
         try:
-            async with shared.turn, self._creating.turn(job.namespace):
+            async with shared.turn, self.creating.turn(job.namespace):
                 await self._share(job, manifest, shared.waiting)
         finally:
             del shared.waiting[job.uid]

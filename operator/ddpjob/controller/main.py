@@ -71,8 +71,11 @@ class Leader:
         schema: ServedSchema | None = None,
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
-        # Each namespace has its share of the workers; see `_rank` for the order.
-        self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank)
+        # Each namespace has its share of the workers; see `_rank` for the order. Pods come before statuses that only say
+        # that they are there.
+        self.queue = DelayQueue[JobKey](
+            group=lambda key: key.namespace, rank=self._rank, crowded=lambda: self.cluster.creating.wanted()
+        )
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
         watched, mine = settings.namespaces, self._is_in_shard

@@ -22,19 +22,24 @@ FIRST_BACKOFF = 0.5
 LONGEST_BACKOFF = 60.0
 INTERVAL = 1.0
 """Seconds between two starts of the same key, unless the second one is urgent or was asked for by the first."""
+CROWDED_INTERVAL = 1.7
+"""The same while work that is more urgent than any second start waits. A status may be late by two seconds."""
 
 
 class DelayQueue(Generic[Key]):
     """Keys with the time at which they are due, by the event loop's clock. The earliest time requested wins.
 
     Of the keys that are due, those of the lowest `rank` come first, then those of the `group` with the fewest
-    workers, then the one that has been due for longest.
+    workers, then the one that has been due for longest. `crowded`: whether second starts should be rarer.
     """
 
     def __init__(
-        self, group: Callable[[Key], Hashable] = lambda key: key, rank: Callable[[Key], int] = lambda key: 0
+        self,
+        group: Callable[[Key], Hashable] = lambda key: key,
+        rank: Callable[[Key], int] = lambda key: 0,
+        crowded: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._group, self._rank = group, rank
+        self._group, self._rank, self._crowded = group, rank, crowded
         self._due: dict[Key, tuple[float, int]] = {}
         self._heap: list[tuple[float, int, Key]] = []
         self._ready: dict[Hashable, list[tuple[int, int, Key]]] = {}
@@ -51,11 +56,11 @@ class DelayQueue(Generic[Key]):
     def add(self, key: Key, delay: float = 0.0, *, urgent: bool = True) -> None:
         """Schedules `key` in `delay` seconds, or sooner, if an earlier wake-up is already scheduled.
 
-        Not urgent: at the earliest INTERVAL seconds after the last start.
+        Not urgent: at the earliest INTERVAL seconds after the last start, CROWDED_INTERVAL while it is crowded.
         """
         when = asyncio.get_running_loop().time() + delay
         if not urgent and key in self._began:
-            when = max(when, self._began[key] + INTERVAL)
+            when = max(when, self._began[key] + (CROWDED_INTERVAL if self._crowded() else INTERVAL))
         if key not in self._due or when < self._due[key][0]:
             self._schedule(key, when)
 
@@ -160,6 +165,10 @@ class Turns:
         self._free = most
         self._taken: Counter[Hashable] = Counter()
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+
+    def wanted(self) -> bool:
+        """Whether anybody waits for a turn."""
+        return bool(self._waiting)
 
     @asynccontextmanager
     async def turn(self, group: Hashable) -> AsyncIterator[None]:
