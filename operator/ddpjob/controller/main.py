@@ -71,8 +71,8 @@ class Leader:
         schema: ServedSchema | None = None,
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
-        # Each namespace has its share of the workers; see `_rank` for the order. Pods come before statuses that only say
-        # that they are there.
+        # Each namespace has its share of the workers; see `_rank` for the order. Pods come before statuses that only
+        # say that they are there.
         self.queue = DelayQueue[JobKey](
             group=lambda key: key.namespace, rank=self._rank, crowded=lambda: self.cluster.creating.wanted()
         )
