@@ -28,7 +28,14 @@ from ddpjob.engine.ports import Conflict, JobKey, NamespaceEnding, NameTaken, Re
 from ddpjob.engine.reconcile import CONFLICT_RETRY, reconcile
 from ddpjob.objects.claim import build_claim
 from ddpjob.objects.platform import Platform
-from ddpjob.objects.service import build_runtime, build_service, runtime_name
+from ddpjob.objects.service import (
+    build_runtime,
+    build_runtime_jobs,
+    build_service,
+    runtime_jobs_name,
+    runtime_name,
+    runtime_owner,
+)
 from simulation.store import Refusal
 
 from .api_server import ApiServer, Fault
@@ -36,6 +43,7 @@ from .virtual_loop import run
 from .world import api_server, connected, loop_moment
 
 KEY = JobKey("space", "job")
+JOBS = runtime_jobs_name(runtime_name())
 
 
 class Case:
@@ -108,6 +116,10 @@ class Case:
 
     def pods(self) -> list[str]:
         return sorted(str(p["metadata"]["name"]) for p in self.server.store.all("Pod"))
+
+    def keepers(self) -> set[str]:
+        """The jobs that keep the namespace's runtime."""
+        return {o["name"] for o in self.server.store.get("ConfigMap", JOBS)["metadata"]["ownerReferences"]}
 
     def asked(self, part: str) -> int:
         """How many GETs had this in their path."""
@@ -198,7 +210,7 @@ def test_a_watch_that_is_late_hides_nothing_that_the_operator_has_done() -> None
                 await asyncio.sleep(1)
             assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
             creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
-            assert len(creations) == 6, "service, runtime, token and pods, each once"
+            assert len(creations) == 7, "service, runtime, its jobs, token and pods, each once"
             await c.cluster.delete_pod(await c.job(), "job-0-0", c.uid("job-0-0"), None)
             observed = await c.cluster.observe(KEY)
             assert observed is not None
@@ -310,21 +322,21 @@ def test_jobs_of_a_namespace_share_one_runtime_that_ends_with_the_last() -> None
             await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
             await seen()
             await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
-            [runtime] = c.server.store.all("ConfigMap")
-            assert runtime["metadata"]["name"] == runtime_name() and runtime["immutable"]
-            assert {o["name"] for o in runtime["metadata"]["ownerReferences"]} == {"job", "b", "c", "d"}
-            assert not any(o.get("controller") for o in runtime["metadata"]["ownerReferences"])
+            runtime, jobs = (c.server.store.get("ConfigMap", name) for name in (runtime_name(), JOBS))
+            assert runtime["immutable"] and len(runtime["binaryData"]) == 3 and "binaryData" not in jobs
+            assert [o["uid"] for o in runtime["metadata"]["ownerReferences"]] == [jobs["metadata"]["uid"]]
+            assert {o["name"] for o in jobs["metadata"]["ownerReferences"]} == {"job", "b", "c", "d"}
+            assert not any(o.get("controller") for o in jobs["metadata"]["ownerReferences"])
             for name in ("job", "b", "c"):
                 c.server.store.delete("DDPJob", name)
             assert c.server.store.find("ConfigMap", runtime_name()) is not None
             c.server.store.delete("DDPJob", "d")
-            assert c.server.store.find("ConfigMap", runtime_name()) is None
+            assert not list(c.server.store.all("ConfigMap"))
 
     run(main())
 
 
-def test_many_jobs_become_owners_of_their_runtime_by_two_requests() -> None:
-    """Each costs the API server as much as several pods: the ConfigMap holds the whole runtime."""
+def test_many_jobs_share_their_runtime_by_two_requests() -> None:
 
     async def main() -> None:
         async with case() as c:
@@ -334,15 +346,14 @@ def test_many_jobs_become_owners_of_their_runtime_by_two_requests() -> None:
             await seen()
             await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
             asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
-            assert asked == ["POST", "PATCH"]
-            [runtime] = c.server.store.all("ConfigMap")
-            assert {o["name"] for o in runtime["metadata"]["ownerReferences"]} == {key.name for key in keys}
+            assert asked == ["POST", "POST"], "what belongs to the jobs, and the runtime that it keeps"
+            assert c.keepers() == {key.name for key in keys}
             assert len(c.pods()) == 3 * len(keys)
 
     run(main())
 
 
-def test_a_job_that_becomes_an_owner_of_the_runtime_takes_those_along_that_are_about_to() -> None:
+def test_a_job_that_comes_to_share_the_runtime_takes_those_along_that_are_about_to() -> None:
     """But none that has ended, is suspended, or runs with the runtime of another version."""
 
     async def main() -> None:
@@ -359,9 +370,74 @@ def test_a_job_that_becomes_an_owner_of_the_runtime_takes_those_along_that_are_a
             for name in ("b", "c", "d"):
                 await reconcile(c.cluster, JobKey("space", name), loop_moment)
             asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
-            assert asked == ["POST", "PATCH"]
-            [runtime] = c.server.store.all("ConfigMap")
-            assert {o["name"] for o in runtime["metadata"]["ownerReferences"]} == {"job", "b", "c", "d"}
+            assert asked == ["POST", "POST", "PATCH"]
+            assert c.keepers() == {"job", "b", "c", "d"}
+
+    run(main())
+
+
+def test_a_runtime_that_earlier_versions_made_for_its_jobs_is_shared_by_later_ones() -> None:
+    async def main() -> None:
+        async with case() as c:
+            c.server.store.create("ConfigMap", build_runtime(await c.job()))
+            await seen()
+            await c.reconcile()
+            assert len(c.pods()) == 3 and c.server.store.find("ConfigMap", JOBS) is None
+            c.add("b")
+            await seen()
+            await reconcile(c.cluster, JobKey("space", "b"), loop_moment)
+            assert len(c.pods()) == 6
+            c.server.store.delete("DDPJob", "job")
+            assert c.server.store.find("ConfigMap", runtime_name()) is not None
+            c.server.store.delete("DDPJob", "b")
+            assert not list(c.server.store.all("ConfigMap"))
+
+    run(main())
+
+
+def test_what_an_operator_has_left_half_shared_is_finished_by_the_next() -> None:
+    """It died when the job had become an owner, and the runtime did not belong to the jobs yet."""
+
+    async def main() -> None:
+        async with case() as c:
+            job = await c.job()
+            runtime = build_runtime(job)
+            runtime["metadata"]["ownerReferences"][0] |= {"name": "other", "uid": "other-uid"}
+            c.server.store.create("ConfigMap", runtime)
+            c.server.store.create("ConfigMap", build_runtime_jobs(job, [runtime_owner(job)]))
+            await seen()
+            await c.reconcile()
+            jobs = c.server.store.get("ConfigMap", JOBS)["metadata"]["uid"]
+            owners = c.server.store.get("ConfigMap", runtime_name())["metadata"]["ownerReferences"]
+            assert {o["uid"] for o in owners} == {"other-uid", jobs} and len(c.pods()) == 3
+
+    run(main())
+
+
+@pytest.mark.parametrize("gone", ["runtime", "jobs"])
+def test_a_runtime_that_is_collected_while_a_job_comes_is_made_again(gone: str) -> None:
+    """The last of its jobs has ended, and no watch has said so yet."""
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            c.add("b")
+            await seen()
+            c.server.drop_events = lambda kind, body: kind == "ConfigMap"
+            body = c.server.store.get("ConfigMap", runtime_name() if gone == "runtime" else JOBS)
+            c.server.store.remove("ConfigMap", body)
+            for _ in range(4):
+                await reconcile(c.cluster, JobKey("space", "b"), loop_moment)
+                await asyncio.sleep(2)
+            if gone == "runtime":  # No request needs it: only a watch can tell.
+                c.server.drop_events = lambda kind, body: False
+                c.server.store.changed("ConfigMap", body, "DELETED")
+                await seen()
+                await reconcile(c.cluster, JobKey("space", "b"), loop_moment)
+            assert len([name for name in c.pods() if name.startswith("b-")]) == 3
+            runtime = c.server.store.get("ConfigMap", runtime_name())
+            jobs = c.server.store.get("ConfigMap", JOBS)["metadata"]
+            assert jobs["uid"] in {o["uid"] for o in runtime["metadata"]["ownerReferences"]} and "b" in c.keepers()
 
     run(main())
 
@@ -503,11 +579,12 @@ def test_an_older_runtime_is_kept_while_its_files_are_those_that_pods_mount(file
         async with case() as c:
             await c.reconcile()
             store = c.server.store
-            made = next(store.all("ConfigMap"))
+            made = store.get("ConfigMap", runtime_name())
             data = {**made["binaryData"], "ddpjob_worker.py": b64encode(b"the older one").decode()}
             if files == "one more":
                 data["ddpjob_runtime.more.py"] = ""
-            old = {**made["metadata"], "name": f"job-runtime-{digest(data)}", "uid": "old"}
+            owners = [runtime_owner(await c.job())]
+            old = {**made["metadata"], "name": f"job-runtime-{digest(data)}", "uid": "old", "ownerReferences": owners}
             if files == "one less":
                 data.popitem()
             store.remove("ConfigMap", made)
@@ -540,7 +617,7 @@ def test_what_it_writes_itself_is_seen_by_the_next_reconcile() -> None:
             for _ in range(3):
                 await c.reconcile()
             creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
-            assert len(creations) == 6, "service, files, token and pods, each once"
+            assert len(creations) == 7, "service, runtime, its jobs, token and pods, each once"
             for body in list(c.server.store.all("Pod")):
                 await c.cluster.delete_pod(await c.job(), body["metadata"]["name"], body["metadata"]["uid"], 0)
             observed = await c.cluster.observe(KEY)

@@ -71,6 +71,8 @@ class Owned:
     name: str
     jobs: tuple[JobKey, ...]
     job_uids: frozenset[str]
+    owner_uids: frozenset[str] = frozenset()
+    """Of jobs and all others."""
     leaving: bool = False
     """Whether its deletion was requested."""
 
@@ -355,6 +357,7 @@ def _read_owned(body: Json) -> Owned:
         meta["name"],
         tuple(JobKey(meta["namespace"], o["name"]) for o in owners),
         frozenset(o["uid"] for o in owners),
+        frozenset(o["uid"] for o in meta.get("ownerReferences", ())),
         "deletionTimestamp" in meta,
     )
 

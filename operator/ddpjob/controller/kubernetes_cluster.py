@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -59,7 +59,7 @@ from ddpjob.objects.pod_group import KIND as GANG
 from ddpjob.objects.pod_group import VOLCANO_KIND as VOLCANO_GANG
 from ddpjob.objects.pod_group import kind_of
 from ddpjob.objects.pod_template import problems
-from ddpjob.objects.service import holds_runtime, runtime_name, runtime_owner
+from ddpjob.objects.service import build_runtime_jobs, holds_runtime, runtime_jobs_name, runtime_name, runtime_owner
 from ddpjob.objects.workload import API_VERSION as WORKLOAD_API
 from ddpjob.objects.workload import KIND as WORKLOAD
 from ddpjob.objects.workload import marked, released
@@ -270,8 +270,11 @@ class KubernetesCluster:
 
     async def _runtime(self, job: DDPJob, name: str) -> str:
         """`name`, if this ConfigMap exists, is the job's (too) and holds what it should; else empty."""
-        found = self.caches.known("ConfigMap", job.namespace, name)
-        if found is None or (job.uid not in found.job_uids and len(found.job_uids) < MOST_OWNERS):
+        found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
+        if found is None:
+            return ""
+        through_jobs = jobs is not None and jobs.uid in found.owner_uids and _counts(job, jobs)
+        if not through_jobs and not _counts(job, found):  # Earlier versions made the jobs its owners.
             return ""
         if found.uid not in self._checked:
             try:
@@ -417,25 +420,40 @@ class KubernetesCluster:
         )
 
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
-        """Creates a ConfigMap that the jobs of a namespace share, or makes the job one of its owners.
+        """Creates a ConfigMap that the jobs of a namespace share, and makes the job one of those that keep it.
 
-        One after the other, and the first one for all that wait: it is large, and writes at the same time collide.
+        One after the other, and the first one for all that wait: writes at the same time collide.
         """
         key = job.namespace, manifest["metadata"]["name"]
         shared = self._shared.setdefault(key, _Shared())
         shared.waiting[job.uid] = runtime_owner(job)
         try:
             async with shared.turn, self.creating.turn(job.namespace):
-                await self._share(job, manifest, shared.waiting)
+                await self._share(job, manifest, await self._become_owner(job, shared.waiting))
         finally:
             del shared.waiting[job.uid]
             if not shared.waiting:
                 self._shared.pop(key, None)
 
-    async def _share(self, job: DDPJob, manifest: Json, waiting: Mapping[str, Json]) -> None:
+    async def _become_owner(self, job: DDPJob, waiting: Mapping[str, Json]) -> Json:
+        """The reference to the ConfigMap that belongs to the jobs of the namespace, the job being one of them."""
+        name = runtime_jobs_name(runtime_name())
+        found = self.caches.known("ConfigMap", job.namespace, name)
+        others = {**waiting, **self._next_owners(job, found)}
+        owners = [runtime_owner(job), *(owner for uid, owner in others.items() if uid != job.uid)]
+        if found is None:
+            await self._create(job, build_runtime_jobs(job, owners[:MOST_OWNERS]))
+            found = self.caches.known("ConfigMap", job.namespace, name)
+        if found is None:  # It has no label of ours.
+            raise NameTaken(_NOT_THE_RUNTIME)
+        if not _counts(job, found):
+            await self._add_owners(job, name, found, owners[: MOST_OWNERS - len(found.job_uids)])
+        return {"apiVersion": "v1", "kind": "ConfigMap", "name": name, "uid": found.uid}
+
+    async def _share(self, job: DDPJob, manifest: Json, owner: Json) -> None:
         name = manifest["metadata"]["name"]
         if self.caches.known("ConfigMap", job.namespace, name) is None:
-            await self._create(job, manifest)
+            await self._create(job, {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [owner]}})
         found = self.caches.known("ConfigMap", job.namespace, name)
         if found is None:  # It has no label of ours.
             raise NameTaken(_NOT_THE_RUNTIME)
@@ -443,15 +461,14 @@ class KubernetesCluster:
             await self._own_or_taken(job, manifest)
         if not self._checked.get(found.uid):
             raise NameTaken(_NOT_THE_RUNTIME)
-        if job.uid in found.job_uids or len(found.job_uids) >= MOST_OWNERS:
-            return
-        others = {**waiting, **self._next_owners(job, found)}
-        owners = [runtime_owner(job), *(owner for uid, owner in others.items() if uid != job.uid)]
-        room = MOST_OWNERS - len(found.job_uids)
-        body = {"metadata": {"uid": found.uid, "ownerReferences": owners[:room]}}
+        if owner["uid"] not in found.owner_uids:
+            await self._add_owners(job, name, found, [owner])
+
+    async def _add_owners(self, job: DDPJob, name: str, found: Owned, owners: Sequence[Json]) -> None:
+        """A strategic merge: it adds to the owners that others add at the same time."""
+        body = {"metadata": {"uid": found.uid, "ownerReferences": owners}}
         path = _path("ConfigMap", job.namespace, name)
         try:
-            # A strategic merge adds to the owners that others add at the same time.
             patched = await self.rest.request(
                 "PATCH", path, body=body, content_type=STRATEGIC_MERGE_PATCH, accept=METADATA
             )
@@ -462,11 +479,12 @@ class KubernetesCluster:
             raise NameTaken("an object of this name existed a moment ago") from error
         self.caches.take("ConfigMap", patched)
 
-    def _next_owners(self, job: DDPJob, found: Owned) -> dict[str, Json]:
-        """Other jobs of the namespace that will share the ConfigMap: a write of it costs as much as four pods."""
+    def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
+        """Other jobs of the namespace that will use the runtime: one write for all of them."""
         name, jobs = runtime_name(), self.caches.jobs_in(job.namespace)
+        known = found.job_uids if found is not None else frozenset[str]()
         new = (j for j in jobs if not (j.status.terminal or j.deleting or j.spec.run_policy.suspend))
-        return {j.uid: runtime_owner(j) for j in new if j.uid not in found.job_uids and j.status.runtime in ("", name)}
+        return {j.uid: runtime_owner(j) for j in new if j.uid not in known and j.status.runtime in ("", name)}
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
@@ -598,6 +616,11 @@ class KubernetesCluster:
             await self.rest.request("POST", f"/apis/events.k8s.io/v1/namespaces/{job.namespace}/events", body=body)
         except ApiError as error:
             log.warning("%s/%s: event %s was not written: %s", job.namespace, job.name, event.reason, error)
+
+
+def _counts(job: DDPJob, owned: Owned) -> bool:
+    """Whether the job is an owner, or the object has so many that it stays for long enough without the job."""
+    return job.uid in owned.job_uids or len(owned.job_uids) >= MOST_OWNERS
 
 
 _KUEUE = f"/apis/{WORKLOAD_API}"

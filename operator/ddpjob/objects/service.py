@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -114,17 +114,25 @@ def runtime_owner(job: DDPJob) -> Json:
     return {key: value for key, value in job.owner_reference.items() if key != "controller"}
 
 
+def runtime_jobs_name(runtime: str) -> str:
+    """The ConfigMap that belongs to the jobs that use a runtime, and owns it."""
+    return f"{runtime}-jobs"
+
+
+def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
+    """An empty ConfigMap that belongs to jobs of the namespace and keeps their runtime.
+
+    The runtime itself is too large to be written again for each job that comes or goes.
+    """
+    return _shared(job, runtime_jobs_name(runtime_name()), owners)
+
+
 def build_runtime(job: DDPJob) -> Json:
     """The immutable ConfigMap that the pods of all jobs of the namespace mount, with its first owner."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            "name": runtime_name(),
-            "namespace": job.namespace,
-            "labels": {LABEL_MANAGED: MANAGED_BY},
-            "ownerReferences": [runtime_owner(job)],
-        },
-        "immutable": True,
-        "binaryData": dict(_runtime_data()),
-    }
+    shared = _shared(job, runtime_name(), [runtime_owner(job)])
+    return {**shared, "immutable": True, "binaryData": dict(_runtime_data())}
+
+
+def _shared(job: DDPJob, name: str, owners: Iterable[Json]) -> Json:
+    meta = {"name": name, "namespace": job.namespace, "labels": {LABEL_MANAGED: MANAGED_BY}}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**meta, "ownerReferences": list(owners)}}
