@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -23,6 +24,8 @@ SLOW = (
     "runtime/test_coordinator_disorder.py",
     "runtime/test_forkserver.py",
     "runtime/test_rendezvous.py",
+    "runtime/test_runtime_fast.py",
+    "runtime/test_runtime_standard.py",
     "simulation/test_crashes.py",
     "simulation/test_generated.py",
     "simulation/test_random_faults.py",
@@ -51,5 +54,6 @@ def _is_slow(item: pytest.Item) -> bool:
     return any(getattr(it, "__module__", getattr(it, "__name__", None)) in HARNESSES for it in imported)
 
 
+@cache
 def _is_slow_module(path: Path) -> bool:
     return any(path.is_relative_to(HERE / name) for name in SLOW)
