@@ -101,6 +101,10 @@ class _Shared:
     waiting: dict[str, Json] = field(default_factory=dict)
 
 
+class _Collected(NameTaken):
+    """A shared ConfigMap that the caches know is gone, or another one by now."""
+
+
 class KubernetesCluster:
     """Implements `ddpjob.engine.ports.Cluster` for every job. `instance` names this replica in events."""
 
@@ -429,7 +433,12 @@ class KubernetesCluster:
         shared.waiting[job.uid] = runtime_owner(job)
         try:
             async with shared.turn, self.creating.turn(job.namespace):
-                await self._share(job, manifest, await self._become_owner(job, shared.waiting))
+                for left in reversed(range(3)):
+                    try:
+                        return await self._share(job, manifest, await self._become_owner(job, shared.waiting))
+                    except _Collected:  # With the last of its jobs; a watch will say so. One may follow the other.
+                        if not left:
+                            raise
         finally:
             del shared.waiting[job.uid]
             if not shared.waiting:
@@ -476,7 +485,7 @@ class KubernetesCluster:
             if error.status not in (404, 409):
                 raise Refused(error.status, error.message) from error
             self.caches.forget("ConfigMap", job.namespace, name)
-            raise NameTaken("an object of this name existed a moment ago") from error
+            raise _Collected("an object of this name existed a moment ago") from error
         self.caches.take("ConfigMap", patched)
 
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
