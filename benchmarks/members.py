@@ -1,9 +1,10 @@
 """How long a coordinator needs for very many members: until a round of them begins, and the next one after a loss.
 
-    python -m benchmarks.members [--members 1024] [--runs 3] [--table benchmarks/README.md]
+    python -m benchmarks.members [--members 1024] [--runs 3] [--share 1 0.1] [--table benchmarks/README.md]
 
 The members are played by this program, over real sockets on 127.0.0.1: their lines, and no torch. Both share the
-machine's processors. One more member than the round needs is a spare, so that a loss is made up for at once.
+machine's processors. One more member than the round needs is a spare, so that a loss is made up for at once. With a
+share of a processor the coordinator is stopped for the rest of each twentieth of a second.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import argparse
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -29,6 +34,10 @@ from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm, free_port
 
 TOKEN = "a benchmark"
+PERIOD = 0.05
+"""Seconds, of each of which a share is the coordinator's."""
+REST = 10
+"""Seconds for which members that train are listened to."""
 
 
 class Member:
@@ -59,23 +68,54 @@ class Member:
 
 @dataclass
 class Figures:
-    """Of one run, in seconds; of the coordinator its processor time and its memory in MiB at the end."""
+    """Of one run, in seconds; of the coordinator its share of a processor while all train, the size of its report in
+    kB, its processor time for everything but that rest, and its memory in MiB at the end.
+    """
 
     connected: float
     formed: float
     formed_again: float
+    at_rest: float
+    report: float
     processor: float
     memory: float
 
 
-def measure(count: int) -> Figures:
-    """A round of `count` members, the loss of one, the next round."""
+@contextmanager
+def sharing(pid: int, share: float) -> Iterator[None]:
+    """The process runs for this share of the time, and is stopped for the rest."""
+    ended = threading.Event()
+
+    def throttle() -> None:
+        while not ended.wait(PERIOD * share):
+            os.kill(pid, signal.SIGSTOP)
+            ended.wait(PERIOD * (1 - share))
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=throttle)
+    if share < 1:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if share < 1:
+            thread.join()
+
+
+def measure(count: int, share: float) -> Figures:
+    """A round of `count` members, a while of training, the loss of one, the next round."""
     port = free_port()
     command = [sys.executable, str(CHECKOUT / "runtime" / "ddpjob_runtime"), "coordinator", "--port", str(port)]
     command += ["--host", "127.0.0.1", "--nodes", str(count), "--mode", "Fast"]
-    with subprocess.Popen(command, env={**os.environ, "DDPJOB_TOKEN": TOKEN}, stderr=subprocess.DEVNULL) as coordinator:
+    environment = {**os.environ, "DDPJOB_TOKEN": TOKEN}
+    with (
+        subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as coordinator,
+        ExitStack() as throttled,
+    ):
         try:
             _wait_for(port)
+            throttled.enter_context(sharing(coordinator.pid, share))
             began = time.monotonic()
             members = [Member(port, index) for index in range(count + 1)]
             for member in members:
@@ -89,11 +129,17 @@ def measure(count: int) -> Figures:
             formed = time.monotonic() - began
             for member in training:
                 member.say("joined", round=1)
-            while _report(port)["state"] != "Running":
+            while json.loads(_report(port))["state"] != "Running":
                 time.sleep(0.05)
-            for member in training:  # The end of a connection that has been silent may be that of a stall.
-                member.say("hb")
-                member.hear("hb")
+            before, began = _processor(coordinator.pid), time.monotonic()
+            for beat in range(1, REST + 1):
+                for member in training:
+                    member.say("hb")
+                for member in training:
+                    member.hear("hb")
+                time.sleep(max(0.0, began + beat * protocol.HEARTBEAT_SECONDS - time.monotonic()))
+            rest = _processor(coordinator.pid) - before
+            at_rest, report = rest / (time.monotonic() - began), len(_report(port)) / 1000
             began = time.monotonic()
             training.pop(count // 2).close()
             for member in training:
@@ -102,12 +148,21 @@ def measure(count: int) -> Figures:
             for member in [*training, spare]:
                 member.hear("go")
             formed_again = time.monotonic() - began
-            fields = Path(f"/proc/{coordinator.pid}/stat").read_text().rpartition(")")[2].split()
-            ticks, pages = int(fields[11]) + int(fields[12]), int(fields[21])
-            memory = pages * resource.getpagesize() / 2**20
-            return Figures(connected, formed, formed_again, ticks / os.sysconf("SC_CLK_TCK"), memory)
+            memory = int(_stat(coordinator.pid)[21]) * resource.getpagesize() / 2**20
+            processor = _processor(coordinator.pid) - rest
+            return Figures(connected, formed, formed_again, at_rest, report, processor, memory)
         finally:
+            throttled.close()
             coordinator.kill()
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _processor(pid: int) -> float:
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _say_ready(members: list[Member], after: int) -> None:
@@ -115,10 +170,11 @@ def _say_ready(members: list[Member], after: int) -> None:
         member.say("ready", after=after, host="10.0.0.1", port=5000 + number)
 
 
-def _report(port: int) -> Any:
+def _report(port: int) -> bytes:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/status", headers={"Authorization": f"Bearer {TOKEN}"})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+        body: bytes = answer.read()
+        return body
 
 
 def _wait_for(port: int) -> None:
@@ -129,16 +185,20 @@ def _wait_for(port: int) -> None:
         time.sleep(0.02)
 
 
-def table(count: int, runs: list[Figures], loads: list[float]) -> str:
+def table(count: int, share: float, runs: list[Figures], loads: list[float]) -> str:
     """Median and worst of each figure."""
+    percent = [100 * run.at_rest for run in runs]
     rows = {
         "all connected and welcomed, s": [run.connected for run in runs],
         "from the first `ready` to the last `go`, s": [run.formed for run in runs],
         "from a loss to the last `go` of the next round, s": [run.formed_again for run in runs],
-        "the coordinator's processor time for all of it, s": [run.processor for run in runs],
+        "while all train: the coordinator's share of a processor, %": percent,
+        "its report, kB": [run.report for run in runs],
+        "the coordinator's processor time for all but that, s": [run.processor for run in runs],
         "the coordinator's memory, MiB": [run.memory for run in runs],
     }
-    lines = [f"| {count} members | median | worst |", "| --- | ---: | ---: |"]
+    title = f"{count} members" + (f", the coordinator has {share:.0%} of a processor" if share < 1 else "")
+    lines = [f"| {title} | median | worst |", "| --- | ---: | ---: |"]
     lines += [f"| {what} | {median(values):.2f} | {max(values):.2f} |" for what, values in rows.items()]
     load = f"load average {min(loads):.1f} to {max(loads):.1f}"
     return "\n".join([*lines, "", f"{len(runs)} runs; {os.cpu_count()} cores; {load}."])
@@ -149,6 +209,7 @@ def main() -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--members", type=int, default=1024, help="of a round (default 1024)")
     made.add_argument("--runs", type=int, default=3, help="(default 3)")
+    made.add_argument("--share", type=float, nargs="+", default=[1.0, 0.1], help="of a processor (default 1 0.1)")
     add_table_option(made, "members")
     options = made.parse_args()
     wanted = options.members + 100
@@ -157,12 +218,15 @@ def main() -> int:
         print(f"only {hard} files may be open (ulimit -n): {wanted} are needed", file=sys.stderr)
         return 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    runs, loads = [], []
-    for _ in range(options.runs):
-        loads.append(os.getloadavg()[0])
-        runs.append(measure(options.members))
-        print(runs[-1], file=sys.stderr, flush=True)
-    text = table(options.members, runs, loads)
+    tables = []
+    for share in options.share:
+        runs, loads = [], []
+        for _ in range(options.runs):
+            loads.append(os.getloadavg()[0])
+            runs.append(measure(options.members, share))
+            print(runs[-1], file=sys.stderr, flush=True)
+        tables.append(table(options.members, share, runs, loads))
+    text = "\n\n".join(tables)
     print(text)
     if options.table:
         write_between(options.table, "members", text)
