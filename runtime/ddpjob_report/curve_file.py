@@ -53,7 +53,7 @@ class CurveFile(link.Outbox):
                     file.write(_line("start", {"step": step, "world": int(os.environ.get("WORLD_SIZE", "1"))}))
                 file.write(b"".join(_lines_of(step, figures)))
             with self._changed:
-                if self._closing:
+                if self._closing and "step" not in self._pending:
                     return
                 pause = max(SHORTEST_PAUSE, (time.monotonic() - self._began) / LINES_PER_LIFE)
                 self._changed.wait_for(lambda: self._closing, timeout=pause)

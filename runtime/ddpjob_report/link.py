@@ -73,14 +73,12 @@ class Link(Outbox):
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._closing)
                 figures, self._pending = self._pending, {}
-            if figures and not self._send(figures):
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-                with self._changed:
-                    self._pending = merged(figures, self._pending)
-            else:
-                pause = INTERVAL_SECONDS
+            sent = not figures or self._send(figures)
+            pause = INTERVAL_SECONDS if sent else min(2 * pause, LONGEST_PAUSE_SECONDS)
             with self._changed:
-                if self._closing:
+                if not sent:
+                    self._pending = merged(figures, self._pending)
+                if self._closing and not (sent and self._pending):  # What came meanwhile is sent as well.
                     return
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from ddpjob_runtime import protocol, worker
 from ddpjob_runtime.coordinator import server as coordinator_server
+from machine import slowness
 from runtime_harness import TOKEN, Job
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +187,7 @@ def test_a_script_s_figures_arrive_with_the_speed_and_the_time_left(
     monkeypatch.setenv("DDPJOB_COORDINATOR", f"127.0.0.1:{job.port}")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     monkeypatch.setattr(link, "_link", None)
+    monkeypatch.setattr(link, "TIMEOUT_SECONDS", link.TIMEOUT_SECONDS * slowness())
     monkeypatch.setenv("RANK", "1")
     ddpjob_report.report(step=90)
     assert link._link is None, "rank 0 alone reports"
@@ -202,3 +205,40 @@ def test_a_script_s_figures_arrive_with_the_speed_and_the_time_left(
     link._link._send({"what": 1})  # type: ignore[attr-defined]
     link._link._send({"what": 1})  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("the coordinator refuses a report: ") == 1
+
+
+@pytest.mark.parametrize("kind", ["link", "curves"])
+def test_what_a_script_reports_last_is_kept_though_what_came_before_is_on_its_way(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ddpjob_report import curve_file, link
+
+    on_its_way, may_go, kept = threading.Event(), threading.Event(), list[int]()
+
+    def slowly(step: int) -> None:
+        on_its_way.set()
+        may_go.wait(60)
+        kept.append(step)
+
+    def send(self: link.Link, figures: dict[str, Any]) -> bool:
+        slowly(figures["step"])
+        return True
+
+    def lines_of(step: int, figures: dict[str, Any]) -> list[bytes]:
+        slowly(step)
+        return []
+
+    monkeypatch.setattr(link.Link, "_send", send)
+    monkeypatch.setattr(curve_file, "_lines_of", lines_of)
+    monkeypatch.setattr(link, "TIMEOUT_SECONDS", 60.0)
+    outbox = link.Link("127.0.0.1:1", TOKEN) if kind == "link" else curve_file.CurveFile(tmp_path)
+    outbox.add({"step": 1})
+    assert on_its_way.wait(20)
+    outbox.add({"step": 2})
+    closing = threading.Thread(target=outbox.close)
+    closing.start()
+    while not outbox._closing:
+        time.sleep(0.001)
+    may_go.set()
+    closing.join()
+    assert kept == [1, 2]
