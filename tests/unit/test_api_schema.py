@@ -439,6 +439,11 @@ def test_the_schema_has_no_words_that_the_api_server_does_not_know() -> None:
     assert list(unknown(object_schema(), "")) == []
 
 
+def test_kubectl_get_all_shows_no_jobs() -> None:
+    """With them, `kubectl delete all --all` would delete trainings and what they own."""
+    assert not load_crd()["spec"]["names"].get("categories")
+
+
 def test_columns_and_subresources_point_at_fields() -> None:
     version = load_crd()["spec"]["versions"][0]
     paths = [c["jsonPath"] for c in version["additionalPrinterColumns"]] + list(

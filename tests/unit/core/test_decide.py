@@ -238,6 +238,15 @@ def test_a_budget_is_made_where_it_is_wanted_as_soon_as_a_pod_runs(wanted: bool)
     assert CreateBudget() not in after(job, *runs, has_budget=True).actions
 
 
+def test_the_endpoint_of_a_coordinator_with_an_ipv6_address_has_brackets() -> None:
+    coordinator = PodView(
+        name="job-coordinator-0", uid="c", role=Role.COORDINATOR, host="n2", address="fd00::1", phase="Running",
+        containers={"coordinator": ContainerView(started=NOW)},
+    )  # fmt: skip
+    rendezvous = after(a_job(), a_pod(0), a_pod(1), coordinator).status.rendezvous
+    assert rendezvous is not None and rendezvous.endpoint == "[fd00::1]:29401"
+
+
 # --- large jobs -------------------------------------------------------------------------------------------------
 
 
