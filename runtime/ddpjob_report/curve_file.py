@@ -46,15 +46,15 @@ class CurveFile(link.Outbox):
             with self._changed:
                 self._changed.wait_for(lambda: "step" in self._pending or self._closing)
                 figures, self._pending = self._pending, {}
-            if figures.get("step") is not None:
+            if "step" not in figures:
+                return
+            if figures["step"] is not None:
                 step = int(figures["step"])
                 if not started:
                     started = True
                     file.write(_line("start", {"step": step, "world": int(os.environ.get("WORLD_SIZE", "1"))}))
                 file.write(b"".join(_lines_of(step, figures)))
             with self._changed:
-                if self._closing and "step" not in self._pending:
-                    return
                 pause = max(SHORTEST_PAUSE, (time.monotonic() - self._began) / LINES_PER_LIFE)
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 

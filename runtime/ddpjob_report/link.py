@@ -73,13 +73,15 @@ class Link(Outbox):
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._closing)
                 figures, self._pending = self._pending, {}
-            sent = not figures or self._send(figures)
+            if not figures:
+                return
+            sent = self._send(figures)
             pause = INTERVAL_SECONDS if sent else min(2 * pause, LONGEST_PAUSE_SECONDS)
             with self._changed:
+                if not sent and self._closing:
+                    return
                 if not sent:
                     self._pending = merged(figures, self._pending)
-                if self._closing and not (sent and self._pending):  # What came meanwhile is sent as well.
-                    return
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
     def _send(self, figures: dict[str, Any]) -> bool:
