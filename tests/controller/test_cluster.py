@@ -337,7 +337,6 @@ def test_jobs_of_a_namespace_share_one_runtime_that_ends_with_the_last() -> None
 
 
 def test_many_jobs_share_their_runtime_by_two_requests() -> None:
-
     async def main() -> None:
         async with case() as c:
             keys = [KEY, *(JobKey("space", f"job{number}") for number in range(30))]

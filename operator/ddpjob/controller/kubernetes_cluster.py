@@ -277,8 +277,8 @@ class KubernetesCluster:
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
         if found is None:
             return ""
-        through_jobs = jobs is not None and jobs.uid in found.owner_uids and _counts(job, jobs)
-        if not through_jobs and not _counts(job, found):  # Earlier versions made the jobs its owners.
+        through_jobs = jobs is not None and jobs.uid in found.owner_uids and _stays_for(job, jobs)
+        if not through_jobs and not _stays_for(job, found):  # Earlier versions made the jobs its owners.
             return ""
         if found.uid not in self._checked:
             try:
@@ -450,28 +450,30 @@ class KubernetesCluster:
         found = self.caches.known("ConfigMap", job.namespace, name)
         others = {**waiting, **self._next_owners(job, found)}
         owners = [runtime_owner(job), *(owner for uid, owner in others.items() if uid != job.uid)]
-        if found is None:
-            await self._create(job, build_runtime_jobs(job, owners[:MOST_OWNERS]))
-            found = self.caches.known("ConfigMap", job.namespace, name)
-        if found is None:  # It has no label of ours.
-            raise NameTaken(_NOT_THE_RUNTIME)
-        if not _counts(job, found):
+        found = await self._known_or_created(job, build_runtime_jobs(job, owners[:MOST_OWNERS]))
+        if not _stays_for(job, found):
             await self._add_owners(job, name, found, owners[: MOST_OWNERS - len(found.job_uids)])
         return {"apiVersion": "v1", "kind": "ConfigMap", "name": name, "uid": found.uid}
 
     async def _share(self, job: DDPJob, manifest: Json, owner: Json) -> None:
         name = manifest["metadata"]["name"]
-        if self.caches.known("ConfigMap", job.namespace, name) is None:
-            await self._create(job, {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [owner]}})
-        found = self.caches.known("ConfigMap", job.namespace, name)
-        if found is None:  # It has no label of ours.
-            raise NameTaken(_NOT_THE_RUNTIME)
+        owned = {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [owner]}}
+        found = await self._known_or_created(job, owned)
         if found.uid not in self._checked:
             await self._own_or_taken(job, manifest)
         if not self._checked.get(found.uid):
             raise NameTaken(_NOT_THE_RUNTIME)
         if owner["uid"] not in found.owner_uids:
             await self._add_owners(job, name, found, [owner])
+
+    async def _known_or_created(self, job: DDPJob, manifest: Json) -> Owned:
+        name = manifest["metadata"]["name"]
+        if self.caches.known("ConfigMap", job.namespace, name) is None:
+            await self._create(job, manifest)
+        found = self.caches.known("ConfigMap", job.namespace, name)
+        if found is None:  # It has no label of ours.
+            raise NameTaken(_NOT_THE_RUNTIME)
+        return found
 
     async def _add_owners(self, job: DDPJob, name: str, found: Owned, owners: Sequence[Json]) -> None:
         """A strategic merge: it adds to the owners that others add at the same time."""
@@ -627,8 +629,8 @@ class KubernetesCluster:
             log.warning("%s/%s: event %s was not written: %s", job.namespace, job.name, event.reason, error)
 
 
-def _counts(job: DDPJob, owned: Owned) -> bool:
-    """Whether the job is an owner, or the object has so many that it stays for long enough without the job."""
+def _stays_for(job: DDPJob, owned: Owned) -> bool:
+    """Whether an object stays for long enough: the job is one of its owners, or it has as many as it may have."""
     return job.uid in owned.job_uids or len(owned.job_uids) >= MOST_OWNERS
 
 

@@ -55,8 +55,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
         actions.append(CreateClaim())
     if world.runtime != status.runtime and can_replace(view):
         actions.append(CreateRuntime())
-    runs = any(pod is not None and pod.main.running for pod in view.pods)
-    if job.spec.pods > 1 and job.spec.scheduling.disruption_budget and runs and not world.has_budget:
+    wants_budget = job.spec.pods > 1 and job.spec.scheduling.disruption_budget and not world.has_budget
+    if wants_budget and any(pod is not None and pod.main.running for pod in view.pods):
         actions.append(CreateBudget())  # Not earlier: pods that do not run yet lose nothing, and need not wait for it.
     pods: list[Action] = []
     held = [_held_until(view)]
