@@ -21,9 +21,8 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,7 +30,7 @@ from ddpjob_runtime import protocol
 
 from benchmarks import CHECKOUT
 from benchmarks.marks import add_table_option, write_between
-from benchmarks.processes import exit_on_sigterm, free_port
+from benchmarks.processes import exit_on_sigterm, free_port, memory, processor_seconds
 
 TOKEN = "a benchmark"
 PERIOD = 0.05
@@ -92,15 +91,16 @@ def sharing(pid: int, share: float) -> Iterator[None]:
             ended.wait(PERIOD * (1 - share))
             os.kill(pid, signal.SIGCONT)
 
+    if share >= 1:
+        yield
+        return
     thread = threading.Thread(target=throttle)
-    if share < 1:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        if share < 1:
-            thread.join()
+        thread.join()
 
 
 def measure(count: int, share: float) -> Figures:
@@ -108,61 +108,51 @@ def measure(count: int, share: float) -> Figures:
     port = free_port()
     command = [sys.executable, str(CHECKOUT / "runtime" / "ddpjob_runtime"), "coordinator", "--port", str(port)]
     command += ["--host", "127.0.0.1", "--nodes", str(count), "--mode", "Fast"]
-    environment = {**os.environ, "DDPJOB_TOKEN": TOKEN}
-    with (
-        subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as coordinator,
-        ExitStack() as throttled,
-    ):
+    with subprocess.Popen(command, env={**os.environ, "DDPJOB_TOKEN": TOKEN}, stderr=subprocess.DEVNULL) as coordinator:
         try:
             _wait_for(port)
-            throttled.enter_context(sharing(coordinator.pid, share))
-            began = time.monotonic()
-            members = [Member(port, index) for index in range(count + 1)]
-            for member in members:
-                member.hear("welcome")
-            connected = time.monotonic() - began
-            began = time.monotonic()
-            _say_ready(members, after=0)
-            training, (spare,) = members[:count], members[count:]
-            for member in training:
-                member.hear("go")
-            formed = time.monotonic() - began
-            for member in training:
-                member.say("joined", round=1)
-            while json.loads(_report(port))["state"] != "Running":
-                time.sleep(0.05)
-            before, began = _processor(coordinator.pid), time.monotonic()
-            for beat in range(1, REST + 1):
-                for member in training:
-                    member.say("hb")
-                for member in training:
-                    member.hear("hb")
-                time.sleep(max(0.0, began + beat * protocol.HEARTBEAT_SECONDS - time.monotonic()))
-            rest = _processor(coordinator.pid) - before
-            at_rest, report = rest / (time.monotonic() - began), len(_report(port)) / 1000
-            began = time.monotonic()
-            training.pop(count // 2).close()
-            for member in training:
-                member.hear("restart")
-            _say_ready(training, after=1)
-            for member in [*training, spare]:
-                member.hear("go")
-            formed_again = time.monotonic() - began
-            memory = int(_stat(coordinator.pid)[21]) * resource.getpagesize() / 2**20
-            processor = _processor(coordinator.pid) - rest
-            return Figures(connected, formed, formed_again, at_rest, report, processor, memory)
+            with sharing(coordinator.pid, share):
+                return _play(count, port, coordinator.pid)
         finally:
-            throttled.close()
             coordinator.kill()
 
 
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _processor(pid: int) -> float:
-    fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _play(count: int, port: int, coordinator: int) -> Figures:
+    """`coordinator`: its process id."""
+    began = time.monotonic()
+    members = [Member(port, index) for index in range(count + 1)]
+    for member in members:
+        member.hear("welcome")
+    connected = time.monotonic() - began
+    began = time.monotonic()
+    _say_ready(members, after=0)
+    training, (spare,) = members[:count], members[count:]
+    for member in training:
+        member.hear("go")
+    formed = time.monotonic() - began
+    for member in training:
+        member.say("joined", round=1)
+    while json.loads(_report(port))["state"] != "Running":
+        time.sleep(0.05)
+    before, began = processor_seconds(coordinator), time.monotonic()
+    for beat in range(1, REST + 1):
+        for member in training:
+            member.say("hb")
+        for member in training:
+            member.hear("hb")
+        time.sleep(max(0.0, began + beat * protocol.HEARTBEAT_SECONDS - time.monotonic()))
+    rest = processor_seconds(coordinator) - before
+    at_rest, report = rest / (time.monotonic() - began), len(_report(port)) / 1000
+    began = time.monotonic()
+    training.pop(count // 2).close()
+    for member in training:
+        member.hear("restart")
+    _say_ready(training, after=1)
+    for member in [*training, spare]:
+        member.hear("go")
+    formed_again = time.monotonic() - began
+    processor = processor_seconds(coordinator) - rest
+    return Figures(connected, formed, formed_again, at_rest, report, processor, memory(coordinator))
 
 
 def _say_ready(members: list[Member], after: int) -> None:

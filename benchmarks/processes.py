@@ -10,6 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+TICKS = os.sysconf("SC_CLK_TCK")
+"""Of /proc's times, per second."""
+
 
 def descendants(pid: int) -> list[int]:
     """The process ids of all descendants."""
@@ -40,6 +43,18 @@ def kill_all(*processes: subprocess.Popen[bytes]) -> float:
     for process in processes:
         process.wait()
     return moment
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process and its threads. proc(5): fields 14 and 15; field 2 may hold spaces."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def memory(pid: int, what: str = "VmRSS") -> float:
+    """MiB resident; `VmHWM`: at the peak."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
 
 
 def free_port() -> int:

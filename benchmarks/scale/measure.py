@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from ddpjob.controller.rest import Rest
 
-from benchmarks.processes import free_port
+from benchmarks.processes import TICKS, free_port, memory, processor_seconds
 from benchmarks.testbed import Cluster, OperatorProcess, recorded
 
 RESOURCES = frozenset(
@@ -29,7 +28,6 @@ RESOURCES = frozenset(
     )
 )
 """All that the operator reads and writes for jobs; Leases are not for jobs."""
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,8 @@ class Operator:
         return int(self.process.process.pid)
 
     def memory(self, what: str = "VmRSS") -> float:
-        """MiB resident; `VmHWM`: at the peak."""
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
+        """As benchmarks.processes.memory."""
+        return memory(self.pid, what)
 
     def peak(self) -> float:
         """The peak of all its starts in MiB."""
@@ -133,17 +130,11 @@ class Meter:
     def read(self) -> Usage:
         return Usage(
             time.monotonic(),
-            _seconds(self._operator.pid) if self._operator.process.running() else 0.0,
-            sum(map(_seconds, self._control_plane)),
+            processor_seconds(self._operator.pid) if self._operator.process.running() else 0.0,
+            sum(map(processor_seconds, self._control_plane)),
             time.process_time(),
             _machine(),
         )
-
-
-def _seconds(pid: int) -> float:
-    """Of a process and its threads. proc(5): fields 14 and 15; field 2 may hold spaces."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def _machine() -> float:
