@@ -97,18 +97,26 @@ def test_pods_of_one_rack_have_neighbouring_ranks(cluster: Cluster, jobs: Jobs, 
     name = f"ranks-{mode.lower()}"
     for node, rack in {"n1": "b", "n2": "a"}.items():
         cluster.kubectl("label", "node", node, "--overwrite", f"{RACK}={rack}")
-    spread = {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "DoNotSchedule",
-        "labelSelector": {"matchLabels": {"ddpjob.io/job": name}, "matchExpressions": NODES_ONLY},
-    }
+    # One of the indices 0 and 1 on each node, and one of 2 and 3: whatever the scheduler takes first. A node is a rack
+    # here, and both keys are needed: a pod may have one such constraint for a key.
+    spread = [
+        {
+            "maxSkew": 1,
+            "topologyKey": key,
+            "whenUnsatisfiable": "DoNotSchedule",
+            "labelSelector": {
+                "matchLabels": {"ddpjob.io/job": name},
+                "matchExpressions": [*NODES_ONLY, {"key": "ddpjob.io/index", "operator": "In", "values": indices}],
+            },
+        }
+        for key, indices in {"kubernetes.io/hostname": ["0", "1"], RACK: ["2", "3"]}.items()
+    ]
     manifest = steps_job(
         name, 100000, "--sleep=0.2", nodes=4, rankOrder=[RACK], recovery={"mode": mode},
         scheduling={"onePodPerNode": False},
     )  # fmt: skip
     pod = manifest["spec"]["podTemplate"]["spec"]
-    pod["topologySpreadConstraints"] = [spread]
+    pod["topologySpreadConstraints"] = spread
     # The cluster may have more nodes, by another test.
     these = [{"key": "kubernetes.io/hostname", "operator": "In", "values": ["n1", "n2"]}]
     required = {"nodeSelectorTerms": [{"matchExpressions": these}]}
