@@ -1,9 +1,9 @@
 """What a change of the number of ranks costs a model with batch normalization, of which whole micro-batches cannot be
 dealt out evenly.
 
-Measured in processor time of the busiest rank, as if each rank had a device of its own: wall time of more ranks than
-cores says nothing. Waiting for other ranks is not in it; on a network of its own that is one small message to each
-neighbour per layer and direction.
+Measured in processor time of the busiest rank's computing thread, as if each rank had a device of its own: wall time
+of more ranks than cores says nothing. What a message takes, and waiting for other ranks, is not in it; on a network of
+its own that is one small message to each neighbour per layer and direction.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BY_ARITHMETIC = ((8, 7), (64, 63), (64, 56), (64, 32), (8, 16), (4, 3), (2, 3))
 MEASURED = ((4, 3), (2, 3))
 SHARED = "shared (default)"
 KINDS = {"whole micro-batches": ["whole"], SHARED: [], "data.exact=false": ["data.exact=false"]}
-SAMPLES = 16
-"""Of a micro-batch, when measured."""
+SAMPLES = 32
+"""Of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Cost:
         return self.at_start / self.seconds
 
 
-def by_arithmetic(samples: int = 32) -> str:
+def by_arithmetic(samples: int = SAMPLES) -> str:
     """The samples of the busiest rank in a step: what an ideal device would take."""
     from ddpjob_trainer.data.sampler import Dealing, Dividing, SamplerState
 
