@@ -100,8 +100,11 @@ def wait_for_api(settings: Settings, programs: Path) -> float:
     return wait_for("the API server", lambda: succeeds(*kubectl, "get", "--raw", "/readyz"), settings)
 
 
-def start_controllers(settings: Settings, programs: Path) -> None:
-    """Controllers and scheduler. A silent node is NotReady after 8 s, so that a test can see it."""
+def start_controllers(settings: Settings, programs: Path, *, longest_backoff: int = 10) -> None:
+    """Controllers and scheduler. A silent node is NotReady after 8 s, so that a test can see it.
+
+    `longest_backoff`: seconds after which the scheduler looks again at what has found no room, at the latest.
+    """
     folder, netns = settings.run / "pki", settings.control_plane_netns
     manager: list[str | Path] = [
         programs / "kube-controller-manager",
@@ -114,17 +117,18 @@ def start_controllers(settings: Settings, programs: Path) -> None:
     ]
     manager += [*_gates(), "--leader-elect=false", "--node-monitor-period=1s", "--node-monitor-grace-period=8s"]
     spawn(settings, "kube-controller-manager", netns, manager)
-    spawn(
-        settings,
-        "kube-scheduler",
-        netns,
-        [
-            programs / "kube-scheduler",
-            f"--kubeconfig={settings.run}/kube-scheduler.kubeconfig",
-            "--leader-elect=false",
-            *_gates(),
-        ],
+    configuration = settings.run / "kube-scheduler.yaml"
+    configuration.write_text(
+        f"""apiVersion: kubescheduler.config.k8s.io/v1
+kind: KubeSchedulerConfiguration
+clientConnection:
+  kubeconfig: {settings.run}/kube-scheduler.kubeconfig
+leaderElection:
+  leaderElect: false
+podMaxBackoffSeconds: {longest_backoff}
+"""
     )
+    spawn(settings, "kube-scheduler", netns, [programs / "kube-scheduler", f"--config={configuration}", *_gates()])
 
 
 def start_dns(settings: Settings, programs: Path) -> None:
