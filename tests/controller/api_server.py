@@ -61,7 +61,7 @@ class Fault:
 
     `how`: a status (with `headers`), or one of: `reset` (the connection breaks before the server acts),
     `reset-after` (after it has acted), `hang` (no answer, nothing done), `hang-after` (no answer, but done),
-    `slow` (an answer after `seconds`).
+    `slow` (an answer after `seconds`), `page` (another server's page in place of an answer, nothing done).
     """
 
     how: int | str
@@ -176,6 +176,8 @@ class ApiServer:
         if fault.how == "slow":
             await asyncio.sleep(fault.seconds)
             return await self._answer(request, query)
+        if fault.how == "page":
+            return web.Response(text="<html>Please sign in</html>", content_type="text/html")
         if fault.how.endswith("-after"):
             await self._answer(request, query)
         if fault.how.startswith("hang"):
@@ -342,6 +344,7 @@ class RandomFaults:
             Fault("reset-after"),
             Fault("hang"),
             Fault("hang-after"),
+            Fault("page"),
             Fault("slow", seconds=self.random.uniform(0.1, 12)),
         ]
         if method == "PUT":

@@ -623,11 +623,11 @@ def test_what_it_writes_itself_is_seen_by_the_next_reconcile() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("how", ["hang-after", "reset-after"])
+@pytest.mark.parametrize("how", ["hang-after", "reset-after", "page"])
 @pytest.mark.parametrize(
     ("method", "part"), [("POST", "/pods"), ("POST", "/services"), ("PUT", "/status"), ("POST", "/configmaps")]
 )
-def test_a_write_that_succeeded_without_an_answer_repeats_nothing(how: str, method: str, part: str) -> None:
+def test_a_write_without_an_answer_repeats_nothing_that_has_succeeded(how: str, method: str, part: str) -> None:
     async def main() -> None:
         async with case() as c:
             c.fault_once(method, part, Fault(how))

@@ -52,6 +52,13 @@ def test_throttling_and_errors_of_the_server_can_be_tried_again(
     assert (error.status, error.retry_after) == (status, seconds)
 
 
+def test_a_page_in_place_of_an_answer_can_be_tried_again() -> None:
+    """As a proxy's that asks to sign in."""
+    error = run(asked(Fault("page")))
+    assert isinstance(error, Unavailable)
+    assert "<html>Please sign in</html>" in str(error)
+
+
 @pytest.mark.parametrize("how", ["reset", "reset-after"])
 def test_a_connection_that_breaks_can_be_tried_again(how: str) -> None:
     error = run(asked(Fault(how)))

@@ -76,7 +76,11 @@ class Rest:
         content_type: str = JSON,
         accept: str = JSON,
     ) -> Json:
-        """The JSON response. Raises ApiError for 4xx, Unavailable for 429, 5xx and failures of the connection."""
+        """The JSON response.
+
+        Raises ApiError for 4xx; Unavailable for 429, 5xx, failures of the connection, and an answer that is no object
+        of JSON: something between here and the API server has given it.
+        """
         try:
             response = await self._send(
                 method, path, query or {}, body, (content_type, accept), aiohttp.ClientTimeout(total=REQUEST_SECONDS)
@@ -87,7 +91,10 @@ class Rest:
             raise Unavailable(f"{method} {path}: {type(error).__name__}: {error}") from error
         API_REQUESTS.labels(method, response.status).inc()
         _raise_for_status(response, text, f"{method} {path}")
-        return _parse(text)
+        answer = _parse(text)
+        if not answer:
+            raise Unavailable(f"{method} {path}: {response.status}: {text[:100]!r} is no answer of an API server")
+        return answer
 
     async def watch(
         self, path: str, query: Mapping[str, str], silence: float, accept: str = JSON
