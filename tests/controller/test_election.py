@@ -146,6 +146,46 @@ def test_an_api_server_that_is_away_for_a_minute_ends_nothing(fault: Fault) -> N
     run(main())
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_an_api_server_that_refuses_half_of_all_requests_costs_nobody_the_lease(seed: int) -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            replicas, chance = Candidates(server), random.Random(seed)
+            replicas.start("a")
+            await asyncio.sleep(1)
+            replicas.start("b")
+            server.faults = lambda method, path: Fault(503) if chance.random() < 0.5 else None
+            await asyncio.sleep(200)
+            assert replicas.acting == {"a"}
+            assert replicas.terms == 1
+            await replicas.stop("a")
+            await replicas.stop("b")
+
+    run(main())
+
+
+def test_what_others_write_into_a_lease_is_read_and_kept() -> None:
+    async def main() -> None:
+        async with api_server() as server:
+            replicas = Candidates(server)
+            replicas.start("a")
+            await asyncio.sleep(5)
+            lease = server.store.get("Lease", "operator")
+            lease["metadata"]["annotations"] = {"seen-by": "a person"}
+            server.store.changed("Lease", lease)
+            await asyncio.sleep(3 * RETRY_SECONDS)
+            assert server.store.get("Lease", "operator")["metadata"]["annotations"] == {"seen-by": "a person"}
+            server.store.delete("Lease", "operator")
+            await asyncio.sleep(3 * RETRY_SECONDS)
+            assert server.store.get("Lease", "operator")["spec"]["holderIdentity"] == "a"
+            assert (replicas.acting, replicas.terms) == ({"a"}, 1)
+            asked = [method for method, path, _ in server.requests[-20:] if path.endswith("/leases/operator")]
+            assert set(asked[-2:]) == {"PUT"}, "a renewal reads nothing"
+            await replicas.stop("a")
+
+    run(main())
+
+
 def test_a_renewal_that_succeeded_without_an_answer_loses_nothing() -> None:
     async def main() -> None:
         async with api_server() as server:

@@ -2,7 +2,8 @@
 
 A holder that cannot renew stops acting before its Lease ends, and waits for it like the others. They
 wait until they have seen no renewal for its duration by their own clock, so clocks need not agree. A
-released Lease is taken at the next try: a rolling update takes seconds.
+released Lease is taken at the next try: a rolling update takes seconds. A renewal is one request, and one that fails
+is made again soon, so that an API server that refuses half of all requests costs nobody the Lease.
 
 The client's own `kubernetes.aio.leaderelection` measures by the wall clock, never releases the
 Lease, and turns errors of the API server into a lost election.
@@ -25,6 +26,8 @@ log = logging.getLogger("ddpjob.election")
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
 """As in client-go."""
+_AGAIN_SECONDS = 0.5
+"""After a renewal that has failed."""
 _RELEASE_SECONDS = 3.0
 
 
@@ -38,6 +41,8 @@ class Lease:
     def __init__(self, rest: Rest, namespace: str, name: str, identity: str) -> None:
         self.rest, self.name, self.namespace, self.identity = rest, name, namespace, identity
         self.collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._own: Json | None = None
+        """As this replica has written it last, while nobody else is known to have written it."""
         self._version: str | None = None
         self._seen = 0.0
         """When this version was first seen (monotonic seconds)."""
@@ -56,20 +61,40 @@ class Lease:
         Raises ApiError and Unavailable.
         """
         try:
+            if await self._renewed():
+                return True
             found = await self._find()
             self._read = time.monotonic()
             self.observe(found)
             if not await self._may_have(found):
                 return False
             if found is None:
-                metadata = {"name": self.name, "namespace": self.namespace}
-                await self.rest.request("POST", self.collection, body=_lease(metadata, self._taken({})))
+                body = _lease({"name": self.name, "namespace": self.namespace}, self._taken({}))
+                self._own = await self.rest.request("POST", self.collection, body=body)
             else:
-                await self._write(found, self._taken(found.get("spec", {})))
+                self._own = await self._write(found, self._taken(found.get("spec", {})))
         except ApiError as error:
             if error.status == HTTPStatus.CONFLICT:
                 return False
             raise
+        return True
+
+    async def _renewed(self) -> bool:
+        """Renews the Lease over this replica's own write, if that was the last; else it has to be read."""
+        own, self._own = self._own, None
+        if own is None:
+            return False
+        try:
+            self._own = await self._write(own, self._taken(own["spec"]))
+        except ApiError as error:
+            if error.status not in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):
+                raise
+            return False
+        except Unavailable:
+            self._own = own
+            raise
+        self._read = time.monotonic()
+        self.observe(self._own)
         return True
 
     async def _find(self) -> Json | None:
@@ -82,6 +107,7 @@ class Lease:
 
     async def release(self) -> None:
         """Releases the Lease if this replica holds it."""
+        self._own = None
         found = await self.rest.request("GET", f"{self.collection}/{self.name}")
         if found.get("spec", {}).get("holderIdentity") == self.identity:
             await self._write(
@@ -112,9 +138,9 @@ class Lease:
             taken |= {"acquireTime": taken["renewTime"], "leaseTransitions": (spec.get("leaseTransitions") or 0) + 1}
         return taken
 
-    async def _write(self, found: Json, spec: Json) -> None:
+    async def _write(self, found: Json, spec: Json) -> Json:
         """The resource version in the metadata makes the API server reject a write over another replica's."""
-        await self.rest.request("PUT", f"{self.collection}/{self.name}", body=_lease(found["metadata"], spec))
+        return await self.rest.request("PUT", f"{self.collection}/{self.name}", body=_lease(found["metadata"], spec))
 
 
 async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
@@ -154,10 +180,13 @@ async def _acquire(lease: Lease) -> float:
 
 
 async def _renew(lease: Lease, renewed: float) -> None:
+    pause: float = RETRY_SECONDS
     while True:
-        await asyncio.sleep(RETRY_SECONDS)
+        await asyncio.sleep(pause)
         began = time.monotonic()
-        if await _try(lease, renewed + RENEW_SECONDS - began):
+        held = await _try(lease, renewed + RENEW_SECONDS - began)
+        pause = RETRY_SECONDS if held else _AGAIN_SECONDS
+        if held:
             renewed = lease.written
         elif time.monotonic() - renewed >= RENEW_SECONDS:
             raise LeadershipLost(f"the Lease {lease.namespace}/{lease.name} could not be renewed in {RENEW_SECONDS} s")

@@ -53,10 +53,11 @@ class Shards:
     def asks(self, holder: str) -> bool:
         """Whether to ask `holder` for one of its shards now: it would still have as many as this replica."""
         theirs = Counter(lease.holder for lease in self.leases)[holder]
-        if theirs < self.held + 2 or time.monotonic() - self._asked < LEASE_SECONDS:
-            return False
+        return theirs >= self.held + 2 and time.monotonic() - self._asked >= LEASE_SECONDS
+
+    def has_asked(self) -> None:
+        """Called when it has: the next time is a while later."""
         self._asked = time.monotonic()
-        return True
 
     async def another_number_is_held(self) -> bool:
         """Whether a replica acts by another number of shards, as while an upgrade changes it. Raises as Rest does."""
@@ -136,6 +137,7 @@ class ShardLease(Lease):
             if found is not None and not wanted_by and self.shards.asks(self.holder):
                 annotations = {**annotations, WANTED_BY: self.identity}
                 await self._write({"metadata": {**found["metadata"], "annotations": annotations}}, found["spec"])
+                self.shards.has_asked()
             return False
         else:
             patience = PATIENCE * self.shards.held
