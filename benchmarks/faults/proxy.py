@@ -29,12 +29,13 @@ _PASSED_ON = ("Content-Type", "Retry-After")
 class Proxy:
     """Serves plain HTTP on a port of loopback, in a thread of its own, with the rights of a kubeconfig.
 
-    `refuse`: the share of requests that are answered by 429 or 5xx. `shift`: seconds that the clocks of the cluster's
+    `refuse`: the share of requests that are answered by 429 or 5xx. `delay`: seconds until an answer, but for watches
+    and Leases, which an API server serves in turns of their own. `shift`: seconds that the clocks of the cluster's
     nodes are ahead, as the times in their pods' statuses show it.
     """
 
     def __init__(self, kubeconfig: Path) -> None:
-        self.refuse, self.shift = 0.0, 0
+        self.refuse, self.delay, self.shift = 0.0, 0.0, 0
         self.refused = 0
         """Requests refused so far."""
         self.gone = 0
@@ -119,6 +120,9 @@ class Proxy:
             return web.json_response(
                 {"kind": "Status", "code": status, "message": "a fault"}, status=status, headers=headers
             )
+        watch = request.query.get("watch") in ("1", "true")
+        if not watch and "/leases" not in request.path:
+            await asyncio.sleep(self.delay)
         sent = await request.read()
         headers = {k: v for k, v in request.headers.items() if k in ("Content-Type", "Accept")}
         headers["Accept-Encoding"] = "identity"
@@ -128,7 +132,7 @@ class Proxy:
             ) as answer:
                 passed = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
                 self.gone += answer.status == 410
-                if request.query.get("watch") in ("1", "true") and answer.status == 200:
+                if watch and answer.status == 200:
                     return await self._watch(request, answer, passed)
                 content = self._shifted(await answer.read())
                 return web.Response(status=answer.status, body=content, headers=passed)

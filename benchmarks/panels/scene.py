@@ -19,6 +19,7 @@ import yaml
 from benchmarks import CHECKOUT
 from benchmarks.faults.proxy import Proxy
 from benchmarks.faults.scene import command_job
+from benchmarks.panels import defective
 from benchmarks.processes import free_port
 from benchmarks.testbed import Cluster, Jobs, OperatorProcess, PrometheusServer, install_crd, job, steps_job
 
@@ -48,11 +49,13 @@ class Scene:
 
     def start_operator(self, name: str) -> None:
         self.operators[name].start(
+            *(sys.executable, "-m", defective.__name__),
             KUBECONFIG=str(self.proxy.kubeconfig(self.folder)),
             DDPJOB_OPERATOR_ADDRESS="127.0.0.1",
             DDPJOB_OPERATOR_METRICS_PORT=str(self.ports[name]),
             DDPJOB_OPERATOR_LEASE_NAMESPACE=NAMESPACE,
             DDPJOB_OPERATOR_IDENTITY=name,
+            PYTHONPATH=str(CHECKOUT),
         )
 
     def leader(self) -> str:
@@ -64,9 +67,24 @@ class Scene:
         label = ("get", "pods", f"--selector=ddpjob.io/job={name},ddpjob.io/role=node", "--output=name")
         self.jobs.kill(sorted(self.jobs.kubectl(*label).split())[-1].removeprefix("pod/"))
 
-    def close(self) -> None:
+    def create(self, jobs: list[Json]) -> None:
+        """Many at once, without waiting for the operator."""
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": jobs})
+        self.cluster.kubectl("create", "--namespace", NAMESPACE, "--filename=-", input_text=text)
+
+    def fires(self, alert: str) -> bool:
+        query = f'ALERTS{{alertname="{alert}", alertstate="firing"}}'
+        return bool(self.prometheus.ask("query", query=query)["result"])
+
+    def wait_for_alert(self, name: str) -> None:
+        self.jobs.wait(name, lambda: self.fires(name), timeout=150)
+
+    def kill_operators(self) -> None:
         for operator in self.operators.values():
             operator.kill()
+
+    def close(self) -> None:
+        self.kill_operators()
         self.prometheus.stop()
         self.proxy.close()
         self.cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false", "--ignore-not-found")
@@ -128,11 +146,15 @@ def crash(scene: Scene) -> None:
 
 
 def refuse(scene: Scene) -> None:
+    """Half of all requests, and every five seconds the watches break off, until that is noticed."""
     scene.proxy.refuse = 0.5
-
-
-def accept(scene: Scene) -> None:
-    scene.proxy.refuse = 0.0
+    try:
+        for name in ("DDPJobWatchErrors", "DDPJobApiErrors"):
+            while not scene.fires(name):
+                scene.proxy.send_errors()
+                time.sleep(5)
+    finally:
+        scene.proxy.refuse = 0.0
 
 
 def kill_leader(scene: Scene) -> None:
@@ -171,10 +193,26 @@ def old_definition(scene: Scene) -> None:
     schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
     del schema["properties"]["slots"]["items"]["properties"]["lostSince"]
     scene.cluster.kubectl("replace", "--filename=-", input_text=json.dumps(definition))
-    fired = 'ALERTS{alertname="DDPJobDefinitionOutdated"}'
-    scene.jobs.wait("the alert", lambda: bool(scene.prometheus.ask("query", query=fired)["result"]), timeout=120)
+    scene.wait_for_alert("DDPJobDefinitionOutdated")
     time.sleep(10)
     install_crd(scene.cluster)
+
+
+def slow_answers(scene: Scene) -> None:
+    """Each request of the operator takes ten seconds, while each of 100 jobs needs one or two."""
+    scene.proxy.delay = 10.0
+    try:
+        scene.create(resting_jobs("slow", 100))
+        scene.wait_for_alert("DDPJobQueueSlow")
+    finally:
+        scene.proxy.delay = 0.0
+    scene.jobs.kubectl("delete", "ddpjobs", "--selector=slow", "--wait=false")
+
+
+def resting_jobs(label: str, count: int) -> list[Json]:
+    """Jobs that are suspended from the start."""
+    made = job("", nodes=1, script="train.py", runPolicy={"suspend": True})
+    return [{**made, "metadata": {"name": f"{label}-{n}", "labels": {label: ""}}} for n in range(count)]
 
 
 @dataclass(frozen=True)
@@ -204,22 +242,24 @@ ACTS = (
     Act(100, "the same script, until its budget is spent", lambda s: None, "DDPJobFailed", "crashes"),
     *(Act(at, "a pod of the job deleted by force, seven times" if at == _KILLS[0] else "",
           lambda s: s.kill_pod(JOB), *(("DDPJobRestartLoop", JOB) if at == _KILLS[0] else ())) for at in _KILLS),
-    Act(200, "the API server refuses half of all requests for 40 s (429, 5xx)", refuse, "DDPJobApiErrors"),
-    Act(240, "", accept),
-    Act(200, "the same refusals, of which watches get theirs", lambda s: None, "DDPJobWatchErrors"),
+    Act(200, "the API server refuses half of all requests (429, 5xx), and breaks off all watches every 5 s", refuse,
+        "DDPJobApiErrors"),
+    Act(200, "the same broken watches", lambda s: None, "DDPJobWatchErrors"),
     Act(300, "", lambda s: s.jobs.kill(f"{JOB}-coordinator-0")),
     Act(350, "the acting replica killed (SIGKILL)", kill_leader, "DDPJobOperatorNotActing"),
     Act(430, "a coordinator stopped for 40 s (SIGSTOP)", stop_coordinator, "DDPJobCoordinatorUnreachable", "plain"),
     Act(500, "the definition (CRD) of an older release applied", old_definition, "DDPJobDefinitionOutdated"),
+    Act(570, "a deliberate defect: the reconciles of one job raise",
+        lambda s: s.create([command_job(defective.JOB, "true")]), "DDPJobReconcilesFail"),
+    Act(590, "answers of the API server take 10 s, while 100 more jobs need some", slow_answers, "DDPJobQueueSlow"),
 )  # fmt: skip
-OTHERS = {
-    "DDPJobQueueSlow": "more jobs are due than workers finish",
-    "DDPJobsWithoutSeries": "more than 5,000 jobs",
-    "DDPJobReconcilesFail": "a defect of the operator",
-}
-"""What fires the alerts of which no act is the fault."""
-END = 680
+END = 740
 """Seconds of the pictures."""
+LAST = (
+    Act(END, "5,001 more jobs", lambda s: s.create(resting_jobs("crowd", 5001)), "DDPJobsWithoutSeries"),
+    Act(END, "both replicas killed", lambda s: s.kill_operators(), "DDPJobOperatorDown"),
+)
+"""What the pictures do not show, one after the other."""
 SHORT_EVERY = 45
 """Seconds between jobs that come to their end."""
 
@@ -257,14 +297,11 @@ def play(stage: Scene) -> Json:
     for thread in threads:
         thread.join()
     end = time.time()
-    acts.append({"at": end, "what": "both replicas killed", "alert": "DDPJobOperatorDown", "job": ""})
-    for operator in stage.operators.values():
-        operator.kill()
-    stage.jobs.wait("the last alert", lambda: bool(stage.prometheus.ask("query", query=DOWN)["result"]), timeout=60)
+    for act in LAST:
+        acts.append({"at": time.time(), "what": act.what, "alert": act.alert, "job": act.job})
+        act.do(stage)
+        stage.wait_for_alert(act.alert)
     return {"start": start, "end": end, "acts": acts, "namespace": NAMESPACE, "job_name": JOB}
-
-
-DOWN = 'ALERTS{alertname="DDPJobOperatorDown", alertstate="firing"}'
 
 
 def begin_short(stage: Scene) -> None:

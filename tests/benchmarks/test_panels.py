@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.panels.board import Range, Series, answered, filled, legend, regions, rows, step_of, worded
+from benchmarks.panels.scene import ACTS, LAST, MONITORING
 
 SHOWN = Range(start=1003.0, end=1061.0, scrape=15)
 
@@ -78,3 +80,13 @@ def test_an_annotation_marks_each_stretch_above_nothing() -> None:
 )
 def test_values_are_written_with_their_units(value: float, unit: str, words: str) -> None:
     assert worded(value, unit) == words
+
+
+def test_each_alert_has_a_fault_of_the_run_that_fires_it() -> None:
+    alerts = [
+        rule["alert"]
+        for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
+        for rule in group["rules"]
+    ]
+    fired = [act.alert for act in (*ACTS, *LAST) if act.alert]
+    assert sorted(fired) == sorted(alerts)
