@@ -370,7 +370,8 @@ class StepCounter:
             time.sleep(POST_SECONDS if before else 0.01)
             steps, now = max(self.counts.values(), default=0), time.monotonic()
             if steps > before:
-                self.post((steps - before) / (now - then))
+                # What the first steps took is not known: they were made before this thread began.
+                self.post((steps - before) / (now - then) if before else 0.0)
                 before, then = steps, now
 
     def post(self, steps_per_second: float) -> None:
