@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 EXIT_STEPPED_ASIDE = 75
 POST_SECONDS = 0.5
+POSTS_OF_SPEED = 10
 
 
 def main() -> None:
@@ -365,14 +366,14 @@ class StepCounter:
         """Post the count while it grows."""
         import time
 
-        before, then = 0, time.monotonic()
+        posts: list[tuple[int, float]] = []  # the last ones: steps and moment
         while True:
-            time.sleep(POST_SECONDS if before else 0.01)
+            time.sleep(POST_SECONDS if posts else 0.01)
             steps, now = max(self.counts.values(), default=0), time.monotonic()
-            if steps > before:
-                # What the first steps took is not known: they were made before this thread began.
-                self.post((steps - before) / (now - then) if before else 0.0)
-                before, then = steps, now
+            if steps > (posts[-1][0] if posts else 0):
+                # What the first steps took is not known. Later: since some posts ago, or a post holds few whole steps.
+                self.post((steps - posts[0][0]) / (now - posts[0][1]) if posts else 0.0)
+                posts = [*posts[-POSTS_OF_SPEED + 1 :], (steps, now)]
 
     def post(self, steps_per_second: float) -> None:
         """Post the count; if that fails it is dropped, since the next post contains it."""

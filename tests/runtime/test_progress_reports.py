@@ -207,26 +207,28 @@ def test_a_script_s_figures_arrive_with_the_speed_and_the_time_left(
     assert capsys.readouterr().err.count("the coordinator refuses a report: ") == 1
 
 
-def test_counted_steps_have_no_speed_before_some_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first are posted at once, a hundredth of a second after the thread has begun: that is no speed."""
+def test_the_speed_of_counted_steps_is_of_those_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first are posted a hundredth of a second after the thread has begun, which is no speed."""
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=lambda hook: None))
-    clock, waits, posted = [50.0], [0.01, 0.5, 0.5], list[tuple[int, float]]()
+    clock, waits, posted = [50.0], [0.01, *[0.5] * 12], list[tuple[int, float]]()
 
     def sleep(seconds: float) -> None:
         if not waits:
             raise EOFError
         assert seconds == waits.pop(0)
         clock[0] += seconds
-        counter.counts[0] = counter.counts.get(0, 0) + 2
+        counter.counts[0] = counter.counts.get(0, 0) + 2 + len(waits) % 2
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(counter, "post", lambda speed: posted.append((counter.counts[0], speed)))
     with pytest.raises(EOFError):
         counter.run()
-    assert posted == [(2, 0.0), (4, 4.0), (6, 4.0)]
+    assert posted[0] == (2, 0.0)
+    assert posted[1:4] == [(5, 6.0), (7, 5.0), (10, pytest.approx(16 / 3))], "few posts have few whole steps"
+    assert [speed for _, speed in posted[10:]] == pytest.approx([5.0, 5.0, 5.0])
 
 
 @pytest.mark.parametrize("kind", ["link", "curves"])
