@@ -12,7 +12,7 @@ from itertools import groupby
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import MANAGER, Json
-from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, parse_time
+from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, known_time, parse_time
 from ddpjob.client.backend import Happened, PodLine
 from ddpjob.core.status.conditions import QUEUED
 from ddpjob.core.status.messages import count
@@ -22,6 +22,8 @@ COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "A
 WIDE = ("DURATION", "REASON")
 NO_STATUS_SECONDS = 30
 """Age from which a job without a status is one that no operator looks after."""
+QUIET_SECONDS = 30
+"""What a job reports has not changed for so long: worth a word."""
 _SHOWN = 8
 """Pods or restarts that are listed one by one."""
 PAGE = "docs/troubleshooting.md"
@@ -260,6 +262,9 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if main is None:
         spare = f" and {count(status.spare, 'spare')}" if status.spare else ""
         yield f"{name} trains on {count(status.ready, 'node')}{spare}. {_progress(status)}".rstrip()
+        changed = known_time(status.progress.get("updatedAt"))
+        if changed is not None and (now - changed).total_seconds() >= QUIET_SECONDS:
+            yield f"This has not changed for {_since(changed, now)}: `ddpjob stacks {name}` shows where each rank is."
         if status.restarts.recent:
             yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
         return

@@ -105,6 +105,10 @@ def test_suspended_complete_running_and_interrupted() -> None:
     assert text(done) == "j is complete: it ran for 30m00s."
     running = job(phase="Running", nodes={"ready": 2, "spare": 1}, conditions=[condition("Running", True, "GroupRuns")])
     assert text(running) == "j trains on 2 nodes and 1 spare."
+    for moment, quiet in {"11:59:31": False, "11:58:00": True}.items():
+        running["status"]["progress"] = {"display": "step 7", "updatedAt": f"2026-01-01T{moment}Z"}
+        assert text(running).startswith("j trains on 2 nodes and 1 spare. step 7")
+        assert ("This has not changed for 2m00s: `ddpjob stacks j` shows" in text(running)) == quiet
     assert "run it again" in text(job(phase="Interrupted")), "a job of this machine"
     assert "no end was recorded" in text(job({"image": ""}, phase="Interrupted")), "one of which a folder is left"
 
