@@ -392,6 +392,17 @@ def _is_figure(value: Any) -> bool:
     return value is None or is_number(value) or (isinstance(value, str) and len(value) <= MAX_FIGURES)
 
 
+def has_figures(progress: dict[str, Any]) -> tuple[bool, bool, bool]:
+    """Whether progress has a step or an epoch, a loss, and a speed: people wait for the first of each."""
+    metrics = progress.get("metrics")
+    counted = isinstance(metrics, dict) and COUNTED_SPEED in metrics
+    return (
+        bool(progress.get("step") or progress.get("epoch")),
+        progress.get("loss") is not None,
+        progress.get("samplesPerSecond") is not None or counted,
+    )
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a finite number of at most 64 bits: JSON's true is none, and the status holds no larger ones."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -(2**63) <= value < 2**63

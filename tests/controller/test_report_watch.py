@@ -181,14 +181,18 @@ async def test_an_overdue_step_is_news_once_however_the_clocks_are_compared(worl
 
 
 @in_virtual_time
-async def test_the_first_step_is_news(world: World, c: Coordinator) -> None:
-    """Whether a job has ever made one decides what a failure means."""
+async def test_the_first_step_loss_and_speed_are_news(world: World, c: Coordinator) -> None:
+    """Whether a job has ever made a step decides what a failure means; for the others people wait."""
     world.watch.follow(KEY, c.target)
-    await asyncio.sleep(15)
-    began = world.now
-    c.server.coordinator.report_progress({"step": 1})
-    await asyncio.sleep(0.2)
-    assert len(world.woken(since=began)) == 1
+    for number, first in enumerate(({"step": 1}, {"loss": 0.5}, {"metrics": {"stepsPerSecond": 2.0}})):
+        await asyncio.sleep(15)
+        began = world.now
+        c.server.coordinator.report_progress({**first, "step": 2 + number})
+        await asyncio.sleep(0.2)
+        assert len(world.woken(since=began)) == 1
+        c.server.coordinator.report_progress({"step": 3 + number, "loss": 0.4} if number else {"step": 3})
+        await asyncio.sleep(0.2)
+        assert len(world.woken(since=began)) == 1, "the next ones are not"
 
 
 @in_virtual_time

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpjob_runtime.protocol import Report
+from ddpjob_runtime.protocol import Report, has_figures
 
 from ddpjob.engine.coordinator_client import UNREACHABLE, CoordinatorClient, Link, Target, describe_error
 from ddpjob.engine.ports import JobKey
@@ -187,13 +187,12 @@ def _jitter() -> float:
 
 
 def _news(report: Report) -> Any:
-    """The parts of a report whose change is a reason to reconcile at once: everything but progress."""
+    """The parts of a report whose change is a reason to reconcile at once: of progress only which figures there are."""
     members = [(m.pod, m.state) for m in report.members]
     lost = [m.pod for m in report.lost]
     settings = report.nodes, report.min_nodes, report.hang_after, report.backoff
     last = [i.id for i in report.incidents[-1:]]
-    begun = bool(report.progress.get("step") or report.progress.get("epoch"))
-    recovery = report.recovery.last_seconds, begun
+    recovery = report.recovery.last_seconds, has_figures(report.progress)
     # Its time is read by another comparison of the clocks in each report.
     overdue = report.overdue and (report.overdue.where, report.overdue.activity)
     return report.state, report.round, last, members, lost, len(report.notes), settings, recovery, overdue

@@ -24,6 +24,7 @@ from ddpjob_runtime.protocol import (
     Report,
     ToMember,
     clip,
+    has_figures,
     order_mark,
     time_of,
 )
@@ -270,15 +271,14 @@ class Coordinator:
         current = self.rounds.current
         if current is not None and report.get(ROUND, now := f"{self.settings.generation}.{current.number}") != now:
             return
-        down, begun = self.rounds.downtime.since, self._progress.position is not None
+        down, before = self.rounds.downtime.since, has_figures(self._progress.values)
         alive = self._progress.shows_life(report)
         merged = self._progress.merge(report, self._now())
         self.rounds.progress(alive, self._progress.activity, bool(report.keys() - {ACTIVITY, STRAGGLERS, ROUND}))
         if merged:
             if self._progress.position is not None:
                 self.rounds.backoff.step(self._progress.position)
-            first_step = not begun and self._progress.position is not None
-            self._bump(news=first_step or self.rounds.downtime.since != down)
+            self._bump(news=has_figures(self._progress.values) != before or self.rounds.downtime.since != down)
 
     def report(self) -> Report:
         """The answer to `GET /status`."""

@@ -59,6 +59,10 @@ def test_it_is_written_at_most_every_two_seconds() -> None:
     assert shown_progress(first, {"step": 2}, NOW + timedelta(seconds=1), at_once=False) is first
     assert shown_progress(first, {"step": 2}, NOW + timedelta(seconds=1), at_once=True)["step"] == 2
     assert shown_progress(first, {"step": 2}, NOW + timedelta(seconds=2), at_once=False)["step"] == 2
+    for figure in ({"loss": 0.5}, {"samplesPerSecond": 3}, {"metrics": {"stepsPerSecond": 3}}):
+        both = shown_progress(first, {"step": 2, **figure}, NOW + timedelta(seconds=1), at_once=False)
+        assert both["step"] == 2, "the first of its kind"
+        assert shown_progress(both, {"step": 3, **figure}, NOW + timedelta(seconds=2), at_once=False) is both
     assert shown_progress(first, {"step": 1}, NOW + timedelta(seconds=9), at_once=False) is first, (
         "nothing new is nothing to write"
     )

@@ -29,13 +29,16 @@ def shown_progress(
 ) -> Json:
     """The progress to write: `reported` in displayable form, or `shown` while it is unchanged or younger than REFRESH.
 
-    `at_once` writes a change without waiting for REFRESH. Values that are no finite numbers are
-    left out. `stragglers`: what `shown_stragglers` returned.
+    `at_once` writes a change without waiting for REFRESH, as the first loss or speed does. Values that are no finite
+    numbers are left out. `stragglers`: what `shown_stragglers` returned.
     """
     if not reported:
         return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
     last = known_time(shown.get("updatedAt"))
-    if last is not None and not at_once and timedelta(0) <= now - last < REFRESH:
+    first = any(
+        new and not old for new, old in zip(protocol.has_figures(reported), protocol.has_figures(shown), strict=True)
+    )
+    if last is not None and not (at_once or first) and timedelta(0) <= now - last < REFRESH:
         return shown
     fresh: Json = {
         name: int(reported[name])
