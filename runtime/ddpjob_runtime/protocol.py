@@ -392,15 +392,16 @@ def _is_figure(value: Any) -> bool:
     return value is None or is_number(value) or (isinstance(value, str) and len(value) <= MAX_FIGURES)
 
 
-def has_figures(progress: dict[str, Any]) -> tuple[bool, bool, bool]:
-    """Whether progress has a step or an epoch, a loss, and a speed: people wait for the first of each."""
+def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
+    """Which of step (or epoch), loss and speed progress has: people wait for the first of each."""
     metrics = progress.get("metrics")
     counted = isinstance(metrics, dict) and COUNTED_SPEED in metrics
-    return (
-        bool(progress.get("step") or progress.get("epoch")),
-        progress.get("loss") is not None,
-        progress.get("samplesPerSecond") is not None or counted,
-    )
+    has = {
+        "step": progress.get("step") or progress.get("epoch"),
+        "loss": progress.get("loss") is not None,
+        "speed": progress.get("samplesPerSecond") is not None or counted,
+    }
+    return frozenset(name for name, there in has.items() if there)
 
 
 def is_number(value: Any) -> bool:

@@ -23,8 +23,8 @@ from ddpjob_runtime.protocol import (
     Recovery,
     Report,
     ToMember,
+    awaited_figures,
     clip,
-    has_figures,
     order_mark,
     time_of,
 )
@@ -271,14 +271,14 @@ class Coordinator:
         current = self.rounds.current
         if current is not None and report.get(ROUND, now := f"{self.settings.generation}.{current.number}") != now:
             return
-        down, before = self.rounds.downtime.since, has_figures(self._progress.values)
+        down, before = self.rounds.downtime.since, awaited_figures(self._progress.values)
         alive = self._progress.shows_life(report)
         merged = self._progress.merge(report, self._now())
         self.rounds.progress(alive, self._progress.activity, bool(report.keys() - {ACTIVITY, STRAGGLERS, ROUND}))
         if merged:
             if self._progress.position is not None:
                 self.rounds.backoff.step(self._progress.position)
-            self._bump(news=has_figures(self._progress.values) != before or self.rounds.downtime.since != down)
+            self._bump(news=awaited_figures(self._progress.values) != before or self.rounds.downtime.since != down)
 
     def report(self) -> Report:
         """The answer to `GET /status`."""

@@ -35,9 +35,7 @@ def shown_progress(
     if not reported:
         return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
     last = known_time(shown.get("updatedAt"))
-    first = any(
-        new and not old for new, old in zip(protocol.has_figures(reported), protocol.has_figures(shown), strict=True)
-    )
+    first = protocol.awaited_figures(reported) - protocol.awaited_figures(shown)
     if last is not None and not (at_once or first) and timedelta(0) <= now - last < REFRESH:
         return shown
     fresh: Json = {
