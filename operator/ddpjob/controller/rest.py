@@ -91,10 +91,7 @@ class Rest:
             raise Unavailable(f"{method} {path}: {type(error).__name__}: {error}") from error
         API_REQUESTS.labels(method, response.status).inc()
         _raise_for_status(response, text, f"{method} {path}")
-        answer = _parse(text)
-        if not answer:
-            raise Unavailable(f"{method} {path}: {response.status}: {text[:100]!r} is no answer of an API server")
-        return answer
+        return _object(text, f"{method} {path}")
 
     async def watch(
         self, path: str, query: Mapping[str, str], silence: float, accept: str = JSON
@@ -111,10 +108,7 @@ class Rest:
                 _raise_for_status(response, await response.read(), f"watch {path}")
             async with response.response:
                 async for line in response.response.content:
-                    event = _parse(line)
-                    if not event:
-                        raise Unavailable(f"watch {path}: the server sent {line[:100]!r}, which is not an event")
-                    yield event
+                    yield _object(line, f"watch {path}")
         except _TRANSPORT_ERRORS as error:
             raise Unavailable(f"watch {path}: {type(error).__name__}: {error}") from error
 
@@ -156,6 +150,14 @@ def _raise_for_status(response: Any, text: bytes, what: str) -> None:
             f"{what}: {response.status}: {message}", float(after) if after.isdigit() else None, response.status
         )
     raise ApiError(response.status, str(answer.get("reason") or ""), message)
+
+
+def _object(text: bytes, what: str) -> Json:
+    """What the API server has sent. Raises Unavailable for what it does not send: another server has."""
+    found = _parse(text)
+    if not found:
+        raise Unavailable(f"{what}: the server sent {text[:100]!r}, which is not an object of Kubernetes")
+    return found
 
 
 def _parse(text: bytes) -> Json:
