@@ -64,7 +64,6 @@ class Lease:
             if await self._renewed():
                 return True
             found = await self._find()
-            self._read = time.monotonic()
             self.observe(found)
             if not await self._may_have(found):
                 return False
@@ -93,7 +92,6 @@ class Lease:
         except Unavailable:
             self._own = own
             raise
-        self._read = time.monotonic()
         self.observe(self._own)
         return True
 
@@ -116,6 +114,7 @@ class Lease:
 
     def observe(self, found: Json | None) -> None:
         """The Lease as the API server has it now; None: it has none."""
+        self._read = time.monotonic()
         version = found["metadata"]["resourceVersion"] if found is not None else ""
         if version != self._version:
             self._version, self._seen = version, time.monotonic()
@@ -197,7 +196,7 @@ async def _try(lease: Lease, seconds: float) -> bool:
     try:
         async with asyncio.timeout(max(seconds, 0)):
             return await lease.hold()
-    except (ApiError, Unavailable, TimeoutError, KeyError) as error:  # KeyError: a proxy's page, for instance.
+    except (ApiError, Unavailable, TimeoutError, KeyError) as error:  # KeyError: another server's object.
         log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no answer in time")
         return False
 
@@ -206,7 +205,7 @@ async def _release(lease: Lease) -> None:
     try:
         async with asyncio.timeout(_RELEASE_SECONDS):
             await lease.release()
-    except (ApiError, Unavailable, TimeoutError, KeyError) as error:  # KeyError: a proxy's page, for instance.
+    except (ApiError, Unavailable, TimeoutError, KeyError) as error:  # KeyError: another server's object.
         log.warning(
             "the Lease %s/%s was not released, it expires in %s s: %s",
             lease.namespace,
