@@ -22,7 +22,7 @@ import yaml
 from benchmarks.marks import add_table_option, write_between
 from benchmarks.panels.board import Range
 from benchmarks.panels.drawing import draw
-from benchmarks.panels.scene import MONITORING, SCRAPE_SECONDS, play, scene
+from benchmarks.panels.scene import MONITORING, SCRAPE_SECONDS, firing, play, scene
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.testbed import Cluster, PrometheusServer, processes
 
@@ -83,8 +83,7 @@ def table(made: dict[str, Any], server: PrometheusServer) -> str:
     lines = ["| alert | the fault of this run | seconds until its expression held |", "| --- | --- | --- |"]
     for name in [rule["alert"] for group in groups for rule in group["rules"]]:
         act = acts[name]
-        job = f', job_name="{act["job"]}"' if act["job"] else ""
-        asked = f'ALERTS{{alertname="{name}", alertstate="firing"{job}}}'
+        asked = firing(name, act["job"])
         times = {"start": str(act["at"]), "end": str(made["end"] + 600), "step": "1"}
         moments = [
             float(v[0]) for each in server.ask("query_range", query=asked, **times)["result"] for v in each["values"]

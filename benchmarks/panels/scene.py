@@ -73,8 +73,7 @@ class Scene:
         self.cluster.kubectl("create", "--namespace", NAMESPACE, "--filename=-", input_text=text)
 
     def fires(self, alert: str) -> bool:
-        query = f'ALERTS{{alertname="{alert}", alertstate="firing"}}'
-        return bool(self.prometheus.ask("query", query=query)["result"])
+        return bool(self.prometheus.ask("query", query=firing(alert))["result"])
 
     def wait_for_alert(self, name: str) -> None:
         self.jobs.wait(name, lambda: self.fires(name), timeout=150)
@@ -90,6 +89,12 @@ class Scene:
         self.cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false", "--ignore-not-found")
         pods = ("pods", "--all", "--namespace", NAMESPACE, "--grace-period=1", "--wait=false", "--ignore-not-found")
         self.cluster.kubectl("delete", *pods)
+
+
+def firing(alert: str, job_name: str = "") -> str:
+    """The query for an alert that fires, of any job or of this one."""
+    job = f', job_name="{job_name}"' if job_name else ""
+    return f'ALERTS{{alertname="{alert}", alertstate="firing"{job}}}'
 
 
 def configuration(folder: Path, ports: dict[str, int]) -> Json:
@@ -257,7 +262,7 @@ END = 740
 """Seconds of the pictures."""
 LAST = (
     Act(END, "5,001 more jobs", lambda s: s.create(resting_jobs("crowd", 5001)), "DDPJobsWithoutSeries"),
-    Act(END, "both replicas killed", lambda s: s.kill_operators(), "DDPJobOperatorDown"),
+    Act(END, "both replicas killed", Scene.kill_operators, "DDPJobOperatorDown"),
 )
 """What the pictures do not show, one after the other."""
 SHORT_EVERY = 45
