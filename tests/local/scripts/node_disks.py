@@ -1,9 +1,23 @@
-"""The built-in trainer with a checkpoint folder of each pod's own, as in a cluster: `ddpjob run` has one for all."""
+"""The built-in trainer with a checkpoint folder of each pod's own, as in a cluster: `ddpjob run` has one for all.
+
+The pod job-1-0 is slow, so that whoever watches can lose it before the training has ended.
+"""
 
 from __future__ import annotations
 
 import os
 import runpy
+import time
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+def linger(*_: Any) -> None:
+    time.sleep(1)
+
 
 os.environ["DDPJOB_CHECKPOINT_DIR"] += f"/{os.environ['DDPJOB_POD']}"
+if os.environ["DDPJOB_POD"] == "job-1-0":
+    register_optimizer_step_post_hook(linger)
 runpy.run_module("ddpjob_trainer", run_name="__main__", alter_sys=True)
