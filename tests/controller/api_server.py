@@ -97,6 +97,8 @@ class ApiServer:
         self.acted: list[tuple[str, str]] = []
         """Writes that took place, whether or not the client got an answer."""
         self.events: list[Json] = []
+        self.read_whole: set[str] = set()
+        """Kinds that were listed or watched with all their contents."""
         self.url = ""
         self.watching = 0
         self._oldest = store.version
@@ -212,6 +214,8 @@ class ApiServer:
         namespace, plural, name, part = match.groups()
         kind = KINDS.get(f"{plural}.{path.split('/')[2]}") or KINDS[plural]
         if request.method == "GET" and name is None:
+            if not _metadata_only(request):
+                self.read_whole.add(kind)
             if query.get("watch") in ("1", "true"):
                 return await self._watch(request, kind, namespace, query)
             return self._list(kind, namespace, query, _metadata_only(request))
@@ -226,6 +230,9 @@ class ApiServer:
         store = self.store
         if name is None:
             if kind == "Event":
+                named = body["metadata"]["name"]
+                if any(event["metadata"]["name"] == named for event in self.events):
+                    raise Refusal(409, "AlreadyExists", f'events "{named}" already exists')
                 self.events.append(body)
                 return body
             return store.create(kind, body, namespace)

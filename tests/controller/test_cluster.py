@@ -23,6 +23,7 @@ from ddpjob.controller.kubernetes_cluster import CREATIONS, LOOK_AGAIN, Kubernet
 from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.core.decision import BLOCKED_POLL, Event
 from ddpjob.core.world import Role
+from ddpjob.engine import reconcile as reconcile_module
 from ddpjob.engine.coordinator_client import CoordinatorClient
 from ddpjob.engine.ports import Conflict, JobKey, NamespaceEnding, NameTaken, Refused, ReportPending, Unavailable
 from ddpjob.engine.reconcile import CONFLICT_RETRY, reconcile
@@ -162,6 +163,50 @@ def test_nothing_is_asked_while_nothing_changes() -> None:
             for _ in range(100):
                 await c.reconcile()
             assert c.server.requests == []
+
+    run(main())
+
+
+def test_of_what_only_has_to_exist_the_contents_are_never_read() -> None:
+    """A namespace's runtime has 240 kB."""
+
+    async def main() -> None:
+        async with case() as c:
+            for _ in range(3):
+                await c.reconcile()
+                await seen()
+            assert c.server.read_whole & {"Service", "ConfigMap", "PodDisruptionBudget", "NetworkPolicy"} == set()
+            assert {"DDPJob", "Pod"} <= c.server.read_whole
+
+    run(main())
+
+
+def test_an_event_says_that_a_defect_of_the_operator_keeps_it_from_its_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with case() as c:
+            with monkeypatch.context() as broken:
+                broken.setattr(reconcile_module, "decide", lambda *_: {}["\udc80nodes"])
+                for _ in range(3):
+                    with pytest.raises(KeyError):
+                        await c.reconcile()
+            [event] = c.server.events
+            assert (event["type"], event["reason"], event["regarding"]["name"]) == ("Warning", "ReconcileFailed", "job")
+            assert event["note"].startswith(r"KeyError: '\udc80nodes' (a defect of the operator, whose log has the")
+            assert not caplog.records, "the same event again is no fault"
+            await c.reconcile()
+            assert len(c.pods()) == 3
+
+    run(main())
+
+
+def test_a_failed_request_is_no_defect() -> None:
+    async def main() -> None:
+        async with case() as c:
+            c.server.faults = lambda method, path: Fault(500) if method != "GET" and "/events" not in path else None
+            await c.reconcile()
+            assert c.server.events == []
 
     run(main())
 

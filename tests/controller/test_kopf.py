@@ -74,6 +74,8 @@ async def test_kopf_s_watch_begins_again_after_an_error_that_ends_kopf(
         server.store.delete("DDPJob", "before")
         await until(lambda: ("DELETED", "before") in seen)
         assert not following.done() and not younger[0].done(), "nothing else of the process has ended with it"
+        lists = [query for _, path, query in server.requests if path.endswith("/ddpjobs") and "watch" not in query]
+        assert lists and all(int(query["limit"]) <= 500 for query in lists), "an answer with all jobs could be any size"
         for task in (following, *younger):
             task.cancel()
         await asyncio.gather(following, *younger, return_exceptions=True)

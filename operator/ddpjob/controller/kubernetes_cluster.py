@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import socket
 import time
@@ -604,10 +605,12 @@ class KubernetesCluster:
     async def record(self, job: DDPJob, event: Event) -> None:
         """An event that cannot be written is logged only: it repeats what the status says."""
         now = utc_now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        content = f"{job.uid} {event.reason} {event.message}"
+        mark = hashlib.sha256(content.encode()).hexdigest() if event.once else uuid.uuid4().hex
         body = {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
-            "metadata": {"name": f"{job.name}.{uuid.uuid4().hex[:16]}", "namespace": job.namespace},
+            "metadata": {"name": f"{job.name}.{mark[:16]}", "namespace": job.namespace},
             "eventTime": now,
             "type": "Warning" if event.warning else "Normal",
             "reason": event.reason,
@@ -626,6 +629,8 @@ class KubernetesCluster:
         try:
             await self.rest.request("POST", f"/apis/events.k8s.io/v1/namespaces/{job.namespace}/events", body=body)
         except ApiError as error:
+            if event.once and error.status == HTTPStatus.CONFLICT:
+                return
             log.warning("%s/%s: event %s was not written: %s", job.namespace, job.name, event.reason, error)
 
 

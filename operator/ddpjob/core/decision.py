@@ -164,6 +164,8 @@ class Event:
     warning: bool
     reason: str
     message: str
+    once: bool = False
+    """Whether an equal one of the job is enough, for as long as it is kept."""
 
 
 @dataclass(frozen=True)

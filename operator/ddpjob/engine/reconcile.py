@@ -8,9 +8,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from ddpjob.core.decide import decide
-from ddpjob.core.decision import BLOCKED_POLL
+from ddpjob.core.decision import BLOCKED_POLL, Decision, Event
+from ddpjob.core.status.messages import event_text
 from ddpjob.engine.apply import apply
-from ddpjob.engine.ports import Cluster, Conflict, JobKey, NamespaceEnding, ReportPending, Unavailable
+from ddpjob.engine.ports import Cluster, Conflict, JobKey, NamespaceEnding, Observation, ReportPending, Unavailable
 
 log = logging.getLogger("ddpjob.reconcile")
 
@@ -34,7 +35,7 @@ async def reconcile(
     """Brings one job a step nearer to what its spec asks for.
 
     Returns the seconds until the next reconcile; None when only a change is a reason for one. `outcome` is called
-    with what is to be counted: done, conflict or unavailable.
+    with what is to be counted: done, conflict or unavailable. A defect of ours raises: an event of the job says so.
     """
     try:
         delay = await _reconcile(cluster, key, clock)
@@ -57,6 +58,23 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
     seen = await cluster.observe(key)
     if seen is None:
         return None
+    try:
+        return await _act(cluster, seen, clock)
+    except (Conflict, Unavailable):
+        raise
+    except Exception as defect:
+        # Else the log alone would say why nothing happens, which the job's owner may not read.
+        await apply(cluster, seen.job, Decision(seen.job.status, events=(_failed(defect),)))
+        raise
+
+
+def _failed(defect: Exception) -> Event:
+    what = f"{type(defect).__name__}: {defect}".encode(errors="backslashreplace").decode()
+    advice = "a defect of the operator, whose log has the traceback; the job stays as it is until a later try succeeds"
+    return Event(True, "ReconcileFailed", event_text(what, advice), once=True)
+
+
+async def _act(cluster: Cluster, seen: Observation, clock: Callable[[], datetime]) -> float | None:
     decision = decide(seen.job, seen.world, clock())
     applied = await apply(cluster, seen.job, decision)
     if applied.rejections:
