@@ -43,7 +43,7 @@ from benchmarks.night.chart import draw
 from benchmarks.night.night import Night, Record
 from benchmarks.night.report import AIM, longest, table
 from benchmarks.night.schedule import draw_faults, draw_jobs
-from benchmarks.processes import exit_on_sigterm
+from benchmarks.processes import exit_on_sigterm, processor_seconds
 from benchmarks.testbed import (
     Cluster,
     OperatorProcess,
@@ -57,8 +57,6 @@ from benchmarks.testbed import (
 DEFECTS = ("forgets", "asleep")
 LIMIT = 4.0
 """A night may take so many times the minutes in which its jobs arrive."""
-LONGEST_BACKOFF = 5
-"""podMaxBackoffSeconds of kube-scheduler, in place of its 10: a gang waits for as long when room comes for it."""
 
 
 @contextmanager
@@ -73,7 +71,7 @@ def control_plane() -> Iterator[Cluster]:
     cluster.up(nodes=0, keep=False)
     try:
         install_crd(cluster)
-        controlplane.start_controllers(cluster.settings, cluster.programs, longest_backoff=LONGEST_BACKOFF)
+        controlplane.start_controllers(cluster.settings, cluster.programs)
         yield cluster
     finally:
         cluster.down()
@@ -85,16 +83,25 @@ async def play(given: argparse.Namespace, cluster: Cluster, namespace: str, fold
     rest = Rest.open(settings, 64)
     jobs = draw_jobs(given.seed, given.jobs, given.minutes)
     faults = draw_faults(given.seed, given.minutes * LIMIT)
+    scheduler = scheduler_of(cluster)
+    before = processor_seconds(scheduler)
     try:
         night = Night(rest, namespace, jobs, faults, folder, forgets=given.defect == "forgets")
-        return await night.run(given.minutes * LIMIT * 60)
+        record = await night.run(given.minutes * LIMIT * 60)
     finally:
         await rest.close()
+    record.scheduler_seconds = processor_seconds(scheduler) - before
+    return record
+
+
+def scheduler_of(cluster: Cluster) -> int:
+    [scheduler] = [process.pid for process in recorded(cluster.settings) if process.name == "kube-scheduler"]
+    return scheduler
 
 
 def put_to_sleep(cluster: Cluster, seconds: float) -> None:
     """Deliberate defect: kube-scheduler stands still, in the middle of the arrivals."""
-    [scheduler] = [p.pid for p in recorded(cluster.settings) if p.name == "kube-scheduler"]
+    scheduler = scheduler_of(cluster)
     for _ in range(3):
         time.sleep(seconds)
         os.kill(scheduler, signal.SIGSTOP)

@@ -69,6 +69,8 @@ class Record:
     """Pods, coordinators' too, by their uids."""
     mistaken: int = 0
     """Nodes that were taken for lost while their kubelets ran: this machine was too busy."""
+    scheduler_seconds: float = 0.0
+    """Of processors, for kube-scheduler."""
     useful: int = 0
     """GPU-seconds of steps that count."""
     samples: int = 0

@@ -47,6 +47,8 @@ def table(record: Record, jobs: dict[str, Job], seed: int) -> str:
         ("GPUs in use for steps that count", f"{record.useful / offered:.0%}", "", "",
          "the rest: starts, waits for the others of a gang, steps that are made again"),
         ("pods that the scheduler preempted", str(len(record.preempted)), "", "", ""),
+        ("a processor's time for kube-scheduler", f"{record.scheduler_seconds / record.seconds:.1%}", "", "",
+         f"{record.scheduler_seconds:.0f} s"),
         ("faults", str(len(record.faults)), "", "", _listed(Counter(str(kind) for _, kind, _ in record.faults))),
     ]  # fmt: skip
     for name in reversed(PRIORITIES):
