@@ -182,6 +182,46 @@ def test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that(tmp
     assert done.stdout == f"{why}\ncold\n", done.stderr
 
 
+NO_MORE_FORKS = """
+import errno, os, sys, time
+sys.path.insert(0, {runtime!r})
+from ddpjob_runtime.launcher import forkserver, late_dynamo
+fork, flag = os.fork, {flag!r}
+def refuse():
+    asks = sys._getframe(1).f_code.co_name
+    if asks == "_fork" and os.path.exists(flag) or asks == "_unfit" and not late_dynamo.is_put_off():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+os.fork, forkserver.IDLE_SECONDS = refuse, {idle}
+forkserver.preload()
+server = forkserver.ForkServer()
+assert server.why_not() == ""
+environment = dict(os.environ, DDPJOB_LAUNCHER_PID=str(server.pid))
+worker = server.spawn(["--script", {script!r}], environment, None, None)
+open(flag, "w").close()
+"""
+"""A fork server with one worker, whose pod may have no more processes."""
+
+
+@pytest.mark.parametrize("idle", [0.1, 600.0])
+def test_a_pod_with_too_many_processes_keeps_its_workers_and_says_why_there_are_no_more(
+    tmp_path: Path, idle: float
+) -> None:
+    """The look whether torch's compiler can be forked was the end of the fork server, and so of all workers."""
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
+    code = NO_MORE_FORKS.format(
+        runtime=str(RUNTIME.parent), flag=str(tmp_path / "flag"), script=str(tmp_path / "sleeps.py"), idle=idle
+    )
+    if idle < 1:
+        code += "while not server.refusal(): time.sleep(0.01)\nprint(server.refusal())\n"
+    else:
+        code += "try: server.spawn([], {}, None, None)\nexcept OSError as error: print(error)\n"
+    code += "print(worker.poll(), flush=True)\nos._exit(0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowness())
+    what = "it is not known whether a fork survives torch._dynamo" if idle < 1 else "no worker can be forked"
+    assert done.stdout == f"{what}: [Errno 11] Resource temporarily unavailable\nNone\n", done.stderr
+
+
 STARTS_THREAD = (
     "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), name='poller', daemon=True).start()\n"
 )

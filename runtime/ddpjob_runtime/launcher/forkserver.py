@@ -91,7 +91,8 @@ class ForkServer:
         theirs.close()
         self._socket, self._buffer, self._lock = ours, b"", threading.RLock()
         self._number = 0
-        self._started: dict[int, int] = {}
+        self._started: dict[int, int | str] = {}
+        """By the order's number: the worker's pid, or why it could not be forked."""
         self._ended: dict[int, int] = {}
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
@@ -122,7 +123,10 @@ class ForkServer:
     def spawn(
         self, words: Sequence[str], environment: Mapping[str, str], stdout: str | None, stderr: str | None
     ) -> Worker:
-        """Start a worker. `words`: arguments of worker.py; `stdout`, `stderr`: files, None for the launcher's own."""
+        """Start a worker. `words`: arguments of worker.py; `stdout`, `stderr`: files, None for the launcher's own.
+
+        Raises OSError: it cannot be forked now.
+        """
         with self._lock:
             self._number += 1
             number = self._number
@@ -136,7 +140,10 @@ class ForkServer:
             self._socket.sendall((json.dumps(order) + "\n").encode())
             while number not in self._started:
                 self._hear(block=True)
-            return Worker(self, self._started.pop(number), words)
+            pid = self._started.pop(number)
+            if isinstance(pid, str):
+                raise OSError(f"no worker can be forked: {pid}")
+            return Worker(self, pid, words)
 
     def refusal(self) -> str:
         """Why it cannot fork workers any more, by what it has said so far; empty if it can."""
@@ -161,7 +168,7 @@ class ForkServer:
         for line in lines:
             event = json.loads(line)
             if "number" in event:
-                self._started[event["number"]] = event["pid"]
+                self._started[event["number"]] = event.get("problem") or event["pid"]
                 self._ended.pop(event["pid"], None)  # The end of an earlier worker that had the same pid.
             elif "importing" in event:
                 self._importing = event["importing"]
@@ -295,12 +302,15 @@ def _import_compiler(orders: socket.socket) -> None:
     except BaseException as error:  # Scripts that need it fail with it, as they would otherwise.
         log(f"torch._dynamo cannot be imported: {type(error).__name__}: {error}")
     gc.freeze()
-    if why := _unfit():
-        _send(orders, ready=f"{why} when torch._dynamo is imported in this image, and no fork survives that")
+    try:
+        if why := _unfit():
+            _send(orders, ready=f"{why} when torch._dynamo is imported in this image, and no fork survives that")
+    except OSError as error:  # The script's own processes are too many just now; workers that run must not end by it.
+        _send(orders, ready=f"it is not known whether a fork survives torch._dynamo: {error}")
 
 
 def _unfit() -> str:
-    """What this process has that a fork does not survive; empty if nothing."""
+    """What this process has that a fork does not survive; empty if nothing. Raises OSError: nothing can be forked."""
     child = os.fork()  # Libraries that can be forked with threads end theirs before: OpenBLAS does.
     if child == 0:
         code = 2
@@ -343,8 +353,12 @@ def _reap(orders: socket.socket) -> None:
 
 def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -> None:
     parent = os.getpid()
-    reader, writer = os.pipe()
-    pid = os.fork()
+    try:
+        reader, writer = os.pipe()
+        pid = os.fork()
+    except OSError as error:  # Too many processes: the launcher gives that as the reason of this node's end.
+        _send(orders, number=order["number"], pid=0, problem=str(error))
+        return
     if pid == 0:
         os.setsid()  # as torchrun's workers
         signal.set_wakeup_fd(-1)
