@@ -251,3 +251,21 @@ def test_programs_that_cannot_be_forked_run_cold_and_say_so(job: Job) -> None:
     report = finish(job, "job-0-0", "job-1-0")
     assert {(n["kind"], n["pod"]) for n in report["notes"]} == {("ColdWorkers", "job-0-0"), ("ColdWorkers", "job-1-0")}
     assert "--no-python" in report["notes"][0]["why"]
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_a_fork_server_that_was_killed_ends_its_node_with_the_reason(job: Job, number: signal.Signals | None) -> None:
+    """Also where the launcher is asked to end before it has noticed."""
+    job.start_coordinator()
+    node = job.start_node(0, STEPS, "--sleep", "0.02", torchrun=("--nnodes=1", "--monitor-interval=1"))
+    job.start_node(1, STEPS, "--sleep", "0.02")
+    job.wait_until(lambda r: r["state"] == "Running")
+    (server,) = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+    os.kill(int(server), signal.SIGKILL)
+    if number is not None:
+        node.send_signal(number)
+    assert job.wait_exit("job-0-0", 20) == (1 if number is None else 143)
+    if number is None:
+        assert f"the process that starts workers (pid {server}) has ended" in job.end("job-0-0")["message"]
+    else:
+        assert job.end("job-0-0")["message"] == "asked to end by SIGTERM"

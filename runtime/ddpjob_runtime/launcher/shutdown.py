@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import traceback as tracebacks
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
@@ -46,22 +48,31 @@ class Shutdown:
             wait_for_the_end()
         self.begun = True
         if announce is not None:
-            announce()
+            _attempt(announce)
         log(f"ends with {code} ({kind}): {message}" if code else "ends with 0: every node has finished")
         with self.starting:
-            self.stop_workers(grace)
-        self.close_client()
-        self.clean_up()
+            _attempt(lambda: self.stop_workers(grace))
+        _attempt(self.close_client)
+        _attempt(self.clean_up)
         if code:
-            write_termination_log(kind, message, traceback)
-        sys.stdout.flush()
-        sys.stderr.flush()
+            _attempt(lambda: write_termination_log(kind, message, traceback))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(code)  # torch's threads need no orderly shutdown, and must not change this code
 
     def block_if_begun(self) -> None:
         """Block the calling thread once shutdown has begun; the agent calls it between its actions."""
         if self.begun:
             wait_for_the_end()
+
+
+def _attempt(act: Callable[[], None]) -> None:
+    """What fails on the way out is logged: nobody else would end this process, or say why it ends."""
+    try:
+        act()
+    except Exception:
+        log(f"at its end:\n{tracebacks.format_exc()}")
 
 
 def wait_for_the_end() -> NoReturn:
