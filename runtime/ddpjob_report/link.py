@@ -96,7 +96,8 @@ class Link(Outbox):
             return False  # One that restarts or is gone must not disturb training; the operator notices it.
         if status == 400 and not self._refused:
             self._refused = True
-            sys.stderr.write(f"ddpjob_report: the coordinator refuses a report: {answer:.200}\n")
+            with contextlib.suppress(OSError):  # A full disk: the next report may be taken.
+                sys.stderr.write(f"ddpjob_report: the coordinator refuses a report: {answer:.200}\n")
         return status in (200, 400)
 
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -33,4 +34,5 @@ def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        sys.stderr.write(f"ddpjob: cannot write {path}: {error}\n")
+        with contextlib.suppress(OSError):  # It may be the same disk that is full.
+            sys.stderr.write(f"ddpjob: cannot write {path}: {error}\n")

@@ -253,6 +253,28 @@ def test_programs_that_cannot_be_forked_run_cold_and_say_so(job: Job) -> None:
     assert "--no-python" in report["notes"][0]["why"]
 
 
+class FullDisk(Job):
+    """Nothing of it can write a line of its log."""
+
+    def _start(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        return super()._start(name, ["sh", "-c", 'exec "$@" > /dev/full 2>&1', "sh", *command], env)
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+def test_a_full_disk_costs_the_lines_of_the_logs_alone(tmp_path: Path, mode: str) -> None:
+    """As on a laptop whose disk the checkpoints have filled: all logs are there."""
+    job = FullDisk(tmp_path, mode=mode)
+    try:
+        job.start_coordinator()
+        job.start_node(0, STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
+        job.start_node(1, STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
+        job.wait_until(lambda r: (r["progress"].get("step") or 0) >= 3)
+        report = finish(job, "job-0-0", "job-1-0")
+        assert report["state"] == "Succeeded" and report["incidents"] == []
+    finally:
+        job.close()
+
+
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
 def test_a_fork_server_that_was_killed_ends_its_node_with_the_reason(job: Job, number: signal.Signals | None) -> None:
     """Also where the launcher is asked to end before it has noticed."""

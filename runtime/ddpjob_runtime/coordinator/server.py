@@ -53,9 +53,10 @@ def now() -> float:
 
 
 def log(text: str) -> None:
-    """Write one line of the coordinator's log."""
-    sys.stderr.write(f"{protocol.iso(protocol.time_of(time.time()))} coordinator: {text}\n")
-    sys.stderr.flush()
+    """Write one line of the coordinator's log. On a full disk it is lost, and nothing else."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{protocol.iso(protocol.time_of(time.time()))} coordinator: {text}\n")
+        sys.stderr.flush()
 
 
 class Silent(Exception):

@@ -79,10 +79,11 @@ def read_again(changed: Iterable[str]) -> None:
                 left -= found
     read_configurations(changed)
     if left:
-        sys.stderr.write(
-            "ddpjob: set before `import torch`, but without effect on what recovery.mode Fast has imported already: "
-            f"{', '.join(sorted(left))}; set it in spec.env\n"
-        )
+        with contextlib.suppress(OSError):  # A full disk.
+            sys.stderr.write(
+                "ddpjob: set before `import torch`, but without effect on what recovery.mode Fast has imported already:"
+                f" {', '.join(sorted(left))}; set it in spec.env\n"
+            )
 
 
 def read_threads(torch: Any) -> None:

@@ -112,6 +112,7 @@ def die_with_parent() -> None:
 
 
 def log(text: str) -> None:
-    """One line of the launcher's log."""
-    sys.stderr.write(f"{protocol.iso(protocol.time_of(time.time()))} ddpjob: {text}\n")
-    sys.stderr.flush()
+    """One line of the launcher's log. On a full disk it is lost, and nothing else."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{protocol.iso(protocol.time_of(time.time()))} ddpjob: {text}\n")
+        sys.stderr.flush()
