@@ -35,6 +35,7 @@ class Uploads:
     `tidy` is called after each upload, in the thread; `release` with each that is not needed any more. A failure is
     tried again with growing pauses and never ends anything. `publish`: what uploads one, in place of
     `bucket.publish`. `in_turn`: all are uploaded, the oldest first; for what other processes upload in part.
+    `done` is called in the thread when one is there and `figures` say so, before those who wait for it are woken.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class Uploads:
         publish: Callable[[Waiting], Any] | None = None,
         *,
         in_turn: bool = False,
+        done: Callable[[], None] = lambda: None,
     ) -> None:
         self._tidy, self._say, self._release = tidy, say, release
         self._publish = publish or (lambda one: bucket.publish(one.path, one.step, one.epoch))
-        self._in_turn = in_turn
+        self._in_turn, self._done = in_turn, done
         self._changed = threading.Condition()
         self._waiting = deque[Waiting]()
         self._current: Waiting | None = None
@@ -117,6 +119,9 @@ class Uploads:
             problem = self._upload(current)
             if not problem:
                 self._release(current)  # Before those who wait for it are woken.
+                with self._changed:
+                    self._behind_since = time.monotonic() if self._waiting else None
+                self._done()
             with self._changed:
                 passed = bool(problem) and bool(self._waiting) and not self._in_turn
                 if problem:
@@ -125,7 +130,6 @@ class Uploads:
                     self.failures += 1
                 else:
                     self.failures = 0
-                    self._behind_since = time.monotonic() if self._waiting else None
                 self._current = None
                 self._changed.notify_all()
             if passed:

@@ -20,6 +20,8 @@ from typing import Any
 from ddpjob_bucket import Bucket, BucketError, Stored, Uploads, Waiting
 from ddpjob_bucket.stored import files_of
 
+from ddpjob_report import link
+
 RECORD = ".ddpjob-newest.json"
 """Without a bucket: names the newest checkpoint in the folder."""
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
@@ -140,7 +142,8 @@ def copy(path: Path, step: int, keep: int) -> None:
     if _State.uploads is None:
         for leftover in path.parent.glob(f"{_LINKS}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        _State.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release)
+        link.prepare()  # First: what is registered for the exit runs in reverse, and the last copy is posted as well.
+        _State.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release, done=_post)
         atexit.register(_at_exit)
     _State.uploads.offer(Waiting(_linked(path), step, None, time.time()))
 
@@ -213,6 +216,11 @@ def _release(waiting: Waiting) -> None:
 def _tidy(bucket: Bucket) -> None:
     bucket.remove(bucket.entries()[_State.keep :])
     bucket.sweep()
+
+
+def _post() -> None:
+    """Say that a copy is in the bucket: the script's next report may be far off, or there may be none."""
+    link.post({"metrics": figures()})
 
 
 def finish(seconds: float | None) -> bool:

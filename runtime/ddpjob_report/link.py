@@ -145,14 +145,21 @@ _link: Link | None = None
 
 def post(figures: dict[str, Any]) -> None:
     """Post the figures, if this is rank 0 of a job."""
+    if prepare() and figures:
+        assert _link is not None
+        _link.add(figures)
+
+
+def prepare() -> bool:
+    """Have what is posted sent until this process ends; whether this is rank 0 of a job."""
     global _link
     if _link is None:
         address, token = os.environ.get("DDPJOB_COORDINATOR"), os.environ.get("DDPJOB_TOKEN")
         rank = os.environ.get("RANK", os.environ.get("DDPJOB_INDEX", "0"))  # a command's own program may have no rank
         if not address or not token or rank != "0":
-            return
+            return False
         _link = Link(address, token)
-    _link.add(figures)
+    return True
 
 
 def is_reporting() -> bool:

@@ -166,7 +166,8 @@ CHECKPOINT_TIME = "checkpointTime"
 """The metric by which a script says when its newest checkpoint was on disk, in Unix seconds."""
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
 """Metrics of the copies in a bucket: the newest one's step, when it was saved (Unix seconds), and for how many seconds
-a checkpoint has been on its machine alone while none reached the bucket."""
+a checkpoint has been on its machine alone while none reached the bucket. A report of nothing but these is made beside
+the steps, and is no sign that the script makes any."""
 
 
 def encode(verb: str, **values: Any) -> bytes:

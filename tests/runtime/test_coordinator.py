@@ -819,6 +819,25 @@ def test_an_activity_is_no_step_that_ends_a_downtime_and_no_report_that_replaces
     assert world.report()["progress"]["step"] == 2 and world.report()["recovery"]["downSince"] is None
 
 
+def test_a_copy_that_has_come_into_the_bucket_is_shown_and_is_no_sign_of_life() -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    world.coordinator.report_progress({"step": 1})
+    world.fail(members[0])
+    world.ready(*members)
+    world.join(*members)
+    world.coordinator.report_progress({"activity": "evaluating"})
+    before = world.report()
+    world.pass_time(55)
+    copied = {"copyStep": 1, "copyTime": 1000, "copyBehind": 0.0}
+    world.coordinator.report_progress({"metrics": copied})
+    after = world.report()
+    assert after["progress"] == {**before["progress"], "metrics": copied} and after["recovery"] == before["recovery"]
+    assert before["recovery"]["downSince"] is not None and after["progress"]["activity"] == "evaluating"
+    world.pass_time(6)
+    assert world.last(members[0])[0] == "dump", "no step for 60 s"
+
+
 def test_a_limit_that_the_user_has_set_holds_during_an_activity_which_the_incident_names() -> None:
     world = World(2, hang_after=60.0)
     world.form()

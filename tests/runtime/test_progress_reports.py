@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -266,3 +267,41 @@ def test_what_a_script_reports_last_is_kept_though_what_came_before_is_on_its_wa
     may_go.set()
     closing.join()
     assert kept == [1, 2]
+
+
+COPIES = """
+import sys, time, ddpjob_report
+from ddpjob_bucket import Bucket
+publish = Bucket.publish
+def slow(*arguments):
+    time.sleep(0.3)
+    return publish(*arguments)
+Bucket.publish = slow
+folder = ddpjob_report.checkpoint_dir()
+if sys.argv[1] == "first":
+    ddpjob_report.report(step=4)
+(folder / "a.pt").write_text("a")
+ddpjob_report.copy_checkpoint(folder / "a.pt", 5)
+while not (folder / "enough").exists():  # A long step.
+    time.sleep(0.01)
+ddpjob_report.copy_checkpoint(folder / "a.pt", 9)
+"""
+
+
+@pytest.mark.parametrize("reports", ["first", "never"])
+def test_a_copy_is_reported_when_it_is_there_and_not_with_the_next_step(
+    job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reports: str
+) -> None:
+    """Of a script that hangs, or has ended, the newest copy was not shown."""
+    pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+    folder = tmp_path / "pod"
+    folder.mkdir()
+    own = {"DDPJOB_CHECKPOINT_DIR": str(folder), "DDPJOB_CHECKPOINT_URL": f"file://{tmp_path / 'store'}", "RANK": "0"}
+    with subprocess.Popen([sys.executable, "-c", COPIES, reports], env=job.environment(**own)) as script:
+        try:
+            job.wait_until(lambda r: r["progress"].get("metrics", {}).get("copyStep") == 5, 20)
+            (folder / "enough").touch()
+            assert script.wait(60 * slowness()) == 0
+            assert job.status()["progress"]["metrics"]["copyStep"] == 9
+        finally:
+            script.kill()

@@ -9,7 +9,7 @@ from ddpjob_runtime.coordinator.first_cause import Failure
 from ddpjob_runtime.coordinator.formation import RankOrder, Size
 from ddpjob_runtime.coordinator.loop import Loop
 from ddpjob_runtime.coordinator.members import Member, Members, Send
-from ddpjob_runtime.coordinator.progress import ACTIVITY, Progress
+from ddpjob_runtime.coordinator.progress import ACTIVITY, Progress, is_of_copies
 from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.coordinator.settings import Settings
 from ddpjob_runtime.coordinator.takeover import Resume, Takeover
@@ -274,7 +274,8 @@ class Coordinator:
         down, before = self.rounds.downtime.since, awaited_figures(self._progress.values)
         alive = self._progress.shows_life(report)
         merged = self._progress.merge(report, self._now())
-        self.rounds.progress(alive, self._progress.activity, bool(report.keys() - {ACTIVITY, STRAGGLERS, ROUND}))
+        step = bool(report.keys() - {ACTIVITY, STRAGGLERS, ROUND}) and not is_of_copies(report)
+        self.rounds.progress(alive, self._progress.activity, step)
         if merged:
             if self._progress.position is not None:
                 self.rounds.backoff.step(self._progress.position)

@@ -6,6 +6,9 @@ import re
 from typing import Any
 
 from ddpjob_runtime.protocol import (
+    COPY_BEHIND,
+    COPY_STEP,
+    COPY_TIME,
     COUNTED_SPEED,
     MAX_FIGURES,
     ROUND,
@@ -71,6 +74,14 @@ def _may_be_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def is_of_copies(report: dict[str, Any]) -> bool:
+    """Whether a checked report is of copies in the bucket alone, which are made while the script does anything else."""
+    metrics = report.get("metrics") or {}
+    return (
+        bool(metrics) and report.keys() <= {"metrics", ROUND} and metrics.keys() <= {COPY_STEP, COPY_TIME, COPY_BEHIND}
+    )
+
+
 class Progress:
     """Merges reports. Infinite and undefined figures are left out (JSON has none), and so are entries that name no
     rank that lags: the others count.
@@ -86,6 +97,8 @@ class Progress:
         """Whether a checked report, not merged yet, shows activity: anything but the step that is known already."""
         if report.get(AUTOMATIC):
             return True  # the counter reports only after a step
+        if is_of_copies(report):
+            return False
         named = {name: report[name] for name in ("epoch", "step") if report.get(name) is not None}
         return not named or any(self.values.get(name) != value for name, value in named.items())
 
@@ -107,6 +120,8 @@ class Progress:
                 self.values[name] = read_stragglers(value)
             elif name not in (AUTOMATIC, ACTIVITY, ROUND):
                 self.values[name] = value if is_number(value) else None
+        if is_of_copies(report):
+            return True
         self._note_activity(report.get(ACTIVITY))
         if "step" in report or "epoch" in report:
             self.position = (self.values.get("epoch") or 0.0, self.values.get("step") or 0.0)
