@@ -140,7 +140,7 @@ def test_a_node_is_lost_with_the_parts_of_its_ranks(server: Server, machine: Mac
     script = str(SCRIPTS / "node_disks.py")
     job = manifest(script=script, args=[*small, "checkpoint.format=dcp"], storage=storage(server.port))
     run = machine.start(job)
-    run.until(lambda r: copied(r) >= 4, seconds=240)
+    run.until(lambda r: copied(r) >= 4, seconds=240)  # Which is known although no step is made any more.
     with run.frozen():
         assert machine.command("kill", "job-1-0").returncode == 0
     assert run.wait(seconds=300) == 0, run.everything()

@@ -169,6 +169,8 @@ class Trainer:
         self.ledger = Ledger(config.run_dir, group, claim, wanted=config.train.ledger)
         plan = Plan(config.train.epochs, self._steps_left(), data.train_size, claim.round)
         self.reporter = Reporter(plan, config, group, writes=checkpoints.writes, class_names=data.class_names)
+        if (copies := checkpoints.copies) is not None:
+            copies.on_copied = lambda: self.reporter.post_copies(copies.figures())
         dynamic = self.strategy.precision.scale_is_dynamic
         self.guard = NonFiniteGuard(
             config.train.nonfinite_limit,

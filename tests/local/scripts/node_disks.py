@@ -1,6 +1,6 @@
 """The built-in trainer with a checkpoint folder of each pod's own, as in a cluster: `ddpjob run` has one for all.
 
-The pod job-1-0 is slow, so that whoever watches can lose it before the training has ended.
+The pod job-1-0 stops after its twelfth step, so that whoever watches can lose it before the training has ended.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
-def linger(*_: Any) -> None:
-    time.sleep(1)
+def stop_at_the_twelfth(*_: Any) -> None:
+    steps.append(1)
+    while len(steps) >= 12:
+        time.sleep(1)
+
+
+steps: list[int] = []
 
 
 os.environ["DDPJOB_CHECKPOINT_DIR"] += f"/{os.environ['DDPJOB_POD']}"
 if os.environ["DDPJOB_POD"] == "job-1-0":
-    register_optimizer_step_post_hook(linger)
+    register_optimizer_step_post_hook(stop_at_the_twelfth)
 runpy.run_module("ddpjob_trainer", run_name="__main__", alter_sys=True)

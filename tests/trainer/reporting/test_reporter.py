@@ -101,6 +101,19 @@ def test_posts_are_half_a_second_apart_and_the_newest_wins(coordinator: Any) -> 
     assert 2 <= len(posts) <= 5 and posts[-1][2] == {"step": -1}
 
 
+def test_copies_are_posted_by_themselves_and_displace_no_progress(coordinator: Any) -> None:
+    port, posts, _ = coordinator
+    link = ProgressClient(f"127.0.0.1:{port}", "secret")
+    link.post_copies({"copyStep": 1})
+    until = time.monotonic() + 20 * slowness()
+    while not posts and time.monotonic() < until:
+        time.sleep(0.02)
+    link.post({"step": 3})
+    link.post_copies({"copyStep": 2})
+    link.close()
+    assert [post[2] for post in posts] == [{"metrics": {"copyStep": 1}}, {"step": 3}, {"metrics": {"copyStep": 2}}]
+
+
 def test_another_coordinator_is_told_who_lags_too(coordinator: Any) -> None:
     """In Fast it takes the round over; the one before has taken what it knew along."""
     port, posts, handler = coordinator

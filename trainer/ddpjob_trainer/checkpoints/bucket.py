@@ -116,6 +116,8 @@ class Copies:
         self._uploads: Uploads | None = None
         self._mark = ""
         self._unreadable = set[Stored]()
+        self.on_copied: Callable[[], None] = lambda: None
+        """Called in the uploads' thread when a checkpoint has come into the bucket and `figures` say so."""
         self._there = -1
         """Step of the newest complete checkpoint in the bucket when this process began."""
 
@@ -132,7 +134,9 @@ class Copies:
         """
         _patiently(self._bucket.take_term)
         self._mark = mark
-        self._uploads = Uploads(self._bucket, self._tidy, _warn, publish=self._publish, in_turn=in_parts)
+        self._uploads = Uploads(
+            self._bucket, self._tidy, _warn, publish=self._publish, in_turn=in_parts, done=lambda: self.on_copied()
+        )
         return self._bucket.scores()
 
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:

@@ -34,6 +34,7 @@ class ProgressClient:
         # Of this process: a rank 0 that is fenced must not name ranks of the next round.
         self._round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         self._newest: dict[str, Any] | None = None
+        self._copies: dict[str, float] | None = None
         self._activity: str | None = None
         self._said: str | None = None  # of the activity, as the coordinator has it
         self._stragglers: list[dict[str, float]] | None = None  # None: nothing was said of them yet
@@ -59,6 +60,12 @@ class ProgressClient:
         """Send `progress` with the next post; it replaces what was not posted yet."""
         with self._changed:
             self._newest = progress
+            self._changed.notify()
+
+    def post_copies(self, copies: dict[str, float]) -> None:
+        """Send how far the copies in the bucket are: by itself, which is no sign of a step."""
+        with self._changed:
+            self._copies = copies
             self._changed.notify()
 
     def post_stragglers(self, stragglers: list[dict[str, float]]) -> None:
@@ -91,12 +98,15 @@ class ProgressClient:
                 self._changed.wait_for(lambda: self._is_due() or self._activity != self._said)
                 self._changed.wait_for(lambda: self._is_due() or self._activity == self._said, _BRIEF_SECONDS)
                 progress, self._newest = self._newest, None
+                copies, self._copies = self._copies, None
             if progress is not None:
                 pause = _INTERVAL_SECONDS if self._send(progress) else min(2 * pause, _LONGEST_PAUSE_SECONDS)
                 self._said = None
                 self._send_stragglers()
-            elif self._closing:
+            elif self._closing and copies is None:
                 return
+            if copies is not None:
+                self._send({"metrics": copies})
             if (activity := self._activity) != self._said:
                 self._said = activity
                 self._send({"activity": activity})  # By itself: an older coordinator takes no report that names one.
@@ -115,7 +125,7 @@ class ProgressClient:
             self._said_stragglers = self._instance, stragglers
 
     def _is_due(self) -> bool:
-        return self._newest is not None or self._closing
+        return self._newest is not None or self._copies is not None or self._closing
 
     def _send(self, progress: dict[str, Any]) -> bool:
         return 0 < self._status_of(progress) < 300

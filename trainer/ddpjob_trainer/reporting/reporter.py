@@ -318,6 +318,11 @@ class Reporter:
         if self._last is not None:
             self._post(self._last)
 
+    def post_copies(self, copies: Mapping[str, float]) -> None:
+        """Say what has come into checkpoint.url, whatever the step takes. From any thread."""
+        if self._link is not None:
+            self._link.post_copies(dict(copies))
+
     def skipped(self, step: int, text: str, samples: dict[int, list[int]]) -> None:
         """Step `step` was skipped on all ranks; `samples` by rank that saw a loss that is not finite."""
         self._write("skipped", step=step, samples=samples)
