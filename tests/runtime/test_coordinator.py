@@ -8,6 +8,7 @@ import pytest
 from coordinator_world import FAST, RESET, STANDARD, World
 from ddpjob_runtime.coordinator import progress
 from ddpjob_runtime.coordinator.drain import DRAIN_SECONDS
+from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import iso, time_of
 
 # ---- forming
@@ -189,6 +190,53 @@ def test_a_planned_restart_leaves_the_members_grace() -> None:
     assert "stop" not in world.verbs(members[0])
     world.pass_time(1.1)
     assert world.last(members[0])[0] == "stop"
+
+
+def growing(grace: float) -> tuple[World, list[Member]]:
+    """Two members of a round that were just asked to make room for a third."""
+    world = World(3, 1)
+    members = [world.hello(i, grace=grace) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    world.ready(world.hello(2))
+    world.pass_time(10.1)
+    assert world.last(members[0])[1]["planned"] is True
+    return world, members
+
+
+def test_a_connection_that_is_renewed_does_not_hurry_a_planned_restart() -> None:
+    """The launcher kills workers that save when it hears that the restart is planned no more."""
+    world, members = growing(grace=100.0)
+    position = {"round": 1, "rank": 0, "world": 2, "state": "Running"}
+    for seconds in (50, 50):
+        assert world.hello(0, resume=position) is members[0]
+        assert world.last(members[0])[1]["planned"] is True
+        world.pass_time(seconds)
+    assert "stop" not in world.verbs(members[0])
+    world.pass_time(5)
+    assert world.last(members[0])[0] == "stop", "it has no more time than it had"
+
+
+def test_a_rank_that_has_saved_before_its_launcher_was_asked_leaves_the_others_their_time_to_save() -> None:
+    """Ranks agree by themselves: one that has nothing to write leaves while its launcher still sleeps."""
+    world, members = growing(grace=100.0)
+    world.fail(members[1], "ended with exit code 75", code=75)
+    world.ready(members[1])
+    world.pass_time(100)
+    assert [fields["planned"] for verb, fields in world.heard[members[0].pod] if verb == "restart"] == [True]
+    world.ready(members[0])
+    assert world.round.world == 3 and world.incidents() == [("Joined", "job-2-0", 0)]
+
+
+def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
+    """Also from a member that cannot end its workers: the others waited for its grace."""
+    world, members = growing(grace=600.0)
+    world.lose(members[1])
+    position = {"round": 1, "rank": 0, "world": 2, "state": "Running"}
+    assert world.hello(0, resume=position) is members[0] and world.last(members[0])[1]["planned"] is False
+    world.pass_time(DRAIN_SECONDS + 1)
+    assert world.last(members[0])[0] == "stop" and world.round.number == 2
 
 
 def test_a_loss_during_a_planned_restart_is_reported_at_once() -> None:

@@ -120,7 +120,7 @@ class Coordinator:
             if resumed.state == MemberState.FINISHED:
                 self.rounds.finished(old, resumed.round)
             if old.drain_by is not None:
-                self.rounds.drain(old, "the round is over")
+                self.rounds.drain(old, "the round is over", old.drain_planned)
         self._bump()
         self._advance()
 

@@ -23,7 +23,7 @@ class Drains:
     def ask(self, member: Member, why: str, planned: bool) -> None:
         """End the workers and say `ready`; `planned`: they may take the pod's grace to save."""
         seconds = member.grace + PLANNED_SLACK if planned else DRAIN_SECONDS
-        if member.drain(self._loop.now() + seconds):
+        if member.drain(self._loop.now() + seconds, planned):
             self._loop.later(seconds + 0.001, self._check)
         member.send(ToMember.RESTART, {"round": member.round, "why": why, "planned": planned})
 

@@ -30,6 +30,8 @@ class Member:
         """Seconds for which its next round may check the links before its workers start; 0: it asks for no check."""
         self.drain_by: float | None = None
         """When it was asked to end its workers: not later than this."""
+        self.drain_planned = False
+        """Whether these may save."""
         self.given_up = False
         """It was lost together with others, on a connection that is still open."""
 
@@ -91,9 +93,10 @@ class Member:
         """It is no member any more; a round may still name it."""
         self._state.become(MemberState.LOST)
 
-    def drain(self, until: float) -> bool:
+    def drain(self, until: float, planned: bool) -> bool:
         """It is asked to end its workers; False if it was asked before, and the earlier deadline holds."""
-        if self.drain_by is not None:
+        self.drain_planned = planned
+        if self.drain_by is not None and self.drain_by <= until:
             return False
         self.drain_by = until
         return True

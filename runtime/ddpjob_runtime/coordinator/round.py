@@ -166,7 +166,8 @@ class Round:
         if member.state == MemberState.LEAVING:
             return  # as it was asked to; its peers may still save
         self._break_up()
-        if self._evidence.somebody_leaves and failure.exit_code == EXIT_STEPPED_ASIDE:
+        asked = self._evidence.somebody_leaves or self._ended_planned
+        if asked and failure.exit_code == EXIT_STEPPED_ASIDE:
             self._end_workers("a node leaves the group", planned=True)
         elif failure.communication or self._evidence.somebody_leaves:
             # The cause may not have arrived yet, or others may still be saving: give that its time.
