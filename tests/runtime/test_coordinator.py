@@ -555,6 +555,21 @@ def test_peers_that_have_agreed_to_save_may_finish_that_when_the_leaving_node_is
     assert [f["planned"] for verb, f in world.heard[third.pod] if verb == "restart"] == [True]
 
 
+def test_one_that_leaves_still_leaves_over_a_new_connection() -> None:
+    """It was taken for gone: its peers' workers were killed in the step that they would have saved after."""
+    world = World()
+    first, second = world.form()
+    world.coordinator.leaving(second, "ended by SIGTERM")
+    position = {"round": 1, "rank": 1, "world": 2, "state": "Running"}
+    assert world.hello(1, resume=position) is second and second.state == "Leaving"
+    assert "restart" not in world.verbs(first) and world.report()["state"] == "Running"
+    world.fail(second, "SystemExit: 75", code=75)
+    world.lose(second)
+    assert world.last(first)[1]["planned"] is True
+    world.ready(first)
+    assert world.incidents() == [("Left", "job-1-0", 1)]
+
+
 def test_a_ready_member_that_leaves_is_not_chosen() -> None:
     world = World(2)
     members = [world.hello(i) for i in range(3)]

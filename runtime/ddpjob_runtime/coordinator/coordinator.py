@@ -314,6 +314,8 @@ class Coordinator:
 
 def _same_workers(old: Member, resumed: Resume | None) -> bool:
     """Whether both sides still mean the same round; if not, a line between them was lost with the old connection."""
+    if old.state == MemberState.LEAVING:
+        return True  # Whatever it still does, it leaves, and the round breaks when it is gone.
     if not old.has_workers:
         return resumed is None or not resumed.has_workers
     return resumed is not None and resumed.round == old.round and resumed.has_workers
