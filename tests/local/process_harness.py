@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,14 @@ class Machine:
         path.write_text(job if isinstance(job, str) else yaml.safe_dump(job))
         return path
 
-    def start(self, job: Json, *options: str) -> Run:
-        """`ddpjob run` in the background."""
+    def start(self, job: Json, *options: str, stdout: int | None = None, wrapper: Sequence[str] = ()) -> Run:
+        """`ddpjob run` in the background. `stdout`: a pipe or a terminal, in place of the file of `Run.output`."""
         path = self.write(job, f"{job['metadata']['name']}.yaml")
         output = (self.folder / f"{job['metadata']['name']}.out").open("w+")
         process = subprocess.Popen(
-            [sys.executable, "-m", "ddpjob.cli", "run", str(path), *options],
-            env=self.environment(), cwd=self.folder, stdout=output, stderr=subprocess.STDOUT, text=True,
+            [*wrapper, sys.executable, "-m", "ddpjob.cli", "run", str(path), *options],
+            env=self.environment(), cwd=self.folder, text=True,
+            stdout=output if stdout is None else stdout, stderr=output,
         )  # fmt: skip
         self._runners.append(process)
         return Run(self, job["metadata"]["name"], process, Path(output.name))

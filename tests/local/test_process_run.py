@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from ddpjob.local.paths import JobFolder
+from ddpjob.local.record import ask
 from machine import slowness
 from process_harness import TRAIN, Machine, manifest
 
@@ -164,6 +170,61 @@ def test_ctrl_c_saves_and_leaves_nothing(machine: Machine) -> None:
     assert again.wait() == 0, again.everything()
     assert f"begins at step {steps}" in again.log("job-0-0")
     again.assert_ledger(steps + 3)
+
+
+@pytest.mark.parametrize(
+    ("output", "sent", "code"),
+    [("pipe", signal.SIGINT, 130), ("pipe", None, 141), ("terminal", signal.SIGHUP, 129)],
+    ids=["Ctrl-C ends tee as well", "head has read enough", "the terminal is closed"],
+)
+def test_a_lost_output_saves_and_leaves_nothing(
+    machine: Machine, output: str, sent: signal.Signals | None, code: int
+) -> None:
+    """Else what was written to it kept the signal from the job, which trained on, or died unsaved."""
+    reader, writer = os.openpty() if output == "terminal" else os.pipe()
+    fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK)
+    run = machine.start(manifest(args=["--steps=100000"]), stdout=writer)
+    os.close(writer)
+    run.until(lambda r: r.steps() >= 3)
+    os.close(reader)
+    if sent is None:
+        machine.command("scale", "job", "3")  # writes a line
+    else:
+        run.signal(sent)
+    assert run.wait(40) == code, run.everything()
+    run.assert_nothing_left(0.5)
+    assert "Traceback" not in run.output and "Exception" not in run.output, run.output
+    assert run.status["phase"] == "Suspended"
+
+
+def test_nohup_outlives_its_terminal(machine: Machine) -> None:
+    run = machine.start(manifest(args=["--steps=100000"]), wrapper=["nohup"])
+    run.until(lambda r: r.steps() >= 3)
+    run.signal(signal.SIGHUP)
+    steps = run.steps()
+    run.until(lambda r: r.steps() >= steps + 20)
+    run.signal(signal.SIGTERM)
+    assert run.wait(40) == 143
+
+
+def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
+    """A full disk, played by folders that are in the files' place for a while."""
+    run = machine.start(manifest(args=["--steps=100000"]))
+    run.until(lambda r: r.steps() >= 3)
+    folder = Path(run.record["local"]["folder"])
+    for path in (run.folder / "status.json", folder / "events.jsonl"):
+        while not path.is_dir():  # the run may write it anew in between
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+    assert ask(JobFolder(run.folder), "kill", "job-1-0")  # the command would need the record
+    run.until(lambda r: "2 nodes train again" in r.output)
+    assert run.output.count("status.json: Is a directory: training continues") == 1, run.output
+    (run.folder / "status.json").rmdir()
+    run.until(lambda r: "job-1-1" in r.pods())
+    run.signal(signal.SIGTERM)
+    assert run.wait(40) == 143
+    assert run.status["phase"] == "Suspended"
 
 
 def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:

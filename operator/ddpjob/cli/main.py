@@ -15,8 +15,9 @@ import click
 from click.core import ParameterSource
 
 from ddpjob.api.job_spec import Json
-from ddpjob.cli.output import PathTemplate, document, listed, printable, printed_rows
+from ddpjob.cli.output import PathTemplate, abandon_output, document, listed, printable, printed_rows
 from ddpjob.cli.places import (
+    EXIT_MISTAKE,
     EXIT_NEGATIVE,
     EXIT_TIMEOUT,
     PLACE_NAMES,
@@ -46,10 +47,11 @@ Differences from a cluster:
   ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept   not used: logs are files, and are kept
 
 Runs are kept in ./runs or $DDPJOB_RUNS. Ctrl-C: the nodes save a checkpoint and exit; a second Ctrl-C kills them.
-No process is left behind.
+So do SIGTERM, a closed terminal (not with `nohup`) and an output whose reader is gone. No process is left behind.
 
 \b
-Exit code: 0 Complete, 1 Failed, 2 bad input (nothing was started), 130 Ctrl-C, 143 SIGTERM.
+Exit code: 0 Complete, 1 Failed, 2 bad input (nothing was started), 129 closed terminal, 130 Ctrl-C, 141 no reader,
+143 SIGTERM.
 Example: ddpjob run examples/digits.yaml"""
 
 _ROOT = """\
@@ -93,6 +95,19 @@ class _Commands(click.Group):
             hint = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(self.commands)}"
             raise click.UsageError(f"no command {args[0]}{hint}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            raise _SystemFault(error) from error
+
+
+class _SystemFault(Exception):
+    """A file or the output cannot be read or written. Where a reader is gone, click ends with 1: a failed job."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
 
 
 def _complete_job(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -1083,10 +1098,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # The reader of the output is gone. Python would report that again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except _SystemFault as fault:
+        if fault.error.filename is None:
+            abandon_output()
+        if isinstance(fault.error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        _note(f"{fault.error.filename or 'standard output'}: {fault.error.strerror or fault.error}")
+        return EXIT_MISTAKE
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -16,6 +18,12 @@ from ddpjob.client.job_text import row
 def printable(text: str) -> str:
     """Without characters that command a terminal: messages and progress are written by whoever owns the job."""
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
+def abandon_output() -> None:
+    """Standard output leads nowhere from here on: else Python fails at exit with what could not be written."""
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - no path of ours
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def document(body: Json, kind: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import platform
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.api.job_status import ConditionType
 from ddpjob.cli.display import open_display, recoveries, reported_accuracy, shortest, stall_line
+from ddpjob.cli.output import abandon_output
 from ddpjob.client.manifest_sources import BadInput, read_job
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.engine.reconcile import utc_now
@@ -104,8 +105,13 @@ def _run(job: Ready, run: RunFolder) -> int:
     try:
         outcome = asyncio.run(Runner(job.body, job.local_spec, job.folder, run, display).run())
     finally:
-        display.close()
-    _print_result(job, run, outcome)
+        with suppress(OSError):
+            display.close()
+    try:
+        _print_result(job, run, outcome)
+        sys.stdout.flush()
+    except OSError:
+        abandon_output()
     return _exit_code(outcome)
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -132,10 +133,12 @@ class ProcessBackend:
 
     def events(self, name: str) -> list[Happened]:
         path = Path((_record(self.folder(name)) or {})["local"]["folder"]) / "events.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        return [
-            Happened(parse_time(e["time"]), e["warning"], e["reason"], e["message"]) for e in map(json.loads, lines)
-        ]
+        found = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            with suppress(ValueError):  # cut off by a full disk, or by the end of its run
+                event = json.loads(line)
+                found.append(Happened(parse_time(event["time"]), event["warning"], event["reason"], event["message"]))
+        return found
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         if options.previous:

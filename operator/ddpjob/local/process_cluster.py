@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -236,7 +237,8 @@ class ProcessCluster:
             "reason": event.reason,
             "message": event.message,
         }
-        with self.folder.events.open("a", encoding="utf-8") as file:
+        # On a full disk an event is shown and not kept; training does not end for it.
+        with suppress(OSError), self.folder.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     # --- the user's requests

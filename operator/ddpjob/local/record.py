@@ -73,8 +73,12 @@ def write_record(folder: JobFolder, record: Json) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file in whole, or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_record(folder: JobFolder) -> Json | None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -135,6 +135,7 @@ class Runner:
         self.interrupted: signal.Signals | None = None
         self.abandoned = False
         self._recorded: Json = {}
+        self._unrecorded = False
 
     async def run(self) -> Outcome:
         """Runs until the job is Complete or Failed and its pods have ended, or a signal has stopped it."""
@@ -142,6 +143,8 @@ class Runner:
         processes.become_subreaper()
         loop.add_signal_handler(signal.SIGCHLD, self.cluster.changed.set)
         for number in SIGNALS:
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: the run outlives its terminal
             loop.add_signal_handler(number, self._on_signal, number)
         left: list[int] = []
         with watched(self.cluster.body["metadata"]["uid"]):
@@ -162,7 +165,7 @@ class Runner:
                 due = clock() + min(RECONCILE_SECONDS, delay if delay is not None else RECONCILE_SECONDS)
             self._process_requests()
             self._record()
-            self.display.show(self._shown())
+            self._display(lambda: self.display.show(self._shown()))
             await self._sleep(max(0.0, min(TICK, due - clock())))
 
     async def _sleep(self, seconds: float) -> None:
@@ -191,15 +194,13 @@ class Runner:
         self.interrupted = number
         self.cluster.stopped_by = number.name
         grace = max((pod.grace for pod in self.cluster.nodes()), default=0)
-        self.display.note(
-            f"{number.name}: the nodes save a checkpoint and exit, within {grace} s; a second signal kills them"
-        )
         self.cluster.suspend(True)
+        self._note(f"{number.name}: the nodes save a checkpoint and exit, within {grace} s; a second signal kills them")
 
     def _process_requests(self) -> None:
         for path, verb, subject in requests(self.folder):
             if verb == "kill" and subject in self.cluster.pods:
-                self.display.note(f"kill {subject}: SIGKILL, as kubectl delete pod --force")
+                self._note(f"kill {subject}: SIGKILL, as kubectl delete pod --force")
                 self.cluster.force_delete(self.cluster.pods[subject])
             elif verb in ("suspend", "resume") and self.interrupted is None:
                 self.cluster.suspend(verb == "suspend")
@@ -209,11 +210,28 @@ class Runner:
 
     def _scale(self, nodes: int) -> None:
         refused = too_many_nodes(self.cluster.local_spec, nodes)
-        self.display.note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
+        self._note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
         if not refused:
             self.cluster.scale(nodes)
 
     # --- what is shown and written down
+
+    def _note(self, text: str) -> None:
+        self._display(lambda: self.display.note(text))
+
+    def _display(self, update: Callable[[], None]) -> None:
+        """No fault of the output breaks training off, or keeps a signal from it.
+
+        A reader that is gone (`| head`) is a signal as Ctrl-C is. With Ctrl-C, `tee` is gone too: one signal, not two.
+        A terminal that was closed sends SIGHUP; without it, and on a full disk, training continues unseen.
+        """
+        try:
+            update()
+        except BrokenPipeError:
+            if self.interrupted is None:
+                self._on_signal(signal.SIGPIPE)
+        except OSError:
+            return
 
     def _shown(self) -> Shown:
         job = self.cluster.job
@@ -232,9 +250,18 @@ class Runner:
             "stallSeconds": self.cluster.stalls,
         }
         record = {**self.cluster.body, "local": local}
-        if record != self._recorded:
+        if record == self._recorded:
+            return
+        try:
             write_record(self.folder, record)
-            self._recorded = record
+        except OSError as error:
+            if not self._unrecorded:
+                self._note(
+                    f"{self.folder.status}: {error.strerror}: training continues; other commands see what was before"
+                )
+            self._unrecorded = True
+        else:
+            self._recorded, self._unrecorded = record, False
 
 
 def _state(pod: Pod) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,3 +96,14 @@ def test_who_waits_sees_states_restarts_and_seldom_progress(
     assert "WorkerFailed (counted): rank 1: boom" in lines[3] and lines[4].split()[:2] == ["first", "Running"]
     assert ["step" in line for line in lines[5:]].count(True) == len(lines[5:]) in (2, 3), "of five"
     assert out.startswith("first is Complete")
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "said"),
+    [("| true", 141, ""), ("> /dev/full", 2, "standard output: No space left on device\n")],
+)
+def test_an_output_that_takes_no_more_is_no_failed_job(where: str, code: int, said: str) -> None:
+    """Exit code 1 is that of a job that has failed."""
+    line = f"{sys.executable} -m ddpjob.cli explain spec {where}"
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (code, said)

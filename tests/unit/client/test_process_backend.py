@@ -67,3 +67,13 @@ def test_checkpoints_go_with_a_job_whose_claim_would(
     ProcessBackend().delete("j")
     assert folder.path.exists() == stay
     assert not stay or len(list(folder.checkpoints.iterdir())) == len(runs)
+
+
+def test_an_event_that_was_cut_off_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    folder = job_folder("j")
+    folder.path.mkdir()
+    write_record(folder, {"metadata": {"name": "j"}, "spec": {}, "local": {"folder": str(tmp_path)}})
+    line = '{"time": "2026-01-01T00:00:00Z", "warning": false, "reason": "Running", "message": "2 nodes train"}'
+    (tmp_path / "events.jsonl").write_text(f"{line}\n{line[:40]}\n{line}\n")
+    assert [event.reason for event in ProcessBackend().events("j")] == ["Running", "Running"]
