@@ -110,6 +110,27 @@ class _SystemFault(Exception):
         self.error = error
 
 
+_BEHIND = {"submit": "train.py --", "convert": "-- torchrun"}
+
+
+class _BeforeArguments(click.Command):
+    """A command whose last arguments are another program's, behind --."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)  # click takes them out
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if "--" in given:
+                raise
+            near = f" (or did you mean {' or '.join(sorted(error.possibilities))}?)" if error.possibilities else ""
+            raise click.UsageError(
+                f"no option {error.option_name}{near}; options of the program itself stand behind --, as in"
+                f" `ddpjob {self.name} {_BEHIND[str(self.name)]} {error.option_name} ...`",
+                ctx,
+            ) from error
+
+
 def _complete_job(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     given = ctx.params
     place = Place(*(given.get(name) for name in ("namespace", "context", "kubeconfig", "local")))
@@ -281,7 +302,7 @@ def schema() -> int:
     return 0
 
 
-@root.command(context_settings={"ignore_unknown_options": False})
+@root.command(cls=_BeforeArguments)
 @click.argument("program", metavar="MANIFEST|SCRIPT|FOLDER|MODULE")
 @click.argument("args", nargs=-1, metavar="[-- ARGS...]")
 @click.option("--image", default="", help="Any image with Python and PyTorch.")
@@ -391,7 +412,7 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
     return [made]
 
 
-@root.command()
+@root.command(cls=_BeforeArguments)
 @click.argument("words", metavar="FILE | -- torchrun ...", nargs=-1, required=True)
 @click.option("--image", default="IMAGE", help="For a torchrun command line.")
 @click.option("--name", default="", help="For a torchrun command line.")
@@ -410,7 +431,7 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
     from ddpjob.client.convert_jobs import convert_command
     from ddpjob.client.manifest_sources import BadInput, checked
 
-    if len(words) > 1 or "torchrun" in words[0]:
+    if len(words) > 1 or (" " in words[0] and not Path(words[0]).exists()):
         made = [convert_command(words, name, image)]
     else:
         made = [convert_manifest(value) for value in _foreign(words[0])]
@@ -431,6 +452,7 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
 
 
 def _foreign(source: str) -> list[Any]:
+    """The manifests that can be converted; those that cannot are named."""
     from ddpjob.api.reader import CONVERTIBLE
     from ddpjob.api.yamltext import YamlError, read_documents
 
@@ -442,8 +464,12 @@ def _foreign(source: str) -> list[Any]:
     except (YamlError, UnicodeDecodeError) as error:
         raise Mistake(f"{source}: {error}") from error
     found = [item for item in items if isinstance(item, dict) and item.get("kind") in CONVERTIBLE]
+    kinds = dict.fromkeys(str(item.get("kind")) for item in items if isinstance(item, dict) and item not in found)
     if not found:
-        raise Mistake(f"{source}: holds none of {', '.join(CONVERTIBLE)}")
+        there = f", but {', '.join(kinds)}" if kinds else ""
+        raise Mistake(f"{source}: holds none of {', '.join(CONVERTIBLE)}{there}")
+    if kinds:
+        _note(f"# {source}: left out, not one of {', '.join(CONVERTIBLE)}: {', '.join(kinds)}")
     return found
 
 

@@ -15,9 +15,11 @@ from ddpjob.client.backend import Mistake
 _GPUS = re.compile(r".+/(gpu|.*gpu.*|xpu|npu|hpu)")
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port", "node-rank",
-              "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method")  # fmt: skip
-_BARE = ("standalone", "m", "module", "no-python", "run-path")
+              "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
+              "use-env")  # fmt: skip
+_BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-rank", "use-env")
 """torchrun's options without a value."""
+_VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 
@@ -49,9 +51,20 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     made.job["spec"]["image"] = image
     if image == "IMAGE":
         made.notes.append("spec.image: a command line has none; write an image with Python, PyTorch and the script")
-    _entry_point(made, list(words), [])
-    if "command" in made.job["spec"]:
-        raise Mistake(f"{' '.join(words)}: is not a torchrun command line")
+    line = list(words) if len(words) > 1 else _shell_words(words[0])
+    while line and (variable := _VARIABLE.fullmatch(line[0])):
+        if variable[1] == "CUDA_VISIBLE_DEVICES":
+            made.notes.append("CUDA_VISIBLE_DEVICES: left out: a pod sees the GPUs that gpusPerNode gives it")
+        else:
+            made.job["spec"].setdefault("env", []).append({"name": variable[1], "value": variable[2]})
+        line = line[1:]
+    if line:
+        _entry_point(made, line, [])
+    if not {"script", "module"} & made.job["spec"].keys() and (not line or _after_launcher(line) is None):
+        raise Mistake(
+            f"{' '.join(words)}: is not a torchrun command line; write it as one (torchrun --nnodes=NODES"
+            " --nproc-per-node=PROCESSES SCRIPT ARGS), or a manifest whose spec.command starts it as it is"
+        )
     return made
 
 
@@ -272,11 +285,17 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         inner = words[2].replace("\\\n", " ").strip()
         if not _SHELL.search(inner):
             words = _shell_words(inner)
-    if not words:
+    if not command and (not args or args[0].startswith("-")):
         made.notes.append("spec.script: the image's own entry point is not known here; write script, module or command")
+        if args:
+            spec["args"] = list(args)
         return
     launched = _after_launcher(words)
     if launched is not None:
+        if "torch.distributed.launch" in words and not {"--use-env", "--use_env"} & {*words}:
+            made.notes.append(
+                "torch.distributed.launch: gave the script --local-rank; here it reads LOCAL_RANK of the environment"
+            )
         _torchrun(made, launched)
         return
     if _PYTHON.fullmatch(words[0]):
@@ -329,6 +348,8 @@ def _torchrun(made: Conversion, words: list[str]) -> None:
         if not equals and name not in _BARE:
             position += 1
             value = words[position] if position < len(words) else ""
+            if not value or value.startswith("-"):
+                raise Mistake(f"{word} {value}: has no value; a variable of the shell that is not set leaves none")
         position += 1
         if name in ("m", "module"):
             module = True
@@ -351,7 +372,11 @@ def _torchrun(made: Conversion, words: list[str]) -> None:
     program, rest = words[position], words[position + 1 :]
     if plain:
         spec["command"] = [program, *rest]
-        made.notes.append("--no-python: becomes command, which must find its rank in the environment by itself")
+        if nproc is not None and nproc.isdigit():
+            spec.setdefault("gpusPerNode", int(nproc))
+        made.notes.append(
+            "--no-python: becomes command, which runs once in a pod: it must start its processes and find their ranks"
+        )
         return
     spec["module" if module else "script"] = program
     if rest:

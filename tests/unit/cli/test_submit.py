@@ -99,3 +99,34 @@ def test_a_generated_name_on_this_machine() -> None:
         ProcessBackend().create([job])
     [made] = Path("runs").iterdir()
     assert made.name.startswith("gen-") and len(made.name) == 9
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["submit", "train.py", "--lr", "1"], "`ddpjob submit train.py -- --lr ...`"),
+        (["submit", "train.py", "--node", "3"], "did you mean --min-nodes or --mode or --nodes?"),
+        (["convert", "torchrun", "--nnodes=2", "a.py"], "`ddpjob convert -- torchrun --nnodes ...`"),
+    ],
+)
+def test_an_option_of_the_program_itself_is_told_where_it_belongs(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file may be called as a command is."""
+    train = (
+        "apiVersion: v1\nkind: TrainJob\nmetadata: {name: t}\nspec: {trainer: {image: i, command: [torchrun, a.py]}}"
+    )
+    mpi = "apiVersion: kubeflow.org/v2beta1\nkind: MPIJob\nmetadata: {name: m}\n"
+    (folder / "torchrun.yaml").write_text(f"{train}\n---\n{mpi}{OTHER_KIND}")
+    assert main(["convert", "torchrun.yaml"]) == 0
+    out, err = capsys.readouterr()
+    assert read(out)[0]["spec"]["script"] == "a.py"
+    assert "torchrun.yaml: left out, not one of PyTorchJob, TrainJob: MPIJob, ConfigMap" in err
+    (folder / "mpi.yaml").write_text(mpi)
+    assert main(["convert", "mpi.yaml"]) == 2
+    assert "holds none of PyTorchJob, TrainJob, but MPIJob" in capsys.readouterr().err

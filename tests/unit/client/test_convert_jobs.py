@@ -135,11 +135,52 @@ def test_a_train_job() -> None:
             "torchrun --nnodes=2 --node_rank=0 --master_addr h a.py -- x",
             {"nodes": 2, "script": "a.py", "args": ["--", "x"]},
         ),
+        (
+            "python -m torch.distributed.launch --nproc_per_node=4 --use_env --master_port 29501 a.py --lr 1",
+            {"script": "a.py", "args": ["--lr", "1"], "gpusPerNode": 4},
+        ),
+        (
+            "OMP_NUM_THREADS=4 CUDA_VISIBLE_DEVICES=0,1 torchrun --virtual-local-rank --nproc-per-node=2 a.py",
+            {
+                "env": [{"name": "OMP_NUM_THREADS", "value": "4"}],
+                "script": "a.py",
+                "gpusPerNode": 2,
+                "torchrunArgs": ["--virtual-local-rank"],
+            },
+        ),
+        ("torchrun --nproc-per-node=2 --no-python ./a.sh", {"command": ["./a.sh"], "gpusPerNode": 2}),
     ],
 )
 def test_a_command_line(line: str, spec: dict[str, Any]) -> None:
     made = convert_command(shlex.split(line), image="a")
     assert valid(made.job) == {"image": "a", **spec}
+
+
+def test_a_command_line_in_one_word() -> None:
+    assert valid(convert_command(["torchrun --nproc_per_node=2 a.py"], image="a").job)["script"] == "a.py"
+
+
+def test_an_unset_variable_of_the_shell_makes_no_script_of_a_number() -> None:
+    with pytest.raises(Mistake, match="--nnodes --nproc_per_node: has no value"):
+        convert_command(shlex.split("torchrun --nnodes --nproc_per_node 4 a.py"), image="a")
+
+
+def test_the_old_launcher_s_argument_is_named() -> None:
+    line = ["python", "-m", "torch.distributed.launch", "a.py"]
+    assert any("--local-rank" in note for note in convert_command(line, image="a").notes)
+    assert not convert_command([*line[:3], "--use-env", "a.py"], image="a").notes
+
+
+def test_arguments_of_the_image_s_entry_point_are_no_command() -> None:
+    """As in Kubeflow's own examples, whose script is the ENTRYPOINT of the image."""
+    job = yaml.safe_load(PYTORCH_JOB)
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container |= {"command": None, "args": ["--backend", "nccl"]}
+    made = convert(job)
+    assert "command" not in made.job["spec"] and made.job["spec"]["args"] == ["--backend", "nccl"]
+    assert any("entry point is not known" in note for note in made.notes)
+    container["args"] = ["torchrun", "a.py", "--backend", "nccl"]
+    assert valid(convert(job).job)["script"] == "a.py"
 
 
 def test_a_shell_command_stays_a_command() -> None:
@@ -192,3 +233,5 @@ def test_what_is_no_job_of_theirs() -> None:
         convert({"kind": "MPIJob"})
     with pytest.raises(Mistake, match="is not a torchrun command line"):
         convert_command(["echo", "a"])
+    with pytest.raises(Mistake, match=r"is not a torchrun command line; write it as one .* spec\.command"):
+        convert_command(["accelerate", "launch", "--multi_gpu", "a.py"])
