@@ -116,8 +116,9 @@ class ProcessBackend:
             time.sleep(_POLL)
 
     def pods(self, name: str) -> list[PodLine]:
-        record = _record(self.folder(name)) or {}
-        folder, lines = Path(record["local"]["folder"]) / "pods", []
+        job = self.folder(name)
+        record = _record(job) or {}
+        folder, lines = job.run(record["local"]["run"]).pods, []
         states = {pod["name"]: pod["state"] for pod in record["local"]["pods"]}
         roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
         for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime):
@@ -132,7 +133,8 @@ class ProcessBackend:
         return sorted(lines, key=lambda pod: (-1 if pod.index is None else pod.index, pod.name))
 
     def events(self, name: str) -> list[Happened]:
-        path = Path((_record(self.folder(name)) or {})["local"]["folder"]) / "events.jsonl"
+        folder = self.folder(name)
+        path = folder.run((_record(folder) or {})["local"]["run"]).events
         found = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
             with suppress(ValueError):  # cut off by a full disk, or by the end of its run
@@ -146,7 +148,7 @@ class ProcessBackend:
         if options.since is not None:
             raise Mistake("--since: logs of this machine hold no times; use --tail")
         folder, record = self.job_of_pod(pod.name)
-        path = Path(record["local"]["folder"]) / "pods" / f"{pod.name}.log"
+        path = folder.run(record["local"]["run"]).pods / f"{pod.name}.log"
         if not path.is_file():
             known = ", ".join(sorted(p.stem for p in path.parent.glob("*.log")))
             raise Mistake(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from ddpjob.client import process_backend
+from ddpjob.client.backend import LogOptions
 from ddpjob.client.process_backend import ProcessBackend
 from ddpjob.local.paths import JobFolder, job_folder
 from ddpjob.local.record import write_record
@@ -73,7 +74,28 @@ def test_an_event_that_was_cut_off_hides_no_other(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     folder = job_folder("j")
     folder.path.mkdir()
-    write_record(folder, {"metadata": {"name": "j"}, "spec": {}, "local": {"folder": str(tmp_path)}})
+    write_record(folder, {"metadata": {"name": "j"}, "spec": {}, "local": {"run": "r"}})
+    folder.run("r").path.mkdir()
     line = '{"time": "2026-01-01T00:00:00Z", "warning": false, "reason": "Running", "message": "2 nodes train"}'
-    (tmp_path / "events.jsonl").write_text(f"{line}\n{line[:40]}\n{line}\n")
+    folder.run("r").events.write_text(f"{line}\n{line[:40]}\n{line}\n")
     assert [event.reason for event in ProcessBackend().events("j")] == ["Running", "Running"]
+
+
+def test_a_folder_of_runs_that_was_moved_keeps_its_logs_and_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Projects are renamed, and runs copied from the machine where they ran."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "before"))
+    job = job_folder("j")
+    run = prepare(job, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC))
+    pods = [{"name": "j-0-0", "role": "node", "state": "Completed", "logs": []}]
+    local = {"run": run.name, "folder": str(run.path), "pods": pods}
+    write_record(job, {"metadata": {"name": "j"}, "spec": {}, "status": {}, "local": local})
+    run.log("j-0-0", "trainer").write_text("step 1\n")
+    run.events.write_text('{"time": "2026-01-01T00:00:00Z", "warning": false, "reason": "Running", "message": "m"}\n')
+    (tmp_path / "before").rename(tmp_path / "after")
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "after"))
+    backend = ProcessBackend()
+    [pod] = backend.pods("j")
+    assert b"".join(backend.log(pod, LogOptions())) == b"step 1\n"
+    assert [event.reason for event in backend.events("j")] == ["Running"]
