@@ -259,7 +259,7 @@ def record(error: BaseException) -> None:
     if not path:
         return
     text = "".join(traceback.format_exception(type(error), error, program_frames(error)))
-    content: Any = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": {
+    content: Any = {"message": {"message": f"{type(error).__name__}: {error}{refused_arguments(error)}", "extraInfo": {
         "py_callstack": text, "timestamp": str(int(time.time()))}}}  # fmt: skip
     try:
         with open(path) as file:  # noqa: PTH123
@@ -275,6 +275,18 @@ def record(error: BaseException) -> None:
             json.dump(content, file)
     except OSError as problem:
         sys.stderr.write(f"ddpjob: cannot write the error file {path}: {problem}\n")
+
+
+def refused_arguments(error: BaseException) -> str:
+    """What argparse has printed before it ended the program: the SystemExit itself is only a number."""
+    parsers = getattr(sys.modules.get("argparse"), "ArgumentParser", ())
+    trace = error.__traceback__ if isinstance(error, SystemExit) else None
+    while trace is not None:
+        names = trace.tb_frame.f_locals
+        if trace.tb_frame.f_code.co_name == "error" and isinstance(names.get("self"), parsers):
+            return f": {names['self'].prog}: error: {names.get('message')}"
+        trace = trace.tb_next
+    return ""
 
 
 def group_exists() -> bool:

@@ -116,6 +116,11 @@ def test_ctrl_c_ends_by_the_signal(tmp_path: Path) -> None:
     [
         ("raise ValueError('no')", "ValueError: no"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
+        (
+            "import argparse; p = argparse.ArgumentParser(); p.add_argument('--lr'); p.parse_args(['--lrr', '1'])",
+            "SystemExit: 2: failing.py: error: unrecognized arguments: --lrr 1",
+        ),
+        ("import argparse, sys\ndef error(self): sys.exit(2)\nerror(argparse)", "SystemExit: 2"),
         ("import sys; sys.exit(75)", None),
         ("import sys; sys.exit(0)", None),
         ("import os\nif os.fork() == 0:\n    raise ValueError('in a child')\nos.wait()", None),
