@@ -118,6 +118,24 @@ def test_every_colour_mode_becomes_three_planes(photograph: Image.Image, mode: s
         assert torch.equal(crop(content, box(0, 0, 32, 32), 32), by_pillow(content)[:, :32, :32])
 
 
+@pytest.mark.parametrize(("kind", "order"), [("PNG", "<"), ("TIFF", "<"), ("TIFF", ">")])
+def test_grey_of_16_bits_is_the_picture_that_8_bits_show(photograph: Image.Image, kind: str, order: str) -> None:
+    """Pillow's own conversion cuts values at 255, which makes a picture of 16 bits white all over."""
+    grey = photograph.resize((64, 48)).convert("L")
+    low = np.random.default_rng(0).integers(0, 256, (48, 64))  # The bits that do not fit.
+    fine = Image.fromarray((np.asarray(grey).astype(np.uint16) * 256 + low).astype(f"{order}u2"))
+    pixels = middle(encoded(fine, kind), 32)
+    assert torch.equal(pixels, middle(encoded(grey, "PNG"), 32))
+    assert pixels.float().std() > 10
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_pixels_of_32_bits_are_refused_since_their_white_is_not_known(kind: type[Any]) -> None:
+    image = Image.fromarray(np.linspace(0, 1 if kind is np.float32 else 4095, 100).reshape(10, 10).astype(kind))
+    with pytest.raises(UnreadableImage, match=r"^its pixels have 32 bits, .* save it with 8"):
+        middle(encoded(image, "TIFF"), 8)
+
+
 def test_what_is_no_whole_image_is_unreadable(photograph: Image.Image) -> None:
     whole = encoded(photograph, quality=90)
     png = encoded(photograph.resize((64, 48)), "PNG")

@@ -115,6 +115,11 @@ def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
     broken = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
     try:
         with Image.open(io.BytesIO(content)) as image:
+            if image.mode.startswith("I;16"):  # Pillow's conversion would cut these at 255: white all over.
+                grey = (np.asarray(image) >> 8).astype(np.uint8)
+                return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
+            if image.mode in ("I", "F"):
+                raise UnreadableImage("its pixels have 32 bits, of which no value is known to be white: save it with 8")
             return np.array(image.convert("RGB"))
     except UnidentifiedImageError as error:
         raise UnreadableImage("of no known image format" if content else "an empty file") from error
