@@ -316,6 +316,77 @@ def test_bad_shards_are_named_with_the_remedy(folder: Path, tmp_path: Path) -> N
         opened("data.url=http://127.0.0.1:99999/x", f"data.index={tmp_path}")
 
 
+@pytest.fixture
+def shard(folder: Path, tmp_path: Path) -> Path:
+    """Of five images."""
+    path = tmp_path / "five" / "train" / "s.tar"
+    jpeg = a_jpeg(folder)
+    write_shard(path, {f"{n}.{kind}": jpeg if kind == "jpg" else b"0" for n in range(5) for kind in ("jpg", "cls")})
+    write_shard(path.parents[1] / "val" / "s.tar", {"0.jpg": jpeg, "0.cls": b"0"})
+    return path
+
+
+def test_a_shard_of_which_tarfile_would_read_a_part_is_refused(shard: Path) -> None:
+    """A copy that was cut between two members, or within a header, and several tars in one file."""
+    with tarfile.open(shard) as archive:
+        third = archive.getmembers()[4].offset
+    whole = shard.read_bytes()
+    for cut in (third, third + 100):
+        shard.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"s.tar is truncated: .*copy or write it again"):
+            opened(f"data.dir={shard.parents[1]}")
+    shard.write_bytes(whole * 2)
+    with pytest.raises(DataError, match=r"s.tar goes on after a tar's mark of the end, .*Give each a file of its own"):
+        opened(f"data.dir={shard.parents[1]}")
+    shard.write_bytes(whole)
+    assert opened(f"data.dir={shard.parents[1]}").train_size == 5
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"b.gif": b"GIF", "b.cls": b"0"}, r"s.tar: /?b.cls has no image beside it \(1 such files; images are jpg, "),
+        ({"b.v1.jpg": b"", "b.v1.cls": b"0"}, r"s.tar: b.v1.cls belongs to no image \(1 such files\): .*first dot"),
+    ],
+)
+def test_a_labelled_sample_whose_image_is_not_found_is_refused(
+    members: dict[str, bytes], message: str, folder: Path, tmp_path: Path
+) -> None:
+    jpeg = a_jpeg(folder)
+    for part in ("train", "val"):
+        write_shard(tmp_path / part / "s.tar", {"a.jpg": jpeg, "a.cls": b"0"} | members)
+    with pytest.raises(DataError, match=message):
+        opened(f"data.dir={tmp_path}")
+
+
+def test_the_list_of_classes_is_read_as_editors_save_it(shard: Path) -> None:
+    names = shard.parents[1] / "classes.txt"
+
+    def read(content: bytes) -> list[str] | None:
+        names.write_bytes(content)
+        return opened(f"data.dir={names.parent}").class_names
+
+    assert read(b"\xef\xbb\xbfcat\r\ndog\r\n\r\n") == ["cat", "dog"]
+    assert read("a b\nc\u2028d\ne\x85f\n".encode()) == ["a b", "c\u2028d", "e\x85f"]
+    assert read(b"\xfc") == ["\udcfc"], "the name of a folder need not be UTF-8"
+    with pytest.raises(DataError, match=r"classes.txt: line 2 is empty"):
+        read(b"cat\n\ndog\n")
+
+
+def test_packing_keeps_the_names_of_classes(folder: Path, tmp_path: Path) -> None:
+    first = sorted(path.name for path in (folder / "train").iterdir())[0]
+    odd = os.fsdecode(b"z\xff\xe2\x80\xa8")
+    for part in ("train", "val"):
+        (folder / part / first).rename(folder / part / odd)
+    pack_shards.pack(folder, tmp_path / "out", 10**6)
+    assert opened(f"data.dir={tmp_path / 'out'}").class_names == sorted(p.name for p in (folder / "train").iterdir())
+    for part in ("train", "val"):
+        (folder / part / odd).rename(folder / part / "a\nb")
+    with pytest.raises(DataError, match=r"class folder 'a\\nb': .*rename the folder"):
+        pack_shards.pack(folder, tmp_path / "other", 10**6)
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_damaged_index_is_named(packed: Path) -> None:
     index = packed / "train" / "index.npz"
     index.write_bytes(index.read_bytes()[:-40])

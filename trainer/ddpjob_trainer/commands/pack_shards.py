@@ -23,7 +23,7 @@ from ddpjob_trainer.atomic_files import replacing, write_atomically
 from ddpjob_trainer.data.imagefolder import Folder, open_folders
 from ddpjob_trainer.data.randomness import derive
 from ddpjob_trainer.data.shard_index import FILE, Index, save, stamp_of
-from ddpjob_trainer.data.shards import CLASSES
+from ddpjob_trainer.data.shards import CLASSES, classes_file
 from ddpjob_trainer.errors import ConfigError, DataError
 
 _PLAN = "plan.json"
@@ -61,11 +61,12 @@ def main(arguments: list[str]) -> int:
 def pack(folder: Path, out: Path, size: int) -> None:
     """Pack both sets of an image folder into shards of at most `size` bytes. Raises DataError."""
     train, test = open_folders(folder)
+    classes = classes_file(train.classes)
     try:
         for part, images in (("train", train), ("val", test)):
             (out / part).mkdir(parents=True, exist_ok=True)
             _pack_set(images, out / part, size)
-        write_atomically(out / CLASSES, "".join(f"{name}\n" for name in train.classes).encode())
+        write_atomically(out / CLASSES, classes)
     except OSError as error:
         raise DataError(
             f"{error.filename or out}: {error.strerror}; free space or repair it, then run the command again:"

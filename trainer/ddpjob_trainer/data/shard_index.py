@@ -24,6 +24,8 @@ from ddpjob_trainer.errors import DataError, TrainerError
 
 FILE = "index.npz"
 _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
+_LOOKED_AT = 4 * tarfile.RECORDSIZE
+"""Bytes from a tar's mark of the end on: writers fill their last record, of 10240 bytes, with zeros."""
 _WEB = ("http://", "https://")
 _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 
@@ -226,22 +228,49 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
     """(offset, size, label) of each image, in the order of the tar."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
+    dotted: dict[str, str] = {}
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
             folder, _, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
             key = f"{folder}/{stem}"
+            if extension.lower().endswith(".cls"):
+                dotted[key] = member.name
             if member.isfile() and extension.lower() in _IMAGES:
                 images[key] = (member.offset_data, member.size)
             elif member.isfile() and extension.lower() == "cls":
                 content = archive.extractfile(member)
                 assert content is not None
                 labels[key] = _label(content.read(), f"{shard}: {member.name}")
+        _check_end(file, archive.offset, shard)
+    if lost := [name for key, name in dotted.items() if key not in images]:
+        raise DataError(
+            f"{shard}: {lost[0]} belongs to no image ({len(lost)} such files): WebDataset's KEY ends at the first dot"
+            " of a name; write names without other dots"
+        )
+    if alone := labels.keys() - images.keys():
+        raise DataError(
+            f"{shard}: {min(alone)}.cls has no image beside it ({len(alone)} such files; images are"
+            f" {', '.join(_IMAGES)}): {remedy}"
+        )
     if without := images.keys() - labels.keys():
         raise DataError(
             f"{shard}: {min(without)} has no .cls file with its class number ({len(without)} such images): {remedy}"
         )
     return ((*position, labels[key]) for key, position in images.items())
+
+
+def _check_end(file: IO[bytes], end: int, shard: str) -> None:
+    """Raise DataError where the members that were read, up to `end`, may not be all: tarfile says nothing of it."""
+    file.seek(end)
+    left = file.read(_LOOKED_AT)
+    if len(left) < tarfile.BLOCKSIZE:
+        raise DataError(f"{shard} is truncated: it ends without a tar's mark of the end; copy or write it again")
+    if left.strip(tarfile.NUL):
+        raise DataError(
+            f"{shard} goes on after a tar's mark of the end, with what no tool would read: several tars in one file?"
+            " Give each a file of its own"
+        )
 
 
 def _label(content: bytes, where: str) -> int:

@@ -6,6 +6,7 @@ https://github.com/webdataset/webdataset describes the layout.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import resource
@@ -124,4 +125,24 @@ def _allow_open_files() -> None:
 def _class_names(root: str, train: Index) -> list[str] | None:
     """The lines of classes.txt; None without that file: the number of classes then follows from the labels."""
     files, path = train.files(), f"{root}/{CLASSES}"
-    return files.cat_file(path).decode().splitlines() if files.exists(path) else None
+    return class_names(files.cat_file(path), path) if files.exists(path) else None
+
+
+def class_names(content: bytes, where: str) -> list[str]:
+    """The names in classes.txt: a line more, of editors at its end or in between, would be a class more.
+
+    Raises DataError for an empty line between two names.
+    """
+    text = os.fsdecode(content.removeprefix(codecs.BOM_UTF8)).rstrip("\r\n")
+    # Not splitlines: a name may hold other characters that it takes for a line's end.
+    names = [line.removesuffix("\r") for line in text.split("\n")] if text else []
+    if "" in names:
+        raise DataError(f"{where}: line {names.index('') + 1} is empty; write the name of one class on each line")
+    return names
+
+
+def classes_file(names: list[str]) -> bytes:
+    """The reverse. Raises DataError for a name that is no line."""
+    if odd := next((name for name in names if "\n" in name or name.endswith("\r")), None):
+        raise DataError(f"class folder {odd!r}: {CLASSES} has one name per line; rename the folder")
+    return os.fsencode("".join(f"{name}\n" for name in names))
