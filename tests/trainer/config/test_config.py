@@ -41,6 +41,11 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
         config.load(None, ["checkpoint.dir=~nobody-of-this-name/c"])
 
 
+def test_a_whole_number_stays_what_it_is() -> None:
+    assert config.load(None, ["data.seed=9007199254740993"]).data.seed == 2**53 + 1
+    assert config.load(None, ["train.epochs=1e3"]).train.epochs == 1000
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -50,6 +55,11 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
         ("optim.lr=fast", "optim.lr: 'fast' is not valid: expected number"),
         ("train.epochs=1.5", "train.epochs: 1.5 is not valid: expected whole number"),
         ("train.epochs=0", "train.epochs: 0 is not above 0"),
+        ("train.timeout_seconds=nan", "train.timeout_seconds: 'nan' is not valid: expected number"),
+        ("checkpoint.every_seconds=.nan", "checkpoint.every_seconds: nan is not valid: expected number"),
+        ("optim.milestones=[3,nan]", "optim.milestones: 'nan' is not valid: expected number"),
+        ("train.timeout_seconds=inf", "train.timeout_seconds: inf is more than a month (2592000)"),
+        ("data.seed=99999999999999999999", "data.seed: 99999999999999999999 has more than 64 bits"),
         ("data.name=digit", "did you mean 'digits'?"),
         ("optim.nesterov=maybe", "expected true or false"),
         ("optim.lr", "is not key=value"),

@@ -191,9 +191,17 @@ def test_randaugment_of_a_folder_does_not_depend_on_workers_or_company(workers: 
 def test_values_that_make_no_sense_are_refused() -> None:
     for arguments, message in (
         (["data.mixup=-1"], r"data.mixup: -1.0 is not a finite number of at least 0; write for example 0.2"),
-        (["data.cutmix=.nan"], r"data.cutmix: nan is not a finite"),
+        (["data.cutmix=.inf"], r"data.cutmix: inf is not a finite"),
         (["data.randaugment_ops=2"], r"RandAugment needs colour images, and digits are grey"),
         (["data.name=synthetic", "data.randaugment_ops=2"], r"RandAugment needs uint8 images"),
+        (
+            ["data.name=synthetic", "data.trivialaugment=true"],
+            r"data.trivialaugment: TrivialAugment needs uint8 images",
+        ),
+        (
+            ["data.name=no.module:no", "data.trivialaugment=true"],
+            r"data.trivialaugment: .* augments its samples itself",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             open_data(config.load(None, arguments).data)

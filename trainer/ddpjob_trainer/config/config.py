@@ -29,6 +29,8 @@ from ddpjob_trainer.config.sections import (
 )
 from ddpjob_trainer.errors import ConfigError
 
+_LONGEST_TIMEOUT = 30 * 86400
+"""Seconds; timers take none that is much longer, nor an infinite one."""
 _SHIPPED = Path(__file__).parent / "shipped"
 
 
@@ -99,6 +101,13 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
     for key in ("epochs", "log_every", "eval_every", "eval_batch", "timeout_seconds", "accumulate"):
         if getattr(config.train, key) <= 0:
             raise ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")
+    if config.train.timeout_seconds > _LONGEST_TIMEOUT:
+        raise ConfigError(
+            f"train.timeout_seconds: {config.train.timeout_seconds:g} is more than a month ({_LONGEST_TIMEOUT}); write"
+            " for example 1800"
+        )
+    if not -(2**63) <= config.data.seed < 2**63:
+        raise ConfigError(f"data.seed: {config.data.seed} has more than 64 bits; write a smaller number")
     if config.model.sync_batchnorm:
         _check_synchronized(config)
     if config.model.drop_path and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP):

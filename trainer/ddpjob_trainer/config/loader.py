@@ -13,6 +13,7 @@ import enum
 import functools
 import inspect
 import itertools
+import math
 import os
 import types
 import typing
@@ -242,11 +243,15 @@ def _scalar(value: Any, kind: Any) -> Any:
     if isinstance(value, bool) or value is None or isinstance(value, list | dict):
         return None
     try:
+        if kind is int and isinstance(value, int):
+            return value  # Through a float, numbers above 2^53 would become others.
         if kind is int:
             number = float(value)
             return int(number) if number == int(number) else None
         if kind is Path:  # A shell does not expand ~ in key=~/folder; YAML and Kubernetes never do.
             return Path(value).expanduser()
+        if kind is float:  # Not a number is above, below and beside any limit: comparisons would let it pass.
+            return None if math.isnan(found := float(value)) else found
         return kind(str(value)) if issubclass(kind, enum.Enum) else kind(value)
     except (ValueError, TypeError, OverflowError, RuntimeError):
         return None

@@ -50,10 +50,9 @@ class OwnData(DataSet):
         """Raises ConfigError or DataError, which name what the function returned and the remedy."""
         if config.workers < 0:
             raise ConfigError(f"data.workers={config.workers}: must be at least 0")
-        if config.randaugment_ops:
-            raise ConfigError(
-                f"data.randaugment_ops: data.name={config.name} augments its samples itself; leave it out"
-            )
+        if config.randaugment_ops or config.trivialaugment:
+            key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
+            raise ConfigError(f"data.{key}: data.name={config.name} augments its samples itself; leave it out")
         self._config, self._device, self._what = config, device, f"data.name={config.name}"
         train, test, names = self._called()
         self._sets = (self._checked_set("train", train), self._checked_set("test", test))
