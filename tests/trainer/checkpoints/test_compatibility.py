@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from ddpjob_trainer.checkpoints.compatibility import differences, load_weights, read_whole, weights_in
+from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.distributed.process_group import Group
-from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.errors import CheckpointError, ConfigError
 from ranks import TINY, good, metrics, run
 
 ONE_EPOCH = [*TINY, "train.epochs=1"]
@@ -129,6 +130,17 @@ def test_a_part_may_keep_its_initial_values(trained: Path) -> None:
     assert torch.equal(found["head.bias"], torch.full((7,), 5.0)) and torch.equal(
         found["features.0.weight"], known["features.0.weight"]
     )
+
+
+def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
+    """A slip of the pen would load the very tensors that were to keep their initial values."""
+    model = weights(trained / "best.pt")
+    with pytest.raises(
+        CheckpointError, match=r"load_except: no tensor .* matches 'haed\.\*', .*the model has features"
+    ):
+        load_weights(trained, ("features.0.*", "haed.*"), model, Group())
+    with pytest.raises(ConfigError, match=r"checkpoint.load_except=head\.\*: of the weights in checkpoint.load, .*not"):
+        CheckpointConfig(load_except=("head.*",)).check()
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,11 @@ def load_weights(
 def _fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bool) -> dict[str, torch.Tensor]:
     content = read_whole(path)
     found = weights_in(content, path, average=average)
+    if idle := [pattern for pattern in keep if not fnmatch.filter([*model, *found], pattern)]:
+        raise CheckpointError(
+            f"checkpoint.load_except: no tensor of the model or of {path} matches {idle[0]!r}, so that all would be"
+            f" loaded; the model has {', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
+        )
     if has_average(content):
         kind = "the moving average of the weights, which its evaluations are of" if average else "the weights"
         other = "false takes the weights themselves" if average else "true takes their moving average"

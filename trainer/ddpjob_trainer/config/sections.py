@@ -430,6 +430,11 @@ class CheckpointConfig:
             self._at_least(key, least)
         for key in ("keep_best", "keep_every_epochs"):
             self._at_least(key, 0)
+        if self.load_except and self.load is None:
+            raise ConfigError(
+                f"checkpoint.load_except={','.join(self.load_except)}: of the weights in checkpoint.load, which is not"
+                " given; set it, or leave both out"
+            )
         if self.format is Format.DCP and not self.shared and not self.url:
             raise ConfigError(
                 "checkpoint.format=dcp: each rank writes a shard, and a node's own folder would hold only its own"
