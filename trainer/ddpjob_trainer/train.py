@@ -20,7 +20,7 @@ from ddpjob_trainer.config.sections import Metric, StrategyName
 from ddpjob_trainer.data import mixup
 from ddpjob_trainer.data.augment import erasers
 from ddpjob_trainer.data.catalog import open_data
-from ddpjob_trainer.data.corrupt import CorruptCount
+from ddpjob_trainer.data.corrupt import CorruptCount, check_test_images
 from ddpjob_trainer.data.dataset import Batch, DataSet, Targets
 from ddpjob_trainer.data.sampler import Dealing, Dividing, ElasticSampler, Micro, SamplerState, Step, steps_per_epoch
 from ddpjob_trainer.distributed import devices
@@ -458,6 +458,7 @@ class Trainer:
         strategy.train_mode(True)
         if result is None:
             return True
+        check_test_images(result.unreadable, self.data.test_size, self.config.data)
         self.epochs_evaluated = complete
         self.reporter.evaluated(complete, self.step, result)
         self.checkpoints.scored(self.step, result.scalars())

@@ -196,3 +196,32 @@ def test_too_many_end_the_training_at_the_same_step_on_any_number_of_ranks(folde
         said = "4 of 24 training images cannot be read, more than data.corrupt_limit=0.125 allows"
         assert all(end.code == 1 and said in end.error for end in ended), ended
         assert len(metrics(where / "run", "step")) == last
+
+
+def test_too_many_test_images_end_the_training_too(folder: Path, tmp_path: Path) -> None:
+    """What is left of them is another test set: of none the loss would be 0, which is the best of all."""
+    for path in (folder / "val").rglob("*.JPEG"):
+        path.write_bytes(b"text")
+    size = len(list((folder / "val").rglob("*.JPEG")))
+    best = ["checkpoint.keep_best=1", "checkpoint.best_by=loss"]
+    for world, limit in ((1, "1"), (2, "0.2")):
+        where = tmp_path / str(world)
+        more = [f"data.corrupt_limit={limit}", *best, f"checkpoint.dir={where}"]
+        ended: list[Ended] = run(world, [*arguments(folder), *more])
+        said = f"{size} of {size} test images cannot be read (data.corrupt_limit={limit}; "
+        assert all(end.code == 1 and said in end.error for end in ended), ended
+        assert not list(where.glob("best.pt")) and not metrics(where / "run", "eval")
+        assert list(where.glob("step-*.pt")), "the epoch itself is saved"
+
+
+def test_a_result_says_of_how_many_test_images_it_is(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, *others = sorted((folder / "val").rglob("*.JPEG"))
+    first.write_bytes(b"text")
+    good(1, [*arguments(folder), "data.corrupt_limit=0.5", f"checkpoint.dir={tmp_path / 'c'}"])
+    assert (
+        f"warning: 1 test images could not be read, and the result is of the other {len(others)}"
+        in capfd.readouterr().out
+    )
+    assert metrics(tmp_path / "c" / "run", "eval")[0]["unreadable"] == 1

@@ -16,6 +16,7 @@ from torch import nn
 from ddpjob_trainer import config
 from ddpjob_trainer.checkpoints import compatibility
 from ddpjob_trainer.data.catalog import open_data
+from ddpjob_trainer.data.corrupt import check_test_images
 from ddpjob_trainer.data.dataset import DataSet
 from ddpjob_trainer.data.sampler import DataShare
 from ddpjob_trainer.distributed import devices
@@ -127,6 +128,7 @@ def _evaluated(
     )
     result = evaluate(network, own, data, settings.train.eval_batch, group, stop, adding=adding)
     assert result is not None
+    check_test_images(result.unreadable, data.test_size, settings.data)
     return result
 
 

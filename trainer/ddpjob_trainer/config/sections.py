@@ -139,7 +139,7 @@ class DataConfig:
     (stop)."""
     corrupt_limit: float = 0.01
     """imagefolder, shards: training ends when a larger share of the training images than this could not be decoded in
-    an epoch."""
+    an epoch, or of the test images in an evaluation."""
     shape: tuple[int, ...] = (3, 32, 32)
     """synthetic: channels, height, width."""
     classes: int = 10

@@ -70,3 +70,15 @@ class CorruptCount:
                 " them, or raise data.corrupt_limit"
             )
         return step
+
+
+def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
+    """Raise DataError when more of `size` test images than data.corrupt_limit allows were unreadable, or all.
+
+    A result on what is left would be that of another test set, and could count as the best.
+    """
+    if unreadable > config.corrupt_limit * size or unreadable == size:
+        raise DataError(
+            f"{unreadable} of {size} test images cannot be read (data.corrupt_limit={config.corrupt_limit:g}; warnings"
+            " above name the first ones): repair or remove them, or raise data.corrupt_limit"
+        )

@@ -286,6 +286,11 @@ class Reporter:
         curve = f", average precision {evaluation.curves.macro:.4f}" if evaluation.curves else ""
         results = f"{_found(evaluation)}test loss {evaluation.loss:.4f}{curve}"
         self._display.note(f"epoch {epoch}/{self._plan.epochs}: {results}")
+        if evaluation.unreadable:
+            self._display.note(
+                f"warning: {evaluation.unreadable} test images could not be read, and the result is of the other"
+                f" {evaluation.samples}"
+            )
         if evaluation.nonfinite:
             self._display.note(
                 f"warning: the model's output is not finite for {evaluation.nonfinite} of {evaluation.samples}"
