@@ -75,18 +75,21 @@ def run(config: Config) -> int:
     if device_peak(config, placement.device, torch.float32):
         flops = flops_per_sample(config, data.shape, data.classes, whole_numbers=data.whole_numbers)
     with joined(group, placement, config.train.timeout_seconds, one_device=one_device), checkpoints:
-        check_same_data(group, data, config)
-        trainer = Trainer(config, group, placement.device, data, checkpoints, flops)
+        same = check_same_data(group, data, config)
+        trainer = Trainer(config, group, placement.device, data, checkpoints, flops, same)
         with closing(trainer.stacks), closing(trainer.reporter):
             trainer.resume()
             return trainer.train()
 
 
-def check_same_data(group: Group, data: DataSet, config: Config) -> None:
-    """Raise DataError on all ranks when they see different data: a sample number would mean different images."""
+def check_same_data(group: Group, data: DataSet, config: Config) -> int:
+    """The fingerprint of the data, the same on all ranks.
+
+    Raises DataError on all when they see different data: a sample number would mean different images.
+    """
     seen = group.gather(data.fingerprint())
     if len(set(seen)) == 1:
-        return
+        return seen[0]
     names = f" ({', '.join(data.class_names[:5])}{', ...' * (data.classes > 5)})" if data.class_names else ""
     things = "samples" if ":" in config.data.name else "images"
     own = (
@@ -139,10 +142,12 @@ class Trainer:
         data: DataSet,
         checkpoints: CheckpointFolder,
         flops: float = 0.0,
+        fingerprint: int = 0,
     ) -> None:
-        """`flops` of a sample; 0: unknown."""
+        """`flops` of a sample, and the data's `fingerprint`; 0: unknown."""
         self.config, self.group, self.device = config, group, device
         self.data, self.checkpoints = data, checkpoints
+        self._fingerprint, self._other_data = fingerprint, False
         claim = agree_on_incarnation(group)
         checkpoints.claim(claim)
 
@@ -496,6 +501,7 @@ class Trainer:
         return {
             "step": self.step,
             "sampler": self.sampler.state_dict(),
+            "fingerprint": self._fingerprint,
             "epochs_evaluated": self.epochs_evaluated,
             "micro_batches": self.micro_batches,
             **self.strategy.state(),
@@ -523,6 +529,7 @@ class Trainer:
                 " start from scratch"
             ) from error
         self.sampler.load_state_dict(snapshot["sampler"])
+        self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
         if not self.config.data.micro_batches and not self.config.model.sync_batchnorm:
             self.micro_batches = int(snapshot["micro_batches"]) or self.micro_batches
@@ -550,6 +557,12 @@ class Trainer:
     def _notes(self) -> list[str]:
         """What was decided for the user, of which there is no other sign."""
         notes = []
+        if self._other_data:
+            notes.append(
+                "warning: the data look other than those of the checkpoint (names of classes or files, sizes, labels,"
+                " content). Where sample numbers mean other samples now, epoch"
+                f" {self.sampler.state.epoch + 1} takes some twice and leaves others out"
+            )
         if self._float32_for:
             ranks = ", ".join(map(str, self._float32_for[:8])) + ", ..." * (len(self._float32_for) > 8)
             notes.append(

@@ -63,6 +63,23 @@ def test_the_same_images_at_another_place_are_the_same(nodes: tuple[Path, Path],
     good(2, keys, env=lambda rank: {"DDPJOB_DATA_DIR": str(nodes[rank])})
 
 
+def test_a_resume_on_as_many_other_images_says_so(
+    nodes: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other_image(nodes[1])
+
+    def resumed(node: Path, epochs: int) -> str:
+        keys = ["data.name=imagefolder", f"data.dir={node}", f"checkpoint.dir={tmp_path / 'c'}"]
+        good(1, [*TRAINING, *keys, f"train.epochs={epochs}"])
+        return capfd.readouterr().out
+
+    warning = "warning: the data look other than those of the checkpoint"
+    assert warning not in resumed(nodes[0], 1)
+    assert warning not in resumed(nodes[0], 2)
+    assert warning in (said := resumed(nodes[1], 3)) and "epoch 3 takes some twice and leaves others out" in said
+    assert warning not in resumed(nodes[1], 4)
+
+
 def of(*keys: str) -> int:
     return open_data(config.load(None, [*TRAINING, *keys]).data).fingerprint()
 
