@@ -10,7 +10,7 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decide import decide
-from ddpjob.core.decision import POLL, CreateBudget, CreateNode, Decision, Notify
+from ddpjob.core.decision import POLL, CreateBudget, CreateNode, Decision, DeletePod, Notify
 from ddpjob.core.plan.slots import protocol_of
 from ddpjob.core.world import ContainerView, HostView, PodView, Rejection, Role, World
 from ddpjob_runtime.protocol import VERSION, CoordinatorState, Incident, IncidentKind, Report
@@ -324,3 +324,27 @@ def test_a_pod_that_was_gone_before_it_was_seen_does_not_give_its_name_to_anothe
         ("job-coordinator-0", "CoordinatorLost"),
     }
     assert (decision.status.slots[0].attempt, decision.status.rendezvous.generation) == (1, 1)
+
+
+@pytest.mark.parametrize("job", [a_job(), a_job(command=["train"])], ids=["script", "command"])
+def test_a_pod_whose_init_container_failed_stays_and_so_does_its_log(job: DDPJob) -> None:
+    """Its main container waits for ever: what the kubelet has ended as a whole has nothing left to end."""
+    waiting = ContainerView(waiting_reason="PodInitializing")
+    fetch = ContainerView(started=NOW, exit_code=4, reason="Error", message="no such bucket")
+    failed = a_pod(0, waiting, phase="Failed", init_containers={"fetch": fetch})
+    world = World(pods=(failed, a_pod(1, ContainerView(started=NOW))), runtime=OFFERED, runtime_offered=OFFERED)
+    decision = decide(job, world, NOW + timedelta(seconds=5))
+    [restart] = decision.status.restarts.recent
+    assert restart.message == "init container fetch of pod job-0-0 ended with exit code 4: no such bucket"
+    assert failed.name not in [action.name for action in decision.actions if isinstance(action, DeletePod)]
+    over = decide(a_job(recovery={"maxRestarts": 0}), world, NOW + timedelta(seconds=5))
+    assert over.status.phase is Phase.FAILED
+    assert failed.name not in [action.name for action in over.actions if isinstance(action, DeletePod)]
+
+
+def test_a_sidecar_that_outlives_the_program_is_ended_with_its_pod() -> None:
+    job = a_job()
+    ended = a_pod(0, ContainerView(started=NOW, exit_code=1, reason="Error"), phase="Running")
+    sidecar = replace(ended, containers={**ended.containers, "logger": ContainerView(started=NOW)})
+    world = World(pods=(sidecar,), runtime=OFFERED, runtime_offered=OFFERED)
+    assert DeletePod(ended.name, ended.uid) in decide(job, world, NOW + timedelta(seconds=5)).actions

@@ -117,8 +117,11 @@ def _clean(view: View) -> list[Action]:
 
 
 def has_leftovers(pod: PodView) -> bool:
-    """Whether the pod's main container has ended and another one still runs."""
-    return pod.ended and not all(c.ended for c in pod.containers.values())
+    """Whether the pod's main container has ended and another one still runs.
+
+    Not in a pod that the kubelet has ended as a whole: after a failed init container the others wait for ever.
+    """
+    return pod.ended and pod.phase not in ("Succeeded", "Failed") and not all(c.ended for c in pod.containers.values())
 
 
 def end_leftovers(job: DDPJob, pod: PodView, now: datetime) -> list[Action]:
