@@ -33,7 +33,9 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
     labels = meta.get("labels", {})
     conditions = {c["type"]: c for c in status.get("conditions", ())}
     placed, disrupted = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
-    unschedulable = placed.get("status") == "False" and placed.get("reason") == "Unschedulable"
+    prepared = conditions.get("PodReadyToStartContainers", {}).get("status")
+    unplaced = placed.get("message", "") if placed.get("status") == "False" else ""
+    gated = placed.get("reason") == "SchedulingGated"  # Else Unschedulable, or the scheduler's own SchedulerError.
     hit = disrupted.get("status") == "True"
     return PodView(
         name=meta["name"],
@@ -49,7 +51,10 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
         deleted_at=parse_time(meta.get("deletionTimestamp")),
         status_reason=status.get("reason", ""),
         status_message=status.get("message", ""),
-        unschedulable=placed.get("message", "") if unschedulable else "",
+        unschedulable="" if gated else unplaced,
+        gated=unplaced if gated else "",
+        scheduled=parse_time(placed.get("lastTransitionTime")) if placed.get("status") == "True" else None,
+        prepared=prepared == "True" if prepared is not None else None,
         disruption=disrupted.get("reason", "") if hit else "",
         disruption_message=disrupted.get("message", "") if hit else "",
         containers={c["name"]: read_container(c) for c in status.get("containerStatuses", ())},

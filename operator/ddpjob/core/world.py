@@ -98,6 +98,12 @@ class PodView:
     status_message: str = ""
     unschedulable: str = ""
     """The scheduler's message while no host fits."""
+    gated: str = ""
+    """Kubernetes' message while gates keep it from the scheduler."""
+    scheduled: datetime | None = None
+    """When it was given its host."""
+    prepared: bool | None = None
+    """Whether the kubelet has its volumes and its network ready; None: it does not say."""
     disruption: str = ""
     """Reason of the condition DisruptionTarget: PreemptionByScheduler, EvictionByEvictionAPI, ..."""
     disruption_message: str = ""

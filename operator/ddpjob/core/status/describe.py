@@ -28,6 +28,7 @@ from ddpjob.core.rank_order import judge_order
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import count, why_held
 from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
+from ddpjob.core.status.waiting_pods import NODES_MISSING, not_considered, not_started
 from ddpjob.core.view import View, is_number
 from ddpjob.core.volumes import FIELD, has_claim
 from ddpjob.core.world import PodView, Role, gang_name
@@ -163,11 +164,15 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
         if status.gang_waits:
             message = _gang_waits(view, alive)
         return condition(False, "Unschedulable", message)
+    by_volcano = status.gang_waits and spec.scheduling.by_volcano
+    ignored = not_considered([*alive, *dedicated], spec.scheduling, view.now) if not by_volcano else None
+    if ignored is not None:
+        return condition(False, *ignored)
     placed = sum(bool(p.host) for p in alive) + sum(s.state is SlotState.SUCCEEDED for s in status.slots)
     if placed >= spec.pods:
         return condition(True, "AllPlaced", f"{spec.pods} of {spec.pods} pods are scheduled")
     message = f"{placed} of {spec.pods} pods are scheduled{_backing_off(status, view.now)}"
-    if status.gang_waits and spec.scheduling.by_volcano and alive:
+    if by_volcano and alive:
         group = gang_name(view.job, status.rendezvous.generation)
         message += (
             "; Volcano has said nothing of them yet: if that lasts, see whether their queue exists and is open, and "
@@ -272,10 +277,15 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
     present = f"{there} of {count(wanted, 'node')} {'runs' if there == 1 else 'run'}"
     if there + finished < spec.min_nodes and not (spec.under_torchrun and finished):
         least = f", {spec.min_nodes} are needed" if spec.min_nodes < wanted else ""
-        return False, "NodesMissing", present + least
+        reason, why = not_started([p for p in view.pods if p is not None], view.now) or (NODES_MISSING, "")
+        return False, reason, present + least + (f"; {why}" if why else "")
     if not spec.under_torchrun:
         ended = f", {finished} {'has' if finished == 1 else 'have'} finished" if finished else ""
         return True, "NodesRun", present + ended
+    coordinator = view.coordinator
+    waits = not_started([coordinator], view.now) if coordinator is not None and not status.rendezvous.endpoint else None
+    if report is None and waits is not None and not status.holds(ConditionType.RUNNING):
+        return False, waits[0], f"{present}; {waits[1]}"
     if report is None:
         return status.holds(ConditionType.RUNNING), "CoordinatorUnreachable", f"{present}; {_unreachable(view)}"
     if report.attempt and report.state == CoordinatorState.FORMING and status.holds(ConditionType.RUNNING):

@@ -1,0 +1,59 @@
+"""What a pod waits for while nothing has failed: a gate, a silent scheduler, its volumes, an init container, an image.
+
+Kubernetes says little of these in a pod's status, and says it late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+
+from ddpjob.api.job_spec import Scheduling
+from ddpjob.api.job_status import format_time
+from ddpjob.core.world import PodView
+
+LONG = timedelta(seconds=30)
+"""Schedulers look at a pod, and kubelets prepare one whose image is there, within a few seconds."""
+SCHEDULER_SILENT = "SchedulerSilent"
+SCHEDULING_GATED = "SchedulingGated"
+NOT_PREPARED = "PodNotPrepared"
+NODES_MISSING = "NodesMissing"
+
+
+def not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
+    """Reason and message for the first pod that no scheduler tries to place, None where there is none."""
+    for pod in pods:
+        if pod.host:
+            continue
+        if pod.gated:
+            return SCHEDULING_GATED, f"pod {pod.name}: {pod.gated}"
+        if pod.unschedulable or pod.created is None or now - pod.created < LONG:
+            continue
+        wanted = scheduling.scheduler_name
+        remedy = (
+            f"does the scheduler {wanted} run, which spec.scheduling.schedulerName names?"
+            if wanted
+            else "does the cluster's scheduler run, and do the resource claims exist that podTemplate may name?"
+        )
+        since = format_time(pod.created)
+        return SCHEDULER_SILENT, f"pod {pod.name}: no scheduler has said anything of it since {since}: {remedy}"
+    return None
+
+
+def not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | None:
+    """Reason and message for the first pod that was placed long ago and runs no program; None where there is none."""
+    for pod in pods:
+        if pod.ended or pod.main.running or pod.scheduled is None or now - pod.scheduled < LONG:
+            continue
+        where = f"pod {pod.name} on Kubernetes node {pod.host}"
+        running = [name for name, container in pod.init_containers.items() if container.running]
+        if running:
+            # They run one after the other, but for sidecars, which begin in their turn and stay.
+            since = format_time(pod.init_containers[running[-1]].started or pod.scheduled)
+            return NODES_MISSING, f"{where}: init container {running[-1]} has run since {since}"
+        since = format_time(pod.scheduled)
+        if pod.prepared is False:
+            hint = f"a Secret, a folder or a driver may be missing, which `kubectl describe pod {pod.name}` names"
+            return NOT_PREPARED, f"{where} has waited for its volumes or its network since {since}: {hint}"
+        return NODES_MISSING, f"{where} was placed at {since}, and its image is being pulled or its program started"
+    return None

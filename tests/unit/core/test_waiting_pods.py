@@ -1,0 +1,101 @@
+"""What is said of pods with which nothing has failed, and which do not begin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ddpjob.api.job_status import Condition, ConditionType
+from ddpjob.controller.pod_views import read_pod
+from ddpjob.core.world import ContainerView, PodView
+from worlds import COORDINATOR, job_of, later, pod, seen
+
+CREATING = ContainerView(waiting_reason="ContainerCreating")
+
+
+def shown(kind: ConditionType, at: float, *pods: PodView, **spec: Any) -> Condition:
+    _, decision = seen(job_of(2, **spec), at, pods, None)
+    found = decision.status.condition(kind)
+    assert found is not None and not found.status
+    return found
+
+
+def unplaced(index: int, **fields: Any) -> PodView:
+    return replace(pod(index, ContainerView(), phase="Pending", **fields), host="")
+
+
+def placed(index: int, **fields: Any) -> PodView:
+    return pod(index, CREATING, phase="Pending", scheduled=later(0), **fields)
+
+
+def test_a_scheduler_that_does_not_exist_is_named_with_its_field() -> None:
+    scheduling = {"schedulerName": "fair-share"}
+    pods = unplaced(0), unplaced(1), COORDINATOR
+    assert shown(ConditionType.SCHEDULED, 29, *pods, scheduling=scheduling).reason == "Placing"
+    silent = shown(ConditionType.SCHEDULED, 30, *pods, scheduling=scheduling)
+    assert silent.reason == "SchedulerSilent"
+    assert silent.message == (
+        "pod job-0-0: no scheduler has said anything of it since 2026-01-01T00:00:00Z: "
+        "does the scheduler fair-share run, which spec.scheduling.schedulerName names?"
+    )
+    assert "resource claims" in shown(ConditionType.SCHEDULED, 30, *pods).message
+    coordinator = replace(COORDINATOR, host="", phase="Pending", containers={})
+    assert "job-coordinator-0" in shown(ConditionType.SCHEDULED, 30, placed(0), placed(1), coordinator).message
+    told = unplaced(0, unschedulable="0/3 nodes"), unplaced(1, unschedulable="0/3 nodes"), COORDINATOR
+    assert shown(ConditionType.SCHEDULED, 30, *told).reason == "Unschedulable"
+
+
+def test_a_gate_is_shown_at_once_with_kubernetes_own_reason() -> None:
+    gated = unplaced(0, gated="Scheduling is blocked due to non-empty scheduling gates")
+    found = shown(ConditionType.SCHEDULED, 1, gated, placed(1), COORDINATOR)
+    assert found.reason == "SchedulingGated"
+    assert found.message == "pod job-0-0: Scheduling is blocked due to non-empty scheduling gates"
+
+
+def test_volumes_that_cannot_be_mounted_are_shown_with_where_to_look() -> None:
+    pods = placed(0, prepared=False), placed(1, prepared=False), COORDINATOR
+    assert shown(ConditionType.RUNNING, 29, *pods).message == "0 of 2 nodes run"
+    found = shown(ConditionType.RUNNING, 30, *pods)
+    assert found.reason == "PodNotPrepared"
+    assert found.message == (
+        "0 of 2 nodes run; pod job-0-0 on Kubernetes node n0 has waited for its volumes or its network since "
+        "2026-01-01T00:00:00Z: a Secret, a folder or a driver may be missing, which `kubectl describe pod job-0-0` "
+        "names"
+    )
+    coordinator = replace(COORDINATOR, containers={}, scheduled=later(0), prepared=False, address="")
+    found = shown(ConditionType.RUNNING, 30, pod(0), pod(1), coordinator)
+    assert found.reason == "PodNotPrepared" and "; pod job-coordinator-0 on" in found.message
+
+
+def test_an_init_container_that_takes_long_is_named() -> None:
+    """Of those that run it is the last one: sidecars that were begun before it stay."""
+    proxy, fetch = ContainerView(started=later(1)), ContainerView(started=later(3))
+    waiting = {"proxy": proxy, "fetch": fetch, "later": ContainerView(waiting_reason="PodInitializing")}
+    pods = placed(0, init_containers=waiting, prepared=True), pod(1), COORDINATOR
+    found = shown(ConditionType.RUNNING, 40, *pods)
+    assert found.reason == "NodesMissing"
+    assert found.message == (
+        "1 of 2 nodes runs; pod job-0-0 on Kubernetes node n0: init container fetch has run since 2026-01-01T00:00:03Z"
+    )
+
+
+@pytest.mark.parametrize("prepared", [True, None])
+def test_an_image_that_takes_long_is_no_other_reason(prepared: bool | None) -> None:
+    found = shown(ConditionType.RUNNING, 40, placed(0, prepared=prepared), pod(1), COORDINATOR)
+    assert found.reason == "NodesMissing" and "image is being pulled" in found.message
+
+
+def test_what_a_pod_s_conditions_say_is_read() -> None:
+    def read(*conditions: dict[str, str]) -> PodView:
+        meta = {"name": "p", "uid": "u", "labels": {"ddpjob.io/role": "node"}}
+        return read_pod({"metadata": meta, "status": {"conditions": list(conditions)}})
+
+    gated = read({"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "gates"})
+    assert (gated.gated, gated.unschedulable, gated.scheduled) == ("gates", "", None)
+    full = read({"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3"})
+    assert (full.gated, full.unschedulable) == ("", "0/3")
+    there = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    assert (read(there).scheduled, read(there).prepared, read(there).gated) == (later(0), None, "")
+    assert read(there, {"type": "PodReadyToStartContainers", "status": "False"}).prepared is False
+    assert read(there, {"type": "PodReadyToStartContainers", "status": "True"}).prepared is True
