@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
+from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -29,6 +30,7 @@ from ddpjob.client.backend import (
 )
 from ddpjob.controller.pod_views import read_pod
 from ddpjob.core.failures.classify import stuck, termination_message
+from ddpjob.core.status.waiting_pods import SCHEDULING_GATED
 from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, MANAGED_BY, PodView, Role
 
 _WATCH_SECONDS = 240
@@ -36,6 +38,10 @@ _RETRY_SECONDS = 2.0
 _LEAVING_SECONDS = 30.0
 _WAITING_TO_START = 400
 """The answer to a request for the log of a container that does not run yet."""
+_PREPARED = ("ContainerCreating", "PodInitializing")
+"""States of a pod whose containers say nothing of themselves yet."""
+_WARNED_PODS = 3
+"""Of which events are read: what one of them waits for, the others mostly do as well."""
 _METRICS_PODS = 4
 """Pods that are asked for their metrics."""
 _METRICS_SECONDS = 60.0
@@ -168,10 +174,27 @@ class ClusterBackend:
             except (KeyError, ValueError):
                 continue  # Somebody else's pod with the job's label.
             lines.append(_pod_line(view, [c["name"] for c in body["spec"]["containers"]]))
-        return sorted(lines, key=lambda pod: (-1 if pod.index is None else pod.index, str(pod.created), pod.name))
+        lines.sort(key=lambda pod: (-1 if pod.index is None else pod.index, str(pod.created), pod.name))
+        asked = 0
+        for number, line in enumerate(lines):
+            if line.state in _PREPARED and not line.message and asked < _WARNED_PODS:
+                asked += 1
+                lines[number] = replace(line, message=self._last_warning(line.name))
+        return lines
+
+    def _last_warning(self, pod: str) -> str:
+        """What a kubelet says of volumes and networks in events alone; empty: nothing, or nothing that may be read."""
+        try:
+            found = self._events(f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning")
+        except ApiRefusal:
+            return ""
+        return f"{found[-1].reason}: {found[-1].message}" if found else ""
 
     def events(self, name: str) -> list[Happened]:
-        chosen = f"involvedObject.kind={KIND},involvedObject.name={name}"
+        return self._events(f"involvedObject.kind={KIND},involvedObject.name={name}")
+
+    def _events(self, chosen: str) -> list[Happened]:
+        """The oldest first."""
         found = [
             Happened(
                 parse_time(
@@ -399,7 +422,7 @@ def _key(job: Json) -> tuple[str, str]:
 
 def _pod_line(view: PodView, containers: list[str]) -> PodLine:
     waits = stuck(view, has_run=True)
-    message = waits.message if waits else view.unschedulable or view.status_message
+    message = waits.message if waits else view.unschedulable or view.gated or view.status_message
     state = view.phase
     if view.main.ended:
         state = "Completed" if view.main.exit_code == 0 else f"Error ({view.main.exit_code})"
@@ -410,6 +433,8 @@ def _pod_line(view: PodView, containers: list[str]) -> PodLine:
         state = waits.reason
     elif view.unschedulable:
         state = "Unschedulable"
+    elif view.gated:
+        state = SCHEDULING_GATED
     elif view.phase == "Pending" and view.host:
         state = view.main.waiting_reason or "ContainerCreating"
     index = None if view.role is Role.COORDINATOR else view.index

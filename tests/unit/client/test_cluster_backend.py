@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from ddpjob.client import backend as backends
@@ -232,3 +232,44 @@ def test_metrics_are_looked_for_in_a_few_pods(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Mistake, match="try again"):
         backend.metrics("j")
     assert len(asked) == 4
+
+
+def test_a_pod_that_cannot_be_prepared_has_the_kubelet_s_last_warning() -> None:
+    """Its status says ContainerCreating, and nothing of the Secret that is missing."""
+
+    class Waiting:
+        namespace, context = "ml", "test"
+        asked: ClassVar[list[str]] = []
+        refuses = False
+
+        def items(self, path: str, query: Mapping[str, str]) -> list[Json]:
+            if path.endswith("/pods"):
+                return [preparing(index) for index in range(5)]
+            self.asked.append(query["fieldSelector"])
+            if self.refuses:
+                raise ApiRefusal(403, "Forbidden", "events is forbidden")
+            return [
+                {
+                    "lastTimestamp": f"2026-01-01T00:00:0{at}Z",
+                    "type": "Warning",
+                    "reason": "FailedMount",
+                    "message": said,
+                }
+                for at, said in ((9, 'secret "keys" not found'), (1, "an earlier one"))
+            ]
+
+    def preparing(index: int) -> Json:
+        labels = {"ddpjob.io/role": "node", "ddpjob.io/index": str(index)}
+        waits = {"name": "trainer", "state": {"waiting": {"reason": "ContainerCreating"}}}
+        return {
+            "metadata": {"name": f"j-{index}-0", "uid": str(index), "labels": labels},
+            "spec": {"nodeName": "n1", "containers": [{"name": "trainer"}]},
+            "status": {"phase": "Pending", "containerStatuses": [waits]},
+        }
+
+    server = Waiting()
+    lines = ClusterBackend(server).pods("j")  # type: ignore[arg-type]
+    assert [line.message for line in lines] == ['FailedMount: secret "keys" not found'] * 3 + [""] * 2
+    assert server.asked[0] == "involvedObject.kind=Pod,involvedObject.name=j-0-0,type=Warning"
+    server.refuses = True
+    assert [line.message for line in ClusterBackend(server).pods("j")] == [""] * 5  # type: ignore[arg-type]
