@@ -18,6 +18,7 @@ import pytest
 from ddpjob.api.job import PRIORITY_LABEL, QUEUE_LABEL, DDPJob
 from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import ConditionType
 from ddpjob.controller.caches import Caches
 from ddpjob.controller.kubernetes_cluster import CREATIONS, LOOK_AGAIN, KubernetesCluster
 from ddpjob.controller.report_watch import ReportWatch
@@ -1003,6 +1004,39 @@ def test_the_token_s_secret_is_created_and_never_read() -> None:
             assert len(list(c.server.store.all("Secret"))) == 1
             asked = [(method, path) for method, path, _ in c.server.requests if "/secrets" in path]
             assert asked == [("POST", "/api/v1/namespaces/space/secrets")] * 2
+
+    run(main())
+
+
+def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less() -> None:
+    """By an admission policy, for one. The job's other changes are made all the same."""
+    policy = Fault(422, reason="Invalid", message="policy 'nodel' denied request: pods are evidence")
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            await c.reconcile()
+            c.server.faults = lambda m, path: policy if m == "DELETE" and "/pods/" in path else None
+            c.server.requests.clear()
+            await c.change(runPolicy={"suspend": True})
+            for _ in range(300):
+                await c.reconcile()
+                await asyncio.sleep(1)
+            suspended = (await c.job()).status.condition(ConditionType.SUSPENDED)
+            assert suspended is not None
+            assert suspended.message == (
+                "3 pods still there: the API server refuses the deletion of pod job-0-0: policy 'nodel' denied "
+                "request: pods are evidence; retried within a minute"
+            )
+            assert sum(method == "DELETE" for method, _, _ in c.server.requests) <= 3 * 9
+            await c.change(runPolicy={"suspend": False})
+            scheduled = (await c.job()).status.condition(ConditionType.SCHEDULED)
+            assert scheduled is not None and scheduled.reason == "DeletionRefused"
+            c.server.faults = lambda m, path: None
+            for _ in range(70):
+                await c.reconcile()
+                await asyncio.sleep(1)
+            assert (await c.cluster.observe(KEY)).world.deletion_refused == ""  # type: ignore[union-attr]
 
     run(main())
 

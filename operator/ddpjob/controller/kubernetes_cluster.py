@@ -81,7 +81,7 @@ MOST_OWNERS = 1000
 
 @dataclass(frozen=True)
 class _Pause:
-    """Creations that were refused are not tried again `until` (monotonic seconds)."""
+    """Creations and deletions that were refused are not tried again `until` (monotonic seconds)."""
 
     until: float
     seconds: float
@@ -131,6 +131,8 @@ class KubernetesCluster:
         """Jobs whose status was perhaps written by a request without an answer, or by others: they are read again."""
         self._pauses: dict[JobKey, dict[str, _Pause]] = {}
         """By job, then by kind and role."""
+        self._kept: dict[JobKey, dict[str, _Pause]] = {}
+        """Of pods whose deletion was refused, by job, then by uid."""
         self._looked: dict[str, float] = {}
         """When a Kubernetes node that seemed lost was read, by name."""
         self._checked: dict[str, bool] = {}
@@ -145,7 +147,8 @@ class KubernetesCluster:
             await self._read_again(key)
         job = self.caches.job(key)
         if job is None:
-            self._pauses.pop(key, None)
+            for known in (self._pauses, self._kept):
+                known.pop(key, None)
             self._follow(key, None)
             if self.notifier is not None:
                 self.notifier.outcomes(key, ())
@@ -230,6 +233,7 @@ class KubernetesCluster:
         return World(
             pods=pods,
             departed=self.caches.departed(job),
+            deletion_refused=self._deletion_refused(job, pods),
             has_service=self.caches.owned("Service", job, job.name) is not None,
             has_budget=self.caches.owned("PodDisruptionBudget", job, job.name) is not None,
             policy=policy,
@@ -500,19 +504,38 @@ class KubernetesCluster:
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        known = self.caches.pod(job, name)
+        known, kept = self.caches.pod(job, name), self._kept.setdefault(JobKey(job.namespace, job.name), {})
+        before = kept.get(uid)
+        if before is not None and before.holds(time.monotonic(), job.generation, self._living(job)):
+            return
         if grace == 0 and known is not None and not await self._is_lost(known):
             if known.deleted_at is not None:
                 return
             grace = None
         if grace is not None:
             body["gracePeriodSeconds"] = grace
-        answer = await self._delete(_path("Pod", job.namespace, name), body)
+        try:
+            answer = await self._delete(_path("Pod", job.namespace, name), body)
+        except ApiError as error:
+            if before is None:
+                log.warning("%s/%s: the deletion of pod %s is refused: %s", job.namespace, job.name, name, error)
+            seconds = min(LONGEST_PAUSE, 2 * before.seconds) if before is not None else BLOCKED_POLL
+            refusal = Refused(error.status, f"pod {name}: {error.message}")
+            until = time.monotonic() + seconds
+            kept[uid] = _Pause(until, seconds, job.generation, self._living(job), refusal)
+            return
+        kept.pop(uid, None)
         meta = (answer or {}).get("metadata", {})
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
         elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
             self.caches.forget("Pod", job.namespace, name)  # It ran nowhere, or nobody waits for its host.
+
+    def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
+        """Why a pod that is there was not deleted when that was tried last; empty: none was refused."""
+        kept = self._kept.get(JobKey(job.namespace, job.name), {})
+        refusals = (kept[pod.uid].refusal for pod in pods if pod.uid in kept)
+        return next((refusal.message for refusal in refusals if isinstance(refusal, Refused)), "")
 
     async def _is_lost(self, pod: PodView) -> bool:
         """Whether a pod may be removed without waiting for its host: one that is Ready confirms its end itself."""

@@ -19,7 +19,7 @@ from ddpjob.core.plan.queue import drop_workloads, is_queued, queue_actions, wai
 from ddpjob.core.plan.slots import can_replace, fits, new_generation, resized, with_rounds
 from ddpjob.core.plan.wind_down import complete, fail, wind_down
 from ddpjob.core.status.conditions import QUEUED, with_condition, with_phase, without_condition
-from ddpjob.core.status.describe import describe, preflight_passed
+from ddpjob.core.status.describe import deletion_refused, describe, preflight_passed
 from ddpjob.core.status.events import change_events, restart_events
 from ddpjob.core.status.messages import count, event_text
 from ddpjob.core.status.notifications import with_notifications
@@ -306,7 +306,9 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
         said = "runPolicy.suspend is true: pods are deleted, checkpoints are kept"
         events = [Event(False, reason, said)] if fresh else []
     message = (
-        f"{count(len(leaving), 'pod')} still terminating"
+        f"{count(len(leaving), 'pod')} still there: {deletion_refused(view.world)}"
+        if leaving and view.world.deletion_refused
+        else f"{count(len(leaving), 'pod')} still terminating"
         if leaving
         else waits or "no pods run; set runPolicy.suspend to false to resume"
     )

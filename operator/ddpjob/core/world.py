@@ -380,6 +380,8 @@ class World:
     """Faults of the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
     """What the API server rejected when this decision was last applied, without what is optional."""
+    deletion_refused: str = ""
+    """The pod whose deletion the API server has refused, and why; empty: it has refused none that is there."""
     policy: str = ""
     """Name of the NetworkPolicy that this operator makes for the job; empty: it makes none."""
     has_policy: bool = False

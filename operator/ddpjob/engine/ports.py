@@ -90,7 +90,8 @@ class Cluster(Protocol):
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         """Requests a pod's deletion with a grace period in seconds (None: the pod's own).
 
-        A pod that is gone, or has another uid, is success.
+        A pod that is gone, or has another uid, is success. A refusal is no error: the next observation shows it, and
+        it is tried again after a while.
         """
         ...
 

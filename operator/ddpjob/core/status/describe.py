@@ -31,10 +31,11 @@ from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
 from ddpjob.core.status.waiting_pods import NODES_MISSING, not_considered, not_started
 from ddpjob.core.view import View, is_number
 from ddpjob.core.volumes import FIELD, has_claim
-from ddpjob.core.world import PodView, Role, gang_name
+from ddpjob.core.world import PodView, Role, World, gang_name
 
 CREATION_REFUSED = "CreationRefused"
 NAME_IS_TAKEN = "NameTaken"
+DELETION_REFUSED = "DeletionRefused"
 STEP_OVERDUE = "StepOverdue"
 SURELY_TRAINED = timedelta(minutes=10)
 _FORMED = (CoordinatorState.RUNNING, CoordinatorState.SUCCEEDED)
@@ -169,6 +170,8 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
     if ignored is not None:
         return condition(False, *ignored)
     placed = sum(bool(p.host) for p in alive) + sum(s.state is SlotState.SUCCEEDED for s in status.slots)
+    if world.deletion_refused and placed < spec.pods:
+        return condition(False, DELETION_REFUSED, deletion_refused(world))
     if placed >= spec.pods:
         return condition(True, "AllPlaced", f"{spec.pods} of {spec.pods} pods are scheduled")
     message = f"{placed} of {spec.pods} pods are scheduled{_backing_off(status, view.now)}"
@@ -179,6 +182,11 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
             f"look at the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
         )
     return condition(False, "Placing", message)
+
+
+def deletion_refused(world: World) -> str:
+    """That a pod stays, and that it is not the job's doing."""
+    return f"the API server refuses the deletion of {world.deletion_refused}; retried within a minute"
 
 
 def _gang_waits(view: View, alive: list[PodView]) -> str:
