@@ -1008,6 +1008,41 @@ def test_the_token_s_secret_is_created_and_never_read() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_quota_of_secrets_that_is_used_up_keeps_no_pod_from_a_job_that_has_its_token(*, restarted: bool) -> None:
+    """It is judged before the name: a Secret that exists is refused like one that does not."""
+    quota = Fault(403, reason="Forbidden", message="exceeded quota: q, requested: secrets=1")
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            c.server.faults = lambda m, path: quota if m == "POST" and path.endswith("/secrets") else None
+            c.server.store.remove("Pod", c.server.store.get("Pod", "job-0-0"))
+            await seen()
+            if restarted:
+                c.cluster._tokens.clear()
+            await c.reconcile()
+            await c.reconcile()
+            assert "job-0-1" in c.pods()
+
+    run(main())
+
+
+def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_without_a_token() -> None:
+    quota = Fault(403, reason="Forbidden", message="exceeded quota: q, requested: secrets=1")
+
+    async def main() -> None:
+        async with case() as c:
+            c.server.faults = lambda m, path: quota if m == "POST" and path.endswith("/secrets") else None
+            await c.reconcile()
+            await seen()
+            assert c.pods() == []
+            scheduled = (await c.job()).status.condition(ConditionType.SCHEDULED)
+            assert scheduled is not None and "exceeded quota" in scheduled.message
+
+    run(main())
+
+
 def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less() -> None:
     """By an admission policy, for one. The job's other changes are made all the same."""
     policy = Fault(422, reason="Invalid", message="policy 'nodel' denied request: pods are evidence")

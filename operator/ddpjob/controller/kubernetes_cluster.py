@@ -133,6 +133,8 @@ class KubernetesCluster:
         """By job, then by kind and role."""
         self._kept: dict[JobKey, dict[str, _Pause]] = {}
         """Of pods whose deletion was refused, by job, then by uid."""
+        self._tokens: dict[JobKey, str] = {}
+        """Names of Secrets that are known to exist."""
         self._looked: dict[str, float] = {}
         """When a Kubernetes node that seemed lost was read, by name."""
         self._checked: dict[str, bool] = {}
@@ -147,7 +149,7 @@ class KubernetesCluster:
             await self._read_again(key)
         job = self.caches.job(key)
         if job is None:
-            for known in (self._pauses, self._kept):
+            for known in (self._pauses, self._kept, self._tokens):
                 known.pop(key, None)
             self._follow(key, None)
             if self.notifier is not None:
@@ -377,8 +379,8 @@ class KubernetesCluster:
                 raise Refused(error.status, str(error)) from error
             raise
         except ApiError as error:
-            if error.status == 409 and error.reason == "AlreadyExists" and manifest["kind"] == "Secret":
-                return  # This job's, by its name; the operator may not read it.
+            if manifest["kind"] == "Secret" and self._has_token(job, manifest, error):
+                return
             if error.status == 409 and error.reason == "AlreadyExists":
                 await self._own_or_taken(job, manifest)
             elif error.status == 403 and "being terminated" in error.message:
@@ -394,7 +396,25 @@ class KubernetesCluster:
             else:
                 raise Refused(error.status, error.message) from error
         else:
+            if manifest["kind"] == "Secret":
+                self._tokens[JobKey(job.namespace, job.name)] = manifest["metadata"]["name"]
             self._made(kind_of(manifest), made)
+
+    def _has_token(self, job: DDPJob, secret: Json, error: ApiError) -> bool:
+        """Whether the Secret exists which the API server does not create. The operator may not read it.
+
+        A quota that is used up is judged before the name: it refuses what is there already.
+        """
+        key, name = JobKey(job.namespace, job.name), secret["metadata"]["name"]
+        if error.status == 409 and error.reason == "AlreadyExists":
+            self._tokens[key] = name  # This job's, by its name.
+            return True
+        if error.status != HTTPStatus.FORBIDDEN or "exceeded quota" not in error.message:
+            return False
+        same_key = job.status.template_hash.split("-")[1:2] == [self.platform.key_mark]
+        generation = job.status.rendezvous.generation
+        made_for = same_key and any(pod.generation == generation for pod in self.caches.pods(job))
+        return made_for or self._tokens.get(key) == name
 
     def _made(self, kind: str, body: Json) -> None:
         if kind == "ConfigMap":
