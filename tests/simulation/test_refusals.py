@@ -22,10 +22,13 @@ class RefusingCluster(MemoryCluster):
     taken = False
     denial: Refused | None = None
     claim_denial: Refused | None = None
+    budget_denial: Refused | None = None
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         if manifest["kind"] == "PersistentVolumeClaim" and self.claim_denial is not None:
             raise self.claim_denial
+        if manifest["kind"] == "PodDisruptionBudget" and self.budget_denial is not None:
+            raise self.budget_denial
         if manifest["kind"] == "Service" and self.taken:
             raise NameTaken("an object of this name is there and does not belong to this job")
         if manifest["kind"] == "Pod" and len(list(self.store.all("Pod"))) >= self.pods_allowed:
@@ -86,6 +89,26 @@ async def test_pods_that_wait_for_refused_ones_are_told_with_what_they_hold_and_
     await s.until(lambda: s.phase == "Suspended" and not s.pods)
     s.change_spec({"runPolicy": {"suspend": False}, "nodes": 2})
     await s.until_phase("Complete")
+
+
+async def test_a_disruption_budget_that_is_refused_is_shown_and_keeps_no_pod_from_being_replaced() -> None:
+    s = Refusing({"nodes": 2}, steps=10**6)
+    s.cluster.budget_denial = Refused(403, "exceeded quota: budgets")
+    await s.until_phase("Running")
+    messages = []
+    for _ in range(30):
+        await s.settle()
+        s.advance(10)
+        scheduled = conditions(s)["Scheduled"]
+        assert (scheduled["status"], scheduled["reason"]) == ("True", "AllPlaced")
+        messages.append(scheduled["message"])
+    [message] = set(messages[1:])
+    assert message.startswith("2 of 2 pods are scheduled; PodDisruptionBudget job is refused, so that a drain may end")
+    assert message.endswith("exceeded quota: budgets")
+    s.force_delete("job-0-0")
+    await s.until(lambda: s.status["restarts"]["total"] == 1 and s.phase == "Running")
+    s.cluster.budget_denial = None
+    await s.until(lambda: conditions(s)["Scheduled"]["message"] == "2 of 2 pods are scheduled", limit=120)
 
 
 async def test_pods_that_train_hold_nothing_idle() -> None:

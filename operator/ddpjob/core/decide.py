@@ -133,7 +133,7 @@ def _drive(view: View) -> Decision:
     followed = follow(view)
     if deadline is not None and now >= deadline and not followed.complete:
         return fail(view, _too_late(job))
-    refused = next((r for r in world.rejections if r.final and not r.of_gang), None)
+    refused = next((r for r in world.rejections if r.final and not r.of_gang and not r.of_budget), None)
     if refused is not None and not view.has_run:
         where = f" ({FIELD})" if refused.is_claim else ""
         message = f"the API server rejects {refused.object}{where}: {refused.message}"

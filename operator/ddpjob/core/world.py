@@ -297,6 +297,11 @@ class Rejection:
         return self.object.startswith("PodGroup ")
 
     @property
+    def of_budget(self) -> bool:
+        """Whether it is the PodDisruptionBudget, without which pods run as well."""
+        return self.object.startswith("PodDisruptionBudget ")
+
+    @property
     def of_queue(self) -> bool:
         """Whether it is the request for quota. A job that has quota runs without another one."""
         return self.object.startswith("Workload ")

@@ -154,7 +154,7 @@ async def _create(
     needed = [a for a in creations if not isinstance(a, CreateCoordinator | CreateNode)]
     await _together(partial(one, action) for action in needed)
     pods, size = [a for a in creations if a not in needed], 1
-    while pods and all(r.optional or r.of_queue for r in rejections):
+    while pods and all(r.optional or r.of_queue or r.of_budget for r in rejections):
         await _together(partial(one, action) for action in pods[:size])
         pods, size = pods[size:], min(2 * size, CONCURRENT)
     return tuple(sorted(rejections, key=lambda r: r.object))

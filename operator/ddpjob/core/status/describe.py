@@ -141,8 +141,9 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
         return condition(False, GANG_NOT_SERVED, _gang_not_served(volcano=spec.scheduling.by_volcano))
     if view.claim_problem is not None:
         return condition(False, view.claim_problem.reason, view.claim_problem.message)
-    if world.rejections:
-        rejected = world.rejections[0]
+    blocking = [rejection for rejection in world.rejections if not rejection.of_budget]
+    if blocking:
+        rejected = blocking[0]
         what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
         if rejected.name_taken:
             return condition(False, NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s")
@@ -173,7 +174,11 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
     if world.deletion_refused and placed < spec.pods:
         return condition(False, DELETION_REFUSED, deletion_refused(world))
     if placed >= spec.pods:
-        return condition(True, "AllPlaced", f"{spec.pods} of {spec.pods} pods are scheduled")
+        budget = next((rejection for rejection in world.rejections if rejection.of_budget), None)
+        if budget is None and creating and before is not None and before.status and _NO_BUDGET in before.message:
+            return status  # As above.
+        refused = f"; {budget.object} {_NO_BUDGET}: {budget.message}" if budget is not None else ""
+        return condition(True, "AllPlaced", f"{spec.pods} of {spec.pods} pods are scheduled{refused}")
     message = f"{placed} of {spec.pods} pods are scheduled{_backing_off(status, view.now)}"
     if by_volcano and alive:
         group = gang_name(view.job, status.rendezvous.generation)
@@ -182,6 +187,11 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
             f"look at the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
         )
     return condition(False, "Placing", message)
+
+
+_NO_BUDGET = (
+    "is refused, so that a drain may end several pods at once (scheduling.disruptionBudget: false does without)"
+)
 
 
 def deletion_refused(world: World) -> str:
