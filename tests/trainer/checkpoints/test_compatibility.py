@@ -143,6 +143,21 @@ def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
         CheckpointConfig(load_except=("head.*",)).check()
 
 
+def test_weights_of_a_training_that_had_diverged_are_refused(trained: Path, tmp_path: Path) -> None:
+    """Else the steps are skipped, and the advice is a lower learning rate. Infinity may be meant: a mask."""
+    model = weights(trained / "best.pt")
+    broken = {**model, "head.bias": model["head.bias"].clone(), "features.0.weight": model["features.0.weight"] * 1e30}
+    broken["head.bias"][3] = float("nan")
+    torch.save(broken, tmp_path / "nan.pt")
+    with pytest.raises(
+        CheckpointError, match=r"load: head.bias in .*nan.pt holds values .*1 of its \d+ tensors .*earlier"
+    ):
+        load_weights(tmp_path / "nan.pt", (), model, Group())
+    broken["head.bias"][3] = float("-inf")
+    torch.save(broken, tmp_path / "inf.pt")
+    assert load_weights(tmp_path / "inf.pt", (), model, Group())["head.bias"][3] == -torch.inf
+
+
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `trained`, with a moving average of the weights."""

@@ -124,6 +124,11 @@ def _fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bool) -
             f"checkpoint.load: the weights in {path} do not fit the model: {_summary(wrong)}. Set model.* as they were"
             f" trained with, or let these keep their initial values: checkpoint.load_except={names[:200]}"
         )
+    if broken := [name for name, tensor in weights.items() if tensor.isnan().any()]:
+        raise CheckpointError(
+            f"checkpoint.load: {broken[0]} in {path} holds values that are no numbers (NaN), as {len(broken)} of its"
+            f" {len(weights)} tensors do: that training had diverged; give an earlier checkpoint"
+        )
     return weights
 
 
