@@ -6,12 +6,16 @@ import inspect
 import runpy
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from ddpjob_trainer import api
 from ddpjob_trainer.distributed.process_group import Group
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.errors import CheckpointError, ConfigError, TrainingError
 
 API = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate_api.py"))
 
@@ -61,3 +65,75 @@ def test_what_only_the_built_in_trainer_does_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"open: {next(iter(setting))} is of the built-in trainer .*torch.load"):
         api.CheckpointFolder.open(Group(), **setting)
+
+
+def state(**more: Any) -> dict[str, Any]:
+    return {"step": 1, "sampler": api.ElasticSampler(10, 4).state_dict(), **more}
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ({"loss": np.float64(0.5)}, r"numpy.float64 at state\['loss'\]"),
+        ({"random": {"numpy": np.random.get_state()}}, r"numpy.ndarray at state\['random'\]\['numpy'\]\[1\]"),
+        ({"rates": {np.int64(3): 0.1}}, r"numpy.int64 at state\['rates'\], a key"),
+        ({"pair": Pair(1, 2)}, r"Pair at state\['pair'\]"),
+        ({"rule": lambda step: step}, r"builtins.function at state\['rule'\]"),
+    ],
+)
+def test_what_a_resume_could_not_read_is_not_saved(
+    more: dict[str, Any], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each checkpoint of a training would be written, and refused by torch.load when it is needed."""
+    monkeypatch.chdir(tmp_path)
+    checkpoints = api.CheckpointFolder.open(Group())
+    with pytest.raises(CheckpointError, match=rf"the state to save has a .*{where}, which a resume could not read"):
+        checkpoints.save(lambda: state(**more), 1)
+    with pytest.raises(CheckpointError, match=r"put sampler.state_dict\(\) in it under 'sampler'"):
+        checkpoints.save(lambda: {"step": 1}, 1)
+    assert not list(checkpoints.path.glob("step-*"))
+
+
+def test_what_can_be_read_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    whole = state(
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10).state_dict(),
+        scaler=torch.amp.GradScaler("cpu").state_dict(),
+        others=[torch.get_rng_state(), torch.float16, torch.device("cpu"), torch.Size([2]), b"1", None, True, (1, "a")],
+    )
+    checkpoints = api.CheckpointFolder.open(Group())
+    checkpoints.save(lambda: whole, 1)
+    checkpoints.finish()
+    found = checkpoints.newest()
+    assert found is not None and found.keys() == whole.keys() and found["others"][1:] == whole["others"][1:]
+    optimizer.load_state_dict(found["optimizer"])
+
+
+def test_numbers_with_which_a_rank_would_train_on_nothing_are_refused() -> None:
+    for numbers in ((2, 0), (2, 1), (-1, 2), (0, 0)):  # The first two: rank and world the other way round.
+        with pytest.raises(ConfigError, match=r"Dealing: rank .* give Dealing\(group.rank, group.world\)"):
+            api.Dealing(*numbers)
+    for settings in ({"micro_batches": -1}, {"accumulate": 0}):
+        with pytest.raises(ConfigError, match=r"Dealing: micro_batches=.* at least 0, accumulate=.* at least 1"):
+            api.Dealing(0, 1, **settings)
+    for settings in ({"size": 0, "batch": 4}, {"size": 4, "batch": -1}, {"size": 4, "batch": 2, "repeats": 0}):
+        with pytest.raises(ConfigError, match=r"ElasticSampler: (size|batch|repeats)=.* is less than 1"):
+            api.ElasticSampler(**settings)
+
+
+def test_an_evaluation_whose_count_is_wrong_is_no_result() -> None:
+    """With 3 for 4 samples top-5 would be 133 %."""
+    accumulator = api.Accumulator(classes=3)
+    accumulator.add(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(TrainingError, match=r"3 samples were counted on rank 0, and 4 added there"):
+        accumulator.reduce(Group(), 3)
+    assert accumulator.reduce(Group(), 4).samples == 4

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ddpjob_trainer.atomic_files import discard
 from ddpjob_trainer.checkpoints import best, dcp, retention, torch_file
+from ddpjob_trainer.checkpoints import snapshot as snapshots
 from ddpjob_trainer.checkpoints.bucket import Copies, Offered, Share, open_bucket
 from ddpjob_trainer.checkpoints.index import BROKEN, NOTHING, CheckpointIndex, prepare_folder
 from ddpjob_trainer.checkpoints.metadata import Metadata
@@ -171,7 +172,7 @@ class CheckpointFolder:
         """Copy what `make` returns, and write it to disk in the background. All ranks together.
 
         It is a dict of tensors, numbers, text, and dicts, lists and tuples of them, with the sampler's `state_dict()`
-        under "sampler".
+        under "sampler". Raises CheckpointError for anything else, which a resume could not read.
 
         Waits for a save that is in progress; does nothing when the state after `step` steps is
         already saved or being saved. `completed` and `finish` report success, `state` a failure.
@@ -181,6 +182,7 @@ class CheckpointFolder:
         began = time.monotonic()
         self._writer.wait()
         snapshot = make()
+        snapshots.check(snapshot)
         self._saved_step, self._owed = step, False
         state = snapshot["sampler"]
         metadata = Metadata(step, state["epoch"] if state["consumed"] == 0 else None, self._group.world)

@@ -6,12 +6,14 @@ copies are asynchronous in stream order.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ddpjob_trainer.distributed.dtensors import is_sharded, local
+from ddpjob_trainer.errors import CheckpointError
 
 Snapshot = dict[str, Any]
 """Tensors, numbers, text and dicts, lists and tuples of them."""
@@ -34,6 +36,50 @@ def map_tensors(tree: Any, change: Callable[[Path, torch.Tensor], Any], path: Pa
     if isinstance(tree, list | tuple):
         return type(tree)([map_tensors(value, change, (*path, index)) for index, value in enumerate(tree)])
     return tree
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+def check(snapshot: Any) -> None:
+    """Raise CheckpointError for a state that could be written and not resumed from.
+
+    Reading runs no code of a file's (torch.load with weights_only), so that an object, of numpy's too, would be refused
+    there, when the training that it is of has ended.
+    """
+    if not isinstance(snapshot, dict) or not isinstance(snapshot.get("sampler"), dict):
+        raise CheckpointError(
+            "the state to save is no dict with the sampler's place; put sampler.state_dict() in it under 'sampler'"
+        )
+    _check(snapshot, "")
+
+
+def _check(tree: Any, where: str) -> None:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _check(key, f"{where}, a key")
+            _check(value, f"{where}[{key!r}]")
+    elif type(tree) in (list, tuple, torch.Size):
+        for index, value in enumerate(tree):
+            _check(value, f"{where}[{index}]")
+    elif type(tree) not in _PLAIN and not isinstance(tree, torch.Tensor) and not _can_be_read(tree):
+        kind = type(tree)
+        raise CheckpointError(
+            f"the state to save has a {kind.__module__}.{kind.__qualname__} at state{where}, which a resume could not"
+            " read; give tensors, numbers, text, and dicts, lists and tuples of them, such as float(x) or"
+            " torch.as_tensor(x)"
+        )
+
+
+def _can_be_read(value: Any) -> bool:
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception:  # Pickling fails in any way.
+        return False
+    return True
 
 
 class Staging:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ddpjob_trainer.data.randomness import derive
-from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 
@@ -181,6 +181,16 @@ class Dealing:
     dividing: Dividing = Dividing.NO
     stretch: float = 1.25
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for numbers with which a rank would get nothing, without a word."""
+        if not 0 <= self.rank <= self.world or self.world < 1:  # Rank `world`: a parameter server.
+            raise ConfigError(f"Dealing: rank {self.rank} of world {self.world}; give Dealing(group.rank, group.world)")
+        if self.micro_batches < 0 or self.accumulate < 1:
+            raise ConfigError(
+                f"Dealing: micro_batches={self.micro_batches} must be at least 0, accumulate={self.accumulate} at least"
+                " 1"
+            )
+
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
         """This rank's micro-batches of the global batch that follows `state`; at least one, which may not count."""
         if not self.micro_batches:
@@ -268,6 +278,12 @@ class ElasticSampler:
     dealing: Dealing = Dealing()
     state: SamplerState = SamplerState()
     repeats: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for numbers with which an epoch would have no step."""
+        for key in ("size", "batch", "repeats"):
+            if (value := getattr(self, key)) < 1:
+                raise ConfigError(f"ElasticSampler: {key}={value} is less than 1; write a whole number from 1 on")
 
     def rest_of_epoch(self) -> Iterator[Step]:
         """The steps from the state to the end of its epoch, each dealt when it is asked for.

@@ -146,7 +146,7 @@ class Accumulator:
         config = config or EvalConfig()
         if config.pr is PrKind.BINNED and config.pr_bins < 2:
             raise ConfigError(f"eval.pr_bins: {config.pr_bins} is less than 2; 2000 bins are a good choice")
-        self._classes, self._each = classes, each or _cross_entropy
+        self._classes, self._each, self._added = classes, each or _cross_entropy, 0
         self._sums = torch.zeros(5, dtype=torch.float64)
         with_matrix = config.confusion and classes <= _MOST_CLASSES_IN_MATRIX
         self._confusion = torch.zeros(classes, classes, dtype=torch.int64) if with_matrix else None
@@ -166,6 +166,7 @@ class Accumulator:
                 f"the test set holds a label outside 0..{self._classes - 1}: {labels.min()}..{labels.max()};"
                 " correct the labels"
             )
+        self._added += len(labels)
         logits = logits.detach().float()
         finite = torch.isfinite(logits).all(1)
         scores = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -185,7 +186,13 @@ class Accumulator:
         """The result over all ranks. All ranks together.
 
         `counted`, `unreadable`: this rank's number of samples that were added, and of those that could not be read.
+        Raises TrainingError when another number was added.
         """
+        if counted != self._added:
+            raise TrainingError(
+                f"Accumulator.reduce: {counted} samples were counted on rank {group.rank}, and {self._added} added"
+                " there; give their number"
+            )
         *sums, samples, lost = group.sum(
             torch.cat([self._sums, torch.tensor([counted, unreadable], dtype=torch.float64)])
         ).tolist()
