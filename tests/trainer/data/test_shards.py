@@ -336,7 +336,9 @@ def test_a_shard_of_which_tarfile_would_read_a_part_is_refused(shard: Path) -> N
         with pytest.raises(DataError, match=r"s.tar is truncated: .*copy or write it again"):
             opened(f"data.dir={shard.parents[1]}")
     shard.write_bytes(whole * 2)
-    with pytest.raises(DataError, match=r"s.tar goes on after a tar's mark of the end, .*Give each a file of its own"):
+    with pytest.raises(
+        DataError, match=r"s.tar continues after a tar's mark of the end, .*Give each a file of its own"
+    ):
         opened(f"data.dir={shard.parents[1]}")
     shard.write_bytes(whole)
     assert opened(f"data.dir={shard.parents[1]}").train_size == 5

@@ -268,7 +268,7 @@ def _check_end(file: IO[bytes], end: int, shard: str) -> None:
         raise DataError(f"{shard} is truncated: it ends without a tar's mark of the end; copy or write it again")
     if left.strip(tarfile.NUL):
         raise DataError(
-            f"{shard} goes on after a tar's mark of the end, with what no tool would read: several tars in one file?"
+            f"{shard} continues after a tar's mark of the end, with what no tool would read: several tars in one file?"
             " Give each a file of its own"
         )
 
