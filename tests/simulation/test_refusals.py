@@ -111,6 +111,17 @@ async def test_a_disruption_budget_that_is_refused_is_shown_and_keeps_no_pod_fro
     await s.until(lambda: conditions(s)["Scheduled"]["message"] == "2 of 2 pods are scheduled", limit=120)
 
 
+async def test_a_refused_disruption_budget_does_not_keep_what_was_said_of_a_quota_of_pods() -> None:
+    s = Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=10**6)
+    s.cluster.budget_denial = Refused(403, "exceeded quota: budgets")
+    await s.until_phase("Running")
+    await s.settle()
+    assert "Pod job-2-0: exceeded quota: one" in conditions(s)["Scheduled"]["message"]
+    s.cluster.pods_allowed = 99
+    await s.until(lambda: conditions(s)["Scheduled"]["status"] == "True", limit=120)
+    assert "PodDisruptionBudget job is refused" in conditions(s)["Scheduled"]["message"]
+
+
 async def test_pods_that_train_hold_nothing_idle() -> None:
     s = Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=1000)
     await s.until_phase("Running")

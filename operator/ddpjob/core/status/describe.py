@@ -154,7 +154,7 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
             what += f"; set what is missing in {where}; instead of hostPath and nfs use claims"
         return condition(False, CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}")
     before = status.condition(ConditionType.SCHEDULED)
-    if creating and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
+    if creating and not world.rejections and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
         # The outcome of the next try is not known yet. Another reason in the meantime would be a write, which wakes
         # the job, which tries again: without end and without a pause.
         return status
