@@ -1076,6 +1076,25 @@ def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less() -> N
     run(main())
 
 
+def test_a_label_that_is_refused_is_no_error_and_tried_less_and_less() -> None:
+    """A policy that lets nobody change a pod; which of them trains is known without the label."""
+    policy = Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here")
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            c.server.faults = lambda m, path: policy if m == "PATCH" and "/pods/" in path else None
+            job, uid = await c.job(), c.uid("job-0-0")
+            for _ in range(120):
+                await c.cluster.label_pod(job, "job-0-0", uid, Role.SPARE)
+                await asyncio.sleep(1)
+            assert sum(method == "PATCH" and "/pods/" in path for method, path, _ in c.server.requests) == 4
+            await c.cluster.delete_pod(job, "job-0-0", uid, None)
+            assert "job-0-0" not in c.pods(), "what is refused is the label alone"
+
+    run(main())
+
+
 def test_a_namespace_that_forbids_root_gets_its_pods_at_once() -> None:
     """The pause after the refusal of a pod is not for the one with runAsNonRoot that follows."""
 

@@ -73,6 +73,7 @@ CREATIONS = 16
 """Objects created at the same time, of all jobs together: a burst must not take the API server for itself."""
 LONGEST_PAUSE = 60.0
 """Seconds between two tries to create what was refused, at most."""
+_DELETION, _LABEL = "deletion", "label"
 LOOK_AGAIN = 5.0
 """Seconds for which the answer to a look at a Kubernetes node that seems lost is believed."""
 MOST_OWNERS = 1000
@@ -131,8 +132,8 @@ class KubernetesCluster:
         """Jobs whose status was perhaps written by a request without an answer, or by others: they are read again."""
         self._pauses: dict[JobKey, dict[str, _Pause]] = {}
         """By job, then by kind and role."""
-        self._kept: dict[JobKey, dict[str, _Pause]] = {}
-        """Of pods whose deletion was refused, by job, then by uid."""
+        self._kept: dict[JobKey, dict[tuple[str, str], _Pause]] = {}
+        """Of pods whose deletion or label was refused, by job, then by uid and what was refused."""
         self._tokens: dict[JobKey, str] = {}
         """Names of Secrets that are known to exist."""
         self._looked: dict[str, float] = {}
@@ -524,9 +525,8 @@ class KubernetesCluster:
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        known, kept = self.caches.pod(job, name), self._kept.setdefault(JobKey(job.namespace, job.name), {})
-        before = kept.get(uid)
-        if before is not None and before.holds(time.monotonic(), job.generation, self._living(job)):
+        known = self.caches.pod(job, name)
+        if self._waits(job, uid, _DELETION):
             return
         if grace == 0 and known is not None and not await self._is_lost(known):
             if known.deleted_at is not None:
@@ -537,24 +537,33 @@ class KubernetesCluster:
         try:
             answer = await self._delete(_path("Pod", job.namespace, name), body)
         except ApiError as error:
-            if before is None:
-                log.warning("%s/%s: the deletion of pod %s is refused: %s", job.namespace, job.name, name, error)
-            seconds = min(LONGEST_PAUSE, 2 * before.seconds) if before is not None else BLOCKED_POLL
-            refusal = Refused(error.status, f"pod {name}: {error.message}")
-            until = time.monotonic() + seconds
-            kept[uid] = _Pause(until, seconds, job.generation, self._living(job), refusal)
+            self._keep(job, name, uid, _DELETION, error)
             return
-        kept.pop(uid, None)
+        self._kept.get(JobKey(job.namespace, job.name), {}).pop((uid, _DELETION), None)
         meta = (answer or {}).get("metadata", {})
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
         elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
             self.caches.forget("Pod", job.namespace, name)  # It ran nowhere, or nobody waits for its host.
 
+    def _waits(self, job: DDPJob, uid: str, what: str) -> bool:
+        before = self._kept.get(JobKey(job.namespace, job.name), {}).get((uid, what))
+        return before is not None and before.holds(time.monotonic(), job.generation, self._living(job))
+
+    def _keep(self, job: DDPJob, name: str, uid: str, what: str, error: ApiError) -> None:
+        """A change of a pod that is refused is no reason to leave out the others: it is tried again, less and less."""
+        kept = self._kept.setdefault(JobKey(job.namespace, job.name), {})
+        before = kept.get((uid, what))
+        if before is None:
+            log.warning("%s/%s: the %s of pod %s is refused: %s", job.namespace, job.name, what, name, error)
+        seconds = min(LONGEST_PAUSE, 2 * before.seconds) if before is not None else BLOCKED_POLL
+        refusal = Refused(error.status, f"pod {name}: {error.message}")
+        kept[uid, what] = _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
+
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
         """Why a pod that is there was not deleted when that was tried last; empty: none was refused."""
         kept = self._kept.get(JobKey(job.namespace, job.name), {})
-        refusals = (kept[pod.uid].refusal for pod in pods if pod.uid in kept)
+        refusals = (kept[pod.uid, _DELETION].refusal for pod in pods if (pod.uid, _DELETION) in kept)
         return next((refusal.message for refusal in refusals if isinstance(refusal, Refused)), "")
 
     async def _is_lost(self, pod: PodView) -> bool:
@@ -613,11 +622,13 @@ class KubernetesCluster:
         """The uid in the patch makes the API server reject it for another pod of the same name."""
         body = {"metadata": {"uid": uid, "labels": {LABEL_ROLE: role}}}
         path = _path("Pod", job.namespace, name)
+        if self._waits(job, uid, _LABEL):
+            return
         try:
             self.caches.take("Pod", await self.rest.request("PATCH", path, body=body, content_type=MERGE_PATCH))
         except ApiError as error:
             if error.status not in (404, 409):
-                raise
+                self._keep(job, name, uid, _LABEL, error)  # It trains all the same.
 
     async def delete_job(self, job: DDPJob) -> None:
         body = {

@@ -112,7 +112,7 @@ class Cluster(Protocol):
         ...
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
-        """Sets a pod's role label; a pod that is gone, or has another uid, is success."""
+        """Sets a pod's role label; a pod that is gone, or has another uid, is success, and so is a refusal."""
         ...
 
     async def delete_job(self, job: DDPJob) -> None:
