@@ -8,6 +8,7 @@ from typing import Any
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import DataVolume, JobSpec, Json, Placement, Preflight, PreflightScope, Volume
 from ddpjob.api.job_status import JobStatus, PodChanges
+from ddpjob.api.schema import default_of
 from ddpjob.core.world import (
     ANNOTATION_GROUP,
     COORDINATOR_CONTAINER,
@@ -437,13 +438,18 @@ def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
 
 
 def _with_limits(resources: Json) -> Json:
-    """Resources with limits: a ResourceQuota may demand them, and a LimitRange's may be below the requests."""
-    requests = resources.get("requests", {})
+    """Resources with limits: a ResourceQuota may demand them, and a LimitRange's may be below the requests.
+
+    And with a request beside each: Kubernetes requests as much as the limit where none is written.
+    """
+    given = resources.get("limits", {})
+    usual = default_of("spec.rendezvous.resources.requests")
+    requests = {kind: least for kind, least in usual.items() if kind not in given} | resources.get("requests", {})
     limits = {
         kind: max(most, requests.get(kind, most), key=lambda quantity: amount(quantity) or 0.0)
         for kind, most in _COORDINATOR_LIMITS.items()
     }
-    return {**resources, "limits": limits | resources.get("limits", {})}
+    return {**resources, "requests": requests, "limits": limits | given}
 
 
 def _coordinator_arguments(job: DDPJob, status: JobStatus) -> list[str]:

@@ -136,6 +136,21 @@ def test_the_coordinator_states_requests_and_limits(given: Json, limits: Json) -
     assert resources["limits"] == limits and resources["requests"].keys() >= {"cpu", "memory"}
 
 
+@pytest.mark.parametrize(
+    ("given", "requests"),
+    [
+        ({"requests": {"memory": "1Gi"}}, {"cpu": "50m", "memory": "1Gi"}),
+        ({"requests": {"cpu": "1"}}, {"cpu": "1", "memory": "400Mi"}),
+        ({"requests": {"memory": "1Gi"}, "limits": {"cpu": "1"}}, {"memory": "1Gi"}),
+        ({"requests": {}}, {"cpu": "50m", "memory": "400Mi"}),
+    ],
+)
+def test_a_limit_that_nobody_wrote_is_not_what_the_coordinator_requests(given: Json, requests: Json) -> None:
+    """Kubernetes requests as much as the limit where no request is written: 2 CPUs for a process that mostly waits."""
+    pod = pods(rendezvous={"resources": given})[2]
+    assert container(pod, "coordinator")["resources"]["requests"] == requests
+
+
 def test_the_images_of_this_repository_run_as_a_numeric_user() -> None:
     """With a name instead of a number the kubelet cannot tell that it is not root."""
     stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
