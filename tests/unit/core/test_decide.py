@@ -141,6 +141,17 @@ def test_invalid_content_ends_only_a_job_of_which_no_pod_has_run() -> None:
     assert scheduled is not None and scheduled.reason == "CreationRefused"
 
 
+@pytest.mark.parametrize(
+    ("pod", "field"), [("job-coordinator-0", "spec.rendezvous.resources"), ("job-0-0", "spec.resources")]
+)
+def test_what_a_limit_range_refuses_is_shown_with_its_field(pod: str, field: str) -> None:
+    """The operator's own limits of the coordinator may be what is too much."""
+    message = "is forbidden: [maximum cpu usage per Container is 1, but limit is 2]"
+    rejection = Rejection(object=f"Pod {pod}", status=403, message=message)
+    scheduled = after(a_job(), rejections=(rejection,)).status.condition(ConditionType.SCHEDULED)
+    assert scheduled is not None and f"but limit is 2]; what is judged is {field}; retried" in scheduled.message
+
+
 NO_DRIVER = "nvidia-container-cli: initialization error: driver not loaded"
 NO_PYTHON = 'exec: "python3": executable file not found in $PATH: unknown'
 

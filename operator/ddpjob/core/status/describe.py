@@ -31,7 +31,7 @@ from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
 from ddpjob.core.status.waiting_pods import NODES_MISSING, not_considered, not_started
 from ddpjob.core.view import View, is_number
 from ddpjob.core.volumes import FIELD, has_claim
-from ddpjob.core.world import PodView, Role, World, gang_name
+from ddpjob.core.world import PodView, Rejection, Role, World, gang_name
 
 CREATION_REFUSED = "CreationRefused"
 NAME_IS_TAKEN = "NameTaken"
@@ -143,16 +143,7 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
         return condition(False, view.claim_problem.reason, view.claim_problem.message)
     blocking = [rejection for rejection in world.rejections if not rejection.of_budget]
     if blocking:
-        rejected = blocking[0]
-        what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
-        if rejected.name_taken:
-            return condition(False, NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s")
-        if rejected.of_gang:
-            what += "; to have the pods scheduled one by one, without a gang, set scheduling.gang to false"
-        if "violates PodSecurity" in rejected.message:
-            where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
-            what += f"; set what is missing in {where}; instead of hostPath and nfs use claims"
-        return condition(False, CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}")
+        return condition(False, *_refused(view, alive, blocking[0]))
     before = status.condition(ConditionType.SCHEDULED)
     if creating and not world.rejections and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
         # The outcome of the next try is not known yet. Another reason in the meantime would be a write, which wakes
@@ -189,6 +180,24 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
     return condition(False, "Placing", message)
 
 
+def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str, str]:
+    """Reason and message for an object that the API server refuses, with the field where it names none."""
+    what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
+    if rejected.name_taken:
+        return NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s"
+    if rejected.of_gang:
+        what += "; to have the pods scheduled one by one, without a gang, set scheduling.gang to false"
+    if _OF_A_CONTAINER.search(rejected.message):
+        of_coordinator = rejected.object.startswith(f"Pod {view.job.name}-coordinator-")
+        what += f"; what is judged is {'spec.rendezvous.resources' if of_coordinator else 'spec.resources'}"
+    if "violates PodSecurity" in rejected.message:
+        where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
+        what += f"; set what is missing in {where}; instead of hostPath and nfs use claims"
+    return CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}"
+
+
+_OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (Container|Pod) is")
+"""What a LimitRange refuses. It names no container."""
 _NO_BUDGET = (
     "is refused, so that a drain may end several pods at once (scheduling.disruptionBudget: false does without)"
 )
