@@ -140,7 +140,18 @@ def _complete_job(ctx: click.Context, parameter: click.Parameter, incomplete: st
         return []
 
 
-_job = click.argument("job", shell_complete=_complete_job)
+_KINDS = ("ddpjob.ddpjob.io/", "ddpjobs.ddpjob.io/", "ddpjob/", "ddpjobs/", "ddp/", "pod/", "pods/")
+
+
+def _bare(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Names as `-o name` prints them, and as kubectl takes them, without their kind."""
+    if isinstance(value, tuple):
+        return tuple(_bare(ctx, parameter, each) for each in value)
+    kind = next((kind for kind in _KINDS if value and value.startswith(kind)), "")
+    return value and value.removeprefix(kind)
+
+
+_job = click.argument("job", shell_complete=_complete_job, callback=_bare)
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 
@@ -495,7 +506,7 @@ class _Output(click.Choice[str]):
 
 
 @root.command()
-@click.argument("job", required=False, shell_complete=_complete_job)
+@click.argument("job", required=False, shell_complete=_complete_job, callback=_bare)
 @click.option("-o", "--output", type=_Output(), default="table")
 @click.option("-w", "--watch", is_flag=True, help="Print a line at each change, until Ctrl-C.")
 @click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Jobs of all namespaces of the cluster.")
@@ -552,7 +563,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
 
 
 @root.command()
-@click.argument("job", required=False, shell_complete=_complete_job)
+@click.argument("job", required=False, shell_complete=_complete_job, callback=_bare)
 @click.option("--once", is_flag=True, help="Print it once; also where the output is no terminal.")
 @click.option("--interval", type=click.FloatRange(0.2), default=2.0, show_default=True, metavar="SECONDS",
               help="Between two looks.")  # fmt: skip
@@ -701,7 +712,7 @@ def why(place: Place, job: str) -> int:
 
 
 @root.command()
-@click.argument("job", metavar="JOB|POD", shell_complete=_complete_job)
+@click.argument("job", metavar="JOB|POD", shell_complete=_complete_job, callback=_bare)
 @click.option(
     "-f", "--follow", is_flag=True, help="Keep printing, also of pods that replace others, until the job ends."
 )
@@ -987,7 +998,7 @@ def restart(place: Place, job: str, timeout: int) -> int:
 
 
 @root.command()
-@click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=_complete_job)
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=_complete_job, callback=_bare)
 @in_place
 def delete(place: Place, jobs: tuple[str, ...]) -> int:
     """Delete jobs and their pods; none of them where one is not there. Checkpoints on volumes stay, on this machine
@@ -1008,7 +1019,7 @@ def delete(place: Place, jobs: tuple[str, ...]) -> int:
 
 
 @root.command()
-@click.argument("pod")
+@click.argument("pod", callback=_bare)
 @in_place
 def kill(place: Place, pod: str) -> int:
     """Kill a pod, to see the job recover: as kubectl delete pod --force --grace-period=0.

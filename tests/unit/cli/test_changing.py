@@ -139,3 +139,18 @@ def test_several_are_deleted_or_none_where_one_is_not_there(
     assert capsys.readouterr().out.splitlines() == ["ddpjob a deleted (here)", "ddpjob b deleted (here)"]
     assert called(monkeypatch, backend, "delete", "c", "j") == 2
     assert backend.deleted == ("a", "b") and "no job j" in capsys.readouterr().err
+
+
+def test_names_may_stand_as_they_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ddpjob delete $(ddpjob get -o name)`, as with kubectl."""
+    backend = OneJob("Running")
+    assert called(monkeypatch, backend, "get", "ddpjob.ddpjob.io/j", "-o", "name") == 0
+    assert called(monkeypatch, backend, "scale", capsys.readouterr().out.strip(), "3") == 0
+    assert called(monkeypatch, backend, "get", "ddp/j", "-o", "name") == 0
+    assert "ddpjob.ddpjob.io/j\n" in capsys.readouterr().out
+    deleted: list[str] = []
+    monkeypatch.setattr(OneJob, "delete", lambda backend, name: deleted.append(name), raising=False)
+    assert called(monkeypatch, backend, "delete", "ddpjob.ddpjob.io/j", "k") == 0
+    assert deleted == ["j", "k"]

@@ -29,6 +29,14 @@ def test_its_manifest_is_valid_and_says_what_was_asked_for(folder: Path, capsys:
     compile((folder / "net/main.py").read_text(), "main.py", "exec")
 
 
+def test_a_name_with_a_space_and_an_umlaut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line can be pasted into a shell, and the manifest shows the name as it is."""
+    assert main(["init", "träin me.py"]) == 0
+    assert capsys.readouterr().out.endswith("--gpus 0 'träin me.py'\n")
+    assert 'script: "träin me.py"' in (folder / "job.yaml").read_text()
+    assert read_job("job.yaml")["spec"]["script"] == "träin me.py"
+
+
 def test_its_comments_are_fields(folder: Path) -> None:
     assert main(["init"]) == 0
     manifest = folder / "job.yaml"

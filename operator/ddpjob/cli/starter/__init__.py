@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -49,7 +50,8 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
         written.append(str(script))
     yield f"written: {' and '.join(written)}"
     yield f"on this machine:  ddpjob run {_MANIFEST}"
-    yield f"on a cluster:     ddpjob submit --image {image} --nodes {nodes} --gpus {gpus} {script}"
+    words = ["--image", image, "--nodes", str(nodes), "--gpus", str(gpus), str(script)]
+    yield f"on a cluster:     ddpjob submit {shlex.join(words)}"
 
 
 def _file(name: str) -> str:
@@ -59,4 +61,8 @@ def _file(name: str) -> str:
 
 def _scalar(text: str) -> str:
     """As YAML: JSON's quotes where it could mean something else."""
-    return text if _PLAIN.fullmatch(text) and isinstance(yaml.safe_load(text), str) else json.dumps(text)
+    return (
+        text
+        if _PLAIN.fullmatch(text) and isinstance(yaml.safe_load(text), str)
+        else json.dumps(text, ensure_ascii=False)
+    )
