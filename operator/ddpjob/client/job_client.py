@@ -81,10 +81,10 @@ class Job:
     """Empty on this machine."""
     phase: str
     """Queued, Pending, Starting, Running, Restarting, Suspended, Complete, Failed; of this machine also Interrupted."""
-    spec: JobSpec
-    status: JobStatus
+    spec: JobSpec = field(repr=False)
+    status: JobStatus = field(repr=False)
     """Conditions, slots, restarts with their causes, ..."""
-    body: Json
+    body: Json = field(repr=False)
     """The whole object, as `kubectl get -o json` prints it."""
 
     @classmethod
@@ -203,12 +203,15 @@ class Client:
 
     def submit(self, manifest: str | Path | Mapping[str, Any]) -> Job:
         """Creates the job of a manifest: a mapping, or a YAML file with one DDPJob."""
-        from ddpjob.client.manifest_sources import SUFFIXES, read_job
+        from ddpjob.client.manifest_sources import SUFFIXES, check_made, read_job
 
         if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
             raise Mistake(f"{manifest}: no manifest, which ends in {', '.join(SUFFIXES)}; train() takes a script")
-        body = manifest if isinstance(manifest, Mapping) else read_job(manifest)
-        return self.get(self._backend.create([{key: value for key, value in body.items() if key != "status"}]))
+        read = manifest if isinstance(manifest, Mapping) else read_job(manifest)
+        body = {key: value for key, value in read.items() if key != "status"}
+        if isinstance(manifest, Mapping):
+            check_made(body, "the manifest")
+        return self.get(self._backend.create([body]))
 
     def list(self) -> tuple[Job, ...]:
         """All jobs, the oldest first."""

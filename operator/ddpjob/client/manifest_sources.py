@@ -64,13 +64,13 @@ def checked(manifest: Manifest) -> Json:
     return body
 
 
-def check_made(body: Json) -> None:
-    """Checks the job of a command line's options, which has no text. Raises BadInput."""
+def check_made(body: Json, what: str = "the job that the options describe") -> None:
+    """Checks a job that has no text, such as that of a command line's options. Raises BadInput."""
     from ddpjob.objects.later_refusals import later_refusals
 
     faults = validate(body) or later_refusals(with_defaults(body))
     if faults:
-        raise BadInput("\n".join(f"{fault} (the job that the options describe)" for fault in faults))
+        raise BadInput("\n".join(f"{fault} ({what})" for fault in faults))
 
 
 def read_job(source: str | Path, name: str | None = None) -> Json:

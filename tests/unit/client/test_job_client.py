@@ -173,6 +173,10 @@ def test_what_is_wrong_is_said_before_anything_is_created(local: bool, monkeypat
         train(too_large, image="a")
     with pytest.raises(Mistake, match=r"train\.py: no manifest"):
         client(place).submit("train.py")
+    with pytest.raises(Mistake, match=r"metadata\.name: required, but missing; name the job \(the manifest\)"):
+        client(place).submit({"kind": "DDPJob"})
+    with pytest.raises(Mistake, match=r"spec\.nodez: unknown field; did you mean nodes\? \(the manifest\)"):
+        client(place).submit(job() | {"spec": {"image": "a", "module": "m", "nodez": 2}})
     assert not place.created
     if not local:
         with pytest.raises(Mistake, match=r"image .* missing"):
@@ -218,6 +222,11 @@ def test_a_wait_judges_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             with pytest.raises(JobFailed, match="j: WorkerFailed: rank 0 raised"):
                 client(place).wait("j", timeout=1)
+
+
+def test_a_job_in_a_notebook_is_a_line() -> None:
+    """Not its spec, status and body, which are thousands of characters."""
+    assert repr(Job.read(job())) == "Job(name='j', namespace='', phase='Running')"
 
 
 def test_progress_is_typed_whatever_the_script_has_reported() -> None:
