@@ -92,7 +92,7 @@ def written(**values: Any) -> None:
     pods = [{"name": f"j-{number}-0", "role": "node", "state": "Running"} for number in (0, 1)]
     write_record(folder, {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "j", "uid": "1"},
                           "spec": spec, "status": status(**values),
-                          "local": {"folder": str(folder.path / "1"), "pods": pods}})  # fmt: skip
+                          "local": {"run": "1", "pods": pods}})  # fmt: skip
 
 
 def test_plot_reads_the_metrics_of_this_machine(
