@@ -184,7 +184,7 @@ def slot_lines(status: JobStatus) -> Iterator[str]:
         first, last = members[0][0], members[-1][0]
         where = f"{first}" if first == last else f"{first}-{last}"
         state, reason, failures = alike
-        text = f"  {where:<9} {state}"
+        text = f"  {where:<9} {state}" + (" until the end" if status.terminal and state is SlotState.RUNNING else "")
         if first == last:
             slot = members[0][1]
             text += f", attempt {slot.attempt}" + (f", on {slot.node}" if slot.node else "")

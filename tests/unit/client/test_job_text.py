@@ -87,6 +87,15 @@ def test_a_failed_job_with_its_remedy() -> None:
     assert "What to do: Fix the cause." in said
 
 
+def test_no_slot_of_a_job_that_has_ended_is_shown_as_running() -> None:
+    """The status keeps what each slot did when the job failed."""
+    slots = [{"attempt": 0, "state": "Running", "node": "a"}, {"attempt": 0, "state": "Running", "node": "b"}]
+    failed, running = condition("Failed", True, "RestartBudgetSpent"), condition("Running", True, "GroupRuns")
+    ended = job(phase="Failed", conditions=[failed], slots=slots)
+    assert "  0-1       Running until the end" in describe(ended, (), (), NOW)
+    assert "  0-1       Running" in describe(job(phase="Running", conditions=[running], slots=slots), (), (), NOW)
+
+
 def test_what_is_said_of_a_waiting_job_is_the_cause_not_the_consequence() -> None:
     waits = [condition("Scheduled", False, "Unschedulable", "0/3 nodes"), condition("Running", False, "NodesMissing")]
     said = text(job(phase="Pending", conditions=waits))
