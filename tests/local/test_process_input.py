@@ -66,6 +66,14 @@ WRONG: list[tuple[str, dict[str, Any] | str, list[str]]] = [
 ]
 
 
+def test_a_script_is_no_manifest(machine: SameProcess) -> None:
+    """Who knows torchrun names the script; its colons were faults of YAML."""
+    machine.write("for i in range(3):\n    print(i)\n", "my train.py")
+    refused = machine.command("run", "my train.py")
+    assert refused.returncode == 2 and "`ddpjob submit 'my train.py'` needs none" in refused.stderr, refused.stderr
+    assert not machine.runs.exists()
+
+
 @pytest.mark.parametrize(
     ("job", "words"), [(job, words) for _, job, words in WRONG], ids=[name for name, _, _ in WRONG]
 )

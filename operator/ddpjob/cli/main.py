@@ -123,6 +123,8 @@ class _BeforeArguments(click.Command):
         except click.NoSuchOption as error:
             if "--" in given:
                 raise
+            if error.option_name in ("-f", "--filename"):
+                raise click.UsageError(f"no option {error.option_name}: `ddpjob {self.name} job.yaml`", ctx) from error
             near = f" (or did you mean {' or '.join(sorted(error.possibilities))}?)" if error.possibilities else ""
             raise click.UsageError(
                 f"no option {error.option_name}{near}; options of the program itself stand behind --, as in"

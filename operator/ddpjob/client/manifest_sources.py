@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,6 +32,12 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
         yield from read_manifests(sys.stdin.read(), "standard input")
     elif source.startswith(("http://", "https://")):
         yield BadInput(f"{source}: is not fetched; write `curl -fsSL {source} | ddpjob ... -`")
+    elif source.endswith(".py"):
+        line = shlex.quote(source)
+        yield BadInput(
+            f"{source}: is no manifest but a script; `ddpjob init {line}` writes one for it,"
+            f" `ddpjob submit {line}` needs none"
+        )
     elif Path(source).is_dir():
         files = sorted(path for path in Path(source).rglob("*") if path.suffix in SUFFIXES and path.is_file())
         jobs = 0

@@ -107,6 +107,7 @@ def test_a_generated_name_on_this_machine() -> None:
         (["submit", "train.py", "--lr", "1"], "`ddpjob submit train.py -- --lr ...`"),
         (["submit", "train.py", "--node", "3"], "did you mean --min-nodes or --mode or --nodes?"),
         (["convert", "torchrun", "--nnodes=2", "a.py"], "`ddpjob convert -- torchrun --nnodes ...`"),
+        (["submit", "-f", "job.yaml"], "no option -f: `ddpjob submit job.yaml`"),
     ],
 )
 def test_an_option_of_the_program_itself_is_told_where_it_belongs(
