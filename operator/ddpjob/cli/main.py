@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -1115,6 +1116,10 @@ def _place_last(words: list[str]) -> list[str]:
     return [*words[:1], *before, *words[1:]] if words else before
 
 
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Of an output that takes no more."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     name = PLUGIN if PLUGIN in Path(sys.argv[0]).name else "ddpjob"
@@ -1139,10 +1144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except _SystemFault as fault:
         if fault.error.filename is None:
+            if fault.error.errno not in _OUTPUT_ERRORS:
+                raise fault.error from None
             abandon_output()
         if isinstance(fault.error, BrokenPipeError):
             return 128 + signal.SIGPIPE
-        _note(f"{fault.error.filename or 'standard output'}: {fault.error.strerror or fault.error}")
+        _note(f"{fault.error.filename or 'standard output'}: {fault.error.strerror}")
         return EXIT_MISTAKE
 
 

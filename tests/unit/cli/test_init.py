@@ -35,6 +35,9 @@ def test_a_name_with_a_space_and_an_umlaut(folder: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.endswith("--gpus 0 'träin me.py'\n")
     assert 'script: "träin me.py"' in (folder / "job.yaml").read_text()
     assert read_job("job.yaml")["spec"]["script"] == "träin me.py"
+    (folder / "job.yaml").unlink()
+    assert main(["init", "a\x7f.py"]) == 0
+    assert read_job("job.yaml")["spec"]["script"] == "a\x7f.py"
 
 
 def test_its_comments_are_fields(folder: Path) -> None:

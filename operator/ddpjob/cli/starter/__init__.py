@@ -61,8 +61,5 @@ def _file(name: str) -> str:
 
 def _scalar(text: str) -> str:
     """As YAML: JSON's quotes where it could mean something else."""
-    return (
-        text
-        if _PLAIN.fullmatch(text) and isinstance(yaml.safe_load(text), str)
-        else json.dumps(text, ensure_ascii=False)
-    )
+    plain = _PLAIN.fullmatch(text) and isinstance(yaml.safe_load(text), str)
+    return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
