@@ -173,7 +173,7 @@ def test_nothing_is_listed_or_read_while_nothing_changes(monkeypatch: pytest.Mon
             for number in range(10):
                 add(server, f"job-{number}")
             async with running(server, monkeypatch) as o:
-                await asyncio.sleep(30)
+                await asyncio.sleep(60)  # After 30 s it is said that no scheduler looks at the pods.
                 assert o.pods() == 30
                 server.requests.clear()
                 o.reconciled.clear()
