@@ -45,6 +45,24 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> Container
         (pod(phase="Failed", status_reason="NodeLost"), Cause.NODE_LOST, False),
         (pod(phase="Failed", status_reason="Evicted", status_message="low on memory"), Cause.EVICTED, False),
         *(
+            (pod(ended(137), phase="Failed", status_reason="Evicted", status_message=text), cause, counts)
+            for text, cause, counts in (
+                ('Container trainer exceeded its local ephemeral storage limit "1Gi". ', Cause.STORAGE_EXCEEDED, True),
+                (
+                    "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi. ",
+                    Cause.STORAGE_EXCEEDED,
+                    True,
+                ),
+                ('Usage of EmptyDir volume "scratch" exceeds the limit "1Gi". ', Cause.STORAGE_EXCEEDED, True),
+                (
+                    "The node was low on resource: ephemeral-storage. Threshold quantity: 1, available: 0. "
+                    "Container trainer was using 2Gi, request is 0, has larger consumption of ephemeral-storage. ",
+                    Cause.EVICTED,
+                    False,
+                ),
+            )
+        ),
+        *(
             (
                 pod(phase="Failed", host="n1", status_reason=reason, status_message="Pod was rejected"),
                 Cause.NODE_FAULT,

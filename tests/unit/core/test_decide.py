@@ -307,6 +307,16 @@ def test_a_pod_that_is_gone_ended_for_the_reason_that_was_last_known_of_it() -> 
     for fields, container, reason, counted in (
         ({"disruption": "EvictionByEvictionAPI"}, None, "Evicted", False),
         ({"phase": "Failed"}, ContainerView(started=NOW, exit_code=137, reason="OOMKilled"), "OOMKilled", True),
+        (
+            {
+                "phase": "Failed",
+                "status_reason": "Evicted",
+                "status_message": 'Usage of EmptyDir volume "s" exceeds the limit "1Gi". ',
+            },
+            None,
+            "StorageExceeded",
+            True,
+        ),
         ({"deleted_at": NOW}, ContainerView(started=NOW, exit_code=143), "Deleted", False),
         ({}, None, "Deleted", False),
     ):

@@ -140,7 +140,8 @@ def test_a_node_that_fails_three_times_while_others_do_not() -> None:
     assert nodes(restarts(failed, failed, ("WorkerFailed", "n1"))) == ["n1"]
     assert nodes(restarts(failed, failed, failed, ("ExitCode", "n2"))) == [], "then it is the job"
     assert nodes(restarts(failed, failed, failed, counted=False)) == []
-    assert nodes(restarts(failed, failed, ("OOMKilled", "n1"))) == [], "memory is the job's matter"
+    for limit in ("OOMKilled", "StorageExceeded"):
+        assert nodes(restarts(failed, failed, (limit, "n1"))) == [], "its limits are the job's matter"
     assert nodes(restarts(failed, failed, failed, age=3601)) == []
 
 

@@ -17,7 +17,10 @@ def spec(*rules: dict[str, Any]) -> JobSpec:
 @pytest.mark.parametrize(
     ("cause", "counted"),
     [
-        *((c, True) for c in (Cause.WORKER_FAILED, Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.HANG)),
+        *(
+            (c, True)
+            for c in (Cause.WORKER_FAILED, Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.HANG)
+        ),
         *(
             (c, False)
             for c in (

@@ -13,6 +13,8 @@ RECENT = 10
 """Entries kept in `status.restarts.recent`."""
 FAILURES = 3
 LOSSES = 2
+_OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
+"""Causes that are the job's on any host."""
 FAULTS = frozenset({Cause.NODE_FAULT, Cause.NODE_UNHEALTHY, Cause.START_ERROR, Cause.PREFLIGHT_FAILED})
 """What a host does to a pod before its program runs, or without its program's part: once is enough."""
 
@@ -33,11 +35,11 @@ def avoided(
 def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
     """Hosts with a fault, lost LOSSES times, or the only host with failures if it had FAILURES.
 
-    Failures on several hosts are the job's own fault, and so is memory; the loss of a host is
-    always the host's.
+    Failures on several hosts are the job's own fault, and so are memory and storage; the loss of a
+    host is always the host's.
     """
     recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
-    own = [r for r in recent if trained and r.counted and r.reason != Cause.OOM_KILLED]
+    own = [r for r in recent if trained and r.counted and r.reason not in _OF_LIMITS]
     lost = [r for r in recent if r.reason == Cause.NODE_LOST]
     alone = len({r.node for r in own + lost}) == 1
     suspects = []

@@ -29,6 +29,7 @@ class Cause(StrEnum):
     WORKER_FAILED = "WorkerFailed"
     EXIT_CODE = "ExitCode"
     OOM_KILLED = "OOMKilled"
+    STORAGE_EXCEEDED = "StorageExceeded"
     DISRUPTION = "Disruption"
     PREEMPTED = "Preempted"
     EVICTED = "Evicted"
@@ -92,6 +93,9 @@ class End:
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
 """Reasons with which a kubelet ends a pod that has run."""
+_OWN_STORAGE = re.compile(r"exceed(s|ed) .*\blimit\b")
+"""Messages of a kubelet that evicts a pod for the pod's own limit (its pkg/kubelet/eviction/helpers.go). A disk of the
+host that runs full reads otherwise: "The node was low on resource"."""
 _LOST_BY_HOST = frozenset({("ContainerStatusUnknown", 137), ("Unknown", 255)})
 """Reason and exit code of a container that is gone after its host was started again: kubelet's, containerd's."""
 
@@ -134,6 +138,10 @@ def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
         return End(
             Cause.NODE_LOST,
             f"Kubernetes node {pod.host} of pod {pod.name} is lost: {pod.status_message or pod.status_reason}",
+        )
+    if pod.status_reason == "Evicted" and _OWN_STORAGE.search(pod.status_message):
+        return End(
+            Cause.STORAGE_EXCEEDED, f"pod {pod.name} used more storage than it may: {pod.status_message.strip()}"
         )
     if pod.status_reason in _ENDED_BY_HOST:
         return End(

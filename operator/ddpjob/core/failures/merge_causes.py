@@ -20,7 +20,7 @@ CLEARLY_BEFORE = timedelta(seconds=2)
 """More than clocks differ by and kubelets round to."""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
-_HARD = frozenset({Cause.OOM_KILLED})
+_HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
 """Ends of pods that explain a failed worker rather than follow from it; so do all ends that do not count."""
 _NO_BREAKS = frozenset({Cause.JOINED, Cause.SCALED})
 

@@ -27,7 +27,12 @@ _RULED = {
     Cause.HANG: RuleCause.HANG,
     Cause.INIT_FAILURE: RuleCause.INIT_FAILURE,
 }
-COUNTED = frozenset({Cause.WORKER_FAILED, Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.HANG, Cause.INIT_FAILURE})
+COUNTED = frozenset(
+    {
+        *(Cause.WORKER_FAILED, Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED),
+        *(Cause.HANG, Cause.INIT_FAILURE),
+    }
+)
 """Failures of the job itself. Disruptions, lost hosts, manual deletions and consequences do not use the budget."""
 RULE_FAILED = "RuleFailed"
 CONFIGURATION_ERROR = "ConfigurationError"

@@ -26,7 +26,7 @@ it again at most 10 s (podMaxBackoffSeconds) after the try that preempted; pods 
 made sooner takes the room, and is preempted next."""
 _REPEATING = frozenset(
     {
-        *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.INIT_FAILURE, Cause.EVICTED),
+        *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
         *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED),
     }
 )
