@@ -183,7 +183,9 @@ def test_a_lost_output_saves_and_leaves_nothing(
     """Else what was written to it kept the signal from the job, which trained on, or died unsaved."""
     reader, writer = os.openpty() if output == "terminal" else os.pipe()
     fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK)
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # It is ignored where the tests run under nohup.
     run = machine.start(manifest(args=["--steps=100000"]), stdout=writer)
+    signal.signal(signal.SIGHUP, inherited)
     os.close(writer)
     run.until(lambda r: r.steps() >= 3)
     os.close(reader)
