@@ -21,8 +21,10 @@ TORCH_INDEX_URL ?=
 PYTEST ?=
 # Options of make matrix.
 MATRIX ?=
-# Tests that run at once. Each worker of the cluster's tests has a cluster of its own.
-WORKERS ?= 2
+# Tests that run at once: more than the two processors of a small machine, since many wait for a process or a timer.
+WORKERS ?= 3
+# The same for the cluster's tests: each has a cluster of its own.
+CLUSTERS ?= 2
 
 # Bytecode is written at the first import: compiling all of torch and sympy would take a minute for modules that nobody imports. Where the
 # environment forbids to write it, each process would compile what it imports, which doubles the time that torch takes.
@@ -31,7 +33,7 @@ PIP_INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check install --no
 DEMO_READY = $(VENV)/.ddpjob-demo
 DEV_READY = $(VENV)/.ddpjob-dev
 IN_VENV = $(VENV)/bin/python -m
-TESTS = $(IN_VENV) pytest --numprocesses=$(WORKERS) --dist=loadfile $(PYTEST)
+TESTS = $(IN_VENV) pytest --dist=loadfile $(PYTEST)
 TESTCLUSTER = PYTHONPATH=tests:tests/cluster $(IN_VENV) testcluster
 
 .PHONY: help demo unit test-local test test-gpu matrix lint docs cluster-up cluster-down demo-cluster
@@ -42,21 +44,19 @@ help:
 demo: $(DEMO_READY)
 	$(IN_VENV) ddpjob.cli.demo examples/digits.yaml
 
-# A third worker: many of these tests wait for a process or a timer.
-unit: WORKERS = 3
 unit: $(DEV_READY)
-	$(TESTS) -m "not slow" tests/unit tests/simulation $(wildcard tests/runtime)
+	$(TESTS) --numprocesses=$(WORKERS) -m "not slow" tests/unit tests/simulation $(wildcard tests/runtime)
 
 test-local: $(DEV_READY)
-	$(TESTS) -m "not cluster"
+	$(TESTS) --numprocesses=$(WORKERS) -m "not cluster"
 
 # In two parts: tests that keep the processor busy would disturb those of the cluster, which measure how fast it reacts.
 # What failed in either is named at the very end: the output is long, and who reads a CI's record sees its last lines.
 test: SHELL = /bin/bash -o pipefail
 test: lint
 	@mkdir -p build
-	$(TESTS) -m "not cluster" | tee build/tests-local.txt; local=$$?; \
-	$(TESTS) -m cluster | tee build/tests-cluster.txt; cluster=$$?; \
+	$(TESTS) --numprocesses=$(WORKERS) -m "not cluster" | tee build/tests-local.txt; local=$$?; \
+	$(TESTS) --numprocesses=$(CLUSTERS) -m cluster | tee build/tests-cluster.txt; cluster=$$?; \
 	grep -hE "^(FAILED|ERROR) |^=+ .*(passed|failed|error).* =+$$" build/tests-local.txt build/tests-cluster.txt; \
 	exit $$((local || cluster))
 
