@@ -62,10 +62,7 @@ def main() -> int:
     if "elasticity" in what:
         found_costs = elasticity.measure(given.rounds)
         both = {"elasticity": elasticity.table(found_costs), "elasticity by arithmetic": elasticity.by_arithmetic()}
-        rows += [
-            (f"elasticity {cost.began} -> {cost.now}: {cost.kind}", 1, cost.at_start, cost.seconds)
-            for cost in found_costs
-        ]
+        rows += [(f"elasticity {cost.name}: {cost.kind}", 1, cost.at_start, cost.seconds) for cost in found_costs]
         tables += both.values()
         for mark, text in both.items() if given.elasticity else ():
             write_between(given.elasticity, mark, text)

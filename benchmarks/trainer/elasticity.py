@@ -20,11 +20,11 @@ from benchmarks import CHECKOUT
 from benchmarks.processes import kill_all
 
 BY_ARITHMETIC = ((8, 7), (64, 63), (64, 56), (64, 32), (8, 16), (4, 3), (2, 3))
-MEASURED = ((4, 3), (2, 3))
+SAMPLES = (32, 128)
+"""Of a micro-batch: few for a device, and the usual batch of a rank with CIFAR."""
+MEASURED = tuple((began, now, samples) for samples in SAMPLES for began, now in ((4, 3), (2, 3)))
 SHARED = "shared (default)"
 KINDS = {"whole micro-batches": ["whole"], SHARED: [], "data.exact=false": ["data.exact=false"]}
-SAMPLES = 32
-"""Of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,15 @@ class Cost:
 
     began: int
     now: int
+    samples: int
+    """Of a rank at the start."""
     kind: str
     seconds: float
     at_start: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.began} -> {self.now}, {self.samples} images"
 
     @property
     def throughput(self) -> float:
@@ -43,7 +49,7 @@ class Cost:
         return self.at_start / self.seconds
 
 
-def by_arithmetic(samples: int = SAMPLES) -> str:
+def by_arithmetic(samples: int = SAMPLES[0]) -> str:
     """The samples of the busiest rank in a step: what an ideal device would take."""
     from ddpjob_trainer.data.sampler import Dealing, Dividing, SamplerState
 
@@ -63,40 +69,43 @@ def by_arithmetic(samples: int = SAMPLES) -> str:
     return "\n".join(lines)
 
 
-def measure(rounds: int, cases: tuple[tuple[int, int], ...] = MEASURED) -> list[Cost]:
+def measure(rounds: int, cases: tuple[tuple[int, int, int], ...] = MEASURED) -> list[Cost]:
     """Each case in each way of dealing, interleaved over rounds. Of a rank's steps the fastest counts: what other work
     on the machine does to caches adds to the others.
     """
     found = []
-    for began, now in cases:
+    for began, now, samples in cases:
         steps: dict[str, list[float]] = {kind: [] for kind in ("start", *KINDS)}
         for _ in range(rounds):
-            steps["start"].append(_busiest(began, began, []))
+            steps["start"].append(_busiest(began, began, samples, []))
             for kind, arguments in KINDS.items():
-                steps[kind].append(_busiest(now, began, arguments))
+                steps[kind].append(_busiest(now, began, samples, arguments))
         at_start = min(steps.pop("start"))
-        found += [Cost(began, now, kind, min(values), at_start) for kind, values in steps.items()]
+        found += [Cost(began, now, samples, kind, min(values), at_start) for kind, values in steps.items()]
     return found
 
 
 def table(found: list[Cost]) -> str:
     """Throughput against that at the start."""
     lines = [
-        f"| ranks at the start -> now | an even share would give | {' | '.join(KINDS)} |",
-        "| --- | --- |" + " --- |" * len(KINDS),
+        f"| images per rank | ranks at the start -> now | an even share would give | {' | '.join(KINDS)} |",
+        "| --- | --- | --- |" + " --- |" * len(KINDS),
     ]
-    for began, now in dict.fromkeys((cost.began, cost.now) for cost in found):
-        row = {cost.kind: f"{cost.throughput:.0%}" for cost in found if (cost.began, cost.now) == (began, now)}
-        lines.append(f"| {began} -> {now} | {now / began:.0%} | {' | '.join(row[kind] for kind in KINDS)} |")
+    cases: dict[tuple[int, int, int], dict[str, Cost]] = {}
+    for cost in found:
+        cases.setdefault((cost.samples, cost.began, cost.now), {})[cost.kind] = cost
+    for (samples, began, now), kinds in cases.items():
+        row = " | ".join(f"{kinds[kind].throughput:.0%}" for kind in KINDS)
+        lines.append(f"| {samples} | {began} -> {now} | {now / began:.0%} | {row} |")
     seconds = "; ".join(
-        f"{cost.at_start:.2f} s with {cost.began} ranks, {cost.seconds:.2f} s shared by {cost.now}"
-        for cost in found
-        if cost.kind == SHARED
+        f"{kinds[SHARED].at_start:.2f} s with {began} ranks and {samples} images each, "
+        f"{kinds[SHARED].seconds:.2f} s shared by {now}"
+        for (samples, began, now), kinds in cases.items()
     )
     return "\n".join([*lines, "", f"A step of the busiest rank took {seconds}."])
 
 
-def _busiest(world: int, began: int, arguments: list[str]) -> float:
+def _busiest(world: int, began: int, samples: int, arguments: list[str]) -> float:
     """Processor seconds per step of the busiest rank."""
     from ddpjob_trainer.distributed.init_method import free_port
 
@@ -104,8 +113,8 @@ def _busiest(world: int, began: int, arguments: list[str]) -> float:
     with tempfile.TemporaryDirectory(prefix="elasticity-") as scratch:
         folder = Path(scratch)
         settings = [
-            *("data.name=synthetic", "data.shape=3,32,32", f"data.batch={SAMPLES * began}"),
-            *(f"data.size={SAMPLES * began * 6}", f"data.micro_batches={began}", "model.name=resnet18_cifar"),
+            *("data.name=synthetic", "data.shape=3,32,32", f"data.batch={samples * began}"),
+            *(f"data.size={samples * began * 6}", f"data.micro_batches={began}", "model.name=resnet18_cifar"),
             *("train.epochs=1", "train.eval_every=9", "train.threads=1", "checkpoint.every_epochs=0"),
             *("checkpoint.every_seconds=0", "strategy=ddp", f"checkpoint.dir={folder}", *arguments),
         ]

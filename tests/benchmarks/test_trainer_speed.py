@@ -81,14 +81,14 @@ def test_bookkeeping_of_real_steps() -> None:
 def test_a_rank_that_joins_takes_whole_micro_batches_or_none() -> None:
     """As at 2 -> 3 ranks, which a new run would be refused."""
     small = ["model.name=small_cnn", "model.norm=batch", "model.width=4"]
-    assert elasticity._busiest(3, 2, ["whole", *small]) > 0
+    assert elasticity._busiest(3, 2, 32, ["whole", *small]) > 0
 
 
 def test_elasticity_is_the_time_at_the_start_of_that_now() -> None:
     found = [
-        elasticity.Cost(4, 3, kind, seconds, 0.9)
+        elasticity.Cost(4, 3, 32, kind, seconds, 0.9)
         for kind, seconds in zip(elasticity.KINDS, (1.8, 1.2, 1.0), strict=True)
     ]
     text = elasticity.table(found)
-    assert "| 4 -> 3 | 75% | 50% | 75% | 90% |" in text
-    assert "A step of the busiest rank took 0.90 s with 4 ranks, 1.20 s shared by 3." in text
+    assert "| 32 | 4 -> 3 | 75% | 50% | 75% | 90% |" in text
+    assert "A step of the busiest rank took 0.90 s with 4 ranks and 32 images each, 1.20 s shared by 3." in text
