@@ -72,7 +72,7 @@ REPORT_RETRY = 1.0
 CREATIONS = 16
 """Objects created at the same time, of all jobs together: a burst must not take the API server for itself."""
 LONGEST_PAUSE = 60.0
-"""Seconds between two tries to create what was refused, at most."""
+"""Seconds between two tries of what was refused, at most."""
 _DELETION, _LABEL = "deletion", "label"
 LOOK_AGAIN = 5.0
 """Seconds for which the answer to a look at a Kubernetes node that seems lost is believed."""
@@ -82,7 +82,7 @@ MOST_OWNERS = 1000
 
 @dataclass(frozen=True)
 class _Pause:
-    """Creations and deletions that were refused are not tried again `until` (monotonic seconds)."""
+    """What was refused is not tried again `until` (monotonic seconds)."""
 
     until: float
     seconds: float
@@ -130,10 +130,8 @@ class KubernetesCluster:
         """Those of the objects that are created."""
         self._unsure: set[JobKey] = set()
         """Jobs whose status was perhaps written by a request without an answer, or by others: they are read again."""
-        self._pauses: dict[JobKey, dict[str, _Pause]] = {}
-        """By job, then by kind and role."""
-        self._kept: dict[JobKey, dict[tuple[str, str], _Pause]] = {}
-        """Of pods whose deletion or label was refused, by job, then by uid and what was refused."""
+        self._pauses: dict[JobKey, dict[str | tuple[str, str], _Pause]] = {}
+        """By job, then by kind and role of what was not created, or by a pod's uid and which change was refused."""
         self._tokens: dict[JobKey, str] = {}
         """Names of Secrets that are known to exist."""
         self._looked: dict[str, float] = {}
@@ -150,7 +148,7 @@ class KubernetesCluster:
             await self._read_again(key)
         job = self.caches.job(key)
         if job is None:
-            for known in (self._pauses, self._kept, self._tokens):
+            for known in (self._pauses, self._tokens):
                 known.pop(key, None)
             self._follow(key, None)
             if self.notifier is not None:
@@ -332,11 +330,11 @@ class KubernetesCluster:
         return result
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
-        kind, pauses = manifest["kind"], self._pauses.setdefault(JobKey(job.namespace, job.name), {})
+        kind, pauses = manifest["kind"], self._pauses_of(job)
         user = manifest.get("spec", {}).get("securityContext", {}).get("runAsNonRoot")
         what = f"{kind} {manifest['metadata'].get('labels', {}).get(LABEL_ROLE)} {user}"
         before = pauses.get(what)
-        if before is not None and before.holds(time.monotonic(), job.generation, self._living(job)):
+        if before is not None and self._holds(job, before):
             raise before.refusal
         try:
             if kind == WORKLOAD:
@@ -347,12 +345,21 @@ class KubernetesCluster:
                 async with self.creating.turn(job.namespace):
                     await self._create(job, manifest)
         except (Refused, NameTaken) as refusal:
-            first, longest = (1.0, BLOCKED_POLL) if isinstance(refusal, NameTaken) else (BLOCKED_POLL, LONGEST_PAUSE)
-            # What is refused at the same time is one refusal.
-            seconds = min(longest, 2 * before.seconds) if before is not None else first
-            pauses[what] = _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
+            pauses[what] = self._pause(job, refusal, before)  # What is refused at the same time is one refusal.
             raise
         pauses.pop(what, None)
+
+    def _pauses_of(self, job: DDPJob) -> dict[str | tuple[str, str], _Pause]:
+        return self._pauses.setdefault(JobKey(job.namespace, job.name), {})
+
+    def _holds(self, job: DDPJob, pause: _Pause) -> bool:
+        return pause.holds(time.monotonic(), job.generation, self._living(job))
+
+    def _pause(self, job: DDPJob, refusal: Refused | NameTaken, before: _Pause | None) -> _Pause:
+        """Twice as long as the one before, up to a limit."""
+        first, longest = (1.0, BLOCKED_POLL) if isinstance(refusal, NameTaken) else (BLOCKED_POLL, LONGEST_PAUSE)
+        seconds = min(longest, 2 * before.seconds) if before is not None else first
+        return _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
 
     async def _with_priority(self, manifest: Json) -> Json:
         """The Workload with the value of the priority class that it names. Raises Refused where there is none."""
@@ -539,7 +546,7 @@ class KubernetesCluster:
         except ApiError as error:
             self._keep(job, name, uid, _DELETION, error)
             return
-        self._kept.get(JobKey(job.namespace, job.name), {}).pop((uid, _DELETION), None)
+        self._pauses_of(job).pop((uid, _DELETION), None)
         meta = (answer or {}).get("metadata", {})
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
@@ -547,23 +554,21 @@ class KubernetesCluster:
             self.caches.forget("Pod", job.namespace, name)  # It ran nowhere, or nobody waits for its host.
 
     def _waits(self, job: DDPJob, uid: str, what: str) -> bool:
-        before = self._kept.get(JobKey(job.namespace, job.name), {}).get((uid, what))
-        return before is not None and before.holds(time.monotonic(), job.generation, self._living(job))
+        before = self._pauses_of(job).get((uid, what))
+        return before is not None and self._holds(job, before)
 
     def _keep(self, job: DDPJob, name: str, uid: str, what: str, error: ApiError) -> None:
         """A change of a pod that is refused is no reason to leave out the others: it is tried again, less and less."""
-        kept = self._kept.setdefault(JobKey(job.namespace, job.name), {})
-        before = kept.get((uid, what))
+        pauses = self._pauses_of(job)
+        before = pauses.get((uid, what))
         if before is None:
             log.warning("%s/%s: the %s of pod %s is refused: %s", job.namespace, job.name, what, name, error)
-        seconds = min(LONGEST_PAUSE, 2 * before.seconds) if before is not None else BLOCKED_POLL
-        refusal = Refused(error.status, f"pod {name}: {error.message}")
-        kept[uid, what] = _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
+        pauses[uid, what] = self._pause(job, Refused(error.status, f"pod {name}: {error.message}"), before)
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
         """Why a pod that is there was not deleted when that was tried last; empty: none was refused."""
-        kept = self._kept.get(JobKey(job.namespace, job.name), {})
-        refusals = (kept[pod.uid, _DELETION].refusal for pod in pods if (pod.uid, _DELETION) in kept)
+        pauses = self._pauses.get(JobKey(job.namespace, job.name), {})
+        refusals = (pauses[pod.uid, _DELETION].refusal for pod in pods if (pod.uid, _DELETION) in pauses)
         return next((refusal.message for refusal in refusals if isinstance(refusal, Refused)), "")
 
     async def _is_lost(self, pod: PodView) -> bool:
