@@ -215,7 +215,7 @@ def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
     run.until(lambda r: r.steps() >= 3)
     folder = Path(run.record["local"]["folder"])
     for path in (run.folder / "status.json", folder / "events.jsonl"):
-        while not path.is_dir():  # the run may write it anew in between
+        while not path.is_dir():  # the run may write it again in between
             path.unlink(missing_ok=True)
             with contextlib.suppress(FileExistsError):
                 path.mkdir()

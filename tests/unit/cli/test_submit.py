@@ -110,7 +110,7 @@ def test_a_generated_name_on_this_machine() -> None:
         (["submit", "-f", "job.yaml"], "no option -f: `ddpjob submit job.yaml`"),
     ],
 )
-def test_an_option_of_the_program_itself_is_told_where_it_belongs(
+def test_an_option_of_the_program_itself_is_shown_where_it_belongs(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2

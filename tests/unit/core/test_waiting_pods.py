@@ -42,8 +42,8 @@ def test_a_scheduler_that_does_not_exist_is_named_with_its_field() -> None:
     assert "resource claims" in shown(ConditionType.SCHEDULED, 30, *pods).message
     coordinator = replace(COORDINATOR, host="", phase="Pending", containers={})
     assert "job-coordinator-0" in shown(ConditionType.SCHEDULED, 30, placed(0), placed(1), coordinator).message
-    told = unplaced(0, unschedulable="0/3 nodes"), unplaced(1, unschedulable="0/3 nodes"), COORDINATOR
-    assert shown(ConditionType.SCHEDULED, 30, *told).reason == "Unschedulable"
+    tried = unplaced(0, unschedulable="0/3 nodes"), unplaced(1, unschedulable="0/3 nodes"), COORDINATOR
+    assert shown(ConditionType.SCHEDULED, 30, *tried).reason == "Unschedulable"
 
 
 def test_a_gate_is_shown_at_once_with_kubernetes_own_reason() -> None:
