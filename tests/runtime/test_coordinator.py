@@ -239,14 +239,11 @@ def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
     assert world.last(members[0])[0] == "stop" and world.round.number == 2
 
 
-def test_a_loss_during_a_planned_restart_is_reported_at_once() -> None:
-    world = World(3, 1)
-    members = [world.hello(i) for i in range(2)]
-    world.ready(*members)
-    world.pass_time(31)
-    world.join(*members)
-    world.ready(world.hello(2))
-    world.pass_time(10.1)
+@pytest.mark.parametrize("later", [0, 5])
+def test_a_loss_during_a_planned_restart_is_reported_at_once(later: float) -> None:
+    """Also when its cause has been decided already: those that save may be waiting for the lost one."""
+    world, members = growing(grace=30.0)
+    world.pass_time(later)
     world.lose(members[1])
     assert [fields["planned"] for verb, fields in world.heard[members[0].pod] if verb == "restart"] == [True, False]
     world.ready(members[0])

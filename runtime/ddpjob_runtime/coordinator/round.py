@@ -183,7 +183,11 @@ class Round:
 
     def lose(self, member: Member, was: MemberState, why: str) -> None:
         """The member is gone; `was`: what it did before."""
-        if self.judged or member.rank in self._finished:
+        if member.rank in self._finished:
+            return
+        if self.judged:
+            if was == MemberState.RUNNING:  # of a planned restart: those that save may be waiting for it
+                self._end_workers(f"node {member.pod} was lost: {why}")
             return
         if was == MemberState.RUNNING:
             now = self._loop.now()
