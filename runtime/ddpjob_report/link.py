@@ -59,6 +59,8 @@ class Link(Outbox):
 
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token, self._instance = address, token, ""
+        # Of this process: a rank 0 that is fenced must not show its step as the next round's.
+        self._round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         self._refused = False
         self._counted: tuple[float, float] | None = None  # (step, time) as last posted
         with contextlib.suppress(OSError):
@@ -86,12 +88,12 @@ class Link(Outbox):
 
     def _send(self, figures: dict[str, Any]) -> bool:
         """Whether the coordinator has taken them, or never will."""
-        body = json.dumps(self._with_speed(figures)).encode()
+        report = self._with_speed(figures)
         try:
-            status, instance, answer = self._ask(body)
-            if status == 401 and instance not in ("", self._instance):
-                self._instance = instance  # A coordinator takes no proof that was made for another.
-                status, _, answer = self._ask(body)
+            status, answer = self._post({**report, **self._round})
+            if status == 400 and self._round:
+                status, answer = self._post(report)
+                self._round = self._round if status == 400 else {}  # An older coordinator knows no round.
         except (OSError, ValueError, http.client.HTTPException):
             return False  # One that restarts or is gone must not disturb training; the operator notices it.
         if status == 400 and not self._refused:
@@ -99,6 +101,15 @@ class Link(Outbox):
             with contextlib.suppress(OSError):  # A full disk: the next report may be taken.
                 sys.stderr.write(f"ddpjob_report: the coordinator refuses a report: {answer:.200}\n")
         return status in (200, 400)
+
+    def _post(self, report: dict[str, Any]) -> tuple[int, str]:
+        """The answer's status and the answer."""
+        body = json.dumps(report).encode()
+        status, instance, answer = self._ask(body)
+        if status == 401 and instance not in ("", self._instance):
+            self._instance = instance  # A coordinator takes no proof that was made for another.
+            status, _, answer = self._ask(body)
+        return status, answer
 
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
         """With the speed and the time left that follow from the steps, where the script does not report them."""

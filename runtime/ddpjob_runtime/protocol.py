@@ -159,7 +159,7 @@ STRAGGLERS = "stragglers"
 """In a progress report: ranks that lag, `[{"rank": 3, "slowdown": 1.8}]`."""
 MAX_STRAGGLERS = 8
 ROUND = "round"
-"""In a progress report: the round whose ranks its stragglers are, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
+"""In a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
 COUNTED_SPEED = "stepsPerSecond"
 """The metric of a script that reports no samples per second; the step counter's only one."""
 CHECKPOINT_TIME = "checkpointTime"

@@ -347,6 +347,7 @@ class StepCounter:
         self.process, self.posted = os.getpid(), 0
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
+        self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         counts = self.counts
 
         def count_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
@@ -395,7 +396,7 @@ class StepCounter:
         steps = max(self.counts.values(), default=0)
         if steps == self.posted or os.getpid() != self.process:
             return
-        report: dict[str, Any] = {"step": steps, "automatic": True}
+        report: dict[str, Any] = {"step": steps, "automatic": True, **self.round}
         if steps_per_second:
             report["metrics"] = {"stepsPerSecond": round(steps_per_second, 3)}
         body = json.dumps(report).encode()

@@ -149,6 +149,33 @@ def test_a_stranger_at_the_coordinator_s_address_does_not_get_the_token(
     listening.close()
 
 
+@CLIENTS
+def test_a_report_names_its_round(
+    job: Job, client: Callable[[pytest.MonkeyPatch], Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank 0 that was fenced must not show its step as the next round's."""
+    monkeypatch.setenv("DDPJOB_FENCE", "0.7")
+    relay, post = Relay(job.port), client(monkeypatch)
+    assert post(relay.address, 3)
+    assert b'"round": "0.7"' in relay.requests[-1]
+
+
+def test_a_script_s_report_is_taken_by_a_coordinator_that_knows_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpjob_report import link
+
+    monkeypatch.setenv("DDPJOB_FENCE", "0.7")
+    asked: list[bytes] = []
+
+    def ask(self: Any, body: bytes) -> tuple[int, str, str]:
+        asked.append(body)
+        return (400 if b"round" in body else 200), "number", ""
+
+    monkeypatch.setattr(link.Link, "_ask", ask)
+    client = link.Link("127.0.0.1:1", TOKEN)
+    assert client._send({"loss": 3}) and client._send({"loss": 4})
+    assert asked == [b'{"loss": 3, "round": "0.7"}', b'{"loss": 3}', b'{"loss": 4}']
+
+
 def test_both_seal_as_the_protocol_says(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("request", "", "nonce", "POST", "/v1/progress", b'{"a": "\xc3\xa9"}')
     assert worker.seal(TOKEN, *parts) == protocol.seal(TOKEN, *parts)

@@ -31,7 +31,7 @@ class ProgressClient:
         its own is taken for one of protocol 2, which wants the token itself.
         """
         self._address, self._token, self._proofs, self._instance = address, token, proofs, ""
-        # Of this process: a rank 0 that is fenced must not name ranks of the next round.
+        # Of this process: a rank 0 that is fenced must not show its step, or name ranks, as the next round's.
         self._round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         self._newest: dict[str, Any] | None = None
         self._copies: dict[str, float] | None = None
@@ -118,9 +118,7 @@ class ProgressClient:
         stragglers = self._stragglers
         if stragglers is None or (self._instance, stragglers) == self._said_stragglers:
             return
-        status = self._status_of({"stragglers": stragglers, **self._round})
-        if status == 400 and self._round:
-            status = self._status_of({"stragglers": stragglers})  # An older coordinator knows no round.
+        status = self._status_of({"stragglers": stragglers})
         if 0 < status < 300 or status == 400:
             self._said_stragglers = self._instance, stragglers
 
@@ -132,7 +130,14 @@ class ProgressClient:
 
     def _status_of(self, progress: dict[str, Any]) -> int:
         """Of the answer to a post; 0: there was none."""
-        body = json.dumps(progress).encode()
+        status = self._post({**progress, **self._round})
+        if status == 400 and self._round:
+            status = self._post(progress)
+            self._round = self._round if status in (0, 400) else {}  # An older coordinator knows no round.
+        return status
+
+    def _post(self, report: dict[str, Any]) -> int:
+        body = json.dumps(report).encode()
         try:
             status, instance = self._ask(body, self._proof(body))
             if status == 401 and instance not in ("", self._instance):
