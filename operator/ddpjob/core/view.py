@@ -26,7 +26,9 @@ class View:
     now: datetime
 
     def with_status(self, status: JobStatus) -> View:
-        """The same job, world and time after a change of the status."""
+        """The same job, world and time after a change of the status: none, where it is the same object."""
+        if status is self.status:
+            return self
         view = replace(self, status=status)
         if status.slots is self.status.slots:
             # A large job has many: they are looked up once.

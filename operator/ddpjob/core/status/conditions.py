@@ -28,6 +28,8 @@ def with_condition(
         since=since,
         generation=status.observed_generation,
     )
+    if new == old:
+        return status
     others = [c for c in status.conditions if c.type != kind]
     return replace(status, conditions=tuple(sorted([*others, new], key=lambda c: _ORDER.index(c.type))))
 
@@ -45,7 +47,8 @@ def _shortened(message: str) -> str:
 
 def with_phase(status: JobStatus) -> JobStatus:
     """The status with the phase that follows from its conditions and counts."""
-    return replace(status, phase=_phase(status))
+    phase = _phase(status)
+    return status if phase is status.phase else replace(status, phase=phase)
 
 
 def _phase(status: JobStatus) -> Phase:
