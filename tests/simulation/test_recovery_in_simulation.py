@@ -411,6 +411,7 @@ async def test_a_job_without_pods_says_nothing_of_their_nodes(end: str) -> None:
     assert "NodesHealthy" not in conditions(s)
 
 
+@pytest.mark.slow
 async def test_a_job_leaves_a_node_once_an_hour_and_moves_three_times_at_most() -> None:
     s = Simulation({"nodes": 1}, steps=10**7)
     await s.until_phase("Running")
@@ -611,6 +612,7 @@ async def paused(seconds: float) -> Simulation:
     return s
 
 
+@pytest.mark.slow
 async def test_without_a_limit_a_long_evaluation_is_shown_and_ends_nothing() -> None:
     s = await paused(700)
     running = conditions(s)["Running"]
@@ -625,6 +627,7 @@ async def test_without_a_limit_a_long_evaluation_is_shown_and_ends_nothing() -> 
     assert s.status["restarts"]["total"] == 0
 
 
+@pytest.mark.slow
 async def test_a_limit_that_is_set_for_an_overdue_step_restarts_the_group() -> None:
     s = await paused(400)
     s.change_spec({"recovery": {"mode": "Fast", "hangAfterSeconds": 60}})

@@ -14,7 +14,12 @@ from ddpjob.api.schema import object_schema
 
 
 def _named(kind: str) -> list[Any]:
-    return [pytest.param(case, id=case.path.stem) for case in cases(kind)]
+    return [pytest.param(case, id=case.path.stem, marks=_marks(case, kind)) for case in cases(kind)]
+
+
+def _marks(case: Case, kind: str) -> list[pytest.MarkDecorator]:
+    """Rules that compare each variable of the environment with each take two seconds in Python."""
+    return [pytest.mark.slow] if kind == "updates" and case.path.stem.startswith("env-") else []
 
 
 @pytest.mark.parametrize("case", _named("valid"))

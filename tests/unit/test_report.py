@@ -96,6 +96,7 @@ def test_metrics_are_bounded(posted: list[dict[str, Any]]) -> None:
     assert len(posted) == 1
 
 
+@pytest.mark.slow
 def test_torch_s_numbers_are_figures(posted: list[dict[str, Any]]) -> None:
     torch = pytest.importorskip("torch")
     loss = (torch.ones(1, requires_grad=True) * 0.5).sum()
