@@ -162,7 +162,6 @@ def build(python: str, facts: dict[str, object]) -> Path:
         source_folder = work / f"horovod-{VERSION}"
         patch(source_folder)
         environment = {
-            "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
             "HOROVOD_WITH_GLOO": "1",
             "HOROVOD_WITH_PYTORCH": "1",
             "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -170,6 +169,8 @@ def build(python: str, facts: dict[str, object]) -> Path:
             **({} if "HOROVOD_WITH_MPI" in os.environ else {"HOROVOD_WITHOUT_MPI": "1"}),
             **os.environ,
             "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+            # Not those of a make that runs this, which mean one job at a time.
+            "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
         }
         pip(
             python,
@@ -190,12 +191,14 @@ def build(python: str, facts: dict[str, object]) -> Path:
 def patch(source: Path) -> int:
     """Set C++20 wherever a CMakeLists.txt of Horovod sets the standard. Returns the number of lines changed.
 
+    Also no -O3 and no debug information, which take a quarter of the time that it takes to compile.
+
     Raises SystemExit when none does.
     """
     changed = 0
     for file in [source / "CMakeLists.txt", *(source / "horovod").rglob("CMakeLists.txt")]:
         text, count = re.subn(r"(set\(CMAKE_CXX_STANDARD) 1[147]\)", r"\1 20)", file.read_text())
-        file.write_text(text)
+        file.write_text(text.replace('REPLACE "-O2" "-O3"', 'REPLACE "-O2 -g" "-O2"'))
         changed += count
     if not changed:
         raise SystemExit(f"{source} sets no CMAKE_CXX_STANDARD: it is not the source of Horovod {VERSION}")

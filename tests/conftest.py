@@ -19,6 +19,10 @@ hypothesis.settings.load_profile("ddpjob")
 HERE = Path(__file__).parent
 HARNESSES = ("process_harness", "ranks", "runtime_harness")
 """Modules that start processes, most of them with torch: every test of a module that imports from one is slow."""
+BUILDERS = ("chromium", "libraries", "prometheus_programs", "s3_server")
+"""Modules that build or fetch a program when it is first asked for."""
+BUILD_LIMIT = 2700
+"""Seconds for a test with such a build, on a busy machine."""
 SLOW = (
     "runtime/test_agent.py",
     "runtime/test_coordinator_disorder.py",
@@ -43,15 +47,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _is_slow(item):
+        if _is_slow_module(item.path) or _imports(item, HARNESSES):
             item.add_marker(pytest.mark.slow)
+        if _imports(item, BUILDERS):
+            item.add_marker(pytest.mark.timeout(BUILD_LIMIT))
 
 
-def _is_slow(item: pytest.Item) -> bool:
-    if _is_slow_module(item.path):
-        return True
+def _imports(item: pytest.Item, modules: tuple[str, ...]) -> bool:
     imported = vars(getattr(item, "module", object)).values()
-    return any(getattr(it, "__module__", getattr(it, "__name__", None)) in HARNESSES for it in imported)
+    return any(getattr(it, "__module__", getattr(it, "__name__", None)) in modules for it in imported)
 
 
 @cache

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -463,6 +464,29 @@ def test_the_installer_sets_the_language_everywhere(source: Path) -> None:
     assert sum(text.count("set(CMAKE_CXX_STANDARD 20)") for text in texts) == 3
     with pytest.raises(SystemExit, match="not the source of Horovod"):
         install_horovod.patch(source)
+
+
+def test_the_installer_uses_every_processor_also_below_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """make hands its own flags down, which mean one job at a time: the build took more than a quarter of an hour."""
+    environments: list[dict[str, str] | None] = []
+
+    def pip(python: str, *arguments: str, env: dict[str, str] | None = None) -> None:
+        if arguments[0] == "download":
+            (tmp_path / "CMakeLists.txt").write_text("set(CMAKE_CXX_STANDARD 14)\n")
+            folder = arguments[-2].removeprefix("--dest=")
+            with tarfile.open(f"{folder}/horovod-{install_horovod.VERSION}.tar.gz", "w:gz") as archive:
+                archive.add(tmp_path / "CMakeLists.txt", f"horovod-{install_horovod.VERSION}/CMakeLists.txt")
+        elif arguments[0] == "wheel":
+            environments.append(env)
+            raise SystemExit("far enough")
+
+    monkeypatch.setattr(install_horovod, "pip", pip)
+    monkeypatch.setattr(install_horovod, "missing_tools", list)
+    monkeypatch.setenv("MAKEFLAGS", " -- PYTEST=-x")
+    with pytest.raises(SystemExit, match="far enough"):
+        install_horovod.build(sys.executable, {"torch": "2.6.0", "tag": "cpython-311", "missing": []})
+    [environment] = environments
+    assert environment is not None and environment["MAKEFLAGS"] == f"-j{len(os.sched_getaffinity(0))}"
 
 
 def test_the_installer_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
