@@ -89,7 +89,8 @@ def test_a_model_in_parts_is_refused(strategy: str) -> None:
 
 
 RUN = [
-    *("data.name=synthetic", "data.shape=1,8,8", "data.size=96", "data.batch=24", "data.micro_batches=4"),
+    # Two steps: what is rounded otherwise on another processor grows tenfold with each.
+    *("data.name=synthetic", "data.shape=1,8,8", "data.size=48", "data.batch=24", "data.micro_batches=4"),
     *("model.name=resnet18_cifar", "model.drop_path=0.5", "train.epochs=1", "train.log_every=1", "optim.lr=0.001"),
     *("optim.momentum=0", "checkpoint.every_seconds=0", "eval.pictures=false", "train.threads=1", "data.stretch=1.5"),
 ]
@@ -102,7 +103,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def distance(one: Path, other: Path) -> float:
     a, b = weights(one), weights(other)
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+    return max(float((a[name] - b[name]).abs().max()) for name in a if a[name].is_floating_point())
 
 
 def drawn_by_rank(rank: int) -> None:
