@@ -18,7 +18,7 @@ def _named(kind: str) -> list[Any]:
 
 
 def _marks(case: Case, kind: str) -> list[pytest.MarkDecorator]:
-    """Rules that compare each variable of the environment with each take two seconds in Python."""
+    """The rule about the order of the environment takes two seconds in Python."""
     return [pytest.mark.slow] if kind == "updates" and case.path.stem.startswith("env-") else []
 
 
