@@ -275,6 +275,35 @@ def test_a_full_disk_costs_the_lines_of_the_logs_alone(tmp_path: Path, mode: str
         job.close()
 
 
+UNREADABLE = """
+import os, pathlib, sys
+contents = [b"", b'{"message": {"mess', bytes(range(256)), b'{"message": {"message": "own", "extraInfo": null}}']
+tries = pathlib.Path(os.environ["OUT"], "tries")
+tries.touch()
+number = len(tries.read_text())
+if number == len(contents):
+    sys.exit(0)
+tries.write_text("x" * (number + 1))
+pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_bytes(contents[number])
+os._exit(3)
+"""
+
+
+def test_an_error_file_that_cannot_be_read_does_not_end_the_node(tmp_path: Path) -> None:
+    """A full disk leaves an empty one, a worker that is killed a half."""
+    (tmp_path / "unreadable.py").write_text(UNREADABLE)
+    job = Job(tmp_path, nodes=1, mode="Fast")
+    try:
+        job.start_coordinator("--backoff", "0.1:0.1")
+        job.start_node(0, "unreadable.py")
+        assert job.wait_exit("job-0-0") == 0, job.all_logs()
+        found = [(i["kind"], i["exitCode"], i["message"]) for i in job.status()["incidents"]]
+        assert [(kind, code) for kind, code, _ in found] == [("WorkerFailed", 3)] * 4
+        assert all("is not readable" in message for *_, message in found[:3]) and found[3][2] == "own"
+    finally:
+        job.close()
+
+
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
 def test_a_fork_server_that_was_killed_ends_its_node_with_the_reason(job: Job, number: signal.Signals | None) -> None:
     """Also where the launcher is asked to end before it has noticed."""

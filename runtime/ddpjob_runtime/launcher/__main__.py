@@ -337,6 +337,7 @@ def patch_torch(
     launcher_api.LocalElasticAgent = agent.agent_class(
         client, shutdown, mode, lambda: agent.rendezvous_parameters(configs[-1]), preflight
     )
+    agent.tolerate_error_files()
     if mode == Mode.FAST:
         rendezvous.register_fast(client, shutdown, preflight)
     processes._terminate_process_handler = (

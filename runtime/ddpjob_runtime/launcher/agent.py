@@ -1,7 +1,8 @@
 """torchrun's elastic agent, driven by the coordinator: reports failures, obeys `restart`, ends with the last node.
 
 The seams into torch.distributed.elastic (2.6 and later): LocalElasticAgent's `_rendezvous`, `_start_workers`,
-`_stop_workers`, `_monitor_workers`, `_exit_barrier`; the worker context's `close`, `pids` and `error_files`.
+`_stop_workers`, `_monitor_workers`, `_exit_barrier`; the worker context's `close`, `pids` and `error_files`;
+ProcessFailure's reading of an error file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.elastic.multiprocessing.errors as errors
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -315,6 +317,24 @@ def send_failure(
     )  # fmt: skip
 
 
+def tolerate_error_files() -> None:
+    """Have torch take an error file that it cannot read for none: it would end the launcher with the worker.
+
+    A full disk leaves an empty one, a kill a half.
+    """
+    read: Any = errors.ProcessFailure.__post_init__
+
+    def read_or_leave(failure: Any) -> None:
+        try:
+            read(failure)
+        except Exception:
+            path, failure.error_file = failure.error_file, ""
+            read(failure)
+            failure.error_file = path  # For `read_error_file`, which says what is wrong with it.
+
+    errors.ProcessFailure.__post_init__ = read_or_leave
+
+
 def signal_name(code: int) -> str | None:
     """Name of the signal that ended a process; None if none did."""
     if code >= 0:
@@ -347,7 +367,8 @@ def read_error_file(path: str) -> ErrorFile:
         return ErrorFile(f"its error file {path} is not readable: {error}", time=when)
     if not isinstance(content, dict):
         return ErrorFile(str(content), time=when)
-    extra = content.get("extraInfo", {})
+    known = content.get("extraInfo")
+    extra = known if isinstance(known, dict) else {}
     return ErrorFile(
         str(content.get("message", "")), str(extra.get("py_callstack", "")), when, bool(extra.get("ddpjob_init"))
     )
