@@ -218,6 +218,19 @@ def test_a_connection_that_is_renewed_does_not_hurry_a_planned_restart() -> None
     assert world.last(members[0])[0] == "stop", "it has no more time than it had"
 
 
+@pytest.mark.parametrize("later", [0, 5])
+def test_a_member_that_has_saved_and_connects_again_leaves_the_others_their_time_to_save(later: float) -> None:
+    """Its `ready` was lost with the connection. For a loss the others would be killed while they save."""
+    world, members = growing(grace=30.0)
+    world.pass_time(later)
+    position = {"round": 1, "rank": 1, "world": 2, "state": "Ready"}
+    assert world.hello(1, resume=position) is members[1]
+    world.ready(members[1])
+    assert [fields["planned"] for verb, fields in world.heard[members[0].pod] if verb == "restart"] == [True]
+    world.ready(members[0])
+    assert world.round.world == 3 and world.incidents() == [("Joined", "job-2-0", 0)]
+
+
 def test_a_rank_that_has_saved_before_its_launcher_was_asked_leaves_the_others_their_time_to_save() -> None:
     """Ranks agree by themselves: one that has nothing to write leaves while its launcher still sleeps."""
     world, members = growing(grace=100.0)
