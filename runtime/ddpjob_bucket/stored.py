@@ -177,8 +177,8 @@ class Bucket:
             else:
                 temporary.replace(target)
         finally:
-            _discard(temporary)
-            _discard(replaced)
+            discard(temporary)
+            discard(replaced)
         return target
 
     def manifest(self, entry: Stored) -> Manifest:
@@ -458,7 +458,8 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _discard(path: Path) -> None:
+def discard(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

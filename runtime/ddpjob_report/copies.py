@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_bucket import Bucket, BucketError, Stored, Uploads, Waiting
-from ddpjob_bucket.stored import files_of
+from ddpjob_bucket.stored import discard, files_of
 
 from ddpjob_report import link
 
@@ -61,6 +61,8 @@ def restore(folder: Path) -> Path | None:
     with _alone(folder):
         found = _fetched(folder, entry)
         if found is None:
+            for leftover in [*folder.glob(".*.fetch.tmp"), *folder.glob(".*.old.tmp")]:
+                discard(leftover)  # Of a process that was killed while it fetched: this one is alone here.
             found = _patiently(lambda: bucket.fetch(entry, folder))
             _note_fetched(folder, entry, found)
             sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")

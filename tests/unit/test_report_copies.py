@@ -203,6 +203,21 @@ def test_a_node_s_ranks_fetch_it_once(bucket: Bucket, monkeypatch: pytest.Monkey
     assert found is not None and found.read_text() == "10"
 
 
+def test_what_was_fetched_in_part_before_a_kill_does_not_stay(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A group that restarts again and again would fill the pod's disk."""
+    ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
+    there = on_another_node(monkeypatch, tmp_path, "there")
+    (there / ".snapshot.pt.17.fetch.tmp").write_text("1")
+    (there / ".checkpoint-5.18.fetch.tmp").mkdir()
+    (there / ".checkpoint-5.18.fetch.tmp" / "model").write_text("5")
+    (there / ".snapshot.pt.19.old.tmp").write_text("9")
+    start(monkeypatch, 1)
+    assert ddpjob_report.restore_checkpoint() == there / "snapshot.pt"
+    assert not list(there.glob("*.tmp")) and not list(there.glob(".*.tmp"))
+
+
 def test_the_newest_few_stay(bucket: Bucket, tmp_path: Path) -> None:
     for step in range(1, 7):
         ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", str(step)), step, keep=2, wait=True)
