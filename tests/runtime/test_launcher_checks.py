@@ -252,6 +252,19 @@ def test_reconnecting_to_a_stranger_ends_too() -> None:
     assert [code for code, _, _ in ends] == [protocol.EXIT_RENDEZVOUS_LOST]
 
 
+@pytest.mark.parametrize(("number", "planned"), [(7, True), (7, False), (6, True)])
+def test_another_coordinator_learns_whether_workers_are_saving(number: int, planned: bool) -> None:
+    heard: list[dict[str, object]] = []
+    with coordinator(OURS, heard=heard) as address:
+        client = client_of(address, 10.0, [])
+        client._on_restart({"t": "restart", "round": number, "why": "it grows", "planned": planned})
+        client._position = {"round": 7, "rank": 0, "world": 2, "state": "Running"}
+        client.start()
+        assert client.wait_welcome(10)
+        client.close()
+    assert heard[1]["resume"] == {**client._position, "planned": number == 7 and planned}
+
+
 def test_a_stranger_learns_nothing_but_a_random_number() -> None:
     heard: list[dict[str, object]] = []
     with coordinator(STRANGER, OURS, heard=heard) as address:

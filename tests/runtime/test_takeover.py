@@ -104,6 +104,22 @@ def test_a_broken_round_whose_members_are_all_back_continues_at_once() -> None:
     assert len(world.incidents()) == 1
 
 
+@pytest.mark.parametrize("first", ["Ready", "Running"])
+def test_members_that_save_for_a_planned_restart_keep_their_time(first: str) -> None:
+    """The earlier coordinator has asked them to end: one has saved already, or saves before the other."""
+    world = second()
+    members = []
+    for i, state in enumerate([first, "Running"]):
+        resume = {"round": 7, "rank": i, "world": 2, "state": state, "planned": True}
+        members.append(world.hello(i, resume=resume))
+    world.ready(members[0])
+    world.pass_time(20)
+    restarts = [fields["planned"] for verb, fields in world.heard[members[1].pod] if verb == "restart"]
+    assert restarts and all(restarts) and "stop" not in world.verbs(members[1])
+    world.ready(members[1])
+    assert world.report()["round"] > 7 and world.ranks() == [0, 1]
+
+
 def test_the_newest_round_is_the_one() -> None:
     world = second(2)
     stale = world.resume(0, 6, 0, 2)

@@ -160,7 +160,8 @@ class Launcher:
             "generation": self.generation,
         }
         if self.place:
-            hello["resume"] = dict(self.place)
+            planned = self.planned and self.restart_round >= self.place["round"]
+            hello["resume"] = {**self.place, "planned": planned}
         self._connection.to_coordinator(production.encode("hello", **hello))
 
     def disconnected(self, connection: Connection, why: str) -> None:

@@ -53,7 +53,8 @@ class Round:
         self._running_since: float | None = None
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when its members were first asked to end their workers
-        self._ended_planned = False
+        self.ended_planned = False
+        """Whether its members were asked to end their workers in a planned way: these may save."""
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
@@ -166,7 +167,7 @@ class Round:
         if member.state == MemberState.LEAVING:
             return  # as it was asked to; its peers may still save
         self._break_up()
-        asked = self._evidence.somebody_leaves or self._ended_planned
+        asked = self._evidence.somebody_leaves or self.ended_planned
         if asked and failure.exit_code == EXIT_STEPPED_ASIDE:
             self._end_workers("a node leaves the group", planned=True)
         elif failure.communication or self._evidence.somebody_leaves:
@@ -198,12 +199,15 @@ class Round:
         what = "left" if left else "was lost"
         self._end_workers(f"node {member.pod} {what}: {why}", planned=left and self._evidence.saving)
 
-    def come_apart(self, member: Member) -> None:
-        """A member has left the running round and nobody has said why."""
+    def come_apart(self, member: Member, planned: bool = False) -> None:
+        """A member has left the running round, or is about to, and nobody has said why.
+
+        `planned`: an earlier coordinator has asked it to, and lets workers save.
+        """
         why = f"node {member.pod} left the round by itself"
         self._evidence.came_apart(self._loop.now(), {"pod": member.pod, "index": member.index, "message": why})
         self._break_up()
-        self._end_workers(why)
+        self._end_workers(why, planned)
 
     def give_up_absent(self) -> None:
         """Members did not come back to a new coordinator."""
@@ -270,10 +274,10 @@ class Round:
 
     def _end_workers(self, why: str, planned: bool = False) -> None:
         """Ask all members to end their workers, unless they were asked before and at least as urgently."""
-        if self._owner.over or (self._ended_at is not None and (planned or not self._ended_planned)):
+        if self._owner.over or (self._ended_at is not None and (planned or not self.ended_planned)):
             return
         self._ended_at = self._loop.now() if self._ended_at is None else self._ended_at
-        self._ended_planned = planned
+        self.ended_planned = planned
         self._loop.log(f"round {self.number} ends: {why}")
         for member in self.draining():
             self._owner.drain(member, why, planned)

@@ -30,6 +30,8 @@ class Resume:
     rank: int
     world: int
     state: MemberState
+    planned: bool = False
+    """It was asked to end that round's workers, which may save."""
 
     @property
     def has_workers(self) -> bool:
@@ -56,7 +58,7 @@ class Resume:
             raise ValueError("resume.rank: must be below resume.world, {}, not {}".format(body["world"], body["rank"]))
         if body["world"] > MAX_PODS:
             raise ValueError("resume.world: must be at most {}, not {}".format(MAX_PODS, body["world"]))
-        return cls(body["round"], body["rank"], body["world"], MemberState(body["state"]))
+        return cls(body["round"], body["rank"], body["world"], MemberState(body["state"]), body.get("planned") is True)
 
 
 class Takeover:
@@ -99,11 +101,10 @@ class Takeover:
                 rounds.drain(member, f"the group continued without this node after round {resumed.round}")
             return
         current.readmit(member, resumed.rank, joined=self._until is not None)
-        if not resumed.has_workers:
-            if not current.broken:
-                current.come_apart(member)
-        elif current.broken:
-            rounds.drain(member, f"a node of round {resumed.round} is gone")
+        if not current.broken and (resumed.planned or not resumed.has_workers):
+            current.come_apart(member, resumed.planned)
+        elif current.broken and resumed.has_workers:
+            rounds.drain(member, f"a node of round {resumed.round} is gone", current.ended_planned)
         elif resumed.state == MemberState.FINISHED:
             rounds.finished(member, resumed.round)
         self.check()

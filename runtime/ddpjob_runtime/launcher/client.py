@@ -245,7 +245,7 @@ class CoordinatorClient:
         hello = dict(self._identity, proof=protocol.seal(self._token, "member", *nonces))
         with self.changed:
             if self._position:
-                hello["resume"] = dict(self._position)
+                hello["resume"] = {**self._position, "planned": self.is_planned(self._position["round"])}
         stream.sendall(protocol.encode(FromMember.HELLO, **hello))
         self._place = place
 
