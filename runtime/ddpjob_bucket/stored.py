@@ -30,6 +30,8 @@ _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
 MOST_FILES = 5000
 _PIECE = 2**20
+_RANGE = 64 * 2**20
+"""Bytes of one request for a file: the client gives a request up after two minutes, whatever has come by then."""
 _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
 """An object is uploaded in at most 10000 pieces, and S3 takes none that is smaller."""
 _TRIES = 100
@@ -198,12 +200,19 @@ class Bucket:
 
             def pieces() -> None:
                 nonlocal size
-                for piece in self._obs.get(self._store, key).stream(min_chunk_size=_PIECE):
-                    size += len(piece)
-                    if size > expected.size:
+                whole = expected.size <= _RANGE
+                while True:
+                    before, end = size, min(size + _RANGE, expected.size)
+                    found = self._obs.get(self._store, key, options=None if whole else {"range": (before, end)})
+                    if found.meta["size"] != expected.size:
+                        size = -1
                         return
-                    digest.update(piece)
-                    file.write(piece)
+                    for piece in found.stream(min_chunk_size=_PIECE):
+                        size += len(piece)
+                        digest.update(piece)
+                        file.write(piece)
+                    if size >= expected.size or size == before:
+                        return
 
             self._try("read", key, pieces)
             file.flush()

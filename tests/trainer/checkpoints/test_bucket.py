@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpjob_bucket import Bucket, BucketError, Stored, Uploads, Waiting
+from ddpjob_bucket import Bucket, BucketError, Stored, Uploads, Waiting, stored
 from ddpjob_bucket import uploads as module
 
 obstore = pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
@@ -101,6 +101,26 @@ def test_two_that_begin_at_once_have_different_terms(store: Any) -> None:
     [one.start() for one in threads]
     [one.join() for one in threads]
     assert sorted(one.term for one in buckets) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("size", [0, 999, 1000, 1001, 2000, 2500])
+def test_a_large_file_is_fetched_by_several_requests(
+    size: int, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gives a request up after two minutes: a file that takes longer would never come."""
+    monkeypatch.setattr(stored, "_RANGE", 1000)
+    bucket, content = begun(store), bytes(i % 251 for i in range(size))
+    entry = bucket.publish(saved(tmp_path, 5, content), 5)
+    asked, get = list[Any](), obstore.get
+    monkeypatch.setattr(obstore, "get", lambda at, key, **how: (asked.append(key), get(at, key, **how))[1])
+    (tmp_path / "there").mkdir()
+    assert bucket.fetch(entry, tmp_path / "there").read_bytes() == content
+    assert len([key for key in asked if key.startswith("data/")]) == max(1, -(-size // 1000))
+    [data] = [key for key in keys(store) if key.startswith("data/")]
+    for damaged in (content + b"more", content[:-1] + b"?", content[:-1] or b"?"):
+        obstore.put(store, data, damaged)
+        with pytest.raises(BucketError, match="size or checksum differs"):
+            bucket.fetch(entry, tmp_path / "there")
 
 
 @pytest.mark.parametrize("content", [b"weightz", b"weight", b"weights and more"])
