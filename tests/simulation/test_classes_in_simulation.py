@@ -142,6 +142,19 @@ async def test_a_resumed_job_whose_class_is_gone_or_refuses_it_waits_and_keeps_w
     await s.until_phase("Complete")
 
 
+async def test_a_job_that_was_created_suspended_and_is_resumed_without_its_class_names_the_class() -> None:
+    s = classed({"runPolicy": {"suspend": True}})
+    await passes(s, 3)
+    assert s.phase == "Suspended" and conditions(s)["Suspended"]["reason"] == "Suspended"
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await passes(s, 30)
+    suspended = conditions(s)["Suspended"]
+    assert suspended["reason"] == "ClassMissing" and "the job waits until the platform team" in suspended["message"]
+    assert not s.pods and events(s) == ["Suspended", "ClassMissing"]
+    platform_team_sets(s, h100=H100)
+    await s.until_phase("Complete")
+
+
 # --- limits
 
 

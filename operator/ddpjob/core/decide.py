@@ -97,7 +97,7 @@ def _without_class(view: View, reason: str, message: str) -> Decision:
     known = view.status.condition(ConditionType.CLASS_APPLIED)
     events = [Event(True, reason, event_text(message))] if known is None or known.reason != reason else []
     view = view.with_status(with_condition(view.status, ConditionType.CLASS_APPLIED, False, reason, message, view.now))
-    if not view.status.slots:
+    if not view.status.slots and not view.status.holds(ConditionType.SUSPENDED):
         return Decision(with_phase(view.status), events=tuple(events), wake=BLOCKED_POLL)
     decision = _suspend(view, reason, message, events)
     return replace(decision, wake=BLOCKED_POLL)
