@@ -83,6 +83,28 @@ async def test_an_evicted_job_saves_gives_its_quota_back_and_continues_later() -
     assert s.status["restarts"]["total"] == 0 and s.status["rendezvous"]["generation"] == 1
 
 
+async def test_a_host_that_is_lost_does_not_keep_the_quota_of_an_evicted_job() -> None:
+    s, kueue = queued(steps=200)
+    await s.until_phase("Running")
+    s.cut(s.pods["job-1-0"].node)
+    kueue.evict()
+    await passes(s, 10)
+    assert kueue.using() == 2 and conditions(s)["Suspended"]["message"].endswith("still terminating")
+    await s.until(lambda: not s.pods, limit=90)
+    await s.until_phase("Complete")
+    assert s.status["restarts"]["total"] == 0
+
+
+async def test_pods_of_a_suspended_job_on_a_lost_host_are_gone_in_time_and_the_coordinator_after_them() -> None:
+    s = Simulation({}, steps=10**6)
+    await s.until_phase("Running")
+    s.cut(s.pods["job-1-0"].node)
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until(lambda: not s.pods, limit=90)
+    await passes(s, 2)
+    assert conditions(s)["Suspended"]["message"] == "no pods run; set runPolicy.suspend to false to resume"
+
+
 async def test_a_lost_pod_is_replaced_within_the_quota() -> None:
     s, kueue = queued(steps=100)
     await s.until_phase("Running")

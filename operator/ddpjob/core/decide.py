@@ -9,7 +9,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Creation, Decision, DeletePod, Event, Failure
 from ddpjob.core.failures.classify import Cause
-from ddpjob.core.failures.liveness import lost_since
+from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.node_health import next_judgement
 from ddpjob.core.group import follow, record
 from ddpjob.core.plan.actions import notifications, plan_actions
@@ -322,8 +322,12 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     status = with_phase(replace(status, start_time=None, active=0, ready=0, spare=0))
     if reason not in QUEUED:
         status = without_condition(replace(status, queue=None), ConditionType.ADMITTED)
-    nodes_first = [p for p in leaving if p.role is not Role.COORDINATOR] or leaving
-    actions: list[Action] = [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]
+    lost = [p for p in leaving if given_up(view, p, lost_since(p, view.world, now))]
+    alive = [p for p in leaving if p not in lost]
+    nodes_first = [p for p in alive if p.role is not Role.COORDINATOR] or alive
+    # A host that does not answer will never confirm the end of its pods: nothing waits for them.
+    actions: list[Action] = [DeletePod(p.name, p.uid, 0) for p in lost]
+    actions += [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]
     if not leaving and reason not in QUEUED:
         actions += drop_workloads(view)
     return Decision(status, tuple(actions), tuple(events), BLOCKED_POLL if leaving else None)
