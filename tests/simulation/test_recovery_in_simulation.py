@@ -727,6 +727,23 @@ async def test_a_suspension_uses_up_the_names_of_pods_that_no_status_shows() -> 
     assert sorted(p.name for p in running(s)) == ["job-0-1", "job-1-1"]
 
 
+async def test_a_suspension_in_the_middle_of_a_restart_is_no_part_of_its_duration() -> None:
+    s = Simulation({}, steps=10**6)
+    await s.until_phase("Running")
+    s.force_delete("job-1-0")
+    await s.until_phase("Restarting")
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await passes(s, 600, 10)
+    assert s.phase == "Suspended" and not s.pods
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await s.until_phase("Running")
+    s.force_delete("job-0-1")
+    await s.until_phase("Restarting")
+    await s.until_phase("Running")
+    first, second = s.status["restarts"]["recent"]
+    assert "seconds" not in first and second["seconds"] < 60
+
+
 async def test_a_pod_whose_containers_end_together_counts_once() -> None:
     s = Simulation({"nodes": 1, "rendezvous": {"placement": "Master"}}, steps=1000)
     await s.until_phase("Running")

@@ -477,7 +477,7 @@ def _timed(view: View) -> tuple[Restart, ...]:
     """Recent restarts, those that have ended with their duration in seconds.
 
     They end with the next step, if the coordinator hears of steps. Its measurement of the last one
-    is finer than the time between two reconciles.
+    is finer than the time between two reconciles. Those that a suspension cut short have none: it took no recovery.
     """
     report = view.report
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
@@ -488,9 +488,11 @@ def _timed(view: View) -> tuple[Restart, ...]:
         seen = max(0.0, (view.now - restart.time).total_seconds())
         return round(min(seen, measured) if last and measured is not None else seen, 2 if measured is not None else 1)
 
-    recent = view.status.restarts.recent
+    recent, began = view.status.restarts.recent, view.status.start_time
     return tuple(
-        r if r.seconds is not None else replace(r, seconds=seconds(r, last=n == len(recent)))
+        r
+        if r.seconds is not None or (began is not None and r.time < began)
+        else replace(r, seconds=seconds(r, last=n == len(recent)))
         for n, r in enumerate(recent, start=1)
     )
 
