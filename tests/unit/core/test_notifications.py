@@ -9,7 +9,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import NotifyEvent
 from ddpjob.api.job_status import ConditionType, NotificationState
 from ddpjob.core.decide import decide
-from ddpjob.core.decision import Decision, DeleteJob, SendNotification
+from ddpjob.core.decision import Decision, DeleteJob, DeletePod, Notify, SendNotification
 from ddpjob.core.world import ContainerView, Outcome, World
 from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind, MemberState
 from worlds import COORDINATOR, NOW, job_of, later, pod, report, running
@@ -88,6 +88,15 @@ def test_a_job_is_not_deleted_before_its_receiver_knows() -> None:
     assert not any(isinstance(a, DeleteJob) for a in decision.actions) and decision.wake is not None
     _, decision = decided(job, 101, World(), outcomes={"uid.Complete.0": Outcome(delivered=True)})
     assert any(isinstance(a, DeleteJob) for a in decision.actions)
+
+
+def test_the_pods_of_a_failed_job_end_while_its_receiver_cannot_be_reached() -> None:
+    job, pods = running(2, **TEAM, runPolicy={"ttlSecondsAfterFinished": 0, "activeDeadlineSeconds": 10})
+    world = World(pods=pods, has_service=True, has_budget=True)
+    job, decision = decided(job, 20, world)
+    assert job.status.holds(ConditionType.FAILED) and any(isinstance(a, Notify) for a in decision.actions)
+    _, decision = decided(job, 60, world)
+    assert {a.name for a in decision.actions if isinstance(a, DeletePod)} == {"job-0-0", "job-1-0"}
 
 
 def test_only_what_was_asked_for_is_sent() -> None:

@@ -10,7 +10,7 @@ from ddpjob_runtime.protocol import Command
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import CleanPodPolicy
 from ddpjob.api.job_status import ConditionType, SlotState
-from ddpjob.core.decision import POLL, Action, Decision, DeleteJob, DeletePod, Event, Failure, Notify
+from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Decision, DeleteJob, DeletePod, Event, Failure, Notify
 from ddpjob.core.plan.queue import finish_workloads
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import event_text
@@ -81,7 +81,8 @@ def wind_down(view: View) -> Decision:
     if ttl is not None:
         left = (ended_at + timedelta(seconds=ttl) - now).total_seconds()
         if left <= 0:
-            return Decision(view.status, (DeleteJob(),))
+            # Also what is due else: the deletion may be refused, or wait for the job's receiver.
+            actions, left = [*actions, DeleteJob()], BLOCKED_POLL
         wake.append(left)
     return Decision(view.status, tuple(actions), wake=min(wake, default=None))
 
