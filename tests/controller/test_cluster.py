@@ -1076,6 +1076,75 @@ def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less() -> N
     run(main())
 
 
+def test_a_job_that_a_policy_keeps_after_its_time_is_wound_down_and_an_event_says_so() -> None:
+    policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request: jobs are evidence")
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            await seen()
+            await c.change(runPolicy={"ttlSecondsAfterFinished": 0})
+            c.server.faults = lambda m, path: policy if m == "DELETE" and "/ddpjobs/" in path else None
+            c.finish("job")
+            c.server.requests.clear()
+            for _ in range(300):
+                await seen()
+                await c.reconcile()
+                await asyncio.sleep(1)
+            assert "job-coordinator-0" not in c.pods()
+            assert sum(method == "DELETE" and "/ddpjobs/" in path for method, path, _ in c.server.requests) <= 9
+            [refused] = [e["note"] for e in c.server.events if e["reason"] == "DeletionRefused"]
+            assert refused == (
+                "the API server refuses the deletion of DDPJob job: policy 'nodel' denied request: jobs are evidence "
+                "(retried within a minute)"
+            )
+            assert "ReconcileFailed" not in {e["reason"] for e in c.server.events}
+            c.server.faults = lambda m, path: None
+            await asyncio.sleep(60)
+            await c.reconcile()
+            assert c.server.store.find("DDPJob", "job") is None
+
+    run(main())
+
+
+def test_a_workload_that_a_policy_keeps_is_tried_again_and_an_event_says_so() -> None:
+    policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request")
+
+    async def main() -> None:
+        async with case(serves_queues=True) as c:
+            put_into_queue(c)
+            await seen()
+            await c.reconcile()
+            c.server.faults = lambda m, path: policy if m == "DELETE" and "/workloads/" in path else None
+            await c.change(runPolicy={"suspend": True})
+            assert await c.reconcile() == BLOCKED_POLL
+            reasons = [e["reason"] for e in c.server.events]
+            assert reasons.count("DeletionRefused") == 1 and "ReconcileFailed" not in reasons
+            c.server.faults = lambda m, path: None
+            await asyncio.sleep(60)
+            await c.reconcile()
+            assert not list(c.server.store.all("Workload"))
+
+    run(main())
+
+
+def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator() -> None:
+    policy = Fault(403, reason="Forbidden", message="policy 'frozen' denied request")
+
+    async def main() -> None:
+        async with case() as c:
+            c.server.faults = lambda m, path: policy if m == "PUT" and path.endswith("/status") else None
+            for _ in range(2):
+                with pytest.raises(Refused):
+                    await c.reconcile()
+            [event] = c.server.events
+            assert event["note"].startswith(
+                "the API server refuses the job's status: 403: policy 'frozen' denied request (an admission policy, or"
+            )
+
+    run(main())
+
+
 def test_a_label_that_is_refused_is_no_error_and_tried_less_and_less() -> None:
     """A policy that lets nobody change a pod; which of them trains is known without the label."""
     policy = Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here")

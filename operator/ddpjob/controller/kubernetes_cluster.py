@@ -28,6 +28,8 @@ from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.controller.rest import MERGE_PATCH, METADATA, STRATEGIC_MERGE_PATCH, ApiError, Rest
 from ddpjob.controller.workqueue import Turns
 from ddpjob.core.decision import BLOCKED_POLL, Event
+from ddpjob.core.status.describe import DELETION_REFUSED
+from ddpjob.core.status.messages import event_text
 from ddpjob.core.volumes import claims_to_read
 from ddpjob.core.world import (
     LABEL_MANAGED,
@@ -37,6 +39,7 @@ from ddpjob.core.world import (
     ClaimView,
     HostView,
     PodView,
+    Rejection,
     Role,
     WorkloadView,
     World,
@@ -320,7 +323,9 @@ class KubernetesCluster:
         except ApiError as error:
             if error.status in (404, 409):
                 raise Conflict from error
-            raise
+            if not Rejection(object=KIND, status=error.status, message=error.message).final:
+                raise Refused(error.status, error.message) from error
+            raise  # The status is invalid: a defect of ours.
         self._unsure.discard(key)
         self.caches.take(KIND, written)
         known = self.caches.job(key)
@@ -544,7 +549,7 @@ class KubernetesCluster:
         try:
             answer = await self._delete(_path("Pod", job.namespace, name), body)
         except ApiError as error:
-            self._keep(job, name, uid, _DELETION, error)
+            self._keep(job, f"pod {name}", uid, _DELETION, error)
             return
         self._pauses_of(job).pop((uid, _DELETION), None)
         meta = (answer or {}).get("metadata", {})
@@ -557,13 +562,13 @@ class KubernetesCluster:
         before = self._pauses_of(job).get((uid, what))
         return before is not None and self._holds(job, before)
 
-    def _keep(self, job: DDPJob, name: str, uid: str, what: str, error: ApiError) -> None:
-        """A change of a pod that is refused is no reason to leave out the others: it is tried again, less and less."""
+    def _keep(self, job: DDPJob, of: str, uid: str, what: str, error: ApiError) -> None:
+        """A change that is refused is no reason to leave out the others: it is tried again, less and less."""
         pauses = self._pauses_of(job)
         before = pauses.get((uid, what))
         if before is None:
-            log.warning("%s/%s: the %s of pod %s is refused: %s", job.namespace, job.name, what, name, error)
-        pauses[uid, what] = self._pause(job, Refused(error.status, f"pod {name}: {error.message}"), before)
+            log.warning("%s/%s: the %s of %s is refused: %s", job.namespace, job.name, what, of, error)
+        pauses[uid, what] = self._pause(job, Refused(error.status, f"{of}: {error.message}"), before)
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
         """Why a pod that is there was not deleted when that was tried last; empty: none was refused."""
@@ -582,18 +587,18 @@ class KubernetesCluster:
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         known = self.caches.known(VOLCANO_GANG, job.namespace, name)
         kind = VOLCANO_GANG if known is not None and known.uid == uid else GANG
-        answer = await self._delete(_path(kind, job.namespace, name), body)
+        answer = await self._delete_or_say(job, f"PodGroup {name}", _path(kind, job.namespace, name), body)
         if answer is not None and answer.get("kind") == GANG:
             self.caches.take(kind, answer)  # Kubernetes keeps it until none of its pods runs.
-        else:
+        elif not self._waits(job, uid, _DELETION):
             self.caches.forget(kind, job.namespace, name)
 
     async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        answer = await self._delete(_path(WORKLOAD, job.namespace, name), body)
+        answer = await self._delete_or_say(job, f"Workload {name}", _path(WORKLOAD, job.namespace, name), body)
         if answer is not None and answer.get("kind") == WORKLOAD:
             self.caches.take(WORKLOAD, answer)  # It has a finalizer of somebody's.
-        else:
+        elif not self._waits(job, uid, _DELETION):
             self.caches.forget(WORKLOAD, job.namespace, name)
 
     async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
@@ -633,7 +638,7 @@ class KubernetesCluster:
             self.caches.take("Pod", await self.rest.request("PATCH", path, body=body, content_type=MERGE_PATCH))
         except ApiError as error:
             if error.status not in (404, 409):
-                self._keep(job, name, uid, _LABEL, error)  # It trains all the same.
+                self._keep(job, f"pod {name}", uid, _LABEL, error)  # It trains all the same.
 
     async def delete_job(self, job: DDPJob) -> None:
         body = {
@@ -642,7 +647,24 @@ class KubernetesCluster:
             "preconditions": {"uid": job.uid},
             "propagationPolicy": "Background",
         }
-        await self._delete(_path(KIND, job.namespace, job.name), body)
+        await self._delete_or_say(job, f"DDPJob {job.name}", _path(KIND, job.namespace, job.name), body)
+
+    async def _delete_or_say(self, job: DDPJob, of: str, path: str, body: Json) -> Json | None:
+        """Like `_delete`, with an event where it is refused: no condition says that such an object stays."""
+        uid = body["preconditions"]["uid"]
+        if self._waits(job, uid, _DELETION):
+            return None
+        try:
+            answer = await self._delete(path, body)
+        except ApiError as error:
+            self._keep(job, of, uid, _DELETION, error)
+            text = f"the API server refuses the deletion of {of}: {error.message}"
+            await self.record(
+                job, Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
+            )
+            return None
+        self._pauses_of(job).pop((uid, _DELETION), None)
+        return answer
 
     async def _delete(self, path: str, body: Json) -> Json | None:
         """The answer; None: the object is gone, or is another one by now."""

@@ -330,4 +330,4 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     actions += [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]
     if not leaving and reason not in QUEUED:
         actions += drop_workloads(view)
-    return Decision(status, tuple(actions), tuple(events), BLOCKED_POLL if leaving else None)
+    return Decision(status, tuple(actions), tuple(events), BLOCKED_POLL if leaving or actions else None)

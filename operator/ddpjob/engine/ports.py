@@ -32,7 +32,7 @@ class Conflict(Exception):
 
 
 class Refused(Exception):
-    """The API server rejects an object. `status` is the HTTP status, `message` its explanation."""
+    """The API server rejects an object, or a job's status. `status` is the HTTP status, `message` its explanation."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -80,7 +80,7 @@ class Cluster(Protocol):
         ...
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
-        """Replaces the status as of `job.resource_version`; returns the job as written. Raises Conflict."""
+        """Replaces the status as of `job.resource_version`; returns the job as written. Raises Conflict, Refused."""
         ...
 
     async def create(self, job: DDPJob, manifest: Json) -> None:

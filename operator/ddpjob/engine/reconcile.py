@@ -11,7 +11,16 @@ from ddpjob.core.decide import decide
 from ddpjob.core.decision import BLOCKED_POLL, Decision, Event
 from ddpjob.core.status.messages import event_text
 from ddpjob.engine.apply import apply
-from ddpjob.engine.ports import Cluster, Conflict, JobKey, NamespaceEnding, Observation, ReportPending, Unavailable
+from ddpjob.engine.ports import (
+    Cluster,
+    Conflict,
+    JobKey,
+    NamespaceEnding,
+    Observation,
+    Refused,
+    ReportPending,
+    Unavailable,
+)
 
 log = logging.getLogger("ddpjob.reconcile")
 
@@ -70,7 +79,13 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
 
 def _failed(defect: Exception) -> Event:
     what = f"{type(defect).__name__}: {defect}".encode(errors="backslashreplace").decode()
-    advice = "a defect of the operator, whose log has the traceback; the job stays as it is until a later try succeeds"
+    whose = "a defect of the operator, whose log has the traceback"
+    if isinstance(defect, Refused):
+        what, whose = (
+            f"the API server refuses the job's status: {defect}",
+            "an admission policy, or a right that is missing",
+        )
+    advice = f"{whose}; the job stays as it is until a later try succeeds"
     return Event(True, "ReconcileFailed", event_text(what, advice), once=True)
 
 
