@@ -23,6 +23,7 @@ from ddpjob.core.status.describe import deletion_refused, describe, preflight_pa
 from ddpjob.core.status.events import change_events, restart_events
 from ddpjob.core.status.messages import count, event_text
 from ddpjob.core.status.notifications import with_notifications
+from ddpjob.core.status.shown_progress import shown_progress
 from ddpjob.core.view import View
 from ddpjob.core.volumes import FIELD
 from ddpjob.core.world import LABEL_ROLE, LABEL_UID, Role, World
@@ -319,7 +320,8 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     status = without_condition(status, ConditionType.NODES_HEALTHY)
     status = without_condition(status, ConditionType.RANKS_ORDERED)
     status = without_condition(status, ConditionType.CHECKPOINTS_COPIED)
-    status = with_phase(replace(status, start_time=None, active=0, ready=0, spare=0))
+    progress = shown_progress(status.progress, view.reported_progress, now, at_once=True)
+    status = with_phase(replace(status, start_time=None, active=0, ready=0, spare=0, progress=progress))
     if reason not in QUEUED:
         status = without_condition(replace(status, queue=None), ConditionType.ADMITTED)
     lost = [p for p in leaving if given_up(view, p, lost_since(p, view.world, now))]

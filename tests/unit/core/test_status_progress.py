@@ -14,6 +14,7 @@ from ddpjob.core.status.shown_progress import duration, shown_progress, shown_st
 from ddpjob.core.view import View
 from ddpjob.core.world import PodView, Role, World
 from ddpjob_runtime.protocol import CoordinatorState, Member, MemberState, Report, read_figures
+from worlds import report, running, seen
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -210,3 +211,13 @@ def test_of_a_job_that_has_ended_or_stands_still_nobody_is_shown(state: Coordina
     before = {"step": 3, "stragglers": shown, "updatedAt": "2026-01-01T00:00:00Z"}
     after = shown_progress(before, view.reported_progress, NOW, at_once=True, stragglers=shown_stragglers(view))
     assert after["step"] == 3 and "stragglers" not in after
+
+
+def test_a_job_that_is_suspended_has_no_ranks_that_lag() -> None:
+    job, pods = running(2)
+    lags = {"step": 5, "stragglers": [{"rank": 1, "slowdown": 2.0}]}
+    job, _ = seen(job, 10, pods, replace(report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2), progress=lags))
+    assert [entry["rank"] for entry in job.status.progress["stragglers"]] == [1]
+    job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
+    job, _ = seen(job, 11, pods, None)
+    assert "stragglers" not in job.status.progress and job.status.progress["step"] == 5
