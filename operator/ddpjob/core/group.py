@@ -258,7 +258,8 @@ def _with_preflights_judged(view: View, ends: Ends) -> Ends:
 
 def _finding_of_end(view: View, index: int, ended: Ended) -> Finding:
     end, slot = ended.end, view.status.slots[index]
-    ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=view.trained)
+    of_program = not (end.before_program and end.cause is Cause.EXIT_CODE)
+    ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=view.trained or not of_program)
     restart = Restart(
         time=min(end.time or view.now, view.now),
         pod=ended.name,

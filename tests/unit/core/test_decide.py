@@ -363,6 +363,17 @@ def test_a_pod_whose_init_container_failed_stays_and_so_does_its_log(job: DDPJob
     assert failed.name not in [action.name for action in over.actions if isinstance(action, DeletePod)]
 
 
+@pytest.mark.parametrize(("code", "phase"), [(42, Phase.FAILED), (2, Phase.RESTARTING)])
+def test_a_rule_for_an_exit_code_holds_for_init_containers_and_what_a_program_means_by_2_does_not(
+    code: int, phase: Phase
+) -> None:
+    job = a_job(recovery={"rules": [{"cause": "ExitCode", "exitCodes": [42], "action": "Fail"}]})
+    fetch = ContainerView(started=NOW, exit_code=code, reason="Error")
+    failed = a_pod(0, ContainerView(waiting_reason="PodInitializing"), phase="Failed", init_containers={"fetch": fetch})
+    decision = after(job, failed, a_pod(1, ContainerView(started=NOW)))
+    assert decision.status.phase is phase
+
+
 def test_a_sidecar_that_outlives_the_program_is_ended_with_its_pod() -> None:
     job = a_job()
     ended = a_pod(0, ContainerView(started=NOW, exit_code=1, reason="Error"), phase="Running")

@@ -89,6 +89,8 @@ class End:
     exit_code: int | None = None
     time: datetime | None = None
     """When its program ended, as reported by the kubelet; None where it was not."""
+    before_program: bool = False
+    """Whether the exit code is that of an init container, and says nothing of the program's configuration."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
@@ -121,7 +123,7 @@ def why_ended(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> En
     an exit code too. `launcher`: whether the program is the launcher, whose exit codes have a meaning.
     """
     end = _by_conditions(pod, hosts) or _by_container(pod, launcher=launcher)
-    return replace(end, exit_code=pod.main.exit_code, time=pod.main.finished)
+    return end if end.before_program else replace(end, exit_code=pod.main.exit_code, time=pod.main.finished)
 
 
 def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
@@ -225,6 +227,8 @@ def _never_began(pod: PodView) -> End:
                 Cause.START_ERROR if container.reason in _CANNOT_START else Cause.EXIT_CODE,
                 why.rstrip(": "),
                 written.traceback,
+                exit_code=container.exit_code,
+                before_program=True,
             )
     reason = pod.status_message or "no reason given"
     return End(Cause.NODE_FAULT, f"pod {pod.name} failed before its program ran: {reason}")
