@@ -220,7 +220,7 @@ def _laid_out(view: View) -> tuple[JobStatus, list[Event]]:
     elif not other_size:
         return status, []
     elif suspended or not job.spec.under_torchrun or (len(status.slots) < job.spec.pods and not can_replace(view)):
-        cause, message = Cause.SCALED, f"spec.nodes changed from {status.rendezvous.nodes} to {job.spec.nodes}"
+        cause, message = Cause.SCALED, _new_size(view)
     else:
         return _resize(view)
     if suspended:
@@ -242,13 +242,17 @@ def _change(view: View) -> tuple[Cause, str]:
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
     """Resizes in place. More nodes join by a later restart of the coordinator's; fewer nodes are a restart now."""
     job, status = view.job, view.status
-    before, spares = status.rendezvous.nodes, len(status.slots) - status.rendezvous.nodes
-    message = f"spec.nodes changed from {before} to {job.spec.nodes}"
-    if job.spec.nodes == before:
-        message = f"spec.spares changed from {spares} to {job.spec.spares}"
-    elif job.spec.nodes < before:
+    message = _new_size(view)
+    if job.spec.nodes < status.rendezvous.nodes:
         view = view.with_status(record(status, [_planned(view, Cause.SCALED, message)]))
     return resized(view), [Event(False, Cause.SCALED, message)]
+
+
+def _new_size(view: View) -> str:
+    spec, before = view.job.spec, view.status.rendezvous.nodes
+    if spec.nodes == before:
+        return f"spec.spares changed from {len(view.status.slots) - before} to {spec.spares}"
+    return f"spec.nodes changed from {before} to {spec.nodes}"
 
 
 def _planned(view: View, cause: Cause, message: str) -> Restart:

@@ -145,6 +145,12 @@ def test_and_so_are_more_nodes_but_not_fewer(release: str) -> None:
     assert {a.name for a in decision.actions if isinstance(a, DeletePod)} == {"job-1-0"}
 
 
+def test_more_spares_are_not_called_more_nodes() -> None:
+    decision = after(begun("2", spares=1), *pods(0, 1))
+    assert decision.status.rendezvous.generation == 1
+    assert decision.status.restarts.recent[-1].message == "spec.spares changed from 0 to 1"
+
+
 def test_pods_that_the_other_operator_had_only_planned_begin_a_generation_too() -> None:
     job = begun("first")
     planned = replace(job.status.slots[1], state=SlotState.PLANNED, attempt=1)
