@@ -83,6 +83,20 @@ async def test_an_evicted_job_saves_gives_its_quota_back_and_continues_later() -
     assert s.status["restarts"]["total"] == 0 and s.status["rendezvous"]["generation"] == 1
 
 
+async def test_a_job_whose_pods_need_something_else_asks_again_and_is_not_called_evicted() -> None:
+    s, _ = queued(steps=200)
+    await s.until_phase("Running")
+    s.change_spec({"resources": {"requests": {"cpu": "3"}}})
+    await s.until_phase("Queued")
+    await s.until_phase("Complete")
+    assert "Evicted" not in events(s)
+    [changed] = [e.message for e in s.cluster.events if e.reason == "SpecChanged"]
+    assert changed == (
+        "the quota that queue team has granted does not suit the job's spec any more: it asks again; "
+        "checkpoints are kept"
+    )
+
+
 async def test_a_host_that_is_lost_does_not_keep_the_quota_of_an_evicted_job() -> None:
     s, kueue = queued(steps=200)
     await s.until_phase("Running")

@@ -107,12 +107,17 @@ def _without_class(view: View, reason: str, message: str) -> Decision:
 def _queue(view: View) -> Decision:
     """The decision for a job that waits in its queue, or has lost its quota: as one that is suspended."""
     reason, message = waits_for(view)
-    events, lost = [], next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
-    if view.job.status.queue is not None:
-        why = lost.message if lost is not None else "its Workload is gone"
-        events.append(
-            Event(True, "Evicted", f"queue {view.job.queue} takes the quota back: {why}; checkpoints are kept")
-        )
+    events, had = list[Event](), view.job.status.queue
+    if had is not None:
+        held = next((w for w in view.world.workloads if w.uid == had.uid), None)
+        lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
+        if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):
+            why = f"the quota that queue {view.job.queue} has granted does not suit the job's spec any more"
+            events.append(Event(False, Cause.SPEC_CHANGED, f"{why}: it asks again; checkpoints are kept"))
+        else:
+            why = lost.message if lost is not None else "its Workload is gone"
+            evicted = f"queue {view.job.queue} takes the quota back: {why}; checkpoints are kept"
+            events.append(Event(True, "Evicted", evicted))
     elif not view.status.holds(ConditionType.SUSPENDED):
         events.append(Event(False, reason, message))
     decision = _suspend(view, reason, message, events)
