@@ -174,6 +174,13 @@ def test_a_failed_init_container_is_named_with_its_last_words() -> None:
     assert end.message == "init container prep of pod job-0-0 ended with exit code 3: no such bucket"
 
 
+def test_a_sidecar_that_is_ended_after_a_failed_init_container_is_not_blamed_for_it() -> None:
+    containers = {"logger": ended(137), "prep": ended(3, message="no such bucket"), "later": ContainerView()}
+    end = why_ended(pod(phase="Failed", init_containers=containers))
+    assert end.message == "init container prep of pod job-0-0 ended with exit code 3: no such bucket"
+    assert end.exit_code == 3
+
+
 def test_an_init_container_that_waits_holds_the_pod_up_until_the_trainer_runs() -> None:
     pulling = {"prep": ContainerView(waiting_reason="ErrImagePull", waiting_message="not found")}
     held = stuck(pod(ContainerView(waiting_reason="PodInitializing"), init_containers=pulling), has_run=False)

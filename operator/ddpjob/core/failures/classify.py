@@ -218,7 +218,8 @@ def _by_program(pod: PodView) -> End:
 
 def _never_began(pod: PodView) -> End:
     """The end of a pod whose main container never ran: an init container failed, or the host rejected the pod."""
-    for name, container in pod.init_containers.items():
+    # They begin in their order, so that the last one has failed: the kubelet then ends sidecars, which begin before it.
+    for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:
             written = termination_message(container)
             why = f"init container {name} of pod {pod.name} ended with exit code {container.exit_code}"
