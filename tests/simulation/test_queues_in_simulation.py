@@ -83,6 +83,23 @@ async def test_an_evicted_job_saves_gives_its_quota_back_and_continues_later() -
     assert s.status["restarts"]["total"] == 0 and s.status["rendezvous"]["generation"] == 1
 
 
+@pytest.mark.parametrize("command", [False, True], ids=["script", "command"])
+@pytest.mark.parametrize("evicted", [False, True], ids=["suspended", "evicted"])
+async def test_a_job_that_has_finished_unseen_is_complete_and_not_begun_again(evicted: bool, command: bool) -> None:
+    s, kueue = queued({"script": None, "command": ["train"]} if command else {})
+    if command:
+        del s.spec["script"]
+    await s.until_phase("Running")
+    s.advance(120)  # Without an operator.
+    if evicted:
+        kueue.evict()
+    else:
+        s.change_spec({"runPolicy": {"suspend": True}})
+    await passes(s, 5)
+    assert s.phase == "Complete" and "Evicted" not in events(s) and kueue.using() == 0
+    assert [p.name for p in s.nodes()] == ["job-0-0", "job-1-0"]
+
+
 async def test_a_job_whose_pods_need_something_else_asks_again_and_is_not_called_evicted() -> None:
     s, _ = queued(steps=200)
     await s.until_phase("Running")

@@ -101,7 +101,7 @@ def _without_class(view: View, reason: str, message: str) -> Decision:
     if not view.status.slots and not view.status.holds(ConditionType.SUSPENDED):
         return Decision(with_phase(view.status), events=tuple(events), wake=BLOCKED_POLL)
     decision = _suspend(view, reason, message, events)
-    return replace(decision, wake=BLOCKED_POLL)
+    return decision if decision.status.terminal else replace(decision, wake=BLOCKED_POLL)
 
 
 def _queue(view: View) -> Decision:
@@ -121,7 +121,7 @@ def _queue(view: View) -> Decision:
     elif not view.status.holds(ConditionType.SUSPENDED):
         events.append(Event(False, reason, message))
     decision = _suspend(view, reason, message, events)
-    if any(not pod.ended for pod in view.world.pods):
+    if decision.status.terminal or any(not pod.ended for pod in view.world.pods):
         return decision
     actions = queue_actions(view.with_status(decision.status))
     blocked = view.world.rejections or not view.world.serves_queues
@@ -300,9 +300,14 @@ def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
 def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
     """Deletes all pods with their grace, so that scripts can save; the slots are planned again for the resume.
 
+    A job that has finished is complete all the same.
     The coordinator goes last: nodes need it until they have ended. `reason` and `waits` are those of a job that its
     queue does not let run, with its `events`.
     """
+    followed = follow(view) if view.status.slots else None
+    if followed is not None and followed.complete:
+        # Seen late, such as by an operator that was down. To begin again at the resume would be for nothing.
+        return complete(view.with_status(followed.status), [])
     status, now = view.status, view.now
     states = [status.rendezvous.state, *(s.state for s in status.slots)]
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)
