@@ -181,6 +181,13 @@ def test_a_sidecar_that_is_ended_after_a_failed_init_container_is_not_blamed_for
     assert end.exit_code == 3
 
 
+def test_an_init_container_that_ran_out_of_memory_is_one_of_the_memory() -> None:
+    containers = {"prep": ended(137, reason="OOMKilled")}
+    end = why_ended(pod(phase="Failed", init_containers=containers))
+    assert end.cause is Cause.OOM_KILLED
+    assert end.message == "init container prep of pod job-0-0 ended with exit code 137: OOMKilled"
+
+
 def test_an_init_container_that_waits_holds_the_pod_up_until_the_trainer_runs() -> None:
     pulling = {"prep": ContainerView(waiting_reason="ErrImagePull", waiting_message="not found")}
     held = stuck(pod(ContainerView(waiting_reason="PodInitializing"), init_containers=pulling), has_run=False)

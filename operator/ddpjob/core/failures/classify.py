@@ -224,8 +224,9 @@ def _never_began(pod: PodView) -> End:
             written = termination_message(container)
             why = f"init container {name} of pod {pod.name} ended with exit code {container.exit_code}"
             why += f": {written.message or container.reason}"
+            cause = Cause.START_ERROR if container.reason in _CANNOT_START else Cause.EXIT_CODE
             return End(
-                Cause.START_ERROR if container.reason in _CANNOT_START else Cause.EXIT_CODE,
+                Cause.OOM_KILLED if container.reason == "OOMKilled" else cause,
                 why.rstrip(": "),
                 written.traceback,
                 exit_code=container.exit_code,
