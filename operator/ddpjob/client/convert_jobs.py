@@ -30,6 +30,10 @@ class Conversion:
 
     job: Json
     notes: list[str] = field(default_factory=list)
+    plain: bool = False
+    """Python alone starts the script: one process in a pod, whatever its GPUs."""
+    counted: bool = False
+    """torchrun's own line says how many processes a node has, which no variable changes."""
 
 
 def convert(manifest: Mapping[str, Any]) -> Conversion:
@@ -185,10 +189,12 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
 def _procs(made: Conversion, count: Any) -> None:
     spec = made.job["spec"]
     text = str(count if count is not None else "")
+    if made.counted:
+        return
     if text.isdigit():
         if int(text) != max(spec.get("gpusPerNode", 0), 1):
             spec["procsPerNode"] = int(text)
-    elif text == "" and spec.get("gpusPerNode", 0) > 1:
+    elif text == "" and made.plain and spec.get("gpusPerNode", 0) > 1:
         spec["procsPerNode"] = 1
         made.notes.append("procsPerNode: 1, as before; remove it for one process per GPU")
     elif text == "cpu":
@@ -308,6 +314,7 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
             rest = []
         if "script" in spec or "module" in spec:
             spec |= {"args": rest} if rest else {}
+            made.plain = True
             return
     spec["command"] = list(command or args)
     if command and args:
@@ -383,6 +390,7 @@ def _torchrun(made: Conversion, words: list[str]) -> None:
         spec["args"] = rest
     if own:
         spec["torchrunArgs"] = own
+    made.counted = nproc is not None
     if nproc is not None and nproc.isdigit():
         spec.setdefault("gpusPerNode", int(nproc))
         if spec["gpusPerNode"] != int(nproc):

@@ -235,3 +235,37 @@ def test_what_is_no_job_of_theirs() -> None:
         convert_command(["echo", "a"])
     with pytest.raises(Mistake, match=r"is not a torchrun command line; write it as one .* spec\.command"):
         convert_command(["accelerate", "launch", "--multi_gpu", "a.py"])
+
+
+def _of_four_gpus(command: list[str], **spec: Any) -> dict[str, Any]:
+    container = {"name": "pytorch", "image": "a", "command": command, "resources": {"limits": {"nvidia.com/gpu": 4}}}
+    replicas = {"Worker": {"replicas": 2, "template": {"spec": {"containers": [container]}}}}
+    return {"kind": "PyTorchJob", "metadata": {"name": "a"}, "spec": {"pytorchReplicaSpecs": replicas, **spec}}
+
+
+@pytest.mark.parametrize(
+    ("command", "processes"),
+    [
+        (["torchrun", "--nproc_per_node=4", "a.py"], None),
+        (["torchrun", "--nproc-per-node", "2", "a.py"], 2),
+        (["torchrun", "--nproc-per-node=auto", "a.py"], None),
+        (["torchrun", "a.py"], None),  # nprocPerNode is auto where it is not set
+        (["bash", "-c", "cd /app && torchrun a.py"], None),
+        (["python", "a.py"], 1),
+    ],
+)
+def test_torchrun_starts_as_many_processes_as_before(command: list[str], processes: int | None) -> None:
+    made = convert(_of_four_gpus(command))
+    assert valid(made.job).get("procsPerNode") == processes
+    assert any("procsPerNode: 1, as before" in note for note in made.notes) == (processes == 1)
+
+
+def test_torchrun_s_own_number_of_processes_is_stronger_than_the_variable() -> None:
+    made = convert(_of_four_gpus(["torchrun", "--nproc-per-node=8", "a.py"], nprocPerNode="2"))
+    assert valid(made.job)["procsPerNode"] == 8
+
+
+def test_gpus_of_a_train_job_have_a_process_each_with_torchrun() -> None:
+    trainer = {"image": "a", "command": ["torchrun", "a.py"], "resourcesPerNode": {"limits": {"nvidia.com/gpu": 4}}}
+    made = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": {"trainer": trainer}})
+    assert "procsPerNode" not in valid(made.job)
