@@ -234,7 +234,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         target["scheduling"] = scheduling
     if pod.pop("nodeName", None):
         notes.append("nodeName: a lost Kubernetes node could not be left; use nodeSelector")
-    _shared_memory(target, pod, container)
+    _shared_memory(made, pod, container)
     if container:
         pod["containers"] = [{"name": "trainer", **container}, *sidecars]
     elif sidecars:
@@ -265,7 +265,7 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
         target["resources"] = kept
 
 
-def _shared_memory(target: Json, pod: Json, container: Json) -> None:
+def _shared_memory(made: Conversion, pod: Json, container: Json) -> None:
     """A memory volume at /dev/shm becomes storage.sharedMemory."""
     mounts = container.get("volumeMounts") or []
     shm = next((m for m in mounts if str(m.get("mountPath", "")).rstrip("/") == "/dev/shm"), None)
@@ -279,7 +279,12 @@ def _shared_memory(target: Json, pod: Json, container: Json) -> None:
             del holder[key]
     size = (volume.get("emptyDir") or {}).get("sizeLimit")
     if size is not None:
-        target.setdefault("storage", {})["sharedMemory"] = size
+        made.job["spec"].setdefault("storage", {})["sharedMemory"] = size
+    else:
+        made.notes.append(
+            "the volume at /dev/shm has no sizeLimit: here /dev/shm holds 1Gi, and a data loader that needs more dies"
+            " of SIGBUS; write the size as spec.storage.sharedMemory"
+        )
 
 
 # --- the entry point --------------------------------------------------------------------------------------------

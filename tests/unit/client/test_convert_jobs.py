@@ -269,3 +269,14 @@ def test_gpus_of_a_train_job_have_a_process_each_with_torchrun() -> None:
     trainer = {"image": "a", "command": ["torchrun", "a.py"], "resourcesPerNode": {"limits": {"nvidia.com/gpu": 4}}}
     made = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": {"trainer": trainer}})
     assert "procsPerNode" not in valid(made.job)
+
+
+@pytest.mark.parametrize("volume", [{"emptyDir": {"medium": "Memory"}}, {"hostPath": {"path": "/dev/shm"}}])
+def test_shared_memory_without_a_limit_is_noted(volume: dict[str, Any]) -> None:
+    job = yaml.safe_load(PYTORCH_JOB)
+    assert not any("/dev/shm" in note for note in convert(deepcopy(job)).notes)
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    pod["volumes"][0] = {"name": "shm", **volume}
+    made = convert(job)
+    assert "storage" not in valid(made.job)
+    assert any("/dev/shm" in note and "spec.storage.sharedMemory" in note for note in made.notes)
