@@ -87,7 +87,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     made = _empty(str(metadata.get("name", "converted")), metadata)
     target, notes = made.job["spec"], made.notes
     replicas = spec.get("pytorchReplicaSpecs") or {}
-    master, workers = replicas.get("Master") or {}, replicas.get("Worker") or {}
+    master, workers = (_wanted(replicas.get(name) or {}) for name in ("Master", "Worker"))
     if not master and not workers:
         raise Mistake("spec.pytorchReplicaSpecs: has neither Master nor Worker")
     main = workers or master
@@ -129,6 +129,11 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     if policies == {"Never"}:
         target.setdefault("recovery", {})["maxRestarts"] = 0
     return made
+
+
+def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of the job that has pods: charts write `replicas: 0` for workers that a job does without."""
+    return {} if part.get("replicas") == 0 else part
 
 
 def _differences(master: Any, worker: Any, path: str) -> Iterator[str]:

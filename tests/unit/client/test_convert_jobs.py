@@ -280,3 +280,14 @@ def test_shared_memory_without_a_limit_is_noted(volume: dict[str, Any]) -> None:
     made = convert(job)
     assert "storage" not in valid(made.job)
     assert any("/dev/shm" in note and "spec.storage.sharedMemory" in note for note in made.notes)
+
+
+def test_workers_that_are_none_give_no_template() -> None:
+    job = _of_four_gpus(["torchrun", "worker.py"])
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    replicas["Master"] = deepcopy(replicas["Worker"]) | {"replicas": 1}
+    replicas["Master"]["template"]["spec"]["containers"][0]["command"] = ["torchrun", "master.py"]
+    replicas["Worker"]["replicas"] = 0
+    made = convert(job)
+    assert (valid(made.job)["script"], made.job["spec"]["nodes"]) == ("master.py", 1)
+    assert not any("Master" in note for note in made.notes)
