@@ -22,6 +22,14 @@ _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-ra
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
+_THEIRS = re.compile(
+    r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id))(=|\s+)["']?\$\S*(?=\s)"""
+)
+"""torchrun's options whose values are variables of another operator: its number of nodes, and where they meet."""
+_NOT_SET = re.compile(
+    r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
+)
+"""What a PyTorchJob gives to a pod, and a DDPJob's `command` does not get."""
 
 
 @dataclass
@@ -299,7 +307,7 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
     spec, words = made.job["spec"], [*command, *args]
     if words[:1] and words[0].rpartition("/")[2] in ("sh", "bash") and len(words) == 3 and words[1].endswith("c"):
         inner = words[2].replace("\\\n", " ").strip()
-        if not _SHELL.search(inner):
+        if not _SHELL.search(inner) or _reads_only_theirs(inner):
             words = _shell_words(inner)
     if not command and (not args or args[0].startswith("-")):
         made.notes.append("spec.script: the image's own entry point is not known here; write script, module or command")
@@ -333,6 +341,11 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         "command: runs as it is, so it must start torchrun itself (which reads the PET_ variables); with script or "
         "module the operator sees each rank's failure"
     )
+    if unset := dict.fromkeys(match[1] for word in words for match in _NOT_SET.finditer(word)):
+        made.notes.append(
+            f"command: reads {', '.join(unset)}, which nobody sets here: leave out torchrun's options of nodes, ranks"
+            " and addresses, which it finds in the PET_ variables"
+        )
 
 
 def _shell_words(line: str) -> list[str]:
@@ -351,6 +364,23 @@ def _after_launcher(words: list[str]) -> list[str] | None:
             if words[position] == "-m" and words[position + 1] in ("torch.distributed.run", "torch.distributed.launch"):
                 return words[position + 2 :]
     return None
+
+
+def _reads_only_theirs(line: str) -> bool:
+    """Whether a torchrun line needs a shell only for variables in options that the operator replaces."""
+    if _SHELL.search(_THEIRS.sub(" ", line)):
+        return False
+    launched = _after_launcher(_shell_words(line))
+    return launched is not None and not any("$" in word for word in launched[_options(launched) :])
+
+
+def _options(words: Sequence[str]) -> int:
+    """How many of the words after torchrun's name are its options and their values."""
+    position = 0
+    while position < len(words) and words[position].startswith("-"):
+        name, equals, _ = words[position].lstrip("-").partition("=")
+        position += 1 if equals or name.replace("_", "-") in _BARE else 2
+    return position
 
 
 def _torchrun(made: Conversion, words: list[str]) -> None:
@@ -415,6 +445,8 @@ def _torchrun(made: Conversion, words: list[str]) -> None:
 def _nnodes(made: Conversion, value: str) -> None:
     least, _, most = value.partition(":")
     if not least.isdigit() or (most and not most.isdigit()):
+        if "nodes" in made.job["spec"]:
+            return
         made.notes.append(f"--nnodes={value}: is not a number here; write nodes")
         return
     nodes = int(most or least)

@@ -291,3 +291,31 @@ def test_workers_that_are_none_give_no_template() -> None:
     made = convert(job)
     assert (valid(made.job)["script"], made.job["spec"]["nodes"]) == ("master.py", 1)
     assert not any("Master" in note for note in made.notes)
+
+
+def test_where_nodes_meet_is_left_to_the_operator() -> None:
+    """A PyTorchJob's usual line: its variables are in no pod of a DDPJob."""
+    line = (
+        "torchrun --nnodes=$WORLD_SIZE --node_rank $RANK --master_addr=${MASTER_ADDR} --master_port=$MASTER_PORT \\\n"
+        '  --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --nproc_per_node=4 a.py --lr 1'
+    )
+    made = convert(_of_four_gpus(["bash", "-c", line]))
+    spec = valid(made.job)
+    assert (spec["nodes"], spec["script"], spec["args"]) == (2, "a.py", ["--lr", "1"])
+    assert not made.notes
+    assert not convert(_of_four_gpus(["torchrun", "--nnodes=$(WORLD_SIZE)", "--node_rank=$(RANK)", "a.py"])).notes
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "cd /app && torchrun --node_rank=$RANK a.py",
+        "torchrun --nnodes=$N a.py --rank=${RANK}",
+        "torchrun -m a --node-rank=$RANK -x",
+        "python a.py --node-rank=$RANK -x",
+    ],
+)
+def test_variables_that_a_command_does_not_get_are_named(script: str) -> None:
+    made = convert(_of_four_gpus(["bash", "-c", script]))
+    assert valid(made.job)["command"] == ["bash", "-c", script]
+    assert any("reads RANK, which nobody sets here" in note for note in made.notes)
