@@ -47,6 +47,20 @@ def test_the_steps_to_do_are_counted_with_the_batch_of_now(tmp_path: Path, capfd
     assert metrics(tmp_path / "run", "end")[0]["step"] == 10
 
 
+def test_fewer_epochs_than_were_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The evaluation that a signal has cut short is made up for, of the epochs that there are."""
+    keys = [*TINY, f"checkpoint.dir={tmp_path}"]
+    good(1, [*keys, "train.eval_every=3"])
+    capfd.readouterr()
+    path = max(tmp_path.glob("step-*.pt"))
+    snapshot, metadata = torch_file.decode(path.read_bytes()), torch_file.check(path.read_bytes())
+    torch_file.write(path, snapshot | {"epochs_evaluated": 0}, metadata)
+    good(1, [*keys, "train.epochs=1"])
+    output = capfd.readouterr().out
+    assert "nothing is left to train: the checkpoint of step 16 has 2 whole epoch(s), and train.epochs=1;" in output
+    assert "resuming" not in output and "epoch 2/2: test" in output and "done: 2 epochs, 16 steps" in output, output
+
+
 def test_a_checkpoint_of_an_earlier_version_continues(tmp_path: Path) -> None:
     """It holds numbers of the schedule, which was in steps, and lacks keys that came later."""
     keys = [*TINY, "model.norm=batch", f"checkpoint.dir={tmp_path}"]

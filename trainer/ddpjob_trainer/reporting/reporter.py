@@ -150,16 +150,22 @@ class Reporter:
         """An incarnation begins after `step` steps, and `left` are still to do; `warning`: what slows it down.
         `precision`: what it computes in; `notes`: what else is to be known.
 
-        Together they are the training's steps: how many these are may change with the batch at a restart.
+        Together they are the training's steps: how many these are may change with the batch at a restart. A checkpoint
+        may have more epochs than are wanted.
         """
-        self._plan = replace(self._plan, steps=step + left)
+        wanted, trained = self._plan.epochs, epoch - 1
+        self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
         world = self._group.world
         self._write("start", step=step, epoch=epoch, world=world, restarts=self.restarts, precision=precision)
-        where = (
-            f"resuming after step {step} of {self._plan.steps}, in epoch {epoch}"
-            if step
-            else f"{self._plan.steps} steps to do"
-        )
+        if not step:
+            where = f"{self._plan.steps} steps to do"
+        elif left:
+            where = f"resuming after step {step} of {self._plan.steps}, in epoch {epoch}"
+        else:
+            where = (
+                f"nothing is left to train: the checkpoint of step {step} has {trained} whole epoch(s), and"
+                f" train.epochs={wanted}; raise it to continue, or name another checkpoint.dir to begin from scratch"
+            )
         self._display.note(f"training on {self._group.world} rank(s): {where}")
         if precision != "float32":
             self._display.note(f"computing in {precision} where that is safe; amp.level=O0 is float32")
