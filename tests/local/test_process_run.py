@@ -81,11 +81,17 @@ def test_the_budget_is_spent(machine: Machine, budget: int) -> None:
     run.assert_nothing_left()
 
 
-def test_a_missing_script_fails_at_once(machine: Machine) -> None:
-    run = machine.run(manifest(script="not-there.py"), seconds=40)
+def test_a_missing_script_starts_nothing(machine: Machine) -> None:
+    refused = machine.command("run", str(machine.write(manifest(script="not-there.py"))))
+    assert refused.returncode == 2 and not machine.runs.exists()
+    assert f"not-there.py is not in {machine.folder}" in refused.stderr and "--workdir" in refused.stderr
+
+
+def test_a_missing_module_fails_at_once(machine: Machine) -> None:
+    run = machine.run(manifest(module="not_there"), seconds=40)
     assert run.process.returncode == 1, run.everything()
     assert run.condition("Failed")["reason"] == "InitFailure"
-    assert "not-there.py" in run.output and str(machine.folder) in run.output
+    assert "not_there" in run.output and str(machine.folder) in run.output
     assert run.status["restarts"]["counted"] <= 2
     run.assert_nothing_left()
 

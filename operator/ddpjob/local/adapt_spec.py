@@ -180,6 +180,12 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
     if not working_dir.is_dir():
         named = f"--workdir {working_dir}" if options.working_dir else f"spec.workingDir: {working_dir}"
         yield f"{named}: no such folder on this machine; name another one with --workdir DIR"
+    elif spec.script and "$(" not in spec.script and not (working_dir / spec.script).exists():
+        if Path(spec.script).is_absolute():
+            remedy = "is not on this machine; write its path here, or one that is relative to --workdir DIR"
+        else:
+            remedy = f"is not in {working_dir.absolute()}; name the folder that it is in with --workdir DIR"
+        yield f"spec.script: {spec.script} {remedy}"
 
 
 # --- what only a cluster has ------------------------------------------------------------------------------------

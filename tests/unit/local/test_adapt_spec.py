@@ -22,6 +22,13 @@ def fitted(tmp_path: Path, options: Options | None = None, **spec: Any) -> Local
     return adapt_spec(DDPJob.read(new_body(manifest, utc_now())), JobFolder(tmp_path / "j"), options or Options())
 
 
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's script, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("s.py").touch()
+
+
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four GPUs, as its nvidia-smi reports it."""
@@ -75,6 +82,18 @@ def test_data_by_option_counts_most(tmp_path: Path) -> None:
     assert found.data == tmp_path
     assert found.spec.storage.data is not None and not found.problems
     assert fitted(tmp_path, Options(data=tmp_path / "no")).problems == (f"--data {tmp_path / 'no'}: no such folder",)
+
+
+def test_a_script_that_is_not_here(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    Path("code/there.py").touch()
+    [problem] = fitted(tmp_path, script="there.py").problems
+    assert problem == f"spec.script: there.py is not in {tmp_path}; name the folder that it is in with --workdir DIR"
+    assert not fitted(tmp_path, Options(working_dir=Path("code")), script="there.py").problems
+    [problem] = fitted(tmp_path, script="/code/no/train.py").problems
+    assert problem.startswith("spec.script: /code/no/train.py is not on this machine")
+    for found in ({"script": str(tmp_path / "s.py")}, {"script": "$(HERE)/s.py"}, {"script": "code"}):
+        assert not fitted(tmp_path, **found).problems
 
 
 def test_a_working_folder_that_is_not_here(tmp_path: Path) -> None:
