@@ -127,6 +127,19 @@ def test_a_command_that_does_not_exist_fails_at_once(machine: Machine) -> None:
     assert "no-such-program" in run.output
 
 
+def test_the_only_machine_is_not_avoided(machine: Machine) -> None:
+    """Failures that pile up on a host speak against it where there is another one."""
+    (machine.folder / "fails.py").write_text(
+        "import time, ddpjob_report\nddpjob_report.report(step=1, steps=9)\ntime.sleep(1)\nraise SystemExit(3)\n"
+    )
+    recovery = {"maxRestarts": 3, "backoff": {"initialSeconds": 0.1, "maxSeconds": 0.1}}
+    job = manifest(command=[sys.executable, "fails.py"], nodes=1, recovery=recovery)
+    run = machine.run(job, seconds=90)
+    assert run.process.returncode == 1 and run.status["restarts"]["counted"] == 4, run.everything()
+    assert "step" in run.status["progress"], "a job that has trained"
+    assert not run.status.get("avoidedNodes") and "NodeAvoided" not in run.output, run.output
+
+
 def test_the_deadline_ends_a_job_that_ignores_signals(machine: Machine) -> None:
     template = {"spec": {"terminationGracePeriodSeconds": 1}}
     run = machine.run(manifest(command=HANG, runPolicy={"activeDeadlineSeconds": 2}, podTemplate=template), seconds=40)

@@ -122,9 +122,9 @@ def follow(view: View) -> Followed:
         failure = _budget_spent(view)
     if failure is None and restarts:
         failure = _program_error(view)
-    view = view.with_status(
-        replace(status, avoided_nodes=avoided(status, view.now, trained=view.trained, faults=faults))
-    )
+    if not view.world.one_host:
+        status = replace(status, avoided_nodes=avoided(status, view.now, trained=view.trained, faults=faults))
+    view = view.with_status(status)
     status = _replace(view, ends, coordinator, attributed) if failure is None else view.status
     return Followed(status, tuple(restarts), failure, lost=lost)
 

@@ -401,6 +401,8 @@ class World:
     """Of a page about the job, for its notifications; empty: none is known."""
     offer: Offer = field(default_factory=Offer)
     """What the job would get of its class, where it begins now."""
+    one_host: bool = False
+    """Whether all pods are on the one host that there is, which none can avoid."""
 
     def nodes(self) -> tuple[PodView, ...]:
         """The pods of slots, spares included."""

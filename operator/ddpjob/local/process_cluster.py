@@ -108,6 +108,7 @@ class ProcessCluster:
             runtime=files if ("ConfigMap", files) in self._objects else "",
             runtime_offered=files,
             report=report,
+            one_host=True,
         )
         return Observation(job, world)
 
