@@ -228,8 +228,9 @@ class LogFollower:
             held = sorted(number for ranks in self.ranks.values() for number in (ranks[0], ranks[-1]))
             there = f"the ranks are {held[0]} to {held[-1]}" if held else "no pod has a rank yet"
             return f"no logs of rank {', '.join(map(str, self._chosen.ranks))} of {self.job}; {there}"
-        pods = self.backend.pods(self.job)[:5]
-        return f"no logs yet: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
+        pods = [pod for pod in self.backend.pods(self.job) if self._wanted(pod)][:5]
+        found = "nothing was printed" if pods and all(pod.ended for pod in pods) else "no logs yet"
+        return f"{found}: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
 
     def _is_over(self) -> bool:
         if not self.options.follow:

@@ -232,3 +232,19 @@ def test_ranks_follow_the_order_that_the_status_shows() -> None:
     assert ranks_of_pods(pods, restarting)["j-2-0"] == range(2, 4), "that of the last group, until another has formed"
     others = {**body, "status": {**status(3), "rankOrder": [0, 4, 1]}}
     assert ranks_of_pods(pods, others)["j-2-0"] == range(4, 6), "an order of other nodes says nothing of these"
+
+
+@pytest.mark.parametrize(
+    ("state", "says"), [("Completed", "nothing was printed: j-0-0"), ("Pending", "no logs yet: j-0-0")]
+)
+def test_pods_that_have_ended_will_print_nothing_more(
+    state: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = TwoNodes()
+    monkeypatch.setattr(
+        backend, "pods", lambda name: [pod("j-coordinator-0", "coordinator"), pod("j-0-0", state=state)]
+    )
+    monkeypatch.setattr(backend, "log", lambda pod, options: iter(()))
+    monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
+    assert main(["logs", "j"]) == 0
+    assert capsys.readouterr().err == f"{says} is {state}\n"
