@@ -306,14 +306,17 @@ def _shared_memory(made: Conversion, pod: Json, container: Json) -> None:
 def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
     spec, words = made.job["spec"], [*command, *args]
     if words[:1] and words[0].rpartition("/")[2] in ("sh", "bash") and len(words) == 3 and words[1].endswith("c"):
-        inner = words[2].replace("\\\n", " ").strip()
-        if not _SHELL.search(inner) or _reads_only_theirs(inner):
+        inner = words[2].replace("\\\n", " ").strip().removeprefix("exec ").strip()
+        if inner and (not _SHELL.search(inner) or _reads_only_theirs(inner)):
             words = _shell_words(inner)
     if not command and (not args or args[0].startswith("-")):
         made.notes.append("spec.script: the image's own entry point is not known here; write script, module or command")
         if args:
             spec["args"] = list(args)
         return
+    if not command and args[0].endswith(".py"):
+        made.notes.append(f"script: {args[0]}, the first of args, which the image's own entry point was given to run")
+        words = ["torchrun", *words]
     launched = _after_launcher(words)
     if launched is not None:
         if "torch.distributed.launch" in words and not {"--use-env", "--use_env"} & {*words}:

@@ -181,6 +181,26 @@ def test_arguments_of_the_image_s_entry_point_are_no_command() -> None:
     assert any("entry point is not known" in note for note in made.notes)
     container["args"] = ["torchrun", "a.py", "--backend", "nccl"]
     assert valid(convert(job).job)["script"] == "a.py"
+    container["args"] = ["a.py", "--backend", "nccl"]
+    made = convert(job)
+    assert valid(made.job)["script"] == "a.py" and made.job["spec"]["args"] == ["--backend", "nccl"]
+    assert any("the image's own entry point was given to run" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("line", ["exec torchrun a.py --lr 1", "torchrun a.py --lr 1"])
+def test_a_shell_that_only_starts_torchrun_is_left_out(line: str) -> None:
+    job = yaml.safe_load(PYTORCH_JOB)
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container |= {"command": ["sh", "-c", line], "args": None}
+    made = valid(convert(job).job)
+    assert (made["script"], made["args"]) == ("a.py", ["--lr", "1"])
+
+
+def test_a_shell_that_runs_nothing_stays_a_command() -> None:
+    job = yaml.safe_load(PYTORCH_JOB)
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container |= {"command": ["sh", "-c", " "], "args": None}
+    assert valid(convert(job).job)["command"] == ["sh", "-c", " "]
 
 
 def test_a_shell_command_stays_a_command() -> None:
