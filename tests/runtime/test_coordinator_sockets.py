@@ -312,6 +312,13 @@ def test_256_members_succeed_or_break_together(big_job: Job) -> None:
     assert resident < 80 * 1024
 
 
+def test_half_a_character_in_a_metric_s_name_does_not_break_the_page(job: Job) -> None:
+    r"""The format has no escape but for a backslash, a quote and a line's end: a reader refuses all of it."""
+    job.post("/v1/progress", {"metrics": {"a\ud800": 1}})
+    text = urllib.request.urlopen(f"http://127.0.0.1:{job.port}/metrics", timeout=5).read().decode()
+    assert 'ddpjob_progress_metric{job_name="job",namespace="default",name="a?"} 1' in text
+
+
 def test_a_spare_takes_over_at_once(job: Job) -> None:
     first, second, spare = running(job, 3)
     started = time.monotonic()

@@ -118,4 +118,5 @@ def _labels(more: Mapping[str, Any]) -> str:
 
 
 def _escape(value: str) -> str:
-    return str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    whole = str(value).encode(errors="replace").decode()  # Half of a character is an escape that no reader knows.
+    return whole.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
