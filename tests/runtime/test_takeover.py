@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from coordinator_world import FAST, Settings, World
-from ddpjob_runtime.coordinator.takeover import ADOPT_SECONDS
+from ddpjob_runtime.coordinator.takeover import ADOPT_SECONDS, BROKEN_SECONDS
 
 
 def second(nodes: int = 2, min_nodes: int | None = None) -> World:
@@ -56,6 +56,22 @@ def test_members_that_come_back_late_are_waited_for_while_nothing_says_that_the_
     assert world.verbs(first) == ["welcome"]
     world.resume(2, 7, 2, 3)
     assert world.report()["state"] == "Running"
+
+
+def test_members_that_are_gone_are_not_waited_for() -> None:
+    """Of a Kubernetes node with the coordinator and a member: the others are in a collective with it."""
+    world = second(4, 2)
+    members = [world.resume(i, 7, i, 4) for i in range(2)]
+    world.coordinator.gone("job-3-0", "its node was lost")
+    world.pass_time(BROKEN_SECONDS + 1)
+    assert world.verbs(members[0]) == ["welcome"], "one of two may still come back"
+    world.coordinator.gone("job-2-0", "its node was lost")
+    world.pass_time(BROKEN_SECONDS - 0.5)
+    assert world.verbs(members[0]) == ["welcome"], "it may have been a spare"
+    world.pass_time(1)
+    assert [world.verbs(member)[-1] for member in members] == ["restart"] * 2
+    world.ready(*members)
+    assert world.round.world == 2
 
 
 def test_one_that_does_not_come_back_breaks_the_round() -> None:

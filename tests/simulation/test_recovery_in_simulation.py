@@ -489,6 +489,19 @@ async def test_a_lost_coordinator_s_node_is_left_in_both_modes() -> None:
         assert s.status["restarts"]["counted"] == 0
 
 
+async def test_a_node_that_is_lost_with_the_coordinator_and_a_member_costs_no_wait_for_that_member() -> None:
+    """The others are in a collective with it, and the coordinator that takes over has never heard of it."""
+    s = Simulation({"nodes": 3, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=10**6)
+    await s.until_phase("Running")
+    for pod in ("job-coordinator-0", "job-1-0"):
+        s.cut(s.pods[pod].node)
+    await s.until_phase("Restarting")
+    began = s.now
+    await s.until_phase("Running")
+    assert s.now - began < 15
+    assert reasons(s) == [("NodeLost", False), ("CoordinatorLost", False)]
+
+
 async def test_a_node_that_fails_the_job_again_and_again_is_avoided() -> None:
     s = Simulation({"nodes": 2, "recovery": {"maxRestarts": 100}}, steps=10000)
     await s.until_phase("Running")

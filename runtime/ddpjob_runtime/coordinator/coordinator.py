@@ -147,6 +147,7 @@ class Coordinator:
             if member.pod == pod:
                 member.dismiss(why)
                 self.rounds.remove(member, why)
+        self._takeover.gone(pod)
         self._bump()
         self._advance()
 

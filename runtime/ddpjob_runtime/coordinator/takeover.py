@@ -67,6 +67,7 @@ class Takeover:
     def __init__(self, rounds: Rounds, members: Members, loop: Loop, attempt: int) -> None:
         self._rounds, self._members, self._loop, self._attempt = rounds, members, loop, attempt
         self._opened = False
+        self._gone: set[str] = set()
         self._until: float | None = None
         """Members are waited for until then; None: nobody is."""
 
@@ -109,6 +110,11 @@ class Takeover:
             rounds.finished(member, resumed.round)
         self.check()
 
+    def gone(self, pod: str) -> None:
+        """The operator knows that a pod is no more, of which this coordinator may never have heard."""
+        if self._until is not None:
+            self._gone.add(pod)
+
     def check(self) -> None:
         """After every event: whether enough is known."""
         if self._until is None:
@@ -117,7 +123,11 @@ class Takeover:
         if current is not None and current.complete:
             self._end()
             return
-        known = len(self._members.ready()) >= self._rounds.size.nodes if current is None else current.broken
+        if current is None:
+            known = len(self._members.ready()) >= self._rounds.size.nodes
+        else:
+            # Of those that have not come back nobody knows the names: as many as are gone will be the same.
+            known = current.broken or len(self._gone) >= len(current.absent_ranks())
         if known and self._until > self._loop.now() + BROKEN_SECONDS:
             self._hold(BROKEN_SECONDS)
 
