@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -48,9 +49,11 @@ class RunFiles:
             volume = (
                 kubelet / "pods" / pod["metadata"]["uid"] / "volumes" / "kubernetes.io~empty-dir" / "ddpjob-checkpoints"
             )
-            for path in volume.glob("run/**/*.jsonl"):
-                if path not in self.open:
-                    self.open[path] = self.stack.enter_context(path.open())
+            # Not by glob, which raises where the trainer removes a folder at the same moment.
+            for folder, _, names in os.walk(volume / "run"):
+                for path in (Path(folder) / name for name in names if name.endswith(".jsonl")):
+                    if path not in self.open:
+                        self.open[path] = self.stack.enter_context(path.open())
 
     def copy(self, folder: Path) -> None:
         """Write all of them below a folder."""
