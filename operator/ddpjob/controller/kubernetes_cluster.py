@@ -546,12 +546,9 @@ class KubernetesCluster:
             grace = None
         if grace is not None:
             body["gracePeriodSeconds"] = grace
-        try:
-            answer = await self._delete(_path("Pod", job.namespace, name), body)
-        except ApiError as error:
-            self._keep(job, f"pod {name}", uid, _DELETION, error)
+        answer, refusal = await self._try_to_delete(job, f"pod {name}", _path("Pod", job.namespace, name), body)
+        if refusal is not None:
             return
-        self._pauses_of(job).pop((uid, _DELETION), None)
         meta = (answer or {}).get("metadata", {})
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
@@ -651,20 +648,26 @@ class KubernetesCluster:
 
     async def _delete_or_say(self, job: DDPJob, of: str, path: str, body: Json) -> Json | None:
         """Like `_delete`, with an event where it is refused: no condition says that such an object stays."""
-        uid = body["preconditions"]["uid"]
-        if self._waits(job, uid, _DELETION):
+        if self._waits(job, body["preconditions"]["uid"], _DELETION):
             return None
+        answer, refusal = await self._try_to_delete(job, of, path, body)
+        if refusal is not None:
+            text = f"the API server refuses the deletion of {of}: {refusal.message}"
+            await self.record(
+                job, Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
+            )
+        return answer
+
+    async def _try_to_delete(self, job: DDPJob, of: str, path: str, body: Json) -> tuple[Json | None, ApiError | None]:
+        """The answer as of `_delete`, and why it is refused: then it waits, longer each time."""
+        uid = body["preconditions"]["uid"]
         try:
             answer = await self._delete(path, body)
         except ApiError as error:
             self._keep(job, of, uid, _DELETION, error)
-            text = f"the API server refuses the deletion of {of}: {error.message}"
-            await self.record(
-                job, Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
-            )
-            return None
+            return None, error
         self._pauses_of(job).pop((uid, _DELETION), None)
-        return answer
+        return answer, None
 
     async def _delete(self, path: str, body: Json) -> Json | None:
         """The answer; None: the object is gone, or is another one by now."""
