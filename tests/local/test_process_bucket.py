@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import ddpjob_trainer.__main__
 import pytest
 from ddpjob_bucket import Bucket
 from process_harness import SCRIPTS, Json, Machine, Run, manifest
@@ -104,7 +105,11 @@ def test_the_built_in_trainer_finds_the_bucket_by_the_manifest(
     assert plain.process.returncode == 0, plain.everything()
     again = [*small, f"train.run_dir={tmp_path / 'b'}"]
     job = manifest("digits", module="ddpjob_trainer", args=again, storage=storage(server.port))
-    run = machine.start(job)
+    held = manifest(
+        "digits", script=str(SCRIPTS / "held_script.py"), args=[ddpjob_trainer.__main__.__file__, *again],
+        env=[{"name": "HELD", "value": "12"}], storage=storage(server.port),
+    )  # fmt: skip
+    run = machine.start(held)
     run.until(lambda r: copied(r) >= 5, seconds=180)
     machine.command("stop", "--now", "digits")
     run.wait()
