@@ -361,6 +361,10 @@ class JobStatus:
         """Whether the generation has a gang that has not been placed yet."""
         return self.gang is not None and not self.gang.placed
 
+    def ended_without_recovery(self, restart: Restart) -> bool:
+        """Whether a suspension has cut it short: what happened then is no recovery, and ended with the job's pods."""
+        return restart.seconds is None and (self.start_time is None or restart.time < self.start_time)
+
     @property
     def terminal(self) -> bool:
         """Whether the job is Complete or Failed."""

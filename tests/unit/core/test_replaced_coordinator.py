@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ddpjob.api.job_status import Restart, Restarts
 from ddpjob.core.decision import Decision, Notify
 from ddpjob.core.world import ContainerView, HostView, PodView, World
 from ddpjob_runtime.protocol import CoordinatorState, MemberState
@@ -56,3 +57,17 @@ def test_nothing_is_sent_while_the_coordinator_stays() -> None:
     ended: PodView = pod(1, ContainerView(started=later(0), exit_code=1, finished=later(4)))
     _, decision = seen(job, 5, (pods[0], ended, COORDINATOR), last)
     assert decision.status.slots[1].attempt == 1 and messages(decision) == []
+
+
+@pytest.mark.parametrize(("at", "named"), [(2, ["job-1-0"]), (-60, [])], ids=["a loss", "cut short by a suspension"])
+def test_the_one_that_takes_over_hears_of_pods_that_were_lost_in_this_life_of_the_job(
+    at: float, named: list[str]
+) -> None:
+    """It then waits 5 s for a member and not 45: too short where nothing was lost but the coordinator."""
+    job, pods = running(2, recovery={"mode": "Fast"})
+    loss = Restart(time=later(at), pod="job-1-0", reason="NodeLost", message="", counted=False, index=1)
+    slots = (job.status.slots[0], replace(job.status.slots[1], attempt=1))
+    job = replace(job, status=replace(job.status, restarts=Restarts(recent=(loss,)), slots=slots))
+    present = (pods[0], replace(pods[1], name="job-1-1", uid="job-1-1"), COORDINATOR)
+    _, decision = seen(job, 5, present, replace(report(CoordinatorState.FORMING), attempt=1))
+    assert [a.body["pod"] for a in decision.actions if isinstance(a, Notify) and a.verb == "gone"] == named

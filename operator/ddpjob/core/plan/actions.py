@@ -187,8 +187,9 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
         gone += [pod for pod in known if pod not in view.current_names and pod not in present]
         if report.attempt and report.state is CoordinatorState.FORMING:
             # It waits for the members of a round that an earlier coordinator began, and knows of no loss among them.
-            unrecovered = [r for r in view.status.restarts.recent if r.index is not None and r.seconds is None]
-            gone += [r.pod for r in unrecovered if r.pod not in present]
+            status = view.status
+            lately = [r for r in status.restarts.recent if r.seconds is None and not status.ended_without_recovery(r)]
+            gone += [r.pod for r in lately if r.index is not None and r.pod not in present]
     for why, pods in _by_reason(list(dict.fromkeys(gone)), lost).items():
         if len(pods) == 1 or protocol_of(view.status) < LISTS_SINCE:
             actions += [Notify(endpoint, Command.GONE, {"pod": pod, "why": why}) for pod in pods]

@@ -488,10 +488,10 @@ def _timed(view: View) -> tuple[Restart, ...]:
         seen = max(0.0, (view.now - restart.time).total_seconds())
         return round(min(seen, measured) if last and measured is not None else seen, 2 if measured is not None else 1)
 
-    recent, began = view.status.restarts.recent, view.status.start_time
+    recent = view.status.restarts.recent
     return tuple(
         r
-        if r.seconds is not None or (began is not None and r.time < began)
+        if r.seconds is not None or view.status.ended_without_recovery(r)
         else replace(r, seconds=seconds(r, last=n == len(recent)))
         for n, r in enumerate(recent, start=1)
     )
