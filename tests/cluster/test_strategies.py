@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Jobs, Json, job
-from strategy_jobs import PROBLEM, assert_exact, losses_of_one_process, steps_begun
+from strategy_jobs import PROBLEM, assert_exact, held, let_go, losses_of_one_process, steps_begun
 
 SHARED = {"fsdp": ("Fast", []), "deepspeed": ("Standard", ["deepspeed.stage=2"])}
 """Mode of recovery and keys of each."""
@@ -18,8 +18,7 @@ SHARED = {"fsdp": ("Fast", []), "deepspeed": ("Standard", ["deepspeed.stage=2"])
 def strategy_job(name: str, folder: Path, *keys: str, nodes: int, **spec: object) -> Json:
     storage = {"checkpoints": {"hostPath": str(folder / name), "shared": True}}
     (folder / name).mkdir()
-    args = [*PROBLEM, f"strategy={name}", *keys]
-    return job(name, module="ddpjob_trainer", args=args, nodes=nodes, storage=storage, **spec)
+    return job(name, **held([*PROBLEM, f"strategy={name}", *keys], {}), nodes=nodes, storage=storage, **spec)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +34,7 @@ def test_each_strategy_trains_on_through_the_loss_of_a_pod(
     jobs.apply(strategy_job(name, tmp_path, *keys, nodes=2, recovery={"mode": mode}))
     jobs.wait("the first epochs", lambda: steps_begun(tmp_path / name) >= 8)
     jobs.kill(f"{name}-{len(name) % 2}-0")
+    let_go(tmp_path / name)
     jobs.wait_phase(name, "Complete", timeout=120)
     restarts = jobs.status(name)["restarts"]
     assert (restarts["counted"], restarts["uncounted"]) == (0, 1), restarts

@@ -82,7 +82,7 @@ def test_scaling_up_and_down_keeps_the_pods(machine: Machine, mode: str) -> None
 
 def test_a_rule_fails_the_job(machine: Machine) -> None:
     rules = [{"cause": "ExitCode", "exitCodes": [1], "action": "Fail"}]
-    run = machine.run(manifest(args=["--raise-at=2"], recovery={"rules": rules}))
+    run = machine.run(manifest(args=["--raise-at=2"], recovery={"mode": "Fast", "rules": rules}))
     assert run.process.returncode == 1, run.everything()
     failed = run.condition("Failed")
     assert failed["reason"] == "RuleFailed"

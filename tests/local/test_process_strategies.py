@@ -9,7 +9,7 @@ import pytest
 from ddpjob.client.process_backend import ProcessBackend
 from libraries import horovod_site
 from process_harness import Machine, manifest
-from strategy_jobs import PROBLEM, assert_exact, losses_of_one_process, steps_begun
+from strategy_jobs import PROBLEM, assert_exact, held, let_go, losses_of_one_process, steps_begun
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +32,12 @@ def test_each_strategy_trains_on_through_the_loss_of_a_pod(
 ) -> None:
     mode, keys = STRATEGIES[name]
     args = [*PROBLEM, f"strategy={name.replace('-', '_')}", *keys]
-    env = [{"name": "PYTHONPATH", "value": str(horovod_site())}] if name == "horovod" else []
-    run = machine.start(manifest(name, module="ddpjob_trainer", args=args, env=env, recovery={"mode": mode}))
-    # By the ledger, and in this process: all of the training takes but a few seconds on a quiet machine.
+    env = {"PYTHONPATH": str(horovod_site())} if name == "horovod" else {}
+    run = machine.start(manifest(name, **held(args, env), recovery={"mode": mode}))
     run.until(lambda r: steps_begun(r.folder / "checkpoints") >= 8, seconds=600)
     monkeypatch.setenv("DDPJOB_RUNS", str(machine.runs))
     ProcessBackend().kill(f"{name}-{len(name) % 2}-0")
+    let_go(run.folder / "checkpoints")
     assert run.wait(900) == 0, run.everything()
     restarts = run.status["restarts"]
     assert (restarts["counted"], restarts["uncounted"]) == (0, 1), restarts
