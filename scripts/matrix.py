@@ -42,7 +42,14 @@ QUICK = (
     "test_runtime_standard.py::test_exceptions_restart_in_place_and_name_rank_and_line",
     "test_runtime_fast.py::test_a_spare_takes_over_at_once",
     "test_runtime_fast.py::test_a_crash_loop_slows_down",
-    "test_forkserver.py",
+    # What the fork server does to torch, and expects of it.
+    "test_forkserver.py::test_a_worker_sees_what_a_fresh_process_would_see",
+    "test_forkserver.py::test_its_end_is_reported",
+    "test_forkserver.py::test_torchs_compiler_is_imported_when_something_needs_it",
+    "test_forkserver.py::test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that",
+    "test_forkserver.py::test_settings_of_torch_without_their_source_stay_as_they_are",
+    "test_forkserver.py::test_a_worker_that_torchrun_starts_by_another_program_is_reported",
+    "test_forkserver.py::test_a_torch_that_starts_workers_in_another_way_runs_them_cold",
 )
 """The tests of a row with torch in the short form."""
 LONG = (
