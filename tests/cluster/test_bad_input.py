@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import Jobs, job, steps_job
+from jobs import FAST, Jobs, job, steps_job
 from testcluster.settings import ClusterError
 
 
@@ -130,7 +130,7 @@ def test_an_empty_data_folder(jobs: Jobs, tmp_path: Path) -> None:
 
 def test_a_volume_that_one_node_holds_is_a_condition_and_heals(jobs: Jobs) -> None:
     jobs.cluster.apply(claim("single", "ReadWriteOnce"), namespace=jobs.namespace)
-    jobs.apply(steps_job("volume", 5, storage={"checkpoints": {"claimName": "single"}}))
+    jobs.apply(steps_job("volume", 5, recovery=FAST, storage={"checkpoints": {"claimName": "single"}}))
     jobs.wait(
         "the condition", lambda: jobs.condition("volume", "Scheduled").get("reason") == "VolumeSingleNode", timeout=10
     )
@@ -144,7 +144,7 @@ def test_a_volume_that_one_node_holds_is_a_condition_and_heals(jobs: Jobs) -> No
 
 
 def test_too_few_machines_for_one_pod_each(jobs: Jobs) -> None:
-    jobs.apply(steps_job("crowd", 5, nodes=5))
+    jobs.apply(steps_job("crowd", 5, nodes=5, recovery=FAST))
     jobs.wait(
         "the condition", lambda: jobs.condition("crowd", "Scheduled").get("reason") == "Unschedulable", timeout=20
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jobs import Jobs, job, steps_job
+from jobs import FAST, Jobs, job, steps_job
 
 FIELD = "spec.storage.checkpoints.claimTemplate"
 
@@ -66,7 +66,7 @@ def test_a_kept_claim_holds_the_checkpoints_and_serves_the_next_job_of_the_name(
         log = jobs.kubectl("logs", "kept-0-0", "--container=trainer")
         assert "nothing is left to train: the checkpoint of step" in log, log[-2000:]
         jobs.kubectl("delete", "ddpjob", "kept")
-        jobs.apply(steps_job("kept", 5, storage=template(made, whenDeleted="Delete")))
+        jobs.apply(steps_job("kept", 5, recovery=FAST, storage=template(made, whenDeleted="Delete")))
         waits_with(jobs, "kept", "ClaimTaken")
         assert "made from another claimTemplate" in jobs.condition("kept", "Scheduled")["message"]
         jobs.kubectl("delete", "ddpjob", "kept")
@@ -75,7 +75,7 @@ def test_a_kept_claim_holds_the_checkpoints_and_serves_the_next_job_of_the_name(
 
 def test_a_claim_that_is_not_kept_goes_with_its_job(jobs: Jobs, tmp_path: Path) -> None:
     with volume(jobs, "gone", tmp_path) as made:
-        jobs.apply(steps_job("gone", 5, storage=template(made, whenDeleted="Delete")))
+        jobs.apply(steps_job("gone", 5, recovery=FAST, storage=template(made, whenDeleted="Delete")))
         jobs.wait_phase("gone", "Complete")
         assert set(claims(jobs)) == {"gone-checkpoints"}
         jobs.kubectl("delete", "ddpjob", "gone")
@@ -87,7 +87,7 @@ def test_what_keeps_a_claim_from_being_made_is_a_condition_that_names_the_field(
     jobs.cluster.apply({**quota, "spec": {"hard": {"requests.storage": "1Mi"}}}, namespace=jobs.namespace)
     with volume(jobs, "full", tmp_path) as made:
         jobs.wait("the quota", lambda: "used" in jobs.kubectl("get", "quota", "disk", "--output=yaml"), timeout=20)
-        jobs.apply(steps_job("full", 5, storage=template(made)))
+        jobs.apply(steps_job("full", 5, recovery=FAST, storage=template(made)))
         waits_with(jobs, "full", "CreationRefused")
         message = jobs.condition("full", "Scheduled")["message"]
         assert f"({FIELD})" in message and "exceeded quota: disk" in message
@@ -96,7 +96,7 @@ def test_what_keeps_a_claim_from_being_made_is_a_condition_that_names_the_field(
         jobs.wait_phase("full", "Complete", timeout=150)
         restarts = jobs.status("full")["restarts"]
         assert (restarts["counted"], restarts["uncounted"]) == (0, 0)
-        jobs.apply(steps_job("one-node", 5, storage=template(made, "ReadWriteOnce")))
+        jobs.apply(steps_job("one-node", 5, recovery=FAST, storage=template(made, "ReadWriteOnce")))
         waits_with(jobs, "one-node", "VolumeSingleNode")
         assert f"{FIELD}.spec.accessModes [ReadWriteMany]" in jobs.condition("one-node", "Scheduled")["message"]
         assert set(claims(jobs)) == {"full-checkpoints"}, "none is made that could not serve"
@@ -106,7 +106,7 @@ def test_somebody_elses_claim_is_not_used(jobs: Jobs) -> None:
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Mi"}}}
     theirs = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "mine-checkpoints"}}
     jobs.cluster.apply({**theirs, "spec": spec}, namespace=jobs.namespace)
-    jobs.apply(steps_job("mine", 5, storage=template("any")))
+    jobs.apply(steps_job("mine", 5, recovery=FAST, storage=template("any")))
     waits_with(jobs, "mine", "ClaimTaken")
     assert "was not made by a job of this name" in jobs.condition("mine", "Scheduled")["message"]
     assert not jobs.pods()

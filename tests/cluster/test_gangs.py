@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from jobs import Jobs, Json, job, steps_job
+from jobs import FAST, Jobs, Json, job, steps_job
 from testcluster.cluster import Cluster
 
 GPU = "example.com/gpu"
@@ -72,7 +72,7 @@ def test_two_jobs_with_half_of_the_gpus_each_wait_forever_and_as_gangs_one_runs_
     Without gangs that is a deadlock, as the end shows: nothing but the loss of one job lets the other run.
     """
     for name in ("one", "two"):
-        jobs.apply(steps_job(name, 5, scheduling={"gang": gang}, **ONE_GPU))
+        jobs.apply(steps_job(name, 5, recovery=FAST, scheduling={"gang": gang}, **ONE_GPU))
         jobs.wait(f"the pods of {name}", lambda name=name: {f"{name}-0-0", f"{name}-1-0"} <= set(jobs.pods()))
     jobs.kill("one-1-0")
     tried = {"one-0-0", "one-1-1", "two-0-0", "two-1-0"}
@@ -125,7 +125,7 @@ def test_one_of_two_gangs_runs_and_the_other_holds_nothing_until_it_can(jobs: Jo
 
 def test_a_lost_pod_of_a_gang_is_replaced_at_once_and_spares_come_later(jobs: Jobs, gpus: Gpus) -> None:
     gpus.each(1)
-    jobs.apply(steps_job("lossy", 1000, spares=1, recovery={"mode": "Fast"}, **ONE_GPU))
+    jobs.apply(steps_job("lossy", 1000, spares=1, recovery=FAST, **ONE_GPU))
     jobs.wait_phase("lossy", "Running")
     assert group_of(jobs.pods()["lossy-1-0"]) == "lossy-gang-0"
     group = jobs.cluster.kubectl_json("get", "podgroup", "lossy-gang-0", "--namespace", jobs.namespace)
@@ -133,7 +133,7 @@ def test_a_lost_pod_of_a_gang_is_replaced_at_once_and_spares_come_later(jobs: Jo
     assert not group_of(jobs.pods("spare")["lossy-2-0"]), "there is no room for it, and that is nobody's concern"
     jobs.kubectl("delete", "ddpjob", "lossy")
 
-    jobs.apply(steps_job("again", 1000, recovery={"mode": "Fast"}, **ONE_GPU))
+    jobs.apply(steps_job("again", 1000, recovery=FAST, **ONE_GPU))
     jobs.wait_phase("again", "Running")
     jobs.kill("again-1-0")
     jobs.wait("its successor has a node", lambda: "again-1-1" in jobs.held("again"), timeout=20)
@@ -148,7 +148,7 @@ def test_a_preempted_job_gives_up_all_its_gpus_and_continues_when_there_is_room(
     """One GPU would have been enough for the other."""
     low, high = priorities
     gpus.each(1)
-    jobs.apply(steps_job("low", 100_000, scheduling={"priorityClassName": low}, **ONE_GPU))
+    jobs.apply(steps_job("low", 100_000, recovery=FAST, scheduling={"priorityClassName": low}, **ONE_GPU))
     jobs.wait_phase("low", "Running")
     jobs.apply(sleeping_job("high", 10_000, nodes=1, scheduling={"priorityClassName": high}))
     jobs.wait_phase("high", "Running")

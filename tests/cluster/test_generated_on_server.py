@@ -19,7 +19,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.reader import validate, with_defaults
 from ddpjob.objects.pod_template import problems
 from generated import Maker
-from jobs import Jobs, steps_job
+from jobs import FAST, Jobs, steps_job
 from operator_process import OperatorProcess
 from testcluster.cluster import Cluster
 
@@ -121,7 +121,7 @@ def test_what_is_accepted_is_reconciled_and_so_is_a_forged_status(
         path = f"{PATH.format(jobs.namespace)}/{name}/status"
         assert any(ask("PATCH", path, {"status": status})[0] == 200 for status in tries), name
     jobs.wait("every status to be the operator's again", lambda: not _silent(jobs, made, but=-7), timeout=40)
-    jobs.apply(steps_job("healthy", steps=5))
+    jobs.apply(steps_job("healthy", steps=5, recovery=FAST))
     jobs.wait_phase("healthy", "Complete", timeout=60)
     log = operator.log.read_text()
     assert "Traceback" not in log and "cannot be read" not in log and operator.running()

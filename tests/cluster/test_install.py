@@ -15,7 +15,7 @@ import yaml
 from conftest import create_namespace, remove_namespace
 from ddpjob.controller.operator_shards import shard_of
 from install_fixtures import CHART, Release, helm
-from jobs import Jobs, job, steps_job
+from jobs import FAST, Jobs, job, steps_job
 from machine import slowness
 from testcluster import processes
 from testcluster.cluster import Cluster
@@ -399,7 +399,7 @@ def test_key_outlives_upgrade_and_new_installation(installed_operator: Release) 
 def test_uninstalling_leaves_running_jobs_alone(installed_operator: Release, jobs: Jobs) -> None:
     """Pods train on without an operator; one that is installed again continues with the same pods."""
     release = installed_operator
-    jobs.apply(steps_job("long", 300))
+    jobs.apply(steps_job("long", 300, recovery=FAST))
     jobs.wait_phase("long", "Running")
     pods = {name: pod["metadata"]["uid"] for name, pod in jobs.pods().items()}
     release.uninstall()
@@ -430,7 +430,7 @@ def test_the_second_replica_takes_over(installed_operator: Release, jobs: Jobs) 
     processes.wait_for("another holder", lambda: release.holder() not in ("", first), timeout=60)
     # The Lease of one that died is waited for (10 s), and seen by a try each 2 s.
     assert time.monotonic() - began < 20 * slowness()
-    jobs.apply(steps_job("after", 5))
+    jobs.apply(steps_job("after", 5, recovery=FAST))
     jobs.wait_phase("after", "Complete")
 
 

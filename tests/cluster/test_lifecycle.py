@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from jobs import Jobs, job, steps_job
+from jobs import FAST, Jobs, job, steps_job
 from testcluster.settings import ClusterError
 
 
@@ -59,7 +59,7 @@ def test_suspend_and_resume(jobs: Jobs) -> None:
 
 def test_an_autoscaler_and_kubectl_scale_change_an_elastic_job_in_place(jobs: Jobs) -> None:
     spread = {"scheduling": {"onePodPerNode": False}, "elastic": {"minNodes": 1, "maxNodes": 3}}
-    jobs.apply(steps_job("scaled", 100000, nodes=1, recovery={"mode": "Fast"}, **spread))
+    jobs.apply(steps_job("scaled", 100000, nodes=1, recovery=FAST, **spread))
     scaler = {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
@@ -106,7 +106,8 @@ def world(jobs: Jobs, name: str) -> str:
 
 
 def test_a_deadline_ends_the_job_and_its_time_to_live_removes_it(jobs: Jobs) -> None:
-    jobs.apply(steps_job("late", 1000, runPolicy={"activeDeadlineSeconds": 8, "ttlSecondsAfterFinished": 6}))
+    policy = {"activeDeadlineSeconds": 8, "ttlSecondsAfterFinished": 6}
+    jobs.apply(steps_job("late", 1000, recovery=FAST, runPolicy=policy))
     took = jobs.wait_phase("late", "Failed", timeout=40)
     assert took >= 7
     assert jobs.condition("late", "Failed")["reason"] == "DeadlineExceeded"
@@ -126,7 +127,7 @@ def test_clean_pod_policies(jobs: Jobs) -> None:
         "command": ["/bin/sleep", "600"],
     }
     for policy in ("None", "All"):
-        manifest = steps_job(f"clean-{policy.lower()}", 3, nodes=1, runPolicy={"cleanPodPolicy": policy})
+        manifest = steps_job(f"clean-{policy.lower()}", 3, nodes=1, recovery=FAST, runPolicy={"cleanPodPolicy": policy})
         template = manifest["spec"]["podTemplate"]["spec"]
         mounts = template["containers"][0]["volumeMounts"]
         template["containers"] = [*template["containers"], sidecar | {"volumeMounts": mounts}]
@@ -172,10 +173,10 @@ def test_any_command_gets_what_torchrun_reads(jobs: Jobs) -> None:
 
 
 def test_a_deleted_job_takes_everything_with_it_and_its_name_is_free(jobs: Jobs) -> None:
-    jobs.apply(steps_job("again", 1000))
+    jobs.apply(steps_job("again", 1000, recovery=FAST))
     jobs.wait_phase("again", "Running")
     jobs.kubectl("delete", "ddpjob", "again", "--wait=true")
-    jobs.apply(steps_job("again", 5))
+    jobs.apply(steps_job("again", 5, recovery=FAST))
     jobs.wait_phase("again", "Complete", timeout=120)
     jobs.kubectl("delete", "ddpjob", "again")
     jobs.wait(

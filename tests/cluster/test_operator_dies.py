@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dying_operator import DEAD
-from jobs import Jobs, steps_job
+from jobs import FAST, Jobs, steps_job
 from machine import slowness
 from operator_process import OperatorProcess
 from testcluster.cluster import Cluster
@@ -70,7 +70,7 @@ def test_it_dies_before_and_after_every_call(jobs: Jobs, operator: OperatorProce
 def test_a_namespace_can_be_deleted_while_the_operator_is_down(
     jobs: Jobs, operator: OperatorProcess, cluster: Cluster
 ) -> None:
-    jobs.apply(steps_job("left", 1000))
+    jobs.apply(steps_job("left", 1000, recovery=FAST))
     jobs.wait_phase("left", "Running")
     operator.kill()
     cluster.kubectl("delete", "namespace", jobs.namespace, f"--timeout={90 * slowness():.0f}s")

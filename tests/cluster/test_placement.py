@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import more_nodes
-from jobs import Jobs, Json, steps_job
+from jobs import FAST, Jobs, Json, steps_job
 from testcluster.cluster import Cluster
 from testcluster.settings import CHECKOUT
 from watching import restarts
@@ -66,7 +66,7 @@ def test_all_pods_run_in_one_domain_and_so_do_their_replacements(four: Cluster, 
         four.kubectl("label", "nodes", *nodes, "--overwrite", f"{RACK}={rack}")
     scheduling = {"sameTopology": RACK}
     try:
-        jobs.apply(steps_job("near", 100000, "--sleep=0.2", scheduling=scheduling))
+        jobs.apply(steps_job("near", 100000, "--sleep=0.2", recovery=FAST, scheduling=scheduling))
         jobs.wait("the job to run", lambda: jobs.status("near").get("phase") == "Running", timeout=120)
         placed = {node_of(jobs, f"near-{index}-0") for index in range(2)}
         assert placed in ({"n1", "n2"}, {"n3", "n4"})
@@ -75,7 +75,7 @@ def test_all_pods_run_in_one_domain_and_so_do_their_replacements(four: Cluster, 
         jobs.wait("the replacement to run", lambda: jobs.status("near")["round"] > 0, timeout=60)
         jobs.wait("the job to run again", lambda: jobs.status("near").get("phase") == "Running", timeout=90)
         assert node_of(jobs, "near-1-1") == left, "the only other place of the rack"
-        jobs.apply(steps_job("wide", 100000, "--sleep=0.2", nodes=3, scheduling=scheduling))
+        jobs.apply(steps_job("wide", 100000, "--sleep=0.2", nodes=3, recovery=FAST, scheduling=scheduling))
         jobs.wait("no room", lambda: jobs.condition("wide", "Scheduled").get("reason") == "Unschedulable", timeout=120)
         assert f"all pods share one {RACK}" in jobs.condition("wide", "Scheduled")["message"]
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import create_namespace
-from jobs import Jobs, job, steps_job
+from jobs import FAST, Jobs, job, steps_job
 from testcluster.cluster import Cluster
 
 
@@ -22,11 +22,11 @@ def gpus(cluster: Cluster) -> Iterator[str]:
 
 
 def test_gpus_by_resource_name(jobs: Jobs, gpus: str) -> None:
-    jobs.apply(steps_job("many", 3, gpusPerNode=4, gpuResource=gpus))
+    jobs.apply(steps_job("many", 3, recovery=FAST, gpusPerNode=4, gpuResource=gpus))
     jobs.wait("the condition", lambda: jobs.condition("many", "Scheduled").get("reason") == "Unschedulable", timeout=20)
     assert f"Insufficient {gpus}" in jobs.condition("many", "Scheduled")["message"]
     jobs.kubectl("delete", "ddpjob", "many")
-    jobs.apply(steps_job("few", 3, gpusPerNode=2, gpuResource=gpus))
+    jobs.apply(steps_job("few", 3, recovery=FAST, gpusPerNode=2, gpuResource=gpus))
     jobs.wait_phase("few", "Complete", timeout=120)
     assert "of 4 begins" in jobs.kubectl("logs", "few-0-0"), "a process per GPU"
 
@@ -70,7 +70,7 @@ def test_two_jobs_of_one_name_in_two_namespaces_and_one_machine(jobs: Jobs, clus
     create_namespace(cluster, other.namespace)
     try:
         for place in (jobs, other):
-            place.apply(steps_job("twin", 5, nodes=1))
+            place.apply(steps_job("twin", 5, nodes=1, recovery=FAST))
         for place in (jobs, other):
             place.wait_phase("twin", "Complete", timeout=120)
     finally:

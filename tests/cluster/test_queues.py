@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import kueue_crds
 import pytest
-from jobs import Jobs, Json, steps_job
+from jobs import FAST, Jobs, Json, steps_job
 from testcluster.cluster import Cluster
 
 WORKLOAD = "workloads.kueue.x-k8s.io"
@@ -67,7 +67,7 @@ def test_a_job_waits_runs_is_evicted_and_continues(jobs: Jobs, cluster: Cluster)
     flavor = kueue_crds.flavor(jobs.namespace, hostname)
     cluster.apply(flavor)
     quick = {"scheduling": {"onePodPerNode": False}, **CPU}
-    jobs.apply(queued(steps_job("quick", 100_000, **quick)))
+    jobs.apply(queued(steps_job("quick", 100_000, recovery=FAST, **quick)))
     workload = only(jobs)
     assert workload["spec"]["queueName"] == "team"
     assert [(s["name"], s["count"]) for s in workload["spec"]["podSets"]] == [("node", 2), ("coordinator", 1)]
@@ -117,7 +117,7 @@ def test_a_job_that_is_deleted_while_it_waits_leaves_nothing(jobs: Jobs) -> None
 def test_a_job_of_another_controller_is_left_alone_and_cannot_be_taken_over(jobs: Jobs) -> None:
     theirs = "kueue.x-k8s.io/multikueue"
     jobs.apply(queued(steps_job("theirs", 5, managedBy=theirs)))
-    jobs.apply(steps_job("ours", 5))
+    jobs.apply(steps_job("ours", 5, recovery=FAST))
     jobs.wait_phase("ours", "Complete")
     assert not jobs.status("theirs") and not workloads(jobs)
     assert theirs in jobs.kubectl("get", "ddpjob", "theirs", "--output=wide")
