@@ -21,6 +21,8 @@ from machine import slowness
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = str(SCRIPTS / "process_train.py")
 Json = dict[str, Any]
+FAST = {"mode": "Fast"}
+"""`recovery` of jobs whose mode does not matter: torch is imported twice and not four times for two pods."""
 
 
 def manifest(name: str = "job", **spec: Any) -> Json:

@@ -11,7 +11,7 @@ from pathlib import Path
 import ddpjob_trainer.__main__
 import pytest
 from ddpjob_bucket import Bucket
-from process_harness import SCRIPTS, Json, Machine, Run, manifest
+from process_harness import FAST, SCRIPTS, Json, Machine, Run, manifest
 from ranks import final_losses, metrics
 from s3_server import BUCKET, Server, SlowLine, serving
 
@@ -66,7 +66,7 @@ def test_a_script_continues_from_the_bucket_when_its_pod_and_disk_are_lost_and_t
 ) -> None:
     line = SlowLine(server.port)
     job = manifest(
-        script=str(SCRIPTS / "report_bucket.py"), args=[f"--steps={STEPS}"], recovery={"mode": "Fast"},
+        script=str(SCRIPTS / "report_bucket.py"), args=[f"--steps={STEPS}"], recovery=FAST,
         storage=storage(line.port),
     )  # fmt: skip
     run = machine.start(job)
@@ -101,13 +101,14 @@ def test_the_built_in_trainer_finds_the_bucket_by_the_manifest(
     small = ["data.name=digits", "data.batch=100", "model.width=16", "train.epochs=4", "train.log_every=1",
              "train.threads=1", "checkpoint.every_steps=5", "checkpoint.every_seconds=0", "checkpoint.keep=2",
              "train.ledger=true", "eval.pictures=false"]  # fmt: skip
-    plain = machine.run(manifest("plain", module="ddpjob_trainer", args=[*small, f"train.run_dir={tmp_path / 'a'}"]))
+    args = [*small, f"train.run_dir={tmp_path / 'a'}"]
+    plain = machine.run(manifest("plain", module="ddpjob_trainer", args=args, recovery=FAST))
     assert plain.process.returncode == 0, plain.everything()
     again = [*small, f"train.run_dir={tmp_path / 'b'}"]
     job = manifest("digits", module="ddpjob_trainer", args=again, storage=storage(server.port))
     held = manifest(
         "digits", script=str(SCRIPTS / "held_script.py"), args=[ddpjob_trainer.__main__.__file__, *again],
-        env=[{"name": "HELD", "value": "12"}], storage=storage(server.port),
+        env=[{"name": "HELD", "value": "12"}], storage=storage(server.port), recovery=FAST,
     )  # fmt: skip
     run = machine.start(held)
     run.until(lambda r: copied(r) >= 5, seconds=180)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_harness import SCRIPTS, Json, Machine, Run, manifest
+from process_harness import FAST, SCRIPTS, Json, Machine, Run, manifest
 from s3_server import BUCKET, Server, SlowLine, serving
 
 pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
@@ -67,7 +67,7 @@ def fill(server: Server, sizes: dict[str, int]) -> str:
 
 def job(port: int, name: str = "job", **spec: object) -> Json:
     place = {"url": f"s3://{BUCKET}/datasets/a", "endpoint": f"http://127.0.0.1:{port}", "secretName": "keys"}
-    return manifest(name, script=SCRIPT, storage={"data": place}, **spec)
+    return manifest(name, script=SCRIPT, storage={"data": place}, recovery=FAST, **spec)
 
 
 def logs(run: Run) -> str:
@@ -119,7 +119,7 @@ def test_a_fetch_that_is_killed_is_continued_by_the_next_one_and_slow_is_not_dea
     size = 8_000_000
     expected = fill(server, {"one.bin": size, "two.bin": 1000})
     line = Line(server.port, answers_per_second=500_000)
-    run = machine.start(job(line.port, recovery={"mode": "Fast"}))
+    run = machine.start(job(line.port))
     run.until(lambda r: line.received > 2_500_000)
     run.until(lambda r: "fetching data" in r.condition("Running").get("message", ""))
     assert "MiB of 7.6 MiB" in run.condition("Running")["message"]

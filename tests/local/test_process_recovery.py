@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from process_harness import Machine, Run, manifest
-
-FAST = {"mode": "Fast"}
+from process_harness import FAST, Machine, Run, manifest
 
 
 def display(run: Run) -> str:

@@ -15,7 +15,7 @@ import pytest
 from ddpjob.local.paths import JobFolder
 from ddpjob.local.record import ask
 from machine import slowness
-from process_harness import TRAIN, Machine, manifest
+from process_harness import FAST, TRAIN, Machine, manifest
 from strategy_jobs import held, let_go
 
 HANG = ["bash", "-c", "trap '' TERM; setsid sleep 1000 & (sleep 1000 &) ; sleep 1000"]
@@ -204,7 +204,7 @@ def test_a_lost_output_saves_and_leaves_nothing(
     reader, writer = os.openpty() if output == "terminal" else os.pipe()
     fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK)
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # It is ignored where the tests run under nohup.
-    run = machine.start(manifest(args=["--steps=100000"], recovery={"mode": "Fast"}), stdout=writer)
+    run = machine.start(manifest(args=["--steps=100000"], recovery=FAST), stdout=writer)
     signal.signal(signal.SIGHUP, inherited)
     os.close(writer)
     run.until(lambda r: r.steps() >= 3)
@@ -220,7 +220,7 @@ def test_a_lost_output_saves_and_leaves_nothing(
 
 
 def test_nohup_outlives_its_terminal(machine: Machine) -> None:
-    run = machine.start(manifest(args=["--steps=100000"], recovery={"mode": "Fast"}), wrapper=["nohup"])
+    run = machine.start(manifest(args=["--steps=100000"], recovery=FAST), wrapper=["nohup"])
     run.until(lambda r: r.steps() >= 3)
     run.signal(signal.SIGHUP)
     steps = run.steps()
