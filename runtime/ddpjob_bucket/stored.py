@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +31,10 @@ _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
 MOST_FILES = 5000
 _PIECE = 2**20
+_REQUEST_SECONDS = 120
+"""After which the client gives a request up, whatever has come or gone by then."""
 _RANGE = 64 * 2**20
-"""Bytes of one request for a file: the client gives a request up after two minutes, whatever has come by then."""
+"""Bytes of one request for a file."""
 _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
 """An object is uploaded in at most 10000 pieces, and S3 takes none that is smaller."""
 _TRIES = 100
@@ -112,6 +115,7 @@ class Bucket:
 
         self._obs, self._store, self.url = obstore, store, url
         self.term = 0
+        self._slow = False
 
     @classmethod
     def open(cls, url: str) -> Bucket:
@@ -134,7 +138,7 @@ class Bucket:
             ) from None
         if url.startswith("file:"):
             return cls(LocalStore(url[len("file://") :], mkdir=True), url)
-        options: dict[str, Any] = {"client_options": {"connect_timeout": "10s", "timeout": "120s"}}
+        options: dict[str, Any] = {"client_options": {"connect_timeout": "10s", "timeout": f"{_REQUEST_SECONDS}s"}}
         options["retry_config"] = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=60)}
         endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
         if endpoint.startswith("http://"):
@@ -359,8 +363,17 @@ class Bucket:
         return entry
 
     def _put(self, key: str, file: Path) -> None:
-        piece = max(_SMALLEST_PART, file.stat().st_size // _LARGEST_PARTS)
-        self._try("written", key, partial(self._obs.put, self._store, key, file, chunk_size=piece))
+        size = file.stat().st_size
+        piece = max(_SMALLEST_PART, size // _LARGEST_PARTS)
+        put, began = partial(self._obs.put, self._store, key, file, chunk_size=piece), time.monotonic()
+        try:
+            self._try("written", key, partial(put, max_concurrency=1) if self._slow else put)
+        except BucketError:
+            # Twelve pieces at once share the line, and each has the time of a request: a slow one ends none of them.
+            if self._slow or size <= piece or time.monotonic() - began < _REQUEST_SECONDS:
+                raise
+            self._slow = True
+            self._put(key, file)
 
     def _sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of each object below a prefix, by its key."""

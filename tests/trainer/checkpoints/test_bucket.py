@@ -232,3 +232,31 @@ def test_a_failure_is_tried_again_with_growing_pauses(tmp_path: Path, monkeypatc
     assert bucket.steps == [1] * 5 and uploads.failures == 0
     assert len(said) == 4 and all("training continues" in text for text in said)
     uploads.close()
+
+
+@pytest.mark.parametrize("slow", [True, False], ids=["a slow line", "a server that refuses"])
+def test_on_a_slow_line_a_large_file_goes_piece_by_piece(
+    slow: bool, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dozen pieces at once share the line, so that none would be in time, and each try would begin from nothing."""
+    bucket, put, how, clock = begun(store), obstore.put, list[Any](), [0.0]
+    monkeypatch.setattr(stored.time, "monotonic", lambda: clock[0])
+
+    def over_the_line(at: Any, key: str, file: Any, chunk_size: int = 0, max_concurrency: int = 12) -> Any:
+        if isinstance(file, Path) and file.stat().st_size > chunk_size:
+            how.append(max_concurrency)
+            if max_concurrency > 1:
+                clock[0] += 121 if slow else 30
+                raise obstore.exceptions.GenericError("HTTP error: error sending request")
+        return put(at, key, file)
+
+    monkeypatch.setattr(obstore, "put", over_the_line)
+    large = saved(tmp_path, 5, bytes(6 * 2**20))
+    if not slow:
+        with pytest.raises(BucketError, match="error sending request"):
+            bucket.publish(large, 5)
+        assert how == [12]
+        return
+    entries = [bucket.publish(large, 5), bucket.publish(saved(tmp_path, 6, bytes(6 * 2**20)), 6)]
+    assert bucket.entries() == entries[::-1]
+    assert how == [12, 1, 1], "and at once with the next"
