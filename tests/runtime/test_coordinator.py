@@ -242,6 +242,22 @@ def test_a_rank_that_has_saved_before_its_launcher_was_asked_leaves_the_others_t
     assert world.round.world == 3 and world.incidents() == [("Joined", "job-2-0", 0)]
 
 
+@pytest.mark.parametrize("error", ["Interrupted: SIGTERM", RESET])
+@pytest.mark.parametrize("later", [0.2, 5.0])
+def test_a_script_that_ends_with_an_error_when_asked_to_leaves_the_others_their_time_to_save(
+    error: str, later: float
+) -> None:
+    """A handler of SIGTERM that raises, and the peers' errors after it, are how such a script ends."""
+    world, members = growing(grace=100.0)
+    world.pass_time(later)
+    world.fail(members[1], error)
+    world.ready(members[1])
+    world.pass_time(50)
+    assert [fields["planned"] for verb, fields in world.heard[members[0].pod] if verb == "restart"] == [True]
+    world.ready(members[0])
+    assert world.round.world == 3 and world.incidents() == [("Joined", "job-2-0", 0)]
+
+
 def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
     """Also from a member that cannot end its workers: the others waited for its grace."""
     world, members = growing(grace=600.0)

@@ -136,6 +136,31 @@ def test_members_that_save_for_a_planned_restart_keep_their_time(first: str) -> 
     assert world.report()["round"] > 7 and world.ranks() == [0, 1]
 
 
+def test_a_member_that_comes_back_late_leaves_those_that_save_for_a_planned_restart_their_time() -> None:
+    """Its name server may return the address of the earlier coordinator for half a minute."""
+    world = second(3)
+    members = []
+    for i, seconds in ((0, 0), (1, 25), (2, 0)):
+        world.pass_time(seconds)
+        resume = {"round": 7, "rank": i, "world": 3, "state": "Running", "planned": True}
+        members.append(world.hello(i, resume=resume, grace=100.0))
+    world.ready(*members[1:])
+    world.pass_time(50)
+    assert not any(fields["planned"] is False for _, fields in world.heard[members[0].pod] if "planned" in fields)
+    world.ready(members[0])
+    assert world.round.number == 1_000_001 and world.ranks() == [0, 1, 2]
+
+
+def test_a_member_that_is_gone_ends_a_planned_restart_of_an_earlier_coordinator() -> None:
+    """Those that save may be waiting for it."""
+    world = second(2)
+    resume = {"round": 7, "rank": 0, "world": 2, "state": "Running", "planned": True}
+    first = world.hello(0, resume=resume, grace=100.0)
+    world.coordinator.gone("job-1-0", "its Kubernetes node is lost")
+    world.pass_time(5.1)
+    assert [fields["planned"] for verb, fields in world.heard[first.pod] if verb == "restart"] == [True, False]
+
+
 def test_the_newest_round_is_the_one() -> None:
     world = second(2)
     stale = world.resume(0, 6, 0, 2)

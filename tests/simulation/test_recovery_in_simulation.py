@@ -784,3 +784,14 @@ async def test_a_host_that_is_started_again_costs_nothing() -> None:
     assert reasons(s)[0] == ("NodeFault", False)
     assert [n["node"] for n in s.status["avoidedNodes"]] == [host.name]
     await s.until_phase("Complete")
+
+
+@pytest.mark.parametrize(("placement", "state"), [("Dedicated", "Planned"), ("Master", "Running")])
+async def test_a_status_that_is_ahead_of_its_pods_gets_others(placement: str, state: str) -> None:
+    """Changed by hand: the coordinator that it names is not that of the pods, which the operator then never asks."""
+    s = Simulation({"rendezvous": {"placement": placement}}, steps=100)
+    await s.until_phase("Running")
+    s.status["rendezvous"] |= {"generation": 5, "state": state}
+    await s.until(lambda: s.status["rendezvous"]["generation"] == 6)
+    assert set(reasons(s)) == {("RendezvousLost", False)}
+    await s.until_phase("Complete")

@@ -183,6 +183,11 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
         return SlotState.SUCCEEDED, None
     if pod.ended or pod.deleted_at is not None:
         return SlotState.FAILED, why_ended(pod, hosts, launcher=launcher)
+    group = view.status.rendezvous.generation
+    if pod.generation < group:
+        # Its coordinator is another, which nobody asks: the status was changed by hand, or the pod was created late.
+        why = f"pod {pod.name} belongs to generation {pod.generation} of the group, which is at generation {group}"
+        return SlotState.FAILED, End(Cause.RENDEZVOUS_LOST, why)
     return (SlotState.RUNNING if pod.main.running else SlotState.CREATED), None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ddpjob_runtime.coordinator.evidence import Evidence
-from ddpjob_runtime.coordinator.first_cause import Failure, Finish, Loss, Verdict
+from ddpjob_runtime.coordinator.first_cause import ORDER_SECONDS, Failure, Finish, Loss, Verdict
 from ddpjob_runtime.coordinator.hang import HangDump
 from ddpjob_runtime.coordinator.loop import Loop
 from ddpjob_runtime.coordinator.members import Member
@@ -166,6 +166,8 @@ class Round:
         self._evidence.add_failure(failure)
         if member.state == MemberState.LEAVING:
             return  # as it was asked to; its peers may still save
+        if self.ended_planned and self._ended_at is not None and failure.time > self._ended_at + ORDER_SECONDS:
+            return  # that is how this script ends when it is asked to; its peers may still save
         self._break_up()
         asked = self._evidence.somebody_leaves or self.ended_planned
         if asked and failure.exit_code == EXIT_STEPPED_ASIDE:

@@ -127,7 +127,9 @@ class Takeover:
             known = len(self._members.ready()) >= self._rounds.size.nodes
         else:
             # Of those that have not come back nobody knows the names: as many as are gone will be the same.
-            known = current.broken or len(self._gone) >= len(current.absent_ranks())
+            # Members that were asked to save take their time for it, also while they do not find this coordinator.
+            over = current.broken and not current.ended_planned
+            known = over or len(self._gone) >= len(current.absent_ranks())
         if known and self._until > self._loop.now() + BROKEN_SECONDS:
             self._hold(BROKEN_SECONDS)
 

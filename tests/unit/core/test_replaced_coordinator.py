@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ddpjob.api.job_status import Restart, Restarts
@@ -59,9 +60,18 @@ def test_nothing_is_sent_while_the_coordinator_stays() -> None:
     assert decision.status.slots[1].attempt == 1 and messages(decision) == []
 
 
-@pytest.mark.parametrize(("at", "named"), [(2, ["job-1-0"]), (-60, [])], ids=["a loss", "cut short by a suspension"])
+@pytest.mark.parametrize(
+    ("at", "of_it", "named"),
+    [
+        (2, {"state": CoordinatorState.FORMING}, ["job-1-0"]),
+        (2, {"state": CoordinatorState.RESTARTING, "round": 7}, ["job-1-0"]),
+        (2, {"state": CoordinatorState.RESTARTING, "round": 1_000_001}, []),
+        (-60, {"state": CoordinatorState.FORMING}, []),
+    ],
+    ids=["a loss", "a loss in a planned restart", "a loss in a round of its own", "cut short by a suspension"],
+)
 def test_the_one_that_takes_over_hears_of_pods_that_were_lost_in_this_life_of_the_job(
-    at: float, named: list[str]
+    at: float, of_it: dict[str, Any], named: list[str]
 ) -> None:
     """It then waits 5 s for a member and not 45: too short where nothing was lost but the coordinator."""
     job, pods = running(2, recovery={"mode": "Fast"})
@@ -69,5 +79,5 @@ def test_the_one_that_takes_over_hears_of_pods_that_were_lost_in_this_life_of_th
     slots = (job.status.slots[0], replace(job.status.slots[1], attempt=1))
     job = replace(job, status=replace(job.status, restarts=Restarts(recent=(loss,)), slots=slots))
     present = (pods[0], replace(pods[1], name="job-1-1", uid="job-1-1"), COORDINATOR)
-    _, decision = seen(job, 5, present, replace(report(CoordinatorState.FORMING), attempt=1))
+    _, decision = seen(job, 5, present, replace(report(), attempt=1, **of_it))
     assert [a.body["pod"] for a in decision.actions if isinstance(a, Notify) and a.verb == "gone"] == named

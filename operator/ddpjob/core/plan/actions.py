@@ -37,6 +37,8 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 _ENDING_MARGIN = timedelta(seconds=5)
 LISTS_SINCE = 3
 """Version of the protocol from which on a coordinator takes notice of several pods at once."""
+ROUNDS_PER_ATTEMPT = 1_000_000
+"""The first round of the coordinator of attempt A is A times this and one, as docs/protocol.md says."""
 
 
 def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], datetime | None]:
@@ -185,7 +187,8 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
     if report is not None:
         known = [*(m.pod for m in report.members), *(m.pod for m in report.lost)]
         gone += [pod for pod in known if pod not in view.current_names and pod not in present]
-        if report.attempt and report.state is CoordinatorState.FORMING:
+        waits = report.state in (CoordinatorState.FORMING, CoordinatorState.RESTARTING)
+        if waits and report.attempt and report.round <= report.attempt * ROUNDS_PER_ATTEMPT:
             # It waits for the members of a round that an earlier coordinator began, and knows of no loss among them.
             status = view.status
             lately = [r for r in status.restarts.recent if r.seconds is None and not status.ended_without_recovery(r)]
