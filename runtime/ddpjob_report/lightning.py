@@ -9,12 +9,13 @@ trainer.fit(model, data, ckpt_path=last_checkpoint(folder))
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpjob_report import checkpoint_dir, report, saved_and_leave, should_stop
+from ddpjob_report import checkpoint_dir, copy_checkpoint, report, saved_and_leave, should_stop
 from ddpjob_report.resume import figures, newest
 
 _OLD_NAME = "lightning" not in sys.modules and (
@@ -29,7 +30,8 @@ _STOPPED = "stopped-step="
 
 
 class DDPJobCallback(Callback):  # type: ignore[misc]
-    """Reports steps, the loss, and what the model logs. When a pod is asked to end, saves a checkpoint, and leaves.
+    """Reports steps, the loss, and what the model logs. When a pod is asked to end, saves a checkpoint (in a job
+    with a bucket it is copied), and leaves.
 
     `folder`: of that checkpoint; the job's checkpoint folder where it is None.
     """
@@ -54,6 +56,8 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 for old in folder.glob(f"{_STOPPED}*.ckpt"):
                     if old != made:
                         old.unlink()
+                if os.environ.get("DDPJOB_CHECKPOINT_URL"):  # How many stay there, the script's own copies say.
+                    copy_checkpoint(made, trainer.global_step, keep=sys.maxsize)
             saved_and_leave()
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:

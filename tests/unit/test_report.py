@@ -311,6 +311,23 @@ def test_lightning_s_separate_validation_is_no_progress(
     assert posted == [{"epoch": 2, "epochs": 2, "step": 45, "steps": 100, "metrics": metrics}]
 
 
+@pytest.mark.parametrize(("url", "copied"), [("s3://models/runs", [("stopped-step=45.ckpt", 45)]), ("", [])])
+def test_what_lightning_saves_as_it_leaves_is_in_the_bucket(
+    url: str, copied: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The pod's disk ends with the pod, and nothing of the script runs any more that could copy it."""
+    copies: list[tuple[str, int]] = []
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_URL", url)
+    monkeypatch.setattr(ddpjob_report, "should_stop", lambda: True)
+    monkeypatch.setattr(ddpjob_report, "copy_checkpoint", lambda path, step, keep: copies.append((path.name, step)))
+    module, trainer = imitated_lightning(monkeypatch), Trainer("fit", 100)
+    trainer.log_every_n_steps, trainer.is_global_zero = 0, True  # type: ignore[attr-defined]
+    trainer.save_checkpoint = Path.touch  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit, match="75"):
+        module.DDPJobCallback(tmp_path).on_train_batch_end(trainer, None, None, None, 0)
+    assert copies == copied
+
+
 @pytest.mark.parametrize("steps", [-1, float("inf")])
 def test_data_whose_length_lightning_does_not_know_have_no_steps(
     steps: float, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -258,6 +258,10 @@ def test_without_a_bucket_the_folder_itself_keeps_it(monkeypatch: pytest.MonkeyP
         ({"step": 10**9}, "step must be a whole number"),
         ({"step": 1, "keep": 0}, "keep must be"),
         ({"step": 1, "path": "/no/such"}, "path /no/such does not exist"),
+        (
+            {"step": 1, "path": "/proc/self/status"},
+            r"path /proc/self/status is not in checkpoint_dir\(\), which is /.*/pod",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
