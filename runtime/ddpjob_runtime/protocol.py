@@ -21,6 +21,9 @@ from typing import Any, Optional, Union
 
 VERSION = 3
 """Of this protocol and of how pods start the runtime. A job whose pods use another one gets a new generation."""
+NUMBERS_PER_ATTEMPT = 1_000_000
+"""Rounds and incidents of the coordinator of attempt A begin at A times this and one: coordinators of one generation
+know nothing of each other, and no number may be used twice."""
 
 
 class Word(str, Enum):

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ddpjob_runtime.protocol import MAX_INCIDENTS, Incident, IncidentKind, time_of
+from ddpjob_runtime.protocol import MAX_INCIDENTS, NUMBERS_PER_ATTEMPT, Incident, IncidentKind, time_of
 
 OWN_FAILURES = (IncidentKind.WORKER_FAILED, IncidentKind.OOM_KILLED, IncidentKind.HANG)
 """Failures of the job itself: when they repeat, the next round waits."""
 KEPT_TRACEBACKS = 10
 """Of the newest incidents; older ones were reported long ago, and a report has at most MAX_REPORT bytes."""
-IDS_PER_ATTEMPT = 1_000_000
-"""Coordinators of one generation know nothing of each other, and no number may be used twice."""
 
 
 class Incidents:
@@ -21,7 +19,7 @@ class Incidents:
     def __init__(self, attempt: int) -> None:
         self.recent: tuple[Incident, ...] = ()
         self.counts: dict[IncidentKind, int] = {}
-        self._next_id = attempt * IDS_PER_ATTEMPT + 1
+        self._next_id = attempt * NUMBERS_PER_ATTEMPT + 1
 
     def add(
         self, kind: IncidentKind, unix_seconds: float, details: dict[str, Any], consequences: int, backoff: float = 0.0

@@ -15,7 +15,7 @@ from ddpjob_runtime.coordinator.drain import Drains
 from ddpjob_runtime.coordinator.first_cause import Failure, Verdict
 from ddpjob_runtime.coordinator.formation import RankOrder, Size
 from ddpjob_runtime.coordinator.hang import HangWatch
-from ddpjob_runtime.coordinator.incidents import IDS_PER_ATTEMPT, Incidents
+from ddpjob_runtime.coordinator.incidents import Incidents
 from ddpjob_runtime.coordinator.loop import Alarm, Loop
 from ddpjob_runtime.coordinator.members import Member, Members
 from ddpjob_runtime.coordinator.progress import Progress
@@ -25,6 +25,7 @@ from ddpjob_runtime.coordinator.states import COORDINATOR_TRANSITIONS, RoundStat
 from ddpjob_runtime.protocol import (
     MAX_LINE,
     MAX_RECORDED,
+    NUMBERS_PER_ATTEMPT,
     CoordinatorState,
     MemberState,
     Overdue,
@@ -46,7 +47,7 @@ class Rounds:
         self.current: Round | None = None
         self.last_number = 0
         """Of the newest round that is known."""
-        self._least_number = settings.attempt * IDS_PER_ATTEMPT
+        self._least_number = settings.attempt * NUMBERS_PER_ATTEMPT
         self.incidents = Incidents(settings.attempt)
         self.backoff = Backoff(settings.backoff_initial, settings.backoff_maximum)
         self.watch = HangWatch(settings.hang_after)

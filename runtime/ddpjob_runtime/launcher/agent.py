@@ -29,11 +29,9 @@ from ddpjob_runtime.launcher.client import CoordinatorClient
 from ddpjob_runtime.launcher.conduct_preflight import Preflight
 from ddpjob_runtime.launcher.rendezvous import FastRendezvous, StandardRendezvous
 from ddpjob_runtime.launcher.shutdown import Shutdown, log
-from ddpjob_runtime.protocol import FromMember, Mode
+from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, FromMember, Mode
 
 POLL_SECONDS = 0.005
-ROUNDS_PER_ATTEMPT = 1_000_000
-"""The first round of the coordinator of attempt A is A times this and one, as docs/protocol.md says."""
 GONE_SECONDS = 60.0
 """For workers to be gone after SIGKILL: the kernel takes its time for much memory, or for a device."""
 _COUNTS_PER_ATTEMPT = 1000
@@ -249,7 +247,7 @@ def restarts_before(number: int) -> int:
     in the store under it. Never 0 after a restart: scripts resume by that. It grows, by a thousand with each
     coordinator that takes over: torchrun empties the folder of logs of a count that comes again.
     """
-    attempt, number_of_attempt = divmod(number, ROUNDS_PER_ATTEMPT)
+    attempt, number_of_attempt = divmod(number, NUMBERS_PER_ATTEMPT)
     return _COUNTS_PER_ATTEMPT * attempt + number_of_attempt - 1
 
 

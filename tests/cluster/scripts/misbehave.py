@@ -1,4 +1,4 @@
-"""A plain distributed script that trains until its folder has a file `go`, then misbehaves once, as --do says.
+"""A plain DDP script that trains until its folder has a file `go`, then misbehaves once, as --do says.
 
 Restarted, it trains to its end.
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--do", choices=("exit", "raise", "allocate", "hang"), required=True)
@@ -42,10 +43,15 @@ def wait_for_godot() -> None:
 again = any(arguments.folder.glob("fact-*"))
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 print(f"rank {rank} of {world} begins", flush=True)
 step = 0
 while not again or step < arguments.steps:
     step += 1
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
     # All ranks see it in the same step, so that two of them can misbehave together.
     go = torch.tensor(int((arguments.folder / "go").exists()))
     dist.all_reduce(go, dist.ReduceOp.MAX)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from ddpjob_runtime.protocol import Command, CoordinatorState, MemberState, order_mark
+from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, Command, CoordinatorState, MemberState, order_mark
 
 from ddpjob.api.job_spec import Placement
 from ddpjob.api.job_status import ConditionType, Restart, SlotState
@@ -37,8 +37,6 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 _ENDING_MARGIN = timedelta(seconds=5)
 LISTS_SINCE = 3
 """Version of the protocol from which on a coordinator takes notice of several pods at once."""
-ROUNDS_PER_ATTEMPT = 1_000_000
-"""The first round of the coordinator of attempt A is A times this and one, as docs/protocol.md says."""
 
 
 def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], datetime | None]:
@@ -188,7 +186,7 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
         known = [*(m.pod for m in report.members), *(m.pod for m in report.lost)]
         gone += [pod for pod in known if pod not in view.current_names and pod not in present]
         waits = report.state in (CoordinatorState.FORMING, CoordinatorState.RESTARTING)
-        if waits and report.attempt and report.round <= report.attempt * ROUNDS_PER_ATTEMPT:
+        if waits and report.attempt and report.round <= report.attempt * NUMBERS_PER_ATTEMPT:
             # It waits for the members of a round that an earlier coordinator began, and knows of no loss among them.
             status = view.status
             lately = [r for r in status.restarts.recent if r.seconds is None and not status.ended_without_recovery(r)]
