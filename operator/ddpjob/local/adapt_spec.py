@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
         *_ignored(spec),
         *_data_note(spec, data, options),
         *_module_note(spec, working_dir),
+        *_rights_note(spec, working_dir),
     ]
     return LocalSpec(
         spec=_adapted(spec, given, on_cpu=on_cpu),
@@ -202,6 +204,13 @@ def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
     if importlib.util.find_spec(top) is None:
         where = f"neither in {working_dir.absolute()} nor among the packages of this Python"
         yield f"spec.module: {spec.module} is {where}; name the folder that it is in with --workdir DIR"
+
+
+def _rights_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
+    """That the program of `command` is a file here which may not be executed."""
+    program = working_dir / spec.command[0] if spec.command and "/" in spec.command[0] else None
+    if program is not None and program.is_file() and not os.access(program, os.X_OK):
+        yield f"spec.command: {spec.command[0]} may not be executed; chmod +x {shlex.quote(str(program))}"
 
 
 # --- what only a cluster has ------------------------------------------------------------------------------------

@@ -168,3 +168,12 @@ def test_a_module_that_is_not_here(tmp_path: Path) -> None:
     )
     for module in ("there", "json.tool"):
         assert not any("spec.module" in warning for warning in fitted(tmp_path, module=module).warnings)
+
+
+def test_a_command_without_the_right_to_be_executed(tmp_path: Path) -> None:
+    program = tmp_path / "n.sh"
+    program.touch(0o644)
+    note = f"spec.command: ./n.sh may not be executed; chmod +x {program}"
+    assert note in fitted(tmp_path, command=["./n.sh"]).warnings
+    program.chmod(0o755)
+    assert note not in fitted(tmp_path, command=["./n.sh"]).warnings
