@@ -461,7 +461,10 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
             checked(read_manifests(text, "the DDPJob")[0])
         except BadInput as error:
             faulty = True
-            _note("\n".join(f"# {line}" for line in str(error).splitlines()))
+            # The note on the missing image says what to do; the check of its place holder would guess a name.
+            lines = [line for line in str(error).splitlines() if not line.startswith("spec.image: 'IMAGE' ")]
+            for line in lines:
+                _note(f"# {line}")
     return EXIT_NEGATIVE if faulty else 0
 
 

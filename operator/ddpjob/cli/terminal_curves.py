@@ -60,12 +60,29 @@ def is_cut(text: str) -> bool:
 def curves(text: str, job: str) -> Iterator[str]:
     """Lines with the loss as a chart and the accuracy as a row. Raises Mistake without a step."""
     losses, accuracies, starts = points(text)
-    if not losses:
+    series = read_metrics(text)
+    not_finite = series.not_finite
+    if not (losses or not_finite or series.without_loss):
         raise Mistake(f"{job}: its metrics hold no step yet; wait until it has trained some steps")
     if is_cut(text):
         yield f"{job}: at least {count(starts, 'restart')}; {CUT}"  # the first start is in the part that is cut off
     else:
         yield f"{job}: {count(max(starts - 1, 0), 'restart')}"
+    if losses:
+        yield from _loss_chart(losses)
+    elif not not_finite:
+        steps = f"{count(len(series.without_loss), 'step')}, the last of them {max(series.without_loss)}"
+        yield f"loss: none, or not finite (NaN or infinite), at {steps}"
+    if not_finite and max(not_finite) > max(series.steps.get("loss", {}), default=-1):
+        steps = f"{count(len(not_finite), 'step')}, the last of them {max(not_finite)}"
+        yield f"loss: not finite (NaN or infinite) at {steps}"
+    if accuracies:
+        yield "test accuracy"
+        yield f"{'':10} {sparkline(accuracies, WIDTH)}"
+        yield f"{'now':>10} {accuracies[-1]:.2%}, from {min(accuracies):.2%} to {max(accuracies):.2%}"
+
+
+def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
     shown = means(losses, WIDTH)
     low, high = min(shown), max(shown)
     logarithmic = low > 0 and high > _LOG_FROM * low
@@ -74,10 +91,6 @@ def curves(text: str, job: str) -> Iterator[str]:
     yield "loss" + (", on a logarithmic scale" if logarithmic else "")
     yield from (f"{marks.get(number, ''):>10} {row}".rstrip() for number, row in enumerate(rows))
     yield f"{'now':>10} {losses[-1]:.4g}"
-    if accuracies:
-        yield "test accuracy"
-        yield f"{'':10} {sparkline(accuracies, WIDTH)}"
-        yield f"{'now':>10} {accuracies[-1]:.2%}, from {min(accuracies):.2%} to {max(accuracies):.2%}"
 
 
 def draw(text: str, job: str, output: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 
 from ddpjob.core.view import is_number
@@ -24,6 +25,10 @@ class MetricSeries:
     """On the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
     """The steps after which training began, the first time and after each restart."""
+    not_finite: set[int] = field(default_factory=set)
+    """Steps of training whose loss is NaN or infinite."""
+    without_loss: set[int] = field(default_factory=set)
+    """Steps of training that name no loss; ddpjob_report.report writes one that is not finite so, too."""
 
 
 def read_metrics(text: str) -> MetricSeries:
@@ -40,6 +45,10 @@ def read_metrics(text: str) -> MetricSeries:
         curves = {"step": series.steps, "eval": series.evaluations}.get(str(event))
         if curves is None or not isinstance(row.get("step"), int):
             continue
+        if event == "step" and isinstance(loss := row.get("loss"), float):
+            (series.not_finite.discard if math.isfinite(loss) else series.not_finite.add)(row["step"])
+        if event == "step" and row.get("loss") is None:
+            series.without_loss.add(row["step"])
         for name, number in row.items():
             known = name in curves or (len(curves) < _NAMES and name not in _NO_CURVES)
             if known and is_number(number) and abs(number) < LARGEST:

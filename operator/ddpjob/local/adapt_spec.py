@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -59,7 +61,13 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
     on_cpu = spec.gpus_per_node > 0 and spec.gpu_resource == NVIDIA and not enough
     working_dir = options.working_dir or Path(spec.working_dir or Path.cwd())
     problems = [*_unreadable(spec), *_without_credentials(spec, options), *_folders(spec, data, working_dir, options)]
-    warnings = [*_gpu_warnings(spec, gpus), *_ignored(spec), *_data_note(spec, data, options)]
+    warnings = [
+        *_gpu_warnings(spec, gpus),
+        *_ignored(spec),
+        *_data_note(spec, data, options),
+        *_module_note(spec, working_dir),
+        *_rights_note(spec, working_dir),
+    ]
     return LocalSpec(
         spec=_adapted(spec, given, on_cpu=on_cpu),
         gpus=gpus if enough else (),
@@ -186,6 +194,23 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
         else:
             remedy = f"is not in {working_dir.absolute()}; name the folder that it is in with --workdir DIR"
         yield f"spec.script: {spec.script} {remedy}"
+
+
+def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
+    """That a module is nowhere to be seen. A note: the job's own variables may name other folders."""
+    top = spec.module.partition(".")[0] if spec.module and "$(" not in spec.module else ""
+    if not top or not working_dir.is_dir() or (working_dir / top).is_dir() or (working_dir / f"{top}.py").exists():
+        return
+    if importlib.util.find_spec(top) is None:
+        where = f"neither in {working_dir.absolute()} nor among the packages of this Python"
+        yield f"spec.module: {spec.module} is {where}; name the folder that it is in with --workdir DIR"
+
+
+def _rights_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
+    """That the program of `command` is a file here which may not be executed."""
+    program = working_dir / spec.command[0] if spec.command and "/" in spec.command[0] else None
+    if program is not None and program.is_file() and not os.access(program, os.X_OK):
+        yield f"spec.command: {spec.command[0]} may not be executed; chmod +x {shlex.quote(str(program))}"
 
 
 # --- what only a cluster has ------------------------------------------------------------------------------------

@@ -186,3 +186,28 @@ def test_the_screen_is_redrawn_until_the_job_has_ended(runs: Path, monkeypatch: 
     top.show(Place(None, None, None, True).backend(), "j", once=False, seconds=0.5)
     assert looks == 3
     assert "j failed: BudgetSpent" in console.export_text()
+
+
+def test_losses_that_are_all_not_finite_are_said_to_be_so() -> None:
+    text = "\n".join([row("start", 0), row("step", 1, loss=float("nan")), row("step", 2, loss=float("inf")),
+                      row("eval", 2, accuracy=0.5)])  # fmt: skip
+    lines = list(curves(text, "first"))
+    assert lines[1] == "loss: not finite (NaN or infinite) at 2 steps, the last of them 2"
+    assert lines[-1] == f"{'now':>10} 50.00%, from 50.00% to 50.00%"
+
+
+def test_a_loss_that_became_nan_is_not_shown_as_the_last_finite_one() -> None:
+    nan = row("step", 2, loss=float("nan"))
+    note = "loss: not finite (NaN or infinite) at 1 step, the last of them 2"
+    assert list(curves("\n".join([row("step", 1, loss=1.0), nan]), "first"))[-1] == note
+    again = "\n".join([row("step", 1, loss=1.0), nan, row("start", 1), row("step", 2, loss=0.5)])
+    assert note not in list(curves(again, "first"))
+
+
+def test_losses_that_report_wrote_as_unknown() -> None:
+    text = "\n".join(
+        [row("start", 0), row("step", 1, loss=None), row("step", 2, loss=None), row("eval", 2, accuracy=0.5)]
+    )
+    lines = list(curves(text, "first"))
+    assert lines[1] == "loss: none, or not finite (NaN or infinite), at 2 steps, the last of them 2"
+    assert "test accuracy" in lines

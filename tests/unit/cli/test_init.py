@@ -69,3 +69,9 @@ def test_a_folder_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFix
     (folder / "job.yaml").mkdir()
     assert main(["init"]) == 2
     assert "job.yaml" in capsys.readouterr().err
+
+
+def test_its_script_says_when_nothing_is_left_to_train(folder: Path) -> None:
+    assert main(["init"]) == 0
+    text = (folder / "train.py").read_text()
+    assert text.index("if first >= args.epochs and rank == 0:") < text.index("for epoch in range(first")

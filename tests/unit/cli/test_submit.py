@@ -131,3 +131,11 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
     assert "holds none of PyTorchJob, TrainJob, but MPIJob" in capsys.readouterr().err
+
+
+def test_convert_without_an_image_says_only_that_one_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "--", "torchrun", "--nnodes=2", "train.py"]) == 1
+    [note] = capsys.readouterr().err.splitlines()
+    assert (
+        note == "# converted: spec.image: a command line has none; write an image with Python, PyTorch and the script"
+    )

@@ -157,3 +157,23 @@ def test_data_of_a_bucket_have_a_folder_of_their_own_below_the_jobs(
     given = fitted(tmp_path, Options(data=tmp_path), storage=storage)
     assert given.data == tmp_path and not given.problems
     assert given.spec.storage.data is not None and given.spec.storage.data.url is None
+
+
+def test_a_module_that_is_not_here(tmp_path: Path) -> None:
+    (tmp_path / "there.py").touch()
+    where = f"neither in {tmp_path} nor among the packages of this Python"
+    assert (
+        f"spec.module: absent.train is {where}; name the folder that it is in with --workdir DIR"
+        in fitted(tmp_path, module="absent.train").warnings
+    )
+    for module in ("there", "json.tool"):
+        assert not any("spec.module" in warning for warning in fitted(tmp_path, module=module).warnings)
+
+
+def test_a_command_without_the_right_to_be_executed(tmp_path: Path) -> None:
+    program = tmp_path / "n.sh"
+    program.touch(0o644)
+    note = f"spec.command: ./n.sh may not be executed; chmod +x {program}"
+    assert note in fitted(tmp_path, command=["./n.sh"]).warnings
+    program.chmod(0o755)
+    assert note not in fitted(tmp_path, command=["./n.sh"]).warnings
