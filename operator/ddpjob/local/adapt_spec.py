@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
@@ -201,7 +202,9 @@ def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
     top = spec.module.partition(".")[0] if spec.module and "$(" not in spec.module else ""
     if not top or not working_dir.is_dir() or (working_dir / top).is_dir() or (working_dir / f"{top}.py").exists():
         return
-    if importlib.util.find_spec(top) is None:
+    with contextlib.suppress(ValueError):  # Of this program itself, __main__.
+        if importlib.util.find_spec(top) is not None:
+            return
         where = f"neither in {working_dir.absolute()} nor among the packages of this Python"
         yield f"spec.module: {spec.module} is {where}; name the folder that it is in with --workdir DIR"
 
