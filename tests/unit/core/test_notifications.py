@@ -128,7 +128,7 @@ def test_restarts_that_are_nearly_used_up_are_notified_of_once(allowed: int, fir
         assert job.status.restarts.counted == number
         assert bool(job.status.notifications) == (number >= first)
     [entry] = job.status.notifications
-    assert entry.event is NotifyEvent.BUDGET_NEARLY_SPENT and entry.id.startswith(f"uid.BudgetNearlySpent.{first}.")
+    assert entry.event is NotifyEvent.BUDGET_NEARLY_SPENT and entry.id == f"uid.BudgetNearlySpent.{first}.1"
     job, decision = failing(job, allowed + 1)
     assert [(n.event, n.state) for n in job.status.notifications][-1] == (NotifyEvent.FAILED, NotificationState.PENDING)
 
@@ -142,7 +142,7 @@ def test_a_limit_that_is_raised_and_lowered_within_a_round_is_another_notificati
         outcomes |= {id: Outcome(delivered=True) for id in ids}
         counts = replace(job.status.restarts, allowed=job.spec.recovery.max_restarts)  # as the written status has it
         spec = replace(job.spec, recovery=replace(job.spec.recovery, max_restarts=allowed))
-        job = replace(job, spec=spec, status=replace(job.status, restarts=counts))
+        job = replace(job, spec=spec, generation=job.generation + 1, status=replace(job.status, restarts=counts))
         job, decision = decided(job, at, World(pods=(pod(0), pod(1), COORDINATOR)), outcomes=outcomes)
         ids += [s.id for s in sent(decision)]
     assert len(ids) == 2 and ids[0] != ids[1]

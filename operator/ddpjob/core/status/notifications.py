@@ -33,7 +33,7 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
         if event in notify.events:
             id = f"{job.uid}.{event}.{status.round}"
             if event is NotifyEvent.BUDGET_NEARLY_SPENT:
-                id += f".{now.timestamp():.3f}"  # Another limit may be nearly spent within one round.
+                id += f".{job.generation}"  # Of the spec: another limit may be nearly spent within one round.
             entries[event] = Notification(event=event, id=id, time=now.replace(microsecond=0))
     unusable = _unusable(job, world)
     settled = [_settled(entry, world, unusable) for entry in entries.values()]
