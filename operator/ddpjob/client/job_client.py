@@ -243,8 +243,11 @@ class Client:
     ) -> Job:
         """Waits until the job is in the phase `goal`.
 
-        Raises JobFailed if it ends otherwise or is deleted, TimeoutError after `timeout` seconds.
+        Raises JobFailed if it ends otherwise or is deleted, TimeoutError after `timeout` seconds, ValueError for
+        another `goal`.
         """
+        if goal not in ("Complete", "Running", "Suspended"):
+            raise ValueError(f"goal {goal!r}: write 'Complete', 'Running' or 'Suspended'")
         for seen in itertools.chain(self.watch(job, timeout=timeout), map(self.get, (job,))):  # a last look
             if seen.phase == goal:
                 return seen

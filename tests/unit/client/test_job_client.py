@@ -195,6 +195,11 @@ ENDS = [
 ]
 
 
+def test_another_goal_is_refused_before_anything_is_waited_for() -> None:
+    with pytest.raises(ValueError, match="goal 'running': write 'Complete', 'Running' or 'Suspended'"):
+        client(Place(False)).wait("j", goal="running")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("goal", "end", "said"), ENDS)
 def test_a_wait_ends_with_the_job(goal: Any, end: tuple[Json, bool], said: str | None) -> None:
     place = Place(False, (job(phase="Pending"), False), (job(phase="Starting"), False), end)
