@@ -263,9 +263,10 @@ def _has_failed() -> bool:
 
 def record(folder: Path, path: Path, step: int) -> None:
     """Note a checkpoint of the folder as its newest. Raises OSError; ValueError where it is elsewhere."""
-    if not path.resolve().is_relative_to(folder.resolve()):
+    made, home = path.resolve(), folder.resolve()
+    if not made.is_relative_to(home):
         raise ValueError(f"ddpjob_report.copy_checkpoint: path {path} is not in checkpoint_dir(), which is {folder}")
-    name = path.resolve().relative_to(folder.resolve()).as_posix()
+    name = made.relative_to(home).as_posix()
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=RECORD)
     with os.fdopen(descriptor, "w") as file:
         json.dump({"name": name, "step": step}, file)

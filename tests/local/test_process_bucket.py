@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import ddpjob_trainer.__main__
 import pytest
 from ddpjob_bucket import Bucket
 from process_harness import FAST, SCRIPTS, Json, Machine, Run, manifest
 from ranks import final_losses, metrics
 from s3_server import BUCKET, Server, SlowLine, serving
+from strategy_jobs import held
 
 pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
 STEPS = 60
@@ -106,11 +106,7 @@ def test_the_built_in_trainer_finds_the_bucket_by_the_manifest(
     assert plain.process.returncode == 0, plain.everything()
     again = [*small, f"train.run_dir={tmp_path / 'b'}"]
     job = manifest("digits", module="ddpjob_trainer", args=again, storage=storage(server.port))
-    held = manifest(
-        "digits", script=str(SCRIPTS / "held_script.py"), args=[ddpjob_trainer.__main__.__file__, *again],
-        env=[{"name": "HELD", "value": "12"}], storage=storage(server.port), recovery=FAST,
-    )  # fmt: skip
-    run = machine.start(held)
+    run = machine.start(manifest("digits", **held(again, {}), storage=storage(server.port), recovery=FAST))
     run.until(lambda r: copied(r) >= 5, seconds=180)
     machine.command("stop", "--now", "digits")
     run.wait()

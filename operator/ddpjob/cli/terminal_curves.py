@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpjob.client.backend import METRICS, METRICS_BYTES, Mistake
-from ddpjob.client.metric_series import read_metrics
+from ddpjob.client.metric_series import MetricSeries, read_metrics
 from ddpjob.core.status.messages import count
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -41,9 +41,8 @@ def chart(values: Sequence[float], width: int, height: int) -> list[str]:
     return ["".join(BLOCKS[min(8, max(0, full - 8 * row))] for full in eighths) for row in reversed(range(height))]
 
 
-def points(text: str) -> tuple[list[float], list[float], int]:
-    """Losses and test accuracies of metrics.jsonl in the order of steps, and the number of starts."""
-    series = read_metrics(text)
+def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
+    """Losses and test accuracies in the order of steps, and the number of starts."""
     losses, accuracies = series.steps.get("loss", {}), series.evaluations.get("accuracy", {})
     return (
         [losses[step] for step in sorted(losses)],
@@ -59,8 +58,8 @@ def is_cut(text: str) -> bool:
 
 def curves(text: str, job: str) -> Iterator[str]:
     """Lines with the loss as a chart and the accuracy as a row. Raises Mistake without a step."""
-    losses, accuracies, starts = points(text)
     series = read_metrics(text)
+    losses, accuracies, starts = points(series)
     not_finite = series.not_finite
     if not (losses or not_finite or series.without_loss):
         raise Mistake(f"{job}: its metrics hold no step yet; wait until it has trained some steps")

@@ -16,6 +16,7 @@ from ddpjob.cli.places import Place
 from ddpjob.cli.terminal_curves import chart, curves, draw, points, sparkline
 from ddpjob.client.backend import METRICS, METRICS_BYTES, Mistake, PodLine
 from ddpjob.client.cluster_backend import _METRICS_MARK, _METRICS_PROBE, ClusterBackend
+from ddpjob.client.metric_series import read_metrics
 from ddpjob.local.paths import job_folder
 from ddpjob.local.record import write_record
 from rich.console import Console
@@ -48,7 +49,7 @@ LINES = [
 
 
 def test_a_repeated_step_counts_once_and_garbage_not_at_all() -> None:
-    assert points("\n".join(LINES)) == ([8.0, 4.0, 1.0], [0.5, 0.9], 2)
+    assert points(read_metrics("\n".join(LINES))) == ([8.0, 4.0, 1.0], [0.5, 0.9], 2)
 
 
 def test_a_curve_goes_from_its_least_value_to_its_greatest() -> None:
@@ -143,7 +144,7 @@ def test_plot_reads_the_metrics_in_the_pod_that_has_them(tmp_path: Path, monkeyp
     monkeypatch.setattr(ClusterBackend, "run_in", run_in)
     monkeypatch.setattr(ClusterBackend, "pods", lambda backend, name: pods)
     backend = ClusterBackend(api=None, namespace="ml")  # type: ignore[arg-type]
-    assert points(backend.metrics("j"))[0] == [2.0]
+    assert points(read_metrics(backend.metrics("j")))[0] == [2.0]
     del pods[1]
     with pytest.raises(Mistake, match=r"no pod has run/metrics\.jsonl"):
         backend.metrics("j")
