@@ -2,10 +2,10 @@
 
     python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
 
-Adds four things: the process dies with its launcher; an exception is written to torchrun's error file (as @record does
-for scripts that use it); on rank 0 the steps of optimizers are counted; `import ddpjob_report` finds it beside the
-runtime. Nothing else of this file stays visible to the program: no other module of the runtime is imported, and
-standard modules only where they are needed.
+Adds five things: the process dies with its launcher; an exception is written to torchrun's error file (as @record does
+for scripts that use it); on rank 0 the steps of optimizers are counted; torch's compiler is imported when something
+needs it; `import ddpjob_report` finds it beside the runtime. Nothing else of this file stays visible to the program: no
+other module of the runtime is imported under its name, and standard modules only where they are needed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
         sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if mode == "--module" else []), *words[1:]]
     show_stacks_on_signal()
     count_steps()
+    put_compiler_off()
     offer_report()
     if hide is not None:
         hide()
@@ -109,14 +110,48 @@ class ReportImport:
         """Called last, for what is found nowhere else."""
         if name != "ddpjob_report":
             return None
-        import os
         from importlib.machinery import PathFinder
 
         sys.meta_path.remove(self)
-        folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
-        archive = os.path.join(folder, "ddpjob_runtime")  # noqa: PTH118
-        sys.path.append(archive if os.path.isfile(archive) else os.path.dirname(folder))  # noqa: PTH113, PTH120
+        sys.path.append(packages())
         return PathFinder.find_spec(name)
+
+
+def packages() -> str:
+    """Where the runtime's packages are: the folder above this file's, or in job pods the archive beside it."""
+    import os
+
+    folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    archive = os.path.join(folder, "ddpjob_runtime")  # noqa: PTH118
+    return archive if os.path.isfile(archive) else os.path.dirname(folder)  # noqa: PTH113, PTH120
+
+
+def put_compiler_off() -> None:
+    """In a job: have torch's compiler imported when something needs it (late_dynamo.py), as the fork server has it."""
+    import os
+
+    if os.environ.get("DDPJOB_COORDINATOR") and "torch" not in sys.modules:
+        sys.meta_path.insert(0, CompilerImport())
+
+
+class CompilerImport:
+    """Import hook for `torch._dynamo`: at its first import the module is there without having run its code."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Called first."""
+        if name != "torch._dynamo":
+            return None
+        sys.meta_path.remove(self)
+        if getattr(sys.modules["torch"].__spec__, "_initializing", False):
+            return None  # This torch needs it for its own import.
+        import os
+        from importlib.machinery import PathFinder
+        from types import ModuleType
+
+        spec: Any = PathFinder.find_spec("late_dynamo", [os.path.join(packages(), "ddpjob_runtime", "launcher")])  # noqa: PTH118
+        late_dynamo = ModuleType("__ddpjob_late_dynamo__")
+        exec(spec.loader.get_code("late_dynamo"), vars(late_dynamo))
+        return late_dynamo.find()
 
 
 # ---- the program

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -115,10 +117,30 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_torchs_compiler_is_imported_when_something_needs_it(tmp_path: Path) -> None:
-    [outcome] = outcomes(tmp_path, TRAINS)
-    assert outcome["code"] == 0, (tmp_path / "err").read_text()
-    lines = outcome["out"].splitlines()
+def started_cold(folder: Path, text: str) -> str:
+    """What it prints in a process of its own, run by worker.py as in job pods, where the runtime is an archive."""
+    (folder / "script.py").write_text(text)
+    with zipfile.ZipFile(folder / "ddpjob_runtime", "w") as archive:
+        for path in RUNTIME.rglob("*.py"):
+            archive.write(path, path.relative_to(RUNTIME.parent))
+    shutil.copy(RUNTIME / "worker.py", folder)
+    command = [sys.executable, "-u", "worker.py", "--script", "script.py"]
+    environment = {**os.environ, "DDPJOB_COORDINATOR": "127.0.0.1:1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120 * slowness(), cwd=folder, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+def test_torchs_compiler_is_imported_when_something_needs_it(tmp_path: Path, mode: str) -> None:
+    if mode == "Standard":
+        lines = started_cold(tmp_path, TRAINS).splitlines()
+    else:
+        [outcome] = outcomes(tmp_path, TRAINS)
+        assert outcome["code"] == 0, (tmp_path / "err").read_text()
+        lines = outcome["out"].splitlines()
     if TORCH < (2, 9) and lines[0] == "True False":
         # DistributedDataParallel of older versions imports the compiler itself, as it would without this.
         assert lines[-1] == "torch.Size([1, 1]) True"

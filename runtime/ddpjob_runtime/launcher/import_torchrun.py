@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,8 +17,14 @@ BACKPORT = "importlib_metadata"
 
 def import_torchrun() -> Any:
     """torch.distributed.run. Raises whatever an image with a broken torch raises, ImportError and OSError among it."""
-    with _backport():
-        return importlib.import_module("torch.distributed.run")
+    collects = gc.isenabled()
+    gc.disable()  # A tenth of the time of an import that makes a million objects, of which it drops none.
+    try:
+        with _backport():
+            return importlib.import_module("torch.distributed.run")
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

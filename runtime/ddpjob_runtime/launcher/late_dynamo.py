@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,12 +31,18 @@ def put_off() -> None:
     """Have torch._dynamo imported later, unless it is imported already. torch is."""
     if NAME in sys.modules:
         return
+    spec = find()
+    if spec is not None and spec.loader is not None:
+        module = sys.modules[NAME] = vars(sys.modules["torch"])["_dynamo"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+def find() -> ModuleSpec | None:
+    """What an import hook answers that is asked for torch._dynamo, to have it imported later; None: it is not found."""
     spec = importlib.util.find_spec(NAME)
     if spec is None or spec.loader is None or not spec.origin:
-        return
-    module = _Late(spec)
-    sys.modules[NAME] = vars(sys.modules["torch"])["_dynamo"] = module
-    sys.meta_path.insert(0, vars(module)["_finder"])
+        return None
+    return ModuleSpec(NAME, vars(_Late(spec))["_finder"])
 
 
 def is_put_off() -> bool:
@@ -57,7 +64,7 @@ class _Late(ModuleType):
         super().__init__(NAME)
         vars(self).update(
             __spec__=spec, __loader__=spec.loader, __package__=NAME, __file__=spec.origin, __cached__=spec.cached,
-            __path__=spec.submodule_search_locations, _finder=_Submodules(), _disabled=[],
+            __path__=spec.submodule_search_locations, _finder=_Finder(self), _disabled=[],
             graph_break=lambda msg="": None, disable=self._disable,
             trace_rules=_Part(self, "trace_rules", clear_lru_cache=lambda: None),
             utils=_Part(self, "utils", **_ddp_mode(Path(str(spec.origin)).with_name("config.py"))),
@@ -98,25 +105,30 @@ class _Part(SimpleNamespace):
         return getattr(self._whole(), name)
 
 
-class _Submodules:
+class _Finder(Loader):
     """Import hook: runs the package's own code before one of its submodules is imported."""
+
+    def __init__(self, package: _Late) -> None:
+        self._package = package
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Called first."""
         if not name.startswith(NAME + "."):
             return None
         load()
-        return ModuleSpec(name, self) if name in sys.modules else None  # type: ignore[arg-type]
+        return ModuleSpec(name, self) if name in sys.modules else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The package has imported it, and it must not be there twice."""
-        module = sys.modules[spec.name]
+        """The package as it is, or its submodule: it has imported that, which must not be there twice."""
+        module = self._package if spec.name == NAME else sys.modules[spec.name]
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """In place of running it again."""
+        """In place of running it, or running it again."""
         module.__spec__ = self._spec
+        if module is self._package:
+            sys.meta_path.insert(0, self)
 
 
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
