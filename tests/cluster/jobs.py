@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import kubernetes
+import urllib3
 from machine import slowness
 from testcluster import python_host
 from testcluster.cluster import Cluster
+from testcluster.settings import ClusterError
 
 SCRIPTS = Path(__file__).parent / "scripts"
 Json = dict[str, Any]
@@ -53,8 +58,32 @@ class Jobs:
     def kubectl(self, *words: str) -> str:
         return self.cluster.kubectl(*words, "--namespace", self.namespace)
 
+    @cached_property
+    def _access(self) -> tuple[str, dict[str, str], urllib3.PoolManager]:
+        """(address, headers, connections) of the API server."""
+        settings = kubernetes.client.Configuration()
+        settings.retries = False
+        kubernetes.config.load_kube_config(str(self.cluster.kubeconfig), client_configuration=settings)
+        token = settings.get_api_key_with_prefix("authorization")
+        pool: urllib3.PoolManager = kubernetes.client.ApiClient(settings).rest_client.pool_manager
+        return settings.host, {"Authorization": token} if token else {}, pool
+
+    def read(self, group: str, path: str, **query: str) -> Json:
+        """What the API server answers, over a connection that is kept: waits ask five times a second, and each kubectl
+        is a process. `group`: `api/v1` or `apis/GROUP/VERSION`; `path`: below the namespace."""
+        address, headers, pool = self._access
+        url = f"{address}/{group}/namespaces/{self.namespace}/{path}"
+        try:
+            answer = pool.request("GET", url, fields=query, headers=headers, timeout=30.0)
+        except urllib3.exceptions.HTTPError as error:
+            raise ClusterError(f"{url}: {error}") from error
+        if answer.status != 200:
+            raise ClusterError(f"{url}: {answer.status} {answer.data.decode(errors='replace')[:1000]}")
+        found: Json = json.loads(answer.data)
+        return found
+
     def status(self, name: str) -> Json:
-        status: Json = self.cluster.kubectl_json("get", "ddpjob", name, "--namespace", self.namespace).get("status", {})
+        status: Json = self.read("apis/ddpjob.io/v1alpha1", f"ddpjobs/{name}").get("status", {})
         return status
 
     def condition(self, name: str, kind: str) -> Json:
@@ -62,9 +91,7 @@ class Jobs:
         return next((c for c in self.status(name).get("conditions", ()) if c["type"] == kind), {})
 
     def pods(self, role: str = "node") -> dict[str, Json]:
-        found = self.cluster.kubectl_json(
-            "get", "pods", "--namespace", self.namespace, "--selector", f"ddpjob.io/role={role}"
-        )
+        found = self.read("api/v1", "pods", labelSelector=f"ddpjob.io/role={role}")
         return {pod["metadata"]["name"]: pod for pod in found["items"]}
 
     def held(self, name: str) -> list[str]:

@@ -121,7 +121,7 @@ def test_what_is_accepted_is_reconciled_and_so_is_a_forged_status(
         path = f"{PATH.format(jobs.namespace)}/{name}/status"
         assert any(ask("PATCH", path, {"status": status})[0] == 200 for status in tries), name
     jobs.wait("every status to be the operator's again", lambda: not _silent(jobs, made, but=-7), timeout=40)
-    jobs.apply(steps_job("healthy", steps=5, recovery=FAST))
+    jobs.apply(steps_job("healthy", steps=5, nodes=1, recovery=FAST))
     jobs.wait_phase("healthy", "Complete", timeout=60)
     log = operator.log.read_text()
     assert "Traceback" not in log and "cannot be read" not in log and operator.running()

@@ -269,7 +269,7 @@ def test_runs_jobs_of_its_namespaces_alone(uninstalled: Release, jobs: Jobs) -> 
     """Without any right over the whole cluster, not even to read the definition of DDPJob."""
     release = uninstalled
     release.install("--set", f"watchNamespaces={{{jobs.namespace}}}")
-    jobs.apply(steps_job("one", 5))
+    jobs.apply(steps_job("one", 5, nodes=1, recovery=FAST))
     jobs.wait_phase("one", "Complete")
     assert can(release, "create", "pods", jobs.namespace)
     assert not can(release, "create", "pods", "default")
@@ -361,7 +361,7 @@ def test_users_get_rights_by_the_built_in_roles(installed_operator: Release, nam
 
 
 def test_a_job_completes_and_is_reported(installed_operator: Release, jobs: Jobs) -> None:
-    jobs.apply(steps_job("one", 5))
+    jobs.apply(steps_job("one", 5, nodes=1, recovery=FAST))
     jobs.wait_phase("one", "Complete")
     assert "ddpjob.io/operator" in jobs.kubectl(
         "get", "events.events.k8s.io", "--output=jsonpath={.items[*].reportingController}"
@@ -399,7 +399,7 @@ def test_key_outlives_upgrade_and_new_installation(installed_operator: Release) 
 def test_uninstalling_leaves_running_jobs_alone(installed_operator: Release, jobs: Jobs) -> None:
     """Pods train on without an operator; one that is installed again continues with the same pods."""
     release = installed_operator
-    jobs.apply(steps_job("long", 300, recovery=FAST))
+    jobs.apply(steps_job("long", 300, nodes=1, recovery=FAST))
     jobs.wait_phase("long", "Running")
     pods = {name: pod["metadata"]["uid"] for name, pod in jobs.pods().items()}
     release.uninstall()
@@ -430,7 +430,7 @@ def test_the_second_replica_takes_over(installed_operator: Release, jobs: Jobs) 
     processes.wait_for("another holder", lambda: release.holder() not in ("", first), timeout=60)
     # The Lease of one that died is waited for (10 s), and seen by a try each 2 s.
     assert time.monotonic() - began < 20 * slowness()
-    jobs.apply(steps_job("after", 5, recovery=FAST))
+    jobs.apply(steps_job("after", 5, nodes=1, recovery=FAST))
     jobs.wait_phase("after", "Complete")
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import kueue_crds
 import kueue_manager
 import pytest
-from jobs import Jobs, Json, job, steps_job
+from jobs import FAST, Jobs, Json, job, steps_job
 from operator_process import OperatorProcess, install_crd
 from testcluster.cluster import Cluster
 from testcluster.settings import Settings
 
 GPU = "example.com/gpu"
 ONE_GPU: Json = {"gpusPerNode": 1, "gpuResource": GPU, "scheduling": {"onePodPerNode": False}}
+TRAINING: Json = {**ONE_GPU, "recovery": FAST}
 WORKLOAD = "workloads.kueue.x-k8s.io"
 LABELS = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
 
@@ -171,7 +172,7 @@ def test_a_job_of_a_higher_priority_takes_the_quota_and_the_other_continues_late
     queue.offer(gpus=2)
     low, high = queue.priority("low", 1), queue.priority("high", 100)
     storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
-    saving = steps_job("low", 100_000, "--saved=/checkpoints/last.pt", storage=storage, **ONE_GPU)
+    saving = steps_job("low", 100_000, "--saved=/checkpoints/last.pt", storage=storage, **TRAINING)
     jobs.apply(queued(saving, low))
     jobs.wait_phase("low", "Running")
     jobs.wait("some steps", lambda: jobs.step("low") > 20)
@@ -196,7 +197,7 @@ def test_a_stopped_queue_ends_the_pods_and_lets_the_job_continue_when_it_is_open
 ) -> None:
     queue.offer(gpus=2)
     storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
-    jobs.apply(queued(steps_job("drained", 100_000, "--saved=/checkpoints/last.pt", storage=storage, **ONE_GPU)))
+    jobs.apply(queued(steps_job("drained", 100_000, "--saved=/checkpoints/last.pt", storage=storage, **TRAINING)))
     jobs.wait_phase("drained", "Running")
     jobs.wait("some steps", lambda: jobs.step("drained") > 20)
     queue.stop("Hold")
@@ -231,7 +232,7 @@ def test_deaths_of_the_operator_and_of_kueue_on_the_way_lose_and_double_nothing(
         operator.start()
         kueue_manager.kill(jobs.cluster)
 
-    saving = steps_job("low", 100_000, "--saved=/checkpoints/last.pt", storage=storage, **ONE_GPU)
+    saving = steps_job("low", 100_000, "--saved=/checkpoints/last.pt", storage=storage, **TRAINING)
     step(lambda: jobs.apply(queued(saving, low)))
     jobs.wait_phase("low", "Running")
     jobs.wait("some steps", lambda: jobs.step("low") > 20)
@@ -253,7 +254,7 @@ def test_deaths_of_the_operator_and_of_kueue_on_the_way_lose_and_double_nothing(
 def test_other_sizes_are_exchanged_in_place(jobs: Jobs, queue: Queue) -> None:
     queue.offer(gpus=3)
     elastic = {"elastic": {"minNodes": 1, "maxNodes": 8}, "nodes": 1}
-    jobs.apply(queued(steps_job("sized", 100_000, **{**ONE_GPU, **elastic})))
+    jobs.apply(queued(steps_job("sized", 100_000, **{**TRAINING, **elastic})))
     jobs.wait_phase("sized", "Running")
     jobs.kubectl("scale", "ddpjob", "sized", "--replicas=2")
     jobs.wait("two nodes", lambda: jobs.status("sized").get("nodes", {}).get("display") == "2/2")

@@ -43,7 +43,7 @@ def test_over_its_budget_a_job_fails_with_the_traceback(jobs: Jobs) -> None:
 
 
 def test_suspend_and_resume(jobs: Jobs) -> None:
-    jobs.apply(steps_job("pause", 1000))
+    jobs.apply(steps_job("pause", 1000, nodes=1))
     jobs.wait_phase("pause", "Running")
     patch(jobs, "pause", runPolicy={"suspend": True})
     jobs.wait_phase("pause", "Suspended")
@@ -107,7 +107,7 @@ def world(jobs: Jobs, name: str) -> str:
 
 def test_a_deadline_ends_the_job_and_its_time_to_live_removes_it(jobs: Jobs) -> None:
     policy = {"activeDeadlineSeconds": 8, "ttlSecondsAfterFinished": 6}
-    jobs.apply(steps_job("late", 1000, recovery=FAST, runPolicy=policy))
+    jobs.apply(steps_job("late", 1000, nodes=1, recovery=FAST, runPolicy=policy))
     took = jobs.wait_phase("late", "Failed", timeout=40)
     assert took >= 7
     assert jobs.condition("late", "Failed")["reason"] == "DeadlineExceeded"
@@ -173,10 +173,10 @@ def test_any_command_gets_what_torchrun_reads(jobs: Jobs) -> None:
 
 
 def test_a_deleted_job_takes_everything_with_it_and_its_name_is_free(jobs: Jobs) -> None:
-    jobs.apply(steps_job("again", 1000, recovery=FAST))
+    jobs.apply(steps_job("again", 1000, nodes=1, recovery=FAST))
     jobs.wait_phase("again", "Running")
     jobs.kubectl("delete", "ddpjob", "again", "--wait=true")
-    jobs.apply(steps_job("again", 5, recovery=FAST))
+    jobs.apply(steps_job("again", 5, nodes=1, recovery=FAST))
     jobs.wait_phase("again", "Complete", timeout=120)
     jobs.kubectl("delete", "ddpjob", "again")
     jobs.wait(

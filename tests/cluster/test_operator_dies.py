@@ -70,7 +70,7 @@ def test_it_dies_before_and_after_every_call(jobs: Jobs, operator: OperatorProce
 def test_a_namespace_can_be_deleted_while_the_operator_is_down(
     jobs: Jobs, operator: OperatorProcess, cluster: Cluster
 ) -> None:
-    jobs.apply(steps_job("left", 1000, recovery=FAST))
+    jobs.apply(steps_job("left", 1000, nodes=1, recovery=FAST))
     jobs.wait_phase("left", "Running")
     operator.kill()
     cluster.kubectl("delete", "namespace", jobs.namespace, f"--timeout={90 * slowness():.0f}s")

@@ -117,7 +117,7 @@ def test_a_job_that_is_deleted_while_it_waits_leaves_nothing(jobs: Jobs) -> None
 def test_a_job_of_another_controller_is_left_alone_and_cannot_be_taken_over(jobs: Jobs) -> None:
     theirs = "kueue.x-k8s.io/multikueue"
     jobs.apply(queued(steps_job("theirs", 5, managedBy=theirs)))
-    jobs.apply(steps_job("ours", 5, recovery=FAST))
+    jobs.apply(steps_job("ours", 5, nodes=1, recovery=FAST))
     jobs.wait_phase("ours", "Complete")
     assert not jobs.status("theirs") and not workloads(jobs)
     assert theirs in jobs.kubectl("get", "ddpjob", "theirs", "--output=wide")
