@@ -219,6 +219,20 @@ def test_a_lost_output_saves_and_leaves_nothing(
     assert run.status["phase"] == "Suspended"
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "shown"),
+    [(["env", "PYTHONIOENCODING=ascii"], "sch\\xf6n"), (["bash", "-c", 'exec "$@" >&-', "run"], "note: ")],
+    ids=["without umlauts", "closed"],
+)
+def test_an_output_that_cannot_show_it_ends_no_job(machine: Machine, wrapper: list[str], shown: str) -> None:
+    """Neither a message with a character that the terminal's encoding lacks, nor an output closed by `>&-`."""
+    job = manifest(nodes=1, command=["bash", "-c", "echo schön; exit 3"], recovery={"maxRestarts": 0})
+    run = machine.start(job, wrapper=wrapper)
+    assert run.wait(30) == 1, run.everything()
+    assert shown in run.output and "Traceback" not in run.output, run.output
+    assert "schön" in run.condition("Failed")["message"]
+
+
 def test_nohup_outlives_its_terminal(machine: Machine) -> None:
     run = machine.start(manifest(args=["--steps=100000"], recovery=FAST), wrapper=["nohup"])
     run.until(lambda r: r.steps() >= 3)
