@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -261,6 +262,17 @@ def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
     run.signal(signal.SIGTERM)
     assert run.wait(40) == 143
     assert run.status["phase"] == "Suspended"
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "Complete"), (3, "Failed")])
+def test_a_folder_that_is_removed_meanwhile_ends_no_job(machine: Machine, code: int, state: str) -> None:
+    ends = ["bash", "-c", f"while [ ! -e go ]; do sleep 0.1; done; exit {code}"]
+    run = machine.start(manifest(command=ends, nodes=1, recovery={"maxRestarts": 0}))
+    run.until(lambda r: r.status.get("phase") == "Running")
+    shutil.rmtree(machine.runs)
+    (machine.folder / "go").touch()
+    assert run.wait(30) == (0 if state == "Complete" else 1), run.output
+    assert f"State:       {state}" in run.output and "Logs: " in run.output and "Unclosed" not in run.output, run.output
 
 
 def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
