@@ -274,7 +274,10 @@ class ProcessBackend:
         pid = runner(folder)
         if pid is not None:
             grace = (record["spec"].get("podTemplate", {}).get("spec") or {}).get("terminationGracePeriodSeconds", 30)
-            _end(folder, pid, [0.0, 5.0] if now else [float(grace) + STOP_MARGIN, 5.0])
+            try:
+                _end(folder, pid, [0.0, 5.0] if now else [float(grace) + STOP_MARGIN, 5.0])
+            except PermissionError as error:
+                raise Mistake(f"job {name} is run by another user (process {pid}), who alone can stop it") from error
         left = processes.end_all({UID_VARIABLE: record["metadata"]["uid"]})
         if left:
             raise Mistake(f"processes that could not be killed: {', '.join(map(str, left))}")
@@ -370,4 +373,4 @@ def _end(folder: JobFolder, pid: int, patience: list[float]) -> None:
             if runner(folder) != pid:
                 return
             time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
+    processes.send(pid, signal.SIGKILL)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ddpjob.client import process_backend
-from ddpjob.client.backend import LogOptions
+from ddpjob.client.backend import LogOptions, Mistake
 from ddpjob.client.process_backend import ProcessBackend
 from ddpjob.local.paths import JobFolder, job_folder
-from ddpjob.local.record import write_record
+from ddpjob.local.record import held, write_record
 from ddpjob.local.runner import prepare
 
 DONE = {
@@ -99,3 +101,17 @@ def test_a_folder_of_runs_that_was_moved_keeps_its_logs_and_events(
     [pod] = backend.pods("j")
     assert b"".join(backend.log(pod, LogOptions())) == b"step 1\n"
     assert [event.reason for event in backend.events("j")] == ["Running"]
+
+
+def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    folder = job_folder("j")
+    folder.path.mkdir()
+    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": {}})
+
+    def refused(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.kill", refused)
+    with held(folder), pytest.raises(Mistake, match=rf"job j is run by another user \(process {os.getpid()}\)"):
+        ProcessBackend().stop("j")
