@@ -20,7 +20,7 @@ from ddpjob.core.status.shown_progress import duration
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
 from ddpjob.local.paths import JobFolder, RunFolder, job_folder
-from ddpjob.local.record import AlreadyRunning, held
+from ddpjob.local.record import AlreadyRunning, held, write_atomically
 from ddpjob.local.runner import Outcome, Runner, new_body, prepare
 
 EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
@@ -87,9 +87,10 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> RunFolder:
         template = storage.claim_template
         disposable = template is not None and template.when_deleted is WhenDeleted.DELETE
         run = prepare(job.folder, fresh=fresh, now=utc_now(), disposable=disposable)
-        run.manifest.write_text(json.dumps(job.body, indent=1))
+        write_atomically(run.manifest, json.dumps(job.body, indent=1))
     except OSError as error:
-        raise BadInput(f"{error.filename}: {error.strerror}; DDPJOB_RUNS names another folder for runs") from error
+        at = error.filename or job.folder.path
+        raise BadInput(f"{at}: {error.strerror}; DDPJOB_RUNS names another folder for runs") from error
     return run
 
 

@@ -76,8 +76,9 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         temporary.write_text(text)
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # Of a full disk, Python names none.
         raise
 
 
