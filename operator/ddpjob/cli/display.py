@@ -153,7 +153,10 @@ class LivePanel:
 
 def shortest(path: Path) -> str:
     """The path, relative to the current folder if that is shorter."""
-    return min(str(path), os.path.relpath(path), key=len)
+    try:
+        return min(str(path), os.path.relpath(path), key=len)
+    except FileNotFoundError:  # The current folder is gone.
+        return str(path)
 
 
 def panel(shown: Shown) -> RenderableType:

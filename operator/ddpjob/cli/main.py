@@ -1147,6 +1147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
     except _SystemFault as fault:
+        if fault.error.filename is None and fault.error.errno == errno.ENOENT:  # os.getcwd() names no file
+            _note("the current folder does not exist any more; change to another one")
+            return EXIT_MISTAKE
         if fault.error.filename is None:
             if fault.error.errno not in _OUTPUT_ERRORS:
                 raise fault.error from None
