@@ -291,6 +291,7 @@ class ProcessBackend:
 
     def _ask(self, folder: JobFolder, verb: str, subject: str) -> None:
         if not ask(folder, verb, subject):
+            self._running(folder.name)  # It may have ended meanwhile.
             raise Mistake(
                 f"the process that runs {folder.name} ({runner(folder)}) does not respond; "
                 f"`ddpjob stop --now {folder.name}` kills it"

@@ -104,13 +104,13 @@ def read_record(folder: JobFolder) -> Json | None:
 
 
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
-    """Leaves a request for the job's runner; returns whether it was processed within `seconds`."""
+    """Leaves a request for the job's runner; returns whether it was processed within `seconds`, and before it ended."""
     folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}-{os.getpid()}.json"
     write_atomically(path, json.dumps({"verb": verb, "subject": subject}))
     deadline = time.monotonic() + seconds
     while path.exists():
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or runner(folder) is None:
             path.unlink(missing_ok=True)
             return False
         time.sleep(0.05)

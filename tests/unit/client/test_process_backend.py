@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -115,3 +118,22 @@ def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("os.kill", refused)
     with held(folder), pytest.raises(Mistake, match=rf"job j is run by another user \(process {os.getpid()}\)"):
         ProcessBackend().stop("j")
+
+
+def test_a_request_to_a_run_that_ends_meanwhile_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    folder = job_folder("j")
+    folder.path.mkdir()
+    local = {"run": "r", "pods": [{"name": "j-0-0"}]}
+    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": local})
+    with ExitStack() as holding:
+        holding.enter_context(held(folder))
+        ends = threading.Timer(0.3, holding.pop_all().close)
+        ends.start()
+        began = time.monotonic()
+        with pytest.raises(Mistake, match="job j is not running"):
+            ProcessBackend().kill("j-0-0")
+        ends.join()
+    assert time.monotonic() - began < 5 and not list(folder.requests.iterdir())
