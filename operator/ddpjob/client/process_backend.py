@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -307,7 +308,8 @@ def _last_lines(log: BinaryIO, lines: int) -> bytes:
         log.seek(begin)
         text = log.read(end - begin)
     log.seek(end)
-    return b"".join(text.splitlines(keepends=True)[-lines:]) if lines else b""
+    # Not splitlines(): the refreshes of a progress bar, which returns divide, are one line.
+    return b"".join(BytesIO(text).readlines()[-lines:]) if lines else b""
 
 
 def _is_record(folder: JobFolder) -> bool:

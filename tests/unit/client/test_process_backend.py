@@ -137,3 +137,16 @@ def test_a_request_to_a_run_that_ends_meanwhile_is_refused_at_once(
             ProcessBackend().kill("j-0-0")
         ends.join()
     assert time.monotonic() - began < 5 and not list(folder.requests.iterdir())
+
+
+def test_the_last_lines_of_a_log_count_a_progress_bar_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    job = job_folder("j")
+    run = prepare(job, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC))
+    local = {"run": run.name, "pods": [{"name": "j-0-0", "role": "node", "state": "Completed"}]}
+    write_record(job, {"metadata": {"name": "j"}, "spec": {}, "status": {}, "local": local})
+    bar = b"".join(b"\rstep %d/90" % step for step in range(90))
+    run.log("j-0-0", "trainer").write_bytes(b"begins\nwarning\n" + bar + b"\ndone\n")
+    backend = ProcessBackend()
+    [pod] = backend.pods("j")
+    assert b"".join(backend.log(pod, LogOptions(tail=3))) == b"warning\n" + bar + b"\ndone\n"
