@@ -32,7 +32,7 @@ from ddpjob.core.world import COORDINATOR_CONTAINER
 from ddpjob.local import processes
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder, job_folder, runs_folder
 from ddpjob.local.pod import UID_VARIABLE
-from ddpjob.local.record import ask, read_record, runner, write_atomically
+from ddpjob.local.record import ask, holds, read_record, runner, write_atomically
 
 STOP_MARGIN = 15.0
 """Seconds beyond the pods' grace for which `stop` waits for the runner."""
@@ -276,9 +276,13 @@ class ProcessBackend:
         if pid is not None:
             grace = (record["spec"].get("podTemplate", {}).get("spec") or {}).get("terminationGracePeriodSeconds", 30)
             try:
+                if not holds(folder, pid) and runner(folder) == pid:
+                    elsewhere = f"on another machine or in another container, as its process {pid}"
+                    raise Mistake(f"job {name} runs {elsewhere}; stop it there")
                 _end(folder, pid, [0.0, 5.0] if now else [float(grace) + STOP_MARGIN, 5.0])
             except PermissionError as error:
-                raise Mistake(f"job {name} is run by another user (process {pid}), who alone can stop it") from error
+                whose = f"another user or elsewhere (process {pid})"
+                raise Mistake(f"job {name} is run by {whose}, and is stopped there") from error
         left = processes.end_all({UID_VARIABLE: record["metadata"]["uid"]})
         if left:
             raise Mistake(f"processes that could not be killed: {', '.join(map(str, left))}")

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,20 @@ def runner(folder: JobFolder) -> int | None:
         text = folder.lock.read_text().strip()
         return int(text) if text.isdigit() else None
     return None
+
+
+def holds(folder: JobFolder, pid: int) -> bool:
+    """Whether this process has the lock open. Its id may be one of another machine, or of another container.
+
+    Raises PermissionError for another user's process.
+    """
+    lock = folder.lock.stat()
+    with suppress(FileNotFoundError, ProcessLookupError):  # There is none, or it has ended.
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if os.path.samestat(descriptor.stat(), lock):
+                    return True
+    return False
 
 
 def write_record(folder: JobFolder, record: Json) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import threading
 import time
 from contextlib import ExitStack
@@ -116,7 +117,8 @@ def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr("os.kill", refused)
-    with held(folder), pytest.raises(Mistake, match=rf"job j is run by another user \(process {os.getpid()}\)"):
+    whose = rf"another user or elsewhere \(process {os.getpid()}\)"
+    with held(folder), pytest.raises(Mistake, match=f"job j is run by {whose}"):
         ProcessBackend().stop("j")
 
 
@@ -150,3 +152,23 @@ def test_the_last_lines_of_a_log_count_a_progress_bar_as_one(tmp_path: Path, mon
     backend = ProcessBackend()
     [pod] = backend.pods("j")
     assert b"".join(backend.log(pod, LogOptions(tail=3))) == b"warning\n" + bar + b"\ndone\n"
+
+
+def test_a_job_of_another_machine_or_container_is_not_stopped_by_its_process_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that both see, its process id means any process here."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    folder = job_folder("j")
+    folder.path.mkdir()
+    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": {}})
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        with held(folder):
+            folder.lock.write_text(str(bystander.pid))
+            with pytest.raises(Mistake, match=f"j runs on another machine .*, as its process {bystander.pid}"):
+                ProcessBackend().stop("j", now=True)
+            assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
