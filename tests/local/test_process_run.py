@@ -234,6 +234,14 @@ def test_an_output_that_cannot_show_it_ends_no_job(machine: Machine, wrapper: li
     assert "schön" in run.condition("Failed")["message"]
 
 
+def test_a_message_commands_no_terminal(machine: Machine) -> None:
+    """Colours and cleared screens in what a script prints before it fails."""
+    clears = ["bash", "-c", r"printf 'before\n\033[2J\033[31mred\a'; exit 3"]
+    run = machine.run(manifest(nodes=1, command=clears, recovery={"maxRestarts": 0}), seconds=30)
+    assert run.process.returncode == 1 and "\033" in run.condition("Failed")["message"], run.everything()
+    assert "red" in run.output and not {"\033", "\a"} & set(run.output), run.output
+
+
 def test_nohup_outlives_its_terminal(machine: Machine) -> None:
     run = machine.start(manifest(args=["--steps=100000"], recovery=FAST), wrapper=["nohup"])
     run.until(lambda r: r.steps() >= 3)

@@ -14,7 +14,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.api.job_status import ConditionType
 from ddpjob.cli.display import open_display, recoveries, reported_accuracy, shortest, stall_line
-from ddpjob.cli.output import abandon_output
+from ddpjob.cli.output import abandon_output, printable
 from ddpjob.client.manifest_sources import BadInput, read_job
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.engine.reconcile import utc_now
@@ -146,6 +146,6 @@ def _print_result(job: Ready, run: RunFolder, outcome: Outcome) -> None:
         if not status.terminal:
             lines.append(("Next", "the same command resumes from there"))
     for label, text in lines:
-        print(f"{label + ':' if label else '':<13}" + text.replace("\n", "\n    "))
+        print(f"{label + ':' if label else '':<13}" + printable(text).replace("\n", "\n    "))
     if outcome.left:
         print(f"processes that could not be killed: {', '.join(map(str, outcome.left))}", file=sys.stderr)
