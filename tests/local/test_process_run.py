@@ -293,6 +293,25 @@ def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
     run.assert_nothing_left(0.5)
 
 
+def test_a_request_that_is_not_done_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the commands said `scaled to 3 nodes` of a machine with one GPU, and `resumed` of a job that was ending."""
+    tool = machine.write("#!/bin/sh\necho 0\n", "nvidia-smi")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{machine.folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    run = machine.start(manifest(command=HANG, nodes=1, gpusPerNode=1))
+    run.until(lambda r: r.status.get("phase") == "Running")
+    scaled = machine.command("scale", "job", "3")
+    assert (scaled.returncode, scaled.stderr) == (2, "3 nodes need 3 GPUs, this machine has 1\n"), scaled
+    run.signal(signal.SIGINT)
+    run.until(lambda r: "a second signal" in r.output)
+    resumed = machine.command("resume", "job")
+    assert (resumed.returncode, resumed.stderr) == (2, "job job is being stopped by SIGINT\n"), resumed
+    assert not list((run.folder / "requests").iterdir())
+    run.signal(signal.SIGINT)
+    assert run.wait(5) == 130
+
+
 @pytest.mark.parametrize("victim", ["torchrun", "hang"])
 def test_kill_9_of_the_runner_leaves_nothing(machine: Machine, victim: str) -> None:
     run = machine.start(manifest(args=["--steps=100000"]) if victim == "torchrun" else manifest(command=HANG))

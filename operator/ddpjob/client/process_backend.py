@@ -32,7 +32,7 @@ from ddpjob.core.world import COORDINATOR_CONTAINER
 from ddpjob.local import processes
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder, job_folder, runs_folder
 from ddpjob.local.pod import UID_VARIABLE
-from ddpjob.local.record import ask, holds, read_record, runner, write_atomically
+from ddpjob.local.record import RequestRefused, ask, holds, read_record, runner, write_atomically
 
 STOP_MARGIN = 15.0
 """Seconds beyond the pods' grace for which `stop` waits for the runner."""
@@ -295,7 +295,11 @@ class ProcessBackend:
         return folder
 
     def _ask(self, folder: JobFolder, verb: str, subject: str) -> None:
-        if not ask(folder, verb, subject):
+        try:
+            processed = ask(folder, verb, subject)
+        except RequestRefused as refused:
+            raise Mistake(str(refused)) from refused
+        if not processed:
             self._running(folder.name)  # It may have ended meanwhile.
             raise Mistake(
                 f"the process that runs {folder.name} ({runner(folder)}) does not respond; "

@@ -19,6 +19,10 @@ class AlreadyRunning(Exception):
     """Another process runs this job already."""
 
 
+class RequestRefused(Exception):
+    """The job's runner does not do what was asked; the message says why."""
+
+
 @contextmanager
 def held(folder: JobFolder) -> Iterator[None]:
     """Locks the job for this process; the kernel releases it however the process ends.
@@ -118,7 +122,10 @@ def read_record(folder: JobFolder) -> Json | None:
 
 
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
-    """Leaves a request for the job's runner; returns whether it was processed within `seconds`, and before it ended."""
+    """Leaves a request for the job's runner; returns whether it was processed within `seconds`, and before it ended.
+
+    Raises RequestRefused.
+    """
     folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}-{os.getpid()}.json"
     write_atomically(path, json.dumps({"verb": verb, "subject": subject}))
@@ -128,7 +135,20 @@ def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bo
             path.unlink(missing_ok=True)
             return False
         time.sleep(0.05)
+    with suppress(FileNotFoundError):
+        reason = _refusal(path).read_text()
+        _refusal(path).unlink()
+        raise RequestRefused(reason)
     return True
+
+
+def refuse(request: Path, reason: str) -> None:
+    """Says why a request is not done, before its file is removed. Raises OSError."""
+    write_atomically(_refusal(request), reason)
+
+
+def _refusal(request: Path) -> Path:
+    return request.with_suffix(".refused")
 
 
 def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
