@@ -250,7 +250,7 @@ class ProcessBackend:
                 path.unlink()
         for path in (folder.checkpoints, folder.path):
             if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
+                path.unlink() if path.is_symlink() else path.rmdir()
 
     def kill(self, pod: str) -> None:
         folder, record = self.job_of_pod(pod)

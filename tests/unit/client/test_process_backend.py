@@ -172,3 +172,16 @@ def test_a_job_of_another_machine_or_container_is_not_stopped_by_its_process_id(
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_a_job_is_deleted_whose_empty_checkpoints_are_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a larger disk."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
+    (large := tmp_path / "large").mkdir()
+    folder = job_folder("j")
+    folder.path.mkdir(parents=True)
+    folder.checkpoints.symlink_to(large)
+    prepare(folder, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC))
+    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": {}})
+    ProcessBackend().delete("j")
+    assert not folder.path.exists() and large.is_dir()
