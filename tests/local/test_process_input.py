@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,16 @@ def test_validate(machine: SameProcess) -> None:
     )
     checked = machine.command("validate", str(right), str(wrong))
     assert checked.returncode == 2 and "right is valid" in checked.stdout and "spec.nodes" in checked.stderr
+
+
+def test_a_full_disk_is_named_with_its_file(machine: SameProcess) -> None:
+    """Played by a limit on the size of files: as with a full disk, the fault of writing names no file."""
+    file, limits = str(machine.write(manifest(command=["true"]))), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        run, submitted = machine.command("run", file), machine.command("submit", file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert run.returncode == submitted.returncode == 2
+    assert run.stderr.startswith(f"{machine.runs}/job: File too large; DDPJOB_RUNS names")
+    assert submitted.stderr == f"{machine.runs}/job/submitted.json: File too large\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -219,6 +220,28 @@ def test_a_lost_output_saves_and_leaves_nothing(
     assert run.status["phase"] == "Suspended"
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "shown"),
+    [(["env", "PYTHONIOENCODING=ascii"], "sch\\xf6n"), (["bash", "-c", 'exec "$@" >&-', "run"], "note: ")],
+    ids=["without umlauts", "closed"],
+)
+def test_an_output_that_cannot_show_it_ends_no_job(machine: Machine, wrapper: list[str], shown: str) -> None:
+    """Neither a message with a character that the terminal's encoding lacks, nor an output closed by `>&-`."""
+    job = manifest(nodes=1, command=["bash", "-c", "echo schön; exit 3"], recovery={"maxRestarts": 0})
+    run = machine.start(job, wrapper=wrapper)
+    assert run.wait(30) == 1, run.everything()
+    assert shown in run.output and "Traceback" not in run.output, run.output
+    assert "schön" in run.condition("Failed")["message"]
+
+
+def test_a_message_commands_no_terminal(machine: Machine) -> None:
+    """Colours and cleared screens in what a script prints before it fails."""
+    clears = ["bash", "-c", r"printf 'before\n\033[2J\033[31mred\a'; exit 3"]
+    run = machine.run(manifest(nodes=1, command=clears, recovery={"maxRestarts": 0}), seconds=30)
+    assert run.process.returncode == 1 and "\033" in run.condition("Failed")["message"], run.everything()
+    assert "red" in run.output and not {"\033", "\a"} & set(run.output), run.output
+
+
 def test_nohup_outlives_its_terminal(machine: Machine) -> None:
     run = machine.start(manifest(args=["--steps=100000"], recovery=FAST), wrapper=["nohup"])
     run.until(lambda r: r.steps() >= 3)
@@ -249,6 +272,17 @@ def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
     assert run.status["phase"] == "Suspended"
 
 
+@pytest.mark.parametrize(("code", "state"), [(0, "Complete"), (3, "Failed")])
+def test_a_folder_that_is_removed_meanwhile_ends_no_job(machine: Machine, code: int, state: str) -> None:
+    ends = ["bash", "-c", f"while [ ! -e go ]; do sleep 0.1; done; exit {code}"]
+    run = machine.start(manifest(command=ends, nodes=1, recovery={"maxRestarts": 0}))
+    run.until(lambda r: r.status.get("phase") == "Running")
+    shutil.rmtree(machine.runs)
+    (machine.folder / "go").touch()
+    assert run.wait(30) == (0 if state == "Complete" else 1), run.output
+    assert f"State:       {state}" in run.output and "Logs: " in run.output and "Unclosed" not in run.output, run.output
+
+
 def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
     run = machine.start(manifest(command=HANG))
     run.until(lambda r: r.status.get("phase") == "Running")
@@ -257,6 +291,25 @@ def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
     run.signal(signal.SIGINT)
     assert run.wait(5) == 130
     run.assert_nothing_left(0.5)
+
+
+def test_a_request_that_is_not_done_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the commands said `scaled to 3 nodes` of a machine with one GPU, and `resumed` of a job that was ending."""
+    tool = machine.write("#!/bin/sh\necho 0\n", "nvidia-smi")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{machine.folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    run = machine.start(manifest(command=HANG, nodes=1, gpusPerNode=1))
+    run.until(lambda r: r.status.get("phase") == "Running")
+    scaled = machine.command("scale", "job", "3")
+    assert (scaled.returncode, scaled.stderr) == (2, "3 nodes need 3 GPUs, this machine has 1\n"), scaled
+    run.signal(signal.SIGINT)
+    run.until(lambda r: "a second signal" in r.output)
+    resumed = machine.command("resume", "job")
+    assert (resumed.returncode, resumed.stderr) == (2, "job job is being stopped by SIGINT\n"), resumed
+    assert not list((run.folder / "requests").iterdir())
+    run.signal(signal.SIGINT)
+    assert run.wait(5) == 130
 
 
 @pytest.mark.parametrize("victim", ["torchrun", "hang"])

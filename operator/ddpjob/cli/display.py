@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase
+from ddpjob.cli.output import printable
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.process_cluster import TimedEvent
 from ddpjob.local.runner import Display, Shown
@@ -125,7 +126,7 @@ class PlainLines:
             self._last, self._printed, self._phase = line, now, shown.status.phase
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
     def close(self) -> None:
         sys.stdout.flush()
@@ -141,11 +142,11 @@ class LivePanel:
 
     def show(self, shown: Shown) -> None:
         for warning, line in self._new.lines(shown):
-            self._console.print(Text(line, style="yellow" if warning else "dim"))
+            self._console.print(Text(printable(line), style="yellow" if warning else "dim"))
         self._live.update(panel(shown), refresh=True)
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text, style="bold"))
+        self._console.print(Text(printable(text), style="bold"))
 
     def close(self) -> None:
         self._live.stop()
@@ -153,7 +154,10 @@ class LivePanel:
 
 def shortest(path: Path) -> str:
     """The path, relative to the current folder if that is shorter."""
-    return min(str(path), os.path.relpath(path), key=len)
+    try:
+        return min(str(path), os.path.relpath(path), key=len)
+    except FileNotFoundError:  # The current folder is gone.
+        return str(path)
 
 
 def panel(shown: Shown) -> RenderableType:
@@ -180,7 +184,7 @@ def _bar(shown: Shown) -> RenderableType:
     row = Table.grid(padding=(0, 2))
     percent = progress.get("percent")
     cells: list[RenderableType] = [] if percent is None else [ProgressBar(total=100, completed=percent, width=30)]
-    cells += [escape(word) for word in summary(shown.job, shown.status).split("  ")[2:] if word]
+    cells += [escape(printable(word)) for word in summary(shown.job, shown.status).split("  ")[2:] if word]
     row.add_row(*cells)
     return row
 

@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from ddpjob.api.job_spec import Json
-from ddpjob.cli.output import PathTemplate, abandon_output, document, listed, printable, printed_rows
+from ddpjob.cli.output import PathTemplate, abandon_output, document, listed, printable, printed_rows, usable_output
 from ddpjob.cli.places import (
     EXIT_MISTAKE,
     EXIT_NEGATIVE,
@@ -1125,6 +1125,7 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EI
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
+    usable_output()
     name = PLUGIN if PLUGIN in Path(sys.argv[0]).name else "ddpjob"
     if "NO_COLOR" in os.environ:
         root.context_settings["color"] = False
@@ -1146,6 +1147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
     except _SystemFault as fault:
+        if fault.error.filename is None and fault.error.errno == errno.ENOENT:  # os.getcwd() names no file
+            _note("the current folder does not exist any more; change to another one")
+            return EXIT_MISTAKE
         if fault.error.filename is None:
             if fault.error.errno not in _OUTPUT_ERRORS:
                 raise fault.error from None

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from io import TextIOWrapper
 from typing import Any
 
 from ddpjob.api.job_spec import Json
@@ -18,6 +19,16 @@ from ddpjob.client.job_text import row
 def printable(text: str) -> str:
     """Without characters that command a terminal: messages and progress are written by whoever owns the job."""
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
+def usable_output() -> None:
+    """No text fails for a character that the output's encoding lacks, nor where the output was closed (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - no path of ours, open to the end
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def abandon_output() -> None:

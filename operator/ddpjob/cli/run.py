@@ -14,13 +14,13 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.api.job_status import ConditionType
 from ddpjob.cli.display import open_display, recoveries, reported_accuracy, shortest, stall_line
-from ddpjob.cli.output import abandon_output
+from ddpjob.cli.output import abandon_output, printable
 from ddpjob.client.manifest_sources import BadInput, read_job
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
 from ddpjob.local.paths import JobFolder, RunFolder, job_folder
-from ddpjob.local.record import AlreadyRunning, held
+from ddpjob.local.record import AlreadyRunning, held, write_atomically
 from ddpjob.local.runner import Outcome, Runner, new_body, prepare
 
 EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
@@ -87,9 +87,10 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> RunFolder:
         template = storage.claim_template
         disposable = template is not None and template.when_deleted is WhenDeleted.DELETE
         run = prepare(job.folder, fresh=fresh, now=utc_now(), disposable=disposable)
-        run.manifest.write_text(json.dumps(job.body, indent=1))
+        write_atomically(run.manifest, json.dumps(job.body, indent=1))
     except OSError as error:
-        raise BadInput(f"{error.filename}: {error.strerror}; DDPJOB_RUNS names another folder for runs") from error
+        at = error.filename or job.folder.path
+        raise BadInput(f"{at}: {error.strerror}; DDPJOB_RUNS names another folder for runs") from error
     return run
 
 
@@ -145,6 +146,6 @@ def _print_result(job: Ready, run: RunFolder, outcome: Outcome) -> None:
         if not status.terminal:
             lines.append(("Next", "the same command resumes from there"))
     for label, text in lines:
-        print(f"{label + ':' if label else '':<13}" + text.replace("\n", "\n    "))
+        print(f"{label + ':' if label else '':<13}" + printable(text).replace("\n", "\n    "))
     if outcome.left:
         print(f"processes that could not be killed: {', '.join(map(str, outcome.left))}", file=sys.stderr)

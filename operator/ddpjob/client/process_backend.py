@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,7 +32,7 @@ from ddpjob.core.world import COORDINATOR_CONTAINER
 from ddpjob.local import processes
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder, job_folder, runs_folder
 from ddpjob.local.pod import UID_VARIABLE
-from ddpjob.local.record import ask, read_record, runner, write_atomically
+from ddpjob.local.record import RequestRefused, ask, holds, read_record, runner, write_atomically
 
 STOP_MARGIN = 15.0
 """Seconds beyond the pods' grace for which `stop` waits for the runner."""
@@ -249,7 +250,7 @@ class ProcessBackend:
                 path.unlink()
         for path in (folder.checkpoints, folder.path):
             if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
+                path.unlink() if path.is_symlink() else path.rmdir()
 
     def kill(self, pod: str) -> None:
         folder, record = self.job_of_pod(pod)
@@ -274,7 +275,14 @@ class ProcessBackend:
         pid = runner(folder)
         if pid is not None:
             grace = (record["spec"].get("podTemplate", {}).get("spec") or {}).get("terminationGracePeriodSeconds", 30)
-            _end(folder, pid, [0.0, 5.0] if now else [float(grace) + STOP_MARGIN, 5.0])
+            try:
+                if not holds(folder, pid) and runner(folder) == pid:
+                    elsewhere = f"on another machine or in another container, as its process {pid}"
+                    raise Mistake(f"job {name} runs {elsewhere}; stop it there")
+                _end(folder, pid, [0.0, 5.0] if now else [float(grace) + STOP_MARGIN, 5.0])
+            except PermissionError as error:
+                whose = f"another user or elsewhere (process {pid})"
+                raise Mistake(f"job {name} is run by {whose}, and is stopped there") from error
         left = processes.end_all({UID_VARIABLE: record["metadata"]["uid"]})
         if left:
             raise Mistake(f"processes that could not be killed: {', '.join(map(str, left))}")
@@ -287,7 +295,12 @@ class ProcessBackend:
         return folder
 
     def _ask(self, folder: JobFolder, verb: str, subject: str) -> None:
-        if not ask(folder, verb, subject):
+        try:
+            processed = ask(folder, verb, subject)
+        except RequestRefused as refused:
+            raise Mistake(str(refused)) from refused
+        if not processed:
+            self._running(folder.name)  # It may have ended meanwhile.
             raise Mistake(
                 f"the process that runs {folder.name} ({runner(folder)}) does not respond; "
                 f"`ddpjob stop --now {folder.name}` kills it"
@@ -303,7 +316,8 @@ def _last_lines(log: BinaryIO, lines: int) -> bytes:
         log.seek(begin)
         text = log.read(end - begin)
     log.seek(end)
-    return b"".join(text.splitlines(keepends=True)[-lines:]) if lines else b""
+    # Not splitlines(): the refreshes of a progress bar, which returns divide, are one line.
+    return b"".join(BytesIO(text).readlines()[-lines:]) if lines else b""
 
 
 def _is_record(folder: JobFolder) -> bool:
@@ -370,4 +384,4 @@ def _end(folder: JobFolder, pid: int, patience: list[float]) -> None:
             if runner(folder) != pid:
                 return
             time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
+    processes.send(pid, signal.SIGKILL)

@@ -78,7 +78,9 @@ class JobFolder:
 
     def has_checkpoints(self) -> bool:
         """Whether a run has left more there than its record of rounds. Raises OSError."""
-        return any(not path.name.startswith(ROUNDS_FILE) for path in self.checkpoints.iterdir())
+        return self.checkpoints.is_dir() and any(
+            not path.name.startswith(ROUNDS_FILE) for path in self.checkpoints.iterdir()
+        )
 
     @property
     def disposable(self) -> Path:

@@ -177,10 +177,13 @@ def _termination_message(started: Started, *, failed: bool) -> str:
     """The termination file, or the log's end where a failed container wrote none (FallbackToLogsOnError)."""
     try:
         written = started.termination.read_bytes()[:_MESSAGE_BYTES]
-    except FileNotFoundError:
+    except OSError:
         written = b""
     if written or not failed:
         return written.decode(errors="replace")
-    with started.log.open("rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-        return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+    try:
+        with started.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+    except OSError as error:  # its folder was removed meanwhile, which ends no job
+        return f"no log: {started.log}: {error.strerror}"

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ from ddpjob.local.paths import JobFolder
 
 class AlreadyRunning(Exception):
     """Another process runs this job already."""
+
+
+class RequestRefused(Exception):
+    """The job's runner does not do what was asked; the message says why."""
 
 
 @contextmanager
@@ -65,6 +69,20 @@ def runner(folder: JobFolder) -> int | None:
     return None
 
 
+def holds(folder: JobFolder, pid: int) -> bool:
+    """Whether this process has the lock open. Its id may be one of another machine, or of another container.
+
+    Raises PermissionError for another user's process.
+    """
+    lock = folder.lock.stat()
+    with suppress(FileNotFoundError, ProcessLookupError):  # There is none, or it has ended.
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if os.path.samestat(descriptor.stat(), lock):
+                    return True
+    return False
+
+
 def write_record(folder: JobFolder, record: Json) -> None:
     """Replaces status.json; a reader sees the old record or the new one."""
     write_atomically(folder.status, json.dumps(record, indent=1))
@@ -76,8 +94,9 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         temporary.write_text(text)
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # Of a full disk, Python names none.
         raise
 
 
@@ -103,17 +122,33 @@ def read_record(folder: JobFolder) -> Json | None:
 
 
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
-    """Leaves a request for the job's runner; returns whether it was processed within `seconds`."""
+    """Leaves a request for the job's runner; returns whether it was processed within `seconds`, and before it ended.
+
+    Raises RequestRefused.
+    """
     folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}-{os.getpid()}.json"
     write_atomically(path, json.dumps({"verb": verb, "subject": subject}))
     deadline = time.monotonic() + seconds
     while path.exists():
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or runner(folder) is None:
             path.unlink(missing_ok=True)
             return False
         time.sleep(0.05)
+    with suppress(FileNotFoundError):
+        reason = _refusal(path).read_text()
+        _refusal(path).unlink()
+        raise RequestRefused(reason)
     return True
+
+
+def refuse(request: Path, reason: str) -> None:
+    """Says why a request is not done, before its file is removed. Raises OSError."""
+    write_atomically(_refusal(request), reason)
+
+
+def _refusal(request: Path) -> Path:
+    return request.with_suffix(".refused")
 
 
 def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:

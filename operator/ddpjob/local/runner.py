@@ -10,7 +10,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from ddpjob.local.adapt_spec import LocalSpec, too_many_nodes
 from ddpjob.local.paths import JobFolder, RunFolder
 from ddpjob.local.pod import Pod
 from ddpjob.local.process_cluster import ProcessCluster, TimedEvent
-from ddpjob.local.record import requests, write_record
+from ddpjob.local.record import refuse, requests, write_record
 
 TICK = 0.25
 """Seconds between two checks for requests and updates of the display."""
@@ -199,20 +199,28 @@ class Runner:
 
     def _process_requests(self) -> None:
         for path, verb, subject in requests(self.folder):
+            reason = ""
             if verb == "kill" and subject in self.cluster.pods:
                 self._note(f"kill {subject}: SIGKILL, as kubectl delete pod --force")
                 self.cluster.force_delete(self.cluster.pods[subject])
-            elif verb in ("suspend", "resume") and self.interrupted is None:
+            elif verb in ("suspend", "resume", "scale") and self.interrupted is not None:
+                reason = f"job {self.folder.name} is being stopped by {self.interrupted.name}"
+            elif verb in ("suspend", "resume"):
                 self.cluster.suspend(verb == "suspend")
-            elif verb == "scale" and self.interrupted is None:
-                self._scale(int(subject))
+            elif verb == "scale":
+                reason = self._scale(int(subject))
+            if reason:
+                with suppress(OSError):
+                    refuse(path, reason)
             path.unlink(missing_ok=True)
 
-    def _scale(self, nodes: int) -> None:
+    def _scale(self, nodes: int) -> str:
+        """Why it is refused; empty: it is done."""
         refused = too_many_nodes(self.cluster.local_spec, nodes)
         self._note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
         if not refused:
             self.cluster.scale(nodes)
+        return refused
 
     # --- what is shown and written down
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from ddpjob.cli.display import shortest
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
 from ddpjob.client.backend import Mistake
@@ -63,3 +64,10 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_PLACE", "locl")
     with pytest.raises(Mistake, match="DDPJOB_PLACE=locl: write local or cluster"):
         HERE.is_local()
+
+
+def test_a_current_folder_that_was_removed_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.rmdir()
+    assert main(["get"]) == 2
+    assert capsys.readouterr().err == "the current folder does not exist any more; change to another one\n"
+    assert shortest(folder / "runs") == str(folder / "runs"), "what --workdir and DDPJOB_RUNS make runnable"

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import threading
+import time
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ddpjob.client import process_backend
-from ddpjob.client.backend import LogOptions
+from ddpjob.client.backend import LogOptions, Mistake
 from ddpjob.client.process_backend import ProcessBackend
 from ddpjob.local.paths import JobFolder, job_folder
-from ddpjob.local.record import write_record
+from ddpjob.local.record import held, write_record
 from ddpjob.local.runner import prepare
 
 DONE = {
@@ -99,3 +105,83 @@ def test_a_folder_of_runs_that_was_moved_keeps_its_logs_and_events(
     [pod] = backend.pods("j")
     assert b"".join(backend.log(pod, LogOptions())) == b"step 1\n"
     assert [event.reason for event in backend.events("j")] == ["Running"]
+
+
+def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    folder = job_folder("j")
+    folder.path.mkdir()
+    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": {}})
+
+    def refused(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.kill", refused)
+    whose = rf"another user or elsewhere \(process {os.getpid()}\)"
+    with held(folder), pytest.raises(Mistake, match=f"job j is run by {whose}"):
+        ProcessBackend().stop("j")
+
+
+def test_a_request_to_a_run_that_ends_meanwhile_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    folder = job_folder("j")
+    folder.path.mkdir()
+    local = {"run": "r", "pods": [{"name": "j-0-0"}]}
+    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": local})
+    with ExitStack() as holding:
+        holding.enter_context(held(folder))
+        ends = threading.Timer(0.3, holding.pop_all().close)
+        ends.start()
+        began = time.monotonic()
+        with pytest.raises(Mistake, match="job j is not running"):
+            ProcessBackend().kill("j-0-0")
+        ends.join()
+    assert time.monotonic() - began < 5 and not list(folder.requests.iterdir())
+
+
+def test_the_last_lines_of_a_log_count_a_progress_bar_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    job = job_folder("j")
+    run = prepare(job, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC))
+    local = {"run": run.name, "pods": [{"name": "j-0-0", "role": "node", "state": "Completed"}]}
+    write_record(job, {"metadata": {"name": "j"}, "spec": {}, "status": {}, "local": local})
+    bar = b"".join(b"\rstep %d/90" % step for step in range(90))
+    run.log("j-0-0", "trainer").write_bytes(b"begins\nwarning\n" + bar + b"\ndone\n")
+    backend = ProcessBackend()
+    [pod] = backend.pods("j")
+    assert b"".join(backend.log(pod, LogOptions(tail=3))) == b"warning\n" + bar + b"\ndone\n"
+
+
+def test_a_job_of_another_machine_or_container_is_not_stopped_by_its_process_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that both see, its process id means any process here."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    folder = job_folder("j")
+    folder.path.mkdir()
+    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": {}})
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        with held(folder):
+            folder.lock.write_text(str(bystander.pid))
+            with pytest.raises(Mistake, match=f"j runs on another machine .*, as its process {bystander.pid}"):
+                ProcessBackend().stop("j", now=True)
+            assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_job_is_deleted_whose_empty_checkpoints_are_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a larger disk."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
+    (large := tmp_path / "large").mkdir()
+    folder = job_folder("j")
+    folder.path.mkdir(parents=True)
+    folder.checkpoints.symlink_to(large)
+    prepare(folder, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC))
+    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": {}})
+    ProcessBackend().delete("j")
+    assert not folder.path.exists() and large.is_dir()
