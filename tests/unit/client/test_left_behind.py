@@ -88,3 +88,12 @@ def test_a_folder_without_records_is_named(tmp_path: Path, capsys: pytest.Captur
     assert ".ddpjob-rounds.jsonl" in capsys.readouterr().err
     with pytest.raises(Mistake, match="no such folder"):
         read_left_behind(tmp_path / "nowhere")
+
+
+def test_a_job_that_has_made_no_step_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "start", "step": 0, "world": 2, "time": 1}\n')
+    assert main(["show", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.endswith("\n\nfirst: its metrics hold no step\n") and not shown.err
