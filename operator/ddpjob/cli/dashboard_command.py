@@ -23,7 +23,9 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
     token = secrets.token_urlsafe(24)
 
     def scoped(namespace: str) -> Backend:
-        return ClusterBackend(backend.api, namespace) if isinstance(backend, ClusterBackend) else backend
+        if isinstance(backend, ClusterBackend):
+            return ClusterBackend(backend.api, namespace)
+        return backend.within(namespace) if isinstance(backend, PastJobs) else backend
 
     def started(bound: int) -> None:
         name = f"[{host}]" if ":" in host else host

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 
 from ddpjob_runtime.protocol import ROUNDS_FILE, Incident
@@ -31,17 +32,23 @@ class PastJobs:
     local = True
 
     def __init__(self, folder: Path) -> None:
-        self._root = folder
+        self._root, self._namespace = folder, ""
         self.notes: list[str] = []
-        self._found: dict[str, tuple[Path, LeftBehind]] = {}
+        self._found: dict[tuple[str, str], tuple[Path, LeftBehind]] = {}
         self.jobs()
+
+    def within(self, namespace: str) -> PastJobs:
+        """The same, of which a name is that of the job of this namespace."""
+        scoped = copy(self)
+        scoped._namespace = namespace
+        return scoped
 
     @property
     def where(self) -> str:
         return f"what is left in {self._root}"
 
     def jobs(self) -> list[Json]:
-        notes, found = list[str](), dict[str, tuple[Path, LeftBehind]]()
+        notes, found = list[str](), dict[tuple[str, str], tuple[Path, LeftBehind]]()
         folders = self._folders()
         for folder in folders[:_MOST_FOLDERS]:
             try:
@@ -52,13 +59,14 @@ class PastJobs:
                 notes.append(str(mistake))
                 continue
             name = next((name for name in (left.name, folder.name.lower()) if _NAME.fullmatch(name)), "")
-            if not name or f"{left.namespace}/{name}" in found:
+            namespace = left.namespace or "default"
+            if not name or (namespace, name) in found:
                 name = f"{name or 'job'}.{len(found)}"[-253:]  # Of several folders of one job the newest has its name.
-            found[f"{left.namespace}/{name}"] = folder, left
+            found[namespace, name] = folder, left
         if len(folders) > _MOST_FOLDERS:
             notes.append(f"of {len(folders)} folders the newest {_MOST_FOLDERS} are shown")
         self.notes, self._found = notes, found
-        bodies = [_as_job(key.partition("/")[2], left) for key, (_, left) in found.items()]
+        bodies = [_as_job(name, left) for (_, name), (_, left) in found.items()]
         return sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")))
 
     def _folders(self) -> list[Path]:
@@ -72,8 +80,8 @@ class PastJobs:
         return [folder for _, folder in sorted(inside, reverse=True)] or [self._root]
 
     def _left(self, name: str) -> LeftBehind:
-        for key, (_, left) in self._found.items():
-            if key.partition("/")[2] == name:
+        for (namespace, known), (_, left) in self._found.items():
+            if known == name and self._namespace in ("", namespace):
                 return left
         raise NoSuchJob(f"no job {name} in {self._root}")
 

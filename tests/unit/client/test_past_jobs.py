@@ -33,7 +33,7 @@ async def pages(folder: Path, *paths: str) -> list[str]:
     backend = PastJobs(folder)
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with Fleet(backend) as fleet:
-        gate = OneSession(View(fleet, lambda namespace: backend, backend.where, past=True), "t")
+        gate = OneSession(View(fleet, backend.within, backend.where, past=True), "t")
         task = asyncio.create_task(serve(gate, host="127.0.0.1", port=0, started=port.set_result))
         found = []
         async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
@@ -90,3 +90,10 @@ def test_what_is_written_later_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
     assert next(changes)[0]["status"]["phase"] == "Interrupted"
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES) + "\n")
     assert next(changes)[0]["status"]["phase"] == "Complete"
+
+
+async def test_jobs_of_one_name_in_two_namespaces_have_their_own_pages(tmp_path: Path) -> None:
+    for namespace, world in (("ml", 2), ("vision", 5)):
+        left(tmp_path / namespace, [line("round", 1, 1, world=world, namespace=namespace)])
+    for page, world in zip(await pages(tmp_path, "/jobs/ml/first", "/jobs/vision/first"), (None, 2, 5), strict=True):
+        assert world is None or f"round 1: {world} nodes" in text(page)
