@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 from ddpjob_runtime.protocol import ROUNDS_FILE, Incident
@@ -34,6 +35,8 @@ class PastJobs:
     def __init__(self, folder: Path) -> None:
         self._root, self._namespace = folder, ""
         self.notes: list[str] = []
+        self._known: dict[Path, tuple[tuple[float, ...], LeftBehind]] = {}
+        """By folder, with its stamp: of many folders those are read again that have changed."""
         self._found: dict[tuple[str, str], tuple[Path, LeftBehind]] = {}
         self.jobs()
 
@@ -49,15 +52,16 @@ class PastJobs:
 
     def jobs(self) -> list[Json]:
         notes, found = list[str](), dict[tuple[str, str], tuple[Path, LeftBehind]]()
-        folders = self._folders()
+        folders, kept = self._folders(), dict[Path, tuple[tuple[float, ...], LeftBehind]]()
         for folder in folders[:_MOST_FOLDERS]:
             try:
-                left = read_left_behind(folder)
+                kept[folder] = self._read_again(folder)
             except Mistake as mistake:
                 if folders == [self._root]:
                     raise
                 notes.append(str(mistake))
                 continue
+            left = kept[folder][1]
             name = next((name for name in (left.name, folder.name.lower()) if _NAME.fullmatch(name)), "")
             namespace = left.namespace or "default"
             if not name or (namespace, name) in found:
@@ -65,9 +69,16 @@ class PastJobs:
             found[namespace, name] = folder, left
         if len(folders) > _MOST_FOLDERS:
             notes.append(f"of {len(folders)} folders the newest {_MOST_FOLDERS} are shown")
-        self.notes, self._found = notes, found
+        self.notes, self._found, self._known = notes, found, kept
         bodies = [_as_job(name, left) for (_, name), (_, left) in found.items()]
         return sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")))
+
+    def _read_again(self, folder: Path) -> tuple[tuple[float, ...], LeftBehind]:
+        """Without the metrics: those of many jobs would fill the memory. Raises Mistake."""
+        known, stamp = self._known.get(folder), _stamp(folder)
+        if known is not None and known[0] == stamp:
+            return known
+        return stamp, replace(read_left_behind(folder), metrics="")
 
     def _folders(self) -> list[Path]:
         """The folder itself, if a job has used it, else those in it that jobs have used, the newest first."""
@@ -80,9 +91,12 @@ class PastJobs:
         return [folder for _, folder in sorted(inside, reverse=True)] or [self._root]
 
     def _left(self, name: str) -> LeftBehind:
-        for (namespace, known), (_, left) in self._found.items():
+        return self._folder_of(name)[1]
+
+    def _folder_of(self, name: str) -> tuple[Path, LeftBehind]:
+        for (namespace, known), found in self._found.items():
             if known == name and self._namespace in ("", namespace):
-                return left
+                return found
         raise NoSuchJob(f"no job {name} in {self._root}")
 
     def job(self, name: str) -> Json:
@@ -115,7 +129,7 @@ class PastJobs:
         raise Mistake("logs are gone with their pods")
 
     def metrics(self, name: str) -> str:
-        found = self._left(name).metrics
+        found = read_left_behind(self._folder_of(name)[0]).metrics
         if not found:
             raise Mistake(f"{name}: there is no {METRICS}; it is written by {METRICS_WRITERS}")
         return found
@@ -137,15 +151,17 @@ class PastJobs:
 
 
 def _stamp(folder: Path) -> tuple[float, ...]:
-    """Times of change of what a job writes into its folder, the newest first; empty: nothing of it is there."""
-    times = list[float]()
+    """Times of change of what a job writes into its folder, the newest first, and sizes; empty: nothing is there."""
+    times, sizes = list[float](), list[float]()
     for place in (folder, folder / "checkpoints"):
         for file in (ROUNDS_FILE, METRICS):
             try:
-                times.append((place / file).stat().st_mtime)
+                found = (place / file).stat()
             except OSError:
                 continue
-    return tuple(sorted(times, reverse=True))
+            times.append(found.st_mtime)
+            sizes.append(found.st_size)
+    return (*sorted(times, reverse=True), *sizes)
 
 
 def _as_job(name: str, left: LeftBehind) -> Json:

@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from ddpjob.client.backend import Mistake
+from ddpjob.client.left_behind import LeftBehind, read_left_behind
 from ddpjob.client.past_jobs import PastJobs
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import OneSession, View
@@ -97,3 +98,22 @@ async def test_jobs_of_one_name_in_two_namespaces_have_their_own_pages(tmp_path:
         left(tmp_path / namespace, [line("round", 1, 1, world=world, namespace=namespace)])
     for page, world in zip(await pages(tmp_path, "/jobs/ml/first", "/jobs/vision/first"), (None, 2, 5), strict=True):
         assert world is None or f"round 1: {world} nodes" in text(page)
+
+
+def test_of_many_folders_those_are_read_again_that_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        left(tmp_path / name, [line("round", 1, 1, world=2, job=name)], steps=9)
+    archive, read = PastJobs(tmp_path), list[str]()
+
+    def reading(folder: Path) -> LeftBehind:
+        read.append(folder.name)
+        return read_left_behind(folder)
+
+    monkeypatch.setattr("ddpjob.client.past_jobs.read_left_behind", reading)
+    (tmp_path / "two" / ".ddpjob-rounds.jsonl").write_text(line("end", 2, 1, ok=True, why="over", job="two"))
+    phases = {body["metadata"]["name"]: body["status"]["phase"] for body in archive.jobs()}
+    assert (phases, read) == ({"one": "Interrupted", "two": "Complete"}, ["two"])
+    assert archive.metrics("one").count("\n") == 7, "metrics are not kept, but read where they are asked for"
+    assert read == ["two", "one"]
