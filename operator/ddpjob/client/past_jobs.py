@@ -106,11 +106,15 @@ class PastJobs:
         """A job that still trains writes on: its folder is read again when it has changed."""
         end = None if seconds is None else time.monotonic() + seconds
         known: dict[Path, tuple[float, ...]] | None = None
+        seen: dict[tuple[str, str], Json] = {}
         while end is None or time.monotonic() < end:
             now = {folder: _stamp(folder) for folder in self._folders()}
             if now != known:
                 known = now
-                yield from ((body, False) for body in self.jobs() if name in (None, body["metadata"]["name"]))
+                chosen = [body for body in self.jobs() if name in (None, body["metadata"]["name"])]
+                before, seen = seen, {(b["metadata"]["namespace"], b["metadata"]["name"]): b for b in chosen}
+                yield from ((body, True) for key, body in before.items() if key not in seen)
+                yield from ((body, False) for body in chosen)
             time.sleep(_LOOK_SECONDS)
 
     def pods(self, name: str) -> list[PodLine]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import aiohttp
@@ -117,3 +118,15 @@ def test_of_many_folders_those_are_read_again_that_have_changed(
     assert (phases, read) == ({"one": "Interrupted", "two": "Complete"}, ["two"])
     assert archive.metrics("one").count("\n") == 7, "metrics are not kept, but read where they are asked for"
     assert read == ["two", "one"]
+
+
+def test_a_folder_that_is_removed_leaves_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpjob.client.past_jobs._LOOK_SECONDS", 0.01)
+    for name in ("one", "two"):
+        left(tmp_path / name, [line("round", 1, 1, world=2, job=name)])
+    changes = PastJobs(tmp_path).changes(None, seconds=9)
+    assert {next(changes)[0]["metadata"]["name"] for _ in range(2)} == {"one", "two"}
+    shutil.rmtree(tmp_path / "two")
+    gone, deleted = next(changes)
+    assert (gone["metadata"]["name"], deleted) == ("two", True)
+    assert next(changes)[0]["metadata"]["name"] == "one"
