@@ -21,6 +21,7 @@ from ddpjob.client.process_backend import ProcessBackend
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import View
 from ddpjob.dashboard.web_server import _curves_now
+from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.paths import job_folder
 from ddpjob.local.record import write_record
 from rich.console import Console
@@ -230,3 +231,12 @@ def test_a_loss_that_report_wrote_as_unknown_after_finite_ones_is_named(runs: Pa
     backend = ProcessBackend()
     with Fleet(backend) as fleet:
         assert _curves_now(View(fleet, lambda namespace: backend, ""), ("default", "j"), False)["note"] == note
+
+
+def test_the_screen_draws_the_steps_per_second_of_a_job_that_counts_no_samples(runs: Path) -> None:
+    screen, console = top.JobScreen(), Console(width=100, record=True)
+    for step in (1, 2):
+        written(progress={"step": step, "speedDisplay": f"{step} steps/s", "metrics": {"stepsPerSecond": float(step)}})
+        console.print(screen.frame(ProcessBackend().job("j"), [], utc_now()))
+    [line] = [line for line in console.export_text().splitlines() if "2 steps/s" in line]
+    assert line.split() == ["speed", "2", "steps/s", "▁█"]
