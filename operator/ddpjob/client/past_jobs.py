@@ -183,7 +183,7 @@ def _as_job(name: str, left: LeftBehind) -> Json:
     status: Json = {
         "phase": "Interrupted",
         "startTime": format_time(first.time),
-        "progress": shown_progress({}, last.progress, last.time, at_once=True),
+        "progress": shown_progress({}, left.reported.progress, left.reported.time, at_once=True),
         "restarts": {
             "total": len(restarts),
             "uncounted": 0,
