@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import os
 import secrets
+import socket
 
 import click
 
@@ -22,7 +23,9 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
     token = secrets.token_urlsafe(24)
 
     def scoped(namespace: str) -> Backend:
-        return ClusterBackend(backend.api, namespace) if isinstance(backend, ClusterBackend) else backend
+        if isinstance(backend, ClusterBackend):
+            return ClusterBackend(backend.api, namespace)
+        return backend.within(namespace) if isinstance(backend, PastJobs) else backend
 
     def started(bound: int) -> None:
         name = f"[{host}]" if ":" in host else host
@@ -36,6 +39,9 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
             view = View(fleet, scoped, backend.where, past=isinstance(backend, PastJobs))
             gate = OneSession(view, token, host)
             asyncio.run(serve(gate, host=host, port=port, started=started))
+        except (socket.gaierror, UnicodeError) as error:
+            fault = error.strerror if isinstance(error, OSError) else "no name of a machine"
+            raise Mistake(f"--host {host}: {fault}; give an address of this machine") from error
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else error
             raise Mistake(f"--host {host} --port {port}: {why}; another --port, or 0 for any free one") from error

@@ -672,8 +672,11 @@ def show(folder: Path) -> int:
         _print(line)
     if found.metrics:
         _print("")
-        for line in curves(found.metrics, found.name):
-            _print(line)
+        try:
+            for line in curves(found.metrics, found.name):
+                _print(line)
+        except Mistake:  # Of a job that runs: it may be waited for.
+            _print(f"{found.name}: its metrics hold no step")
     return 0
 
 

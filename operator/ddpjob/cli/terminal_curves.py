@@ -60,8 +60,7 @@ def curves(text: str, job: str) -> Iterator[str]:
     """Lines with the loss as a chart and the accuracy as a row. Raises Mistake without a step."""
     series = read_metrics(text)
     losses, accuracies, starts = points(series)
-    not_finite = series.not_finite
-    if not (losses or not_finite or series.without_loss):
+    if not (losses or series.not_finite or series.without_loss):
         raise Mistake(f"{job}: its metrics hold no step yet; wait until it has trained some steps")
     if is_cut(text):
         yield f"{job}: at least {count(starts, 'restart')}; {CUT}"  # the first start is in the part that is cut off
@@ -69,12 +68,8 @@ def curves(text: str, job: str) -> Iterator[str]:
         yield f"{job}: {count(max(starts - 1, 0), 'restart')}"
     if losses:
         yield from _loss_chart(losses)
-    elif not not_finite:
-        steps = f"{count(len(series.without_loss), 'step')}, the last of them {max(series.without_loss)}"
-        yield f"loss: none, or not finite (NaN or infinite), at {steps}"
-    if not_finite and max(not_finite) > max(series.steps.get("loss", {}), default=-1):
-        steps = f"{count(len(not_finite), 'step')}, the last of them {max(not_finite)}"
-        yield f"loss: not finite (NaN or infinite) at {steps}"
+    if note := series.after_last_loss():
+        yield note
     if accuracies:
         yield "test accuracy"
         yield f"{'':10} {sparkline(accuracies, WIDTH)}"

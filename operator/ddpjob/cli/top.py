@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 
+from ddpjob_runtime.protocol import COUNTED_SPEED
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -64,7 +65,8 @@ class JobScreen:
         if reported != self._reported:
             self._reported = reported
             self._loss.add(progress.get("loss"))
-            self._speed.add(progress.get("samplesPerSecond"))
+            counted = (progress.get("metrics") or {}).get(COUNTED_SPEED)
+            self._speed.add(progress.get("samplesPerSecond", counted))
         ranks = ranks_of_pods([pod for pod in pods if pod.state == "Running"], body)
         state = phase(body)
         head = Table.grid(padding=(0, 3))
@@ -91,7 +93,7 @@ class JobScreen:
         bar.add_row(*cells)
         yield bar
         rows = Table.grid(padding=(0, 2))
-        for title, shown, curve in (("loss", "lossDisplay", self._loss), ("samples", "speedDisplay", self._speed)):
+        for title, shown, curve in (("loss", "lossDisplay", self._loss), ("speed", "speedDisplay", self._speed)):
             if shown in progress:
                 rows.add_row(title, _text(str(progress[shown])), Text(curve.drawn(), style="blue"))
         if (accuracy := reported_accuracy(job.status)) is not None:

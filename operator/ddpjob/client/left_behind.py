@@ -53,6 +53,11 @@ class LeftBehind:
     metrics: str
     """The end of metrics.jsonl; empty: there is none."""
 
+    @property
+    def reported(self) -> Line:
+        """The newest line with progress: a new coordinator knows none before the script's next report."""
+        return next((line for line in reversed(self.lines) if line.progress), self.lines[-1])
+
 
 def read_left_behind(folder: Path) -> LeftBehind:
     """Of a checkpoint folder, or one of `ddpjob run`. Raises Mistake."""
@@ -130,7 +135,7 @@ def in_words(found: LeftBehind) -> Iterator[str]:
     yield f"State:     {_state(last)}"
     took = duration(max(0.0, (last.time - first.time).total_seconds()))
     yield f"Time:      {format_time(first.time)} to {format_time(last.time)}, {took}"
-    if progress := _progress(last):
+    if progress := _progress(found.reported):
         yield f"Progress:  {progress}"
     breaks = sum(len(line.incidents) for line in lines)
     yield f"Rounds:    {sum(line.world is not None for line in lines)}, with {count(breaks, 'break')}"
@@ -156,8 +161,8 @@ def _state(last: Line) -> str:
     return f"{'Complete' if last.ok else 'Stopped'}: {last.why}"
 
 
-def _progress(last: Line) -> str:
-    shown = shown_progress({}, last.progress, last.time, at_once=True)
+def _progress(line: Line) -> str:
+    shown = shown_progress({}, line.progress, line.time, at_once=True)
     words = [str(shown["display"])] if "display" in shown else []
     words += [f"loss {shown['lossDisplay']}"] if "lossDisplay" in shown else []
     metrics = {name: value for name, value in (shown.get("metrics") or {}).items() if is_number(value)}

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass, field
 
+from ddpjob.core.status.messages import count
 from ddpjob.core.view import is_number
 
 LARGEST = 1e300
@@ -30,6 +31,17 @@ class MetricSeries:
     without_loss: set[int] = field(default_factory=set)
     """Steps of training that name no loss; ddpjob_report.report writes one that is not finite so, too."""
 
+    def after_last_loss(self) -> str:
+        """What the newest steps have instead of a finite loss, in words; empty: they have one."""
+        last = max(self.steps.get("loss", {}), default=-1)
+        if self.not_finite and max(self.not_finite) > last:
+            steps = f"{count(len(self.not_finite), 'step')}, the last of them {max(self.not_finite)}"
+            return f"loss: not finite (NaN or infinite) at {steps}"
+        if since := [step for step in self.without_loss if step > last]:
+            steps = f"{count(len(since), 'step')}, the last of them {max(since)}"
+            return f"loss: none, or not finite (NaN or infinite), at {steps}"
+        return ""
+
 
 def read_metrics(text: str) -> MetricSeries:
     """All numbers of the lines that can be read."""
@@ -47,8 +59,8 @@ def read_metrics(text: str) -> MetricSeries:
             continue
         if event == "step" and isinstance(loss := row.get("loss"), float):
             (series.not_finite.discard if math.isfinite(loss) else series.not_finite.add)(row["step"])
-        if event == "step" and row.get("loss") is None:
-            series.without_loss.add(row["step"])
+        if event == "step":
+            (series.without_loss.add if row.get("loss") is None else series.without_loss.discard)(row["step"])
         for name, number in row.items():
             known = name in curves or (len(curves) < _NAMES and name not in _NO_CURVES)
             if known and is_number(number) and abs(number) < LARGEST:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 from ddpjob_runtime.protocol import ROUNDS_FILE, Incident
@@ -31,35 +33,52 @@ class PastJobs:
     local = True
 
     def __init__(self, folder: Path) -> None:
-        self._root = folder
+        self._root, self._namespace = folder, ""
         self.notes: list[str] = []
-        self._found: dict[str, tuple[Path, LeftBehind]] = {}
+        self._known: dict[Path, tuple[tuple[float, ...], LeftBehind]] = {}
+        """By folder, with its stamp: of many folders those are read again that have changed."""
+        self._found: dict[tuple[str, str], tuple[Path, LeftBehind]] = {}
         self.jobs()
+
+    def within(self, namespace: str) -> PastJobs:
+        """The same, of which a name is that of the job of this namespace."""
+        scoped = copy(self)
+        scoped._namespace = namespace
+        return scoped
 
     @property
     def where(self) -> str:
         return f"what is left in {self._root}"
 
     def jobs(self) -> list[Json]:
-        notes, found = list[str](), dict[str, tuple[Path, LeftBehind]]()
-        folders = self._folders()
+        notes, found = list[str](), dict[tuple[str, str], tuple[Path, LeftBehind]]()
+        folders, kept = self._folders(), dict[Path, tuple[tuple[float, ...], LeftBehind]]()
         for folder in folders[:_MOST_FOLDERS]:
             try:
-                left = read_left_behind(folder)
+                kept[folder] = self._read_again(folder)
             except Mistake as mistake:
                 if folders == [self._root]:
                     raise
                 notes.append(str(mistake))
                 continue
+            left = kept[folder][1]
             name = next((name for name in (left.name, folder.name.lower()) if _NAME.fullmatch(name)), "")
-            if not name or f"{left.namespace}/{name}" in found:
+            namespace = left.namespace or "default"
+            if not name or (namespace, name) in found:
                 name = f"{name or 'job'}.{len(found)}"[-253:]  # Of several folders of one job the newest has its name.
-            found[f"{left.namespace}/{name}"] = folder, left
+            found[namespace, name] = folder, left
         if len(folders) > _MOST_FOLDERS:
             notes.append(f"of {len(folders)} folders the newest {_MOST_FOLDERS} are shown")
-        self.notes, self._found = notes, found
-        bodies = [_as_job(key.partition("/")[2], left) for key, (_, left) in found.items()]
+        self.notes, self._found, self._known = notes, found, kept
+        bodies = [_as_job(name, left) for (_, name), (_, left) in found.items()]
         return sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")))
+
+    def _read_again(self, folder: Path) -> tuple[tuple[float, ...], LeftBehind]:
+        """Without the metrics: those of many jobs would fill the memory. Raises Mistake."""
+        known, stamp = self._known.get(folder), _stamp(folder)
+        if known is not None and known[0] == stamp:
+            return known
+        return stamp, replace(read_left_behind(folder), metrics="")
 
     def _folders(self) -> list[Path]:
         """The folder itself, if a job has used it, else those in it that jobs have used, the newest first."""
@@ -72,9 +91,12 @@ class PastJobs:
         return [folder for _, folder in sorted(inside, reverse=True)] or [self._root]
 
     def _left(self, name: str) -> LeftBehind:
-        for key, (_, left) in self._found.items():
-            if key.partition("/")[2] == name:
-                return left
+        return self._folder_of(name)[1]
+
+    def _folder_of(self, name: str) -> tuple[Path, LeftBehind]:
+        for (namespace, known), found in self._found.items():
+            if known == name and self._namespace in ("", namespace):
+                return found
         raise NoSuchJob(f"no job {name} in {self._root}")
 
     def job(self, name: str) -> Json:
@@ -84,11 +106,15 @@ class PastJobs:
         """A job that still trains writes on: its folder is read again when it has changed."""
         end = None if seconds is None else time.monotonic() + seconds
         known: dict[Path, tuple[float, ...]] | None = None
+        seen: dict[tuple[str, str], Json] = {}
         while end is None or time.monotonic() < end:
             now = {folder: _stamp(folder) for folder in self._folders()}
             if now != known:
                 known = now
-                yield from ((body, False) for body in self.jobs() if name in (None, body["metadata"]["name"]))
+                chosen = [body for body in self.jobs() if name in (None, body["metadata"]["name"])]
+                before, seen = seen, {(b["metadata"]["namespace"], b["metadata"]["name"]): b for b in chosen}
+                yield from ((body, True) for key, body in before.items() if key not in seen)
+                yield from ((body, False) for body in chosen)
             time.sleep(_LOOK_SECONDS)
 
     def pods(self, name: str) -> list[PodLine]:
@@ -107,7 +133,7 @@ class PastJobs:
         raise Mistake("logs are gone with their pods")
 
     def metrics(self, name: str) -> str:
-        found = self._left(name).metrics
+        found = read_left_behind(self._folder_of(name)[0]).metrics
         if not found:
             raise Mistake(f"{name}: there is no {METRICS}; it is written by {METRICS_WRITERS}")
         return found
@@ -129,15 +155,17 @@ class PastJobs:
 
 
 def _stamp(folder: Path) -> tuple[float, ...]:
-    """Times of change of what a job writes into its folder, the newest first; empty: nothing of it is there."""
-    times = list[float]()
+    """Times of change of what a job writes into its folder, the newest first, and sizes; empty: nothing is there."""
+    times, sizes = list[float](), list[float]()
     for place in (folder, folder / "checkpoints"):
         for file in (ROUNDS_FILE, METRICS):
             try:
-                times.append((place / file).stat().st_mtime)
+                found = (place / file).stat()
             except OSError:
                 continue
-    return tuple(sorted(times, reverse=True))
+            times.append(found.st_mtime)
+            sizes.append(found.st_size)
+    return (*sorted(times, reverse=True), *sizes)
 
 
 def _as_job(name: str, left: LeftBehind) -> Json:
@@ -155,7 +183,7 @@ def _as_job(name: str, left: LeftBehind) -> Json:
     status: Json = {
         "phase": "Interrupted",
         "startTime": format_time(first.time),
-        "progress": shown_progress({}, last.progress, last.time, at_once=True),
+        "progress": shown_progress({}, left.reported.progress, left.reported.time, at_once=True),
         "restarts": {
             "total": len(restarts),
             "uncounted": 0,

@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.yamltext import write_document
-from ddpjob.client.backend import Backend, Happened, LogOptions, Mistake, NoSuchJob, PodLine, Unreachable
+from ddpjob.client.backend import METRICS, Backend, Happened, LogOptions, Mistake, NoSuchJob, PodLine, Unreachable
 from ddpjob.client.job_text import phase, restart_counts, took, why
 from ddpjob.client.log_follower import Chosen, LogFollower, newest_pods, ranks_of_pods
 from ddpjob.client.metric_series import read_metrics
@@ -395,9 +395,11 @@ def _curves_now(view: View, key: Key, in_pods: bool) -> Json:
     backend, note = _backend(view, key), ""
     if backend.local or in_pods:
         try:
-            drawn = trained_curves(read_metrics(backend.metrics(key[1])))
+            series = read_metrics(backend.metrics(key[1]))
+            drawn = trained_curves(series)
             if drawn["curves"]:
-                return {**drawn, "source": "metrics.jsonl of the built-in trainer", "more": False, "note": ""}
+                note = series.after_last_loss()
+                return {**drawn, "source": METRICS, "more": False, "note": note}
         except Unreachable:
             raise
         except Mistake as mistake:

@@ -17,6 +17,11 @@ from ddpjob.cli.terminal_curves import chart, curves, draw, points, sparkline
 from ddpjob.client.backend import METRICS, METRICS_BYTES, Mistake, PodLine
 from ddpjob.client.cluster_backend import _METRICS_MARK, _METRICS_PROBE, ClusterBackend
 from ddpjob.client.metric_series import read_metrics
+from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.dashboard.fleet import Fleet
+from ddpjob.dashboard.gate import View
+from ddpjob.dashboard.web_server import _curves_now
+from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.paths import job_folder
 from ddpjob.local.record import write_record
 from rich.console import Console
@@ -212,3 +217,26 @@ def test_losses_that_report_wrote_as_unknown() -> None:
     lines = list(curves(text, "first"))
     assert lines[1] == "loss: none, or not finite (NaN or infinite), at 2 steps, the last of them 2"
     assert "test accuracy" in lines
+
+
+def test_a_loss_that_report_wrote_as_unknown_after_finite_ones_is_named(runs: Path) -> None:
+    unknown = [row("step", 2, loss=None), row("step", 3, loss=None)]
+    text = "\n".join([row("start", 0), row("step", 1, loss=1.0), *unknown])
+    note = "loss: none, or not finite (NaN or infinite), at 2 steps, the last of them 3"
+    assert list(curves(text, "first"))[-1] == note
+    assert read_metrics(f"{text}\n{row('step', 3, loss=0.5)}").after_last_loss() == ""
+    assert read_metrics(f"{text}\n{row('step', 4, loss=0.5)}").after_last_loss() == ""
+    written()
+    (job_folder("j").checkpoints / METRICS).write_text(text)
+    backend = ProcessBackend()
+    with Fleet(backend) as fleet:
+        assert _curves_now(View(fleet, lambda namespace: backend, ""), ("default", "j"), False)["note"] == note
+
+
+def test_the_screen_draws_the_steps_per_second_of_a_job_that_counts_no_samples(runs: Path) -> None:
+    screen, console = top.JobScreen(), Console(width=100, record=True)
+    for step in (1, 2):
+        written(progress={"step": step, "speedDisplay": f"{step} steps/s", "metrics": {"stepsPerSecond": float(step)}})
+        console.print(screen.frame(ProcessBackend().job("j"), [], utc_now()))
+    [line] = [line for line in console.export_text().splitlines() if "2 steps/s" in line]
+    assert line.split() == ["speed", "2", "steps/s", "▁█"]

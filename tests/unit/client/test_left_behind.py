@@ -10,6 +10,7 @@ import pytest
 from ddpjob.cli.main import main
 from ddpjob.client.backend import Mistake
 from ddpjob.client.left_behind import in_words, read_left_behind
+from ddpjob.client.past_jobs import PastJobs
 
 BREAK = {
     "id": 1, "time": "2026-01-02T03:05:00.000Z", "kind": "WorkerFailed", "pod": "first-1-0", "rank": 3, "exitCode": 1,
@@ -88,3 +89,21 @@ def test_a_folder_without_records_is_named(tmp_path: Path, capsys: pytest.Captur
     assert ".ddpjob-rounds.jsonl" in capsys.readouterr().err
     with pytest.raises(Mistake, match="no such folder"):
         read_left_behind(tmp_path / "nowhere")
+
+
+def test_a_job_that_has_made_no_step_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "start", "step": 0, "world": 2, "time": 1}\n')
+    assert main(["show", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.endswith("\n\nfirst: its metrics hold no step\n") and not shown.err
+
+
+def test_the_last_progress_is_that_of_the_coordinator_that_knew_one(tmp_path: Path) -> None:
+    lines = [line("round", 6, 2, world=3, progress={"step": 700, "loss": 0.5}),
+             line("round", 9, 3, world=3, generation="1")]  # fmt: skip
+    (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(lines))
+    assert "Progress:  step 700, loss 0.5" in list(in_words(read_left_behind(tmp_path)))
+    progress = PastJobs(tmp_path).job("first")["status"]["progress"]
+    assert (progress["step"], progress["updatedAt"]) == (700, "2026-01-02T03:06:00Z")

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import aiohttp
 import pytest
 from ddpjob.client.backend import Mistake
+from ddpjob.client.left_behind import LeftBehind, read_left_behind
 from ddpjob.client.past_jobs import PastJobs
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import OneSession, View
@@ -33,7 +35,7 @@ async def pages(folder: Path, *paths: str) -> list[str]:
     backend = PastJobs(folder)
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with Fleet(backend) as fleet:
-        gate = OneSession(View(fleet, lambda namespace: backend, backend.where, past=True), "t")
+        gate = OneSession(View(fleet, backend.within, backend.where, past=True), "t")
         task = asyncio.create_task(serve(gate, host="127.0.0.1", port=0, started=port.set_result))
         found = []
         async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
@@ -90,3 +92,41 @@ def test_what_is_written_later_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
     assert next(changes)[0]["status"]["phase"] == "Interrupted"
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES) + "\n")
     assert next(changes)[0]["status"]["phase"] == "Complete"
+
+
+async def test_jobs_of_one_name_in_two_namespaces_have_their_own_pages(tmp_path: Path) -> None:
+    for namespace, world in (("ml", 2), ("vision", 5)):
+        left(tmp_path / namespace, [line("round", 1, 1, world=world, namespace=namespace)])
+    for page, world in zip(await pages(tmp_path, "/jobs/ml/first", "/jobs/vision/first"), (None, 2, 5), strict=True):
+        assert world is None or f"round 1: {world} nodes" in text(page)
+
+
+def test_of_many_folders_those_are_read_again_that_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        left(tmp_path / name, [line("round", 1, 1, world=2, job=name)], steps=9)
+    archive, read = PastJobs(tmp_path), list[str]()
+
+    def reading(folder: Path) -> LeftBehind:
+        read.append(folder.name)
+        return read_left_behind(folder)
+
+    monkeypatch.setattr("ddpjob.client.past_jobs.read_left_behind", reading)
+    (tmp_path / "two" / ".ddpjob-rounds.jsonl").write_text(line("end", 2, 1, ok=True, why="over", job="two"))
+    phases = {body["metadata"]["name"]: body["status"]["phase"] for body in archive.jobs()}
+    assert (phases, read) == ({"one": "Interrupted", "two": "Complete"}, ["two"])
+    assert archive.metrics("one").count("\n") == 7, "metrics are not kept, but read where they are asked for"
+    assert read == ["two", "one"]
+
+
+def test_a_folder_that_is_removed_leaves_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpjob.client.past_jobs._LOOK_SECONDS", 0.01)
+    for name in ("one", "two"):
+        left(tmp_path / name, [line("round", 1, 1, world=2, job=name)])
+    changes = PastJobs(tmp_path).changes(None, seconds=9)
+    assert {next(changes)[0]["metadata"]["name"] for _ in range(2)} == {"one", "two"}
+    shutil.rmtree(tmp_path / "two")
+    gone, deleted = next(changes)
+    assert (gone["metadata"]["name"], deleted) == ("two", True)
+    assert next(changes)[0]["metadata"]["name"] == "one"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 from ddpjob.api.job import DDPJob
+from ddpjob.cli import dashboard_command
 from ddpjob.client.backend import LogOptions, Mistake, PodLine
 from ddpjob.client.log_follower import LogFollower
 from ddpjob.client.metric_series import read_metrics
@@ -540,3 +542,15 @@ def test_a_line_without_an_end_is_cut_off() -> None:
         lines = [line.text for line in follower.lines()]
         assert len(lines) == 2 and len(lines[0]) == most and lines[1] == b"next"
         assert follower.notes == [f"pod j-0-0: lines of more than {most:,} bytes were cut off"]
+
+
+def test_a_host_that_is_no_address_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Mistake, match=r"^--host a\.\.b: no name of a machine; give an address of this machine$"):
+        dashboard_command.serve_dashboard(ProcessBackend(), "a..b", 0)
+
+    async def unknown(*_: Any, **options: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(dashboard_command, "serve", unknown)
+    with pytest.raises(Mistake, match=r"^--host away: Name or service not known; give an address of this machine$"):
+        dashboard_command.serve_dashboard(ProcessBackend(), "away", 0)
