@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ddpjob.core.status.messages import count
 from ddpjob.core.view import is_number
@@ -33,11 +34,15 @@ class MetricSeries:
 
     def after_last_loss(self) -> str:
         """What the newest steps have instead of a finite loss, in words; empty: they have one."""
-        last = max(self.steps.get("loss", {}), default=-1)
+        known = sorted(self.steps.get("loss", {}))
+        last = known[-1] if known else -1
         if self.not_finite and max(self.not_finite) > last:
             steps = f"{count(len(self.not_finite), 'step')}, the last of them {max(self.not_finite)}"
             return f"loss: not finite (NaN or infinite) at {steps}"
-        if since := [step for step in self.without_loss if step > last]:
+        # A script may report its loss at every tenth step alone.
+        usual = max((later - step for step, later in pairwise(known)), default=0)
+        since = [step for step in self.without_loss if step > last]
+        if since and max(since) - last > usual:
             steps = f"{count(len(since), 'step')}, the last of them {max(since)}"
             return f"loss: none, or not finite (NaN or infinite), at {steps}"
         return ""

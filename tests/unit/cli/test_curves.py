@@ -219,6 +219,15 @@ def test_losses_that_report_wrote_as_unknown() -> None:
     assert "test accuracy" in lines
 
 
+def test_a_script_that_reports_its_loss_now_and_then_has_a_finite_one() -> None:
+    steps = [row("step", step, loss=1 / step if step % 10 == 0 else None) for step in range(1, 38)]
+    lines = [row("start", 0), *steps]
+    assert not any("none, or not finite" in line for line in curves("\n".join(lines), "first"))
+    lines += [row("step", step, loss=None) for step in range(38, 42)]
+    note = "loss: none, or not finite (NaN or infinite), at 11 steps, the last of them 41"
+    assert note in list(curves("\n".join(lines), "first"))
+
+
 def test_a_loss_that_report_wrote_as_unknown_after_finite_ones_is_named(runs: Path) -> None:
     unknown = [row("step", 2, loss=None), row("step", 3, loss=None)]
     text = "\n".join([row("start", 0), row("step", 1, loss=1.0), *unknown])
