@@ -116,13 +116,13 @@ class Dashboard:
         app = web.Application(middlewares=[self._guard], client_max_size=_BODY)
         app.router.add_get("/", self.fleet_page)
         app.router.add_get("/healthz", _healthy)
-        app.router.add_get("/live", self.live)
+        app.router.add_get("/live", self.live, allow_head=False)  # a stream without an end
         app.router.add_get("/static/{file}", self.static)
         app.router.add_get(f"/jobs/{_NAME}", self.job_page)
         app.router.add_get(f"/jobs/{_NAME}/logs", self.logs_page)
         app.router.add_get(f"/jobs/{_NAME}/manifest", self.manifest_page)
         app.router.add_get(f"/jobs/{_NAME}/curves", self.curves)
-        app.router.add_get(f"/jobs/{_NAME}/log", self.log)
+        app.router.add_get(f"/jobs/{_NAME}/log", self.log, allow_head=False)
         app.router.add_routes(self.gate.routes())
         app.on_shutdown.append(self._close)
         return app

@@ -279,8 +279,9 @@ class CoordinatorClient:
 
     def _look(self) -> None:
         """Look again and again whether the name leads to a later coordinator than the one that is connected."""
+        chance = random.Random()  # The process's own sequence may be somebody's, who counts on it.
         while not self._closing:
-            time.sleep(LOOKUP_SECONDS * random.uniform(0.75, 1.25))
+            time.sleep(LOOKUP_SECONDS * chance.uniform(0.75, 1.25))
             with self._lock:
                 stream = self._socket if self.welcomed else None
             if stream is not None:

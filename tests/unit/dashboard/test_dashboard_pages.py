@@ -270,6 +270,14 @@ async def events(answer: aiohttp.ClientResponse, wanted: bytes) -> str:
     return said.decode()
 
 
+async def test_a_stream_has_no_head() -> None:
+    """HEAD began the stream itself, with a body and without an end."""
+    async with opened() as web:
+        for path in ("/live", "/jobs/default/some/log"):
+            async with web.session.head(web.address + path) as answer:
+                assert answer.status == 405, path
+
+
 async def test_a_change_is_announced_and_the_page_has_it(names: list[str], folder: Path) -> None:
     name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
     place = JobFolder(folder / name)
