@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,14 @@ def test_a_folder_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFix
     (folder / "job.yaml").mkdir()
     assert main(["init"]) == 2
     assert "job.yaml" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_nothing_half_written(folder: Path) -> None:
+    command = f"ulimit -f 0; trap '' XFSZ; exec {sys.executable} -m ddpjob.cli init"
+    done = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == 2 and done.stderr == "job.yaml: File too large\n", done.stderr
+    assert list(folder.iterdir()) == []
+    assert main(["init"]) == 0
 
 
 def test_its_script_says_when_nothing_is_left_to_train(folder: Path) -> None:

@@ -34,8 +34,7 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     )
     check_made(yaml.safe_load(text))
     try:
-        with _MANIFEST.open("x", encoding="utf-8") as file:
-            file.write(text)
+        _create(_MANIFEST, text)
     except FileExistsError:
         raise Mistake(f"{_MANIFEST} is there already; remove it, or change to another folder") from None
     except OSError as error:
@@ -44,7 +43,7 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     if not script.exists():
         try:
             script.parent.mkdir(parents=True, exist_ok=True)
-            script.write_text(_file("train.py"), encoding="utf-8")
+            _create(script, _file("train.py"))
         except OSError as error:
             raise Mistake(f"{script}: {error.strerror}; {_MANIFEST} was written") from error
         written.append(str(script))
@@ -52,6 +51,17 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     yield f"on this machine:  ddpjob run {_MANIFEST}"
     words = ["--image", image, "--nodes", str(nodes), "--gpus", str(gpus), str(script)]
     yield f"on a cluster:     ddpjob submit {shlex.join(words)}"
+
+
+def _create(path: Path, text: str) -> None:
+    """Whole or not at all: on a full disk nothing is left that the next try would find. Raises OSError."""
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise
 
 
 def _file(name: str) -> str:
