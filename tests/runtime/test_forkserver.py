@@ -107,6 +107,7 @@ print("sympy" in sys.modules, kept() is torch.optim.Optimizer.add_param_group.__
 import torch._dynamo.config as settings
 dynamo = sys.modules["torch._dynamo"]
 print("sympy" in sys.modules, settings is sys.modules["torch._dynamo.config"] is dynamo.config, dynamo is torch._dynamo)
+print(settings is sys.modules["torch._dynamo.convert_frame"].config)  # the one that the compiler reads
 print(type(dynamo).__name__, settings.__spec__.loader.__class__.__name__, settings.optimize_ddp, kept())
 print(dynamo.utils.istype(1, int), dynamo.graph_break.__module__)
 train()
@@ -148,6 +149,7 @@ def test_torchs_compiler_is_imported_when_something_needs_it(tmp_path: Path, mod
     assert lines == [
         "False True",
         "True True True",
+        "True",
         "module SourceFileLoader True None",
         "True torch._dynamo.decorators",
         "True",

@@ -29,20 +29,23 @@ _lock = threading.RLock()
 
 def put_off() -> None:
     """Have torch._dynamo imported later, unless it is imported already. torch is."""
-    if NAME in sys.modules:
-        return
-    spec = find()
-    if spec is not None and spec.loader is not None:
-        module = sys.modules[NAME] = vars(sys.modules["torch"])["_dynamo"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    if NAME not in sys.modules and (module := _not_run()) is not None:
+        sys.modules[NAME] = vars(sys.modules["torch"])["_dynamo"] = module
 
 
 def find() -> ModuleSpec | None:
     """What an import hook answers that is asked for torch._dynamo, to have it imported later; None: it is not found."""
+    module = _not_run()
+    return None if module is None else ModuleSpec(NAME, _AsItIs(module))
+
+
+def _not_run() -> _Late | None:
     spec = importlib.util.find_spec(NAME)
     if spec is None or spec.loader is None or not spec.origin:
         return None
-    return ModuleSpec(NAME, vars(_Late(spec))["_finder"])
+    module = _Late(spec)
+    sys.meta_path.insert(0, vars(module)["_finder"])
+    return module
 
 
 def is_put_off() -> bool:
@@ -64,7 +67,7 @@ class _Late(ModuleType):
         super().__init__(NAME)
         vars(self).update(
             __spec__=spec, __loader__=spec.loader, __package__=NAME, __file__=spec.origin, __cached__=spec.cached,
-            __path__=spec.submodule_search_locations, _finder=_Finder(self), _disabled=[],
+            __path__=spec.submodule_search_locations, _finder=_Submodules(), _disabled=[],
             graph_break=lambda msg="": None, disable=self._disable,
             trace_rules=_Part(self, "trace_rules", clear_lru_cache=lambda: None),
             utils=_Part(self, "utils", **_ddp_mode(Path(str(spec.origin)).with_name("config.py"))),
@@ -105,30 +108,34 @@ class _Part(SimpleNamespace):
         return getattr(self._whole(), name)
 
 
-class _Finder(Loader):
+class _Submodules:
     """Import hook: runs the package's own code before one of its submodules is imported."""
-
-    def __init__(self, package: _Late) -> None:
-        self._package = package
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Called first."""
         if not name.startswith(NAME + "."):
             return None
         load()
-        return ModuleSpec(name, self) if name in sys.modules else None
+        # While a module is there, Python takes its own spec in place of what a hook answers, and runs it a second time:
+        # a program would change settings that the compiler does not read.
+        module = sys.modules.pop(name, None)
+        return None if module is None else ModuleSpec(name, _AsItIs(module))
+
+
+class _AsItIs(Loader):
+    """Gives a module that has run, or is to run later, and does not run it."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The package as it is, or its submodule: it has imported that, which must not be there twice."""
-        module = self._package if spec.name == NAME else sys.modules[spec.name]
-        self._spec = module.__spec__
-        return module
+        """The one that is there."""
+        return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """In place of running it, or running it again."""
-        module.__spec__ = self._spec
-        if module is self._package:
-            sys.meta_path.insert(0, self)
+        """In place of running it: its spec is its own again."""
+        if module.__spec__ is not self._spec:  # A module of settings lets nobody change it.
+            module.__spec__ = self._spec
 
 
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:

@@ -30,6 +30,13 @@ print(torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1)).item(), tor
 import torch._dynamo.config
 print(torch._dynamo.config.__spec__.name)
 """
+SETS = """
+import torch
+from ddpjob_trainer.lifecycle import fast_start
+fast_start.install()
+import torch._dynamo.config as settings, sys
+print(settings is sys.modules["torch._dynamo.convert_frame"].config)
+"""
 
 
 def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) -> None:
@@ -65,6 +72,12 @@ def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) 
         out, error = process.communicate(timeout=60 * slowness())
         assert process.returncode == 0, error
         assert "2.0" in out and "_dynamo/__init__.py" in out and "torch._dynamo.config" in out
+
+
+def test_a_setting_of_the_compiler_is_made_where_the_compiler_reads_it() -> None:
+    """The import hook had Python run the module of settings twice: a program set the one that nobody read."""
+    done = subprocess.run([sys.executable, "-c", SETS], capture_output=True, text=True, timeout=60 * slowness())
+    assert done.stdout == "True\n", done.stderr
 
 
 PRELOADED = """

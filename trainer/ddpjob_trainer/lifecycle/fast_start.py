@@ -43,24 +43,33 @@ class _StandIn(types.ModuleType):
         return getattr(_real(), name)
 
 
-class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Submodules(importlib.abc.MetaPathFinder):
     """For `import torch._dynamo.config` while the stand-in is installed: imports the real package,
     then its submodule.
     """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.startswith(f"{_NAME}.") and isinstance(sys.modules.get(_NAME), _StandIn):
-            _real()
-            return importlib.machinery.ModuleSpec(name, self)
-        return None
+        if not name.startswith(f"{_NAME}.") or not isinstance(sys.modules.get(_NAME), _StandIn):
+            return None
+        _real()
+        module = importlib.import_module(name)
+        # While it is there, Python would take its own spec in place of this one, and run it again.
+        del sys.modules[name]
+        return importlib.machinery.ModuleSpec(name, _AsItIs(module))
+
+
+class _AsItIs(importlib.abc.Loader):
+    """Gives a module that has run, and does not run it again."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = importlib.import_module(spec.name)
-        self._own_spec = module.__spec__
-        return module
+        return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self._own_spec
+        if module.__spec__ is not self._spec:  # A module of settings lets nobody change it.
+            module.__spec__ = self._spec
 
 
 def _real() -> types.ModuleType:
