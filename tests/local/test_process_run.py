@@ -254,7 +254,7 @@ def test_nohup_outlives_its_terminal(machine: Machine) -> None:
 
 def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
     """A full disk, played by folders that are in the files' place for a while."""
-    run = machine.start(manifest(args=["--steps=100000"]))
+    run = machine.start(manifest(args=["--steps=100000"], recovery=FAST))
     run.until(lambda r: r.steps() >= 3)
     folder = Path(run.record["local"]["folder"])
     for path in (run.folder / "status.json", folder / "events.jsonl"):
@@ -333,7 +333,7 @@ def test_stop_ends_a_hanging_job(machine: Machine) -> None:
 
 
 def test_suspend_and_resume(machine: Machine) -> None:
-    run = machine.start(manifest(args=["--steps=60", "--sleep=0.1"]))
+    run = machine.start(manifest(args=["--steps=60", "--sleep=0.1"], recovery=FAST))
     run.until(lambda r: r.steps() >= 3)
     assert machine.command("suspend", "job").returncode == 0
     run.until(lambda r: r.status["phase"] == "Suspended" and not r.processes())
