@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import create_namespace, more_nodes, print_namespace, remove_namespace
 from ddpjob_trainer.commands.check_ledger import read, verify
-from jobs import Jobs, Json, steps_job, training_job
+from jobs import Jobs, Json, job, steps_job
 from machine import slowness
 from operator_process import OperatorProcess
+from strategy_jobs import held
 from testcluster import processes
 from testcluster.cluster import Cluster
 from testcluster.settings import ClusterError
@@ -107,8 +108,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _apply(stage: Stage, checkpoints: Path) -> None:
     shared = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
-    training = ["--config", "digits", "train.ledger=true", "train.epochs=60", "checkpoint.every_seconds=1"]
-    stage.jobs.apply(training_job("moved", *training, storage=shared, **stage.place("moved")))
+    keys = ["--config", "digits", "train.threads=1", "train.ledger=true", "train.epochs=12", "checkpoint.every_steps=9"]
+    training = held(keys, {"HELD": "", "PAUSE": "0.15"})  # 43 s, in which it leaves the processor to the other jobs.
+    stage.jobs.apply(job("moved", **training, storage=shared, **stage.place("moved")))
     stage.jobs.apply(
         steps_job("tainted", 100000, "--sleep=0.5", **stage.place("tainted"), recovery={"nodeLostAfterSeconds": 300})
     )

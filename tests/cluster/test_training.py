@@ -10,7 +10,8 @@ import datasets
 import pytest
 from ddpjob_trainer.commands.check_ledger import read, verify
 from ddpjob_trainer.errors import LedgerError
-from jobs import Jobs, Json, training_job
+from jobs import Jobs, Json, job, training_job
+from strategy_jobs import held, let_go
 
 
 def training(name: str, folder: Path, *args: str, **spec: object) -> Json:
@@ -30,23 +31,16 @@ def drop_a_sample(folder: Path) -> None:
 
 
 def test_no_sample_is_lost_or_repeated_through_a_kill(jobs: Jobs, tmp_path: Path) -> None:
-    jobs.apply(
-        training(
-            "exact",
-            tmp_path,
-            "--config",
-            "digits",
-            "train.ledger=true",
-            "train.epochs=80",
-            "checkpoint.every_seconds=1",
-        )
-    )
+    keys = ["--config", "digits", "train.threads=1", "train.ledger=true", "train.epochs=6", "checkpoint.every_steps=5"]
+    storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
+    jobs.apply(job("exact", **held(keys, {}), storage=storage))
     jobs.wait_phase("exact", "Running")
     jobs.wait("some epochs", lambda: jobs.status("exact").get("progress", {}).get("percent", 0) >= 2, timeout=120)
     rows = jobs.kubectl("get", "ddp").splitlines()
     assert rows[0].split() == ["NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE"]
     assert rows[1].split()[1:3] == ["Running", "2/2"] and "epoch" in rows[1] and "/s" in rows[1] and "0/10" in rows[1]
     jobs.kill("exact-0-0")
+    let_go(tmp_path)
     jobs.wait_phase("exact", "Complete", timeout=300)
     status = jobs.status("exact")
     assert status["restarts"]["counted"] == 0 and status["restarts"]["uncounted"] >= 1

@@ -1,5 +1,5 @@
-"""Runs a script whose steps in HELD ("30,60") wait for the file DDPJOB_CHECKPOINT_DIR/go-STEP:
-held_script.py SCRIPT [ARGUMENT ...].
+"""Runs a script whose steps in HELD ("30,60") wait for the file DDPJOB_CHECKPOINT_DIR/go-STEP, and all of whose steps
+wait for PAUSE seconds: held_script.py SCRIPT [ARGUMENT ...].
 """
 
 import os
@@ -13,11 +13,13 @@ from ddpjob_trainer.reporting.ledger import Ledger
 
 write = Ledger.step
 HELD = [int(step) for step in os.environ.get("HELD", "").split(",") if step]
+PAUSE = float(os.environ.get("PAUSE", "0"))
 
 
 def held_step(self: Ledger, number: int, step: Step) -> None:
     """Write it down, then wait."""
     write(self, number, step)
+    time.sleep(PAUSE)
     if number in HELD:
         until = time.monotonic() + 300
         while not (Path(os.environ["DDPJOB_CHECKPOINT_DIR"]) / f"go-{number}").exists():
