@@ -91,10 +91,9 @@ def ranks_in_logs(jobs: Jobs, name: str) -> dict[str, int]:
     return {pod: rank for pod, rank in found.items() if pod.startswith(f"{name}-")}
 
 
-@pytest.mark.parametrize("mode", ["Standard", "Fast"])
-def test_pods_of_one_rack_have_neighbouring_ranks(cluster: Cluster, jobs: Jobs, mode: str) -> None:
+def test_pods_of_one_rack_have_neighbouring_ranks(cluster: Cluster, jobs: Jobs) -> None:
     """Two pods on each of two nodes, of which no node has pods of neighbouring indices alone."""
-    name = f"ranks-{mode.lower()}"
+    name = "ranks"
     for node, rack in {"n1": "b", "n2": "a"}.items():
         cluster.kubectl("label", "node", node, "--overwrite", f"{RACK}={rack}")
     # One of the indices 0 and 1 on each node, and one of 2 and 3: whatever the scheduler takes first. A node is a rack
@@ -112,7 +111,7 @@ def test_pods_of_one_rack_have_neighbouring_ranks(cluster: Cluster, jobs: Jobs, 
         for key, indices in {"kubernetes.io/hostname": ["0", "1"], RACK: ["2", "3"]}.items()
     ]
     manifest = steps_job(
-        name, 100000, "--sleep=0.2", nodes=4, rankOrder=[RACK], recovery={"mode": mode},
+        name, 100000, "--sleep=0.2", nodes=4, rankOrder=[RACK], recovery=FAST,
         scheduling={"onePodPerNode": False},
     )  # fmt: skip
     pod = manifest["spec"]["podTemplate"]["spec"]
@@ -129,7 +128,7 @@ def test_pods_of_one_rack_have_neighbouring_ranks(cluster: Cluster, jobs: Jobs, 
         order = sorted(ranks, key=lambda pod: ranks[pod])
         nodes = [node_of(jobs, pod) for pod in order]
         indices = [int(pod.rsplit("-", 2)[1]) for pod in order]
-        print(f"{mode}: ranks 0 to 3 are the indices {indices} on {nodes}")
+        print(f"ranks 0 to 3 are the indices {indices} on {nodes}")
         assert sorted(ranks.values()) == [0, 1, 2, 3] and indices[0] == 0
         assert nodes in ([nodes[0]] * 2 + [nodes[2]] * 2, [nodes[0]] * 4), "each rack in a row"
         assert nodes[0] != nodes[2] and indices in ([0, 2, 1, 3], [0, 3, 1, 2]), "not the order of the indices"

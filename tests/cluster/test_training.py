@@ -58,13 +58,12 @@ def test_no_sample_is_lost_or_repeated_through_a_kill(jobs: Jobs, tmp_path: Path
     ("write", "args"),
     [
         (datasets.write_cifar_python, ("data.name=cifar10", "data.batch=10", "model.name=resnet18_cifar")),
-        (datasets.write_cifar_binary, ("data.name=cifar10", "data.batch=10", "model.name=resnet18_cifar")),
         (
             datasets.write_image_folder,
             ("data.name=imagefolder", "data.batch=4", "data.image_size=32", "model.name=torchvision:resnet18"),
         ),
     ],
-    ids=["cifar10-python", "cifar10-binary", "imagefolder"],
+    ids=["cifar10", "imagefolder"],
 )
 def test_real_formats_train_on_two_nodes(
     write: Callable[[Path], None], args: tuple[str, ...], jobs: Jobs, tmp_path: Path
