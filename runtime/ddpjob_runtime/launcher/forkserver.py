@@ -61,16 +61,12 @@ def preload() -> None:
 
 @contextlib.contextmanager
 def _traces_removed() -> Iterator[None]:
-    """Around imports of torch: takes back what they set in the environment, and notes what they add to sys.path.
-
-    Garbage is not collected meanwhile: that takes a fifth of the time, and modules are there to stay.
-    """
+    """Around imports of torch: takes back what they set in the environment, and notes what they add to sys.path."""
     before, paths = dict(os.environ), list(sys.path)
-    gc.disable()
     try:
-        yield
+        with late_dynamo.uncollected():
+            yield
     finally:
-        gc.enable()
         os.environ.clear()
         os.environ.update(before)
         TORCH_PATHS.extend(path for path in sys.path if path not in paths)

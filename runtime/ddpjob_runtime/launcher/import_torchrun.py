@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -12,19 +11,15 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from ddpjob_runtime.launcher.late_dynamo import uncollected
+
 BACKPORT = "importlib_metadata"
 
 
 def import_torchrun() -> Any:
     """torch.distributed.run. Raises whatever an image with a broken torch raises, ImportError and OSError among it."""
-    collects = gc.isenabled()
-    gc.disable()  # A tenth of the time of an import that makes a million objects, of which it drops none.
-    try:
-        with _backport():
-            return importlib.import_module("torch.distributed.run")
-    finally:
-        if collects:
-            gc.enable()
+    with uncollected(), _backport():
+        return importlib.import_module("torch.distributed.run")
 
 
 @contextlib.contextmanager
