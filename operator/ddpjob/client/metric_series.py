@@ -37,15 +37,17 @@ class MetricSeries:
         known = sorted(self.steps.get("loss", {}))
         last = known[-1] if known else -1
         if self.not_finite and max(self.not_finite) > last:
-            steps = f"{count(len(self.not_finite), 'step')}, the last of them {max(self.not_finite)}"
-            return f"loss: not finite (NaN or infinite) at {steps}"
+            return f"loss: not finite (NaN or infinite) at {_counted(self.not_finite)}"
         # A script may report its loss at every tenth step alone.
         usual = max((later - step for step, later in pairwise(known)), default=0)
-        since = [step for step in self.without_loss if step > last]
+        since = {step for step in self.without_loss if step > last}
         if since and max(since) - last > usual:
-            steps = f"{count(len(since), 'step')}, the last of them {max(since)}"
-            return f"loss: none, or not finite (NaN or infinite), at {steps}"
+            return f"loss: none, or not finite (NaN or infinite), at {_counted(since)}"
         return ""
+
+
+def _counted(steps: set[int]) -> str:
+    return f"{count(len(steps), 'step')}, the last of them {max(steps)}"
 
 
 def read_metrics(text: str) -> MetricSeries:

@@ -29,6 +29,15 @@ DONE = {
 }
 
 
+def recorded(runs: Path, monkeypatch: pytest.MonkeyPatch, **local: Any) -> JobFolder:
+    """The folder of the job j in `runs`, with its record."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(runs))
+    folder = job_folder("j")
+    folder.path.mkdir()
+    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": local})
+    return folder
+
+
 def test_a_job_that_ends_while_it_is_read_was_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     record: dict[str, Any] = {"metadata": {"name": "j"}, "spec": {}, "status": {"phase": "Running"}, "local": {}}
@@ -77,10 +86,7 @@ def test_checkpoints_go_with_a_job_whose_claim_would(
 
 
 def test_an_event_that_was_cut_off_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
-    folder = job_folder("j")
-    folder.path.mkdir()
-    write_record(folder, {"metadata": {"name": "j"}, "spec": {}, "local": {"run": "r"}})
+    folder = recorded(tmp_path, monkeypatch, run="r")
     folder.run("r").path.mkdir()
     line = '{"time": "2026-01-01T00:00:00Z", "warning": false, "reason": "Running", "message": "2 nodes train"}'
     folder.run("r").events.write_text(f"{line}\n{line[:40]}\n{line}\n")
@@ -108,10 +114,7 @@ def test_a_folder_of_runs_that_was_moved_keeps_its_logs_and_events(
 
 
 def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
-    folder = job_folder("j")
-    folder.path.mkdir()
-    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": {}})
+    folder = recorded(tmp_path, monkeypatch)
 
     def refused(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -125,11 +128,7 @@ def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest
 def test_a_request_to_a_run_that_ends_meanwhile_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
-    folder = job_folder("j")
-    folder.path.mkdir()
-    local = {"run": "r", "pods": [{"name": "j-0-0"}]}
-    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": local})
+    folder = recorded(tmp_path, monkeypatch, run="r", pods=[{"name": "j-0-0"}])
     with ExitStack() as holding:
         holding.enter_context(held(folder))
         ends = threading.Timer(0.3, holding.pop_all().close)
@@ -158,10 +157,7 @@ def test_a_job_of_another_machine_or_container_is_not_stopped_by_its_process_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder that both see, its process id means any process here."""
-    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
-    folder = job_folder("j")
-    folder.path.mkdir()
-    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": {}})
+    folder = recorded(tmp_path, monkeypatch)
     bystander = subprocess.Popen(["sleep", "60"])
     try:
         with held(folder):
