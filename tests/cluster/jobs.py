@@ -127,5 +127,14 @@ class Jobs:
 
         return self.wait(f"{name} is {phase}", reached, timeout)
 
+    def wait_unschedulable(self, name: str, why: str, timeout: float = 90) -> float:
+        """Until the condition says why: the scheduler's first verdict on a pod need not name the rule."""
+
+        def said() -> bool:
+            condition = self.condition(name, "Scheduled")
+            return condition.get("reason") == "Unschedulable" and why in condition["message"]
+
+        return self.wait(f"{name} has no room: {why}", said, timeout)
+
     def step(self, name: str) -> int:
         return int(self.status(name).get("progress", {}).get("step", 0))

@@ -145,7 +145,4 @@ def test_a_volume_that_one_node_holds_is_a_condition_and_heals(jobs: Jobs) -> No
 
 def test_too_few_machines_for_one_pod_each(jobs: Jobs) -> None:
     jobs.apply(steps_job("crowd", 5, nodes=5, recovery=FAST))
-    jobs.wait(
-        "the condition", lambda: jobs.condition("crowd", "Scheduled").get("reason") == "Unschedulable", timeout=20
-    )
-    assert "scheduling.onePodPerNode=false" in jobs.condition("crowd", "Scheduled")["message"]
+    jobs.wait_unschedulable("crowd", "scheduling.onePodPerNode=false")

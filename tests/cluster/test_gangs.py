@@ -103,10 +103,8 @@ def test_one_of_two_gangs_runs_and_the_other_holds_nothing_until_it_can(jobs: Jo
         jobs.apply(sleeping_job(name, 8))
     for name in ("one", "two"):
         jobs.wait(f"the pods of {name}", lambda name=name: {f"{name}-0-0", f"{name}-1-0"} <= set(jobs.pods()))
-    jobs.wait(
-        "it is said why", lambda: "2 nodes with 1 GPU each at once" in jobs.condition("one", "Scheduled")["message"]
-    )
-    assert "0 of them would fit now" in jobs.condition("one", "Scheduled")["message"]
+    jobs.wait_unschedulable("one", "waits for 2 nodes with 1 GPU each at once")
+    jobs.wait_unschedulable("one", "0 of them would fit now")
     assert not jobs.pods("coordinator")["one-coordinator-0"]["spec"].get("nodeName"), "it waits, too"
     gpus.each(1)
     jobs.wait("one runs", lambda: any(jobs.status(name)["phase"] == "Running" for name in ("one", "two")))

@@ -23,8 +23,7 @@ def gpus(cluster: Cluster) -> Iterator[str]:
 
 def test_gpus_by_resource_name(jobs: Jobs, gpus: str) -> None:
     jobs.apply(steps_job("many", 3, recovery=FAST, gpusPerNode=4, gpuResource=gpus))
-    jobs.wait("the condition", lambda: jobs.condition("many", "Scheduled").get("reason") == "Unschedulable", timeout=20)
-    assert f"Insufficient {gpus}" in jobs.condition("many", "Scheduled")["message"]
+    jobs.wait_unschedulable("many", f"Insufficient {gpus}")
     jobs.kubectl("delete", "ddpjob", "many")
     jobs.apply(steps_job("few", 3, recovery=FAST, gpusPerNode=2, gpuResource=gpus))
     jobs.wait_phase("few", "Complete", timeout=120)

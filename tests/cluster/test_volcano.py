@@ -112,7 +112,7 @@ def test_one_of_two_jobs_runs_and_the_other_holds_nothing_meanwhile(
     gpus(1)
     jobs.wait("one runs", lambda: any(jobs.status(name)["phase"] == "Running" for name in ("one", "two")))
     first, second = ("one", "two") if jobs.status("one")["phase"] == "Running" else ("two", "one")
-    jobs.wait("it is said why", lambda: "2 nodes with 1 GPU" in jobs.condition(second, "Scheduled")["message"])
+    jobs.wait_unschedulable(second, "2 nodes with 1 GPU")
     while jobs.status(first)["phase"] == "Running":
         assert not jobs.held(second) or jobs.status(first)["phase"] != "Running"
     jobs.wait_phase(first, "Complete")
