@@ -12,7 +12,7 @@ import gc
 import os
 import sys
 
-from ddpjob_runtime import protocol
+from ddpjob_runtime import lean_torch, protocol
 
 
 def main() -> None:
@@ -22,7 +22,8 @@ def main() -> None:
     port = parser.parse_args().port
     gc.disable()  # A tenth of the time that torch takes; afterwards this process makes no objects.
     try:
-        from torch.distributed import TCPStore
+        with lean_torch.for_rendezvous():
+            from torch.distributed import TCPStore
     except Exception as error:  # OSError, too: a library of CUDA's that is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
             raise  # This node's trouble for now, not the image's: a library that is missing has no errno.

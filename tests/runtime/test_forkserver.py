@@ -93,6 +93,7 @@ def test_its_end_is_reported(tmp_path: Path) -> None:
 TRAINS = """
 import sys, torch
 from torch.nn.parallel import DistributedDataParallel
+assert "activate_meta" in vars(sys.modules["torch._meta_registrations"]), "which the launcher of Standard does without"
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.path[0]}/group", rank=0, world_size=1)
 model = DistributedDataParallel(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,6 +17,7 @@ from ddpjob_runtime.launcher.import_torchrun import import_torchrun  # noqa: E40
 
 import_torchrun()
 from ddpjob_runtime.launcher.rendezvous import StandardRendezvous  # noqa: E402
+from machine import slowness  # noqa: E402
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters  # noqa: E402
 
 
@@ -92,3 +95,35 @@ def test_a_round_that_is_over_is_left_although_its_rank_0_never_came(store: Any)
     with pytest.raises(EOFError):  # It asks for the next round, and there is none.
         late.next_rendezvous()
     assert client.words == []
+
+
+LEAN = """
+import inspect, sys
+hooks = len(sys.meta_path)
+from ddpjob_runtime import lean_torch
+from ddpjob_runtime.launcher.import_torchrun import import_torchrun
+with lean_torch.for_rendezvous():
+    import_torchrun()
+import torch
+from ddpjob_runtime.launcher import agent, conduct_preflight, rendezvous
+print(torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).add("joined", 2))
+kernels, no_data = sys.modules[lean_torch.META_KERNELS], torch.empty(3, 2, device="meta")
+def distances():
+    try:
+        return torch.cdist(no_data, no_data).shape
+    except NotImplementedError:
+        return None
+inspect.getmodule(agent), hasattr(kernels, "__warningregistry__")
+print(distances(), torch._meta_registrations is kernels, len(sys.meta_path) == hooks)
+print(kernels.activate_meta.__module__, type(kernels).__name__, distances())
+"""
+
+
+def test_it_needs_no_kernels_for_tensors_without_data_and_they_come_when_asked_for() -> None:
+    command = [sys.executable, "-c", LEAN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * slowness(), check=False)
+    assert done.stdout.splitlines() == [
+        "2",
+        "None True True",
+        "torch._meta_registrations module torch.Size([3, 3])",
+    ], done.stderr

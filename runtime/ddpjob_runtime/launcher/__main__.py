@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import ddpjob_runtime
-from ddpjob_runtime import protocol
+from ddpjob_runtime import lean_torch, protocol
 from ddpjob_runtime.launcher import pid1, stacks
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
 from ddpjob_runtime.launcher.client import CoordinatorClient
@@ -290,7 +290,8 @@ def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
 def require_torchrun() -> Any:
     """torch.distributed.run; an image that cannot import it cannot run the job, and a retry would not help."""
     try:
-        return import_torchrun()
+        with lean_torch.for_rendezvous():  # In mode Fast, the fork server has imported all of torch before.
+            return import_torchrun()
     except Exception as error:  # OSError, too: a library of CUDA's that is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
             raise  # This node's trouble for now, not the image's: a library that is missing has no errno.
