@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from testcluster import processes
@@ -42,16 +43,10 @@ class OperatorProcess:
     def kill(self) -> None:
         """SIGKILL: nothing is cleaned up."""
         if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None
-
-    def wait_ended(self, timeout: float = 60) -> int:
-        """The exit code of a process that ends by itself."""
-        assert self.process is not None
-        code = self.process.wait(timeout)
-        self.process = None
-        return code
 
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
