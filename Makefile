@@ -29,7 +29,7 @@ CLUSTERS ?= 2
 # Bytecode is written at the first import: compiling all of torch and sympy would take a minute for modules that nobody imports. Where the
 # environment forbids to write it, each process would compile what it imports, which doubles the time that torch takes.
 unexport PYTHONDONTWRITEBYTECODE
-PIP_INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check install --no-compile
+INSTALL = $(VENV)/bin/python scripts/install.py
 DEMO_READY = $(VENV)/.ddpjob-demo
 DEV_READY = $(VENV)/.ddpjob-dev
 IN_VENV = $(VENV)/bin/python -m
@@ -93,12 +93,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(DEMO_READY): pyproject.toml | $(VENV)/bin/python
-	@if [ -n "$(TORCH_INDEX_URL)" ]; then set -x; $(PIP_INSTALL) --index-url "$(TORCH_INDEX_URL)" "torch>=2.6,<3" "torchvision>=0.21,<1"; fi
-	$(PIP_INSTALL) -e ".[cli,trainer]"
+	@if [ -n "$(TORCH_INDEX_URL)" ]; then set -x; $(INSTALL) --index-url "$(TORCH_INDEX_URL)" "torch>=2.6,<3" "torchvision>=0.21,<1"; fi
+	$(INSTALL) -e ".[cli,trainer]"
 	@touch $@
 
 $(DEV_READY): pyproject.toml $(DEMO_READY)
-	$(PIP_INSTALL) -e ".[dev]"
+	$(INSTALL) -e ".[dev]"
 	# The test cluster's pods see this environment read-only: what they import must have its bytecode already, or each start compiles it.
 	$(VENV)/bin/python -c 'import torch, torch._dynamo, torch.distributed.run, torch.utils.data, torchvision.models, deepspeed'
 	$(VENV)/bin/python -c 'import torch.distributed.fsdp, torch.distributed.pipelining, torch.distributed.rpc, sklearn.datasets, matplotlib.pyplot'

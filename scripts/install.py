@@ -1,0 +1,57 @@
+"""Installs packages into the environment that runs it, by uv: in a quarter of the time that pip takes.
+
+    python scripts/install.py ARGUMENTS...     what follows `pip install`
+
+uv reads none of pip's settings: those that say where packages come from are handed on. What uv cannot install, pip tries.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+HANDED_ON = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "no-index": "UV_NO_INDEX",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
+    "proxy": "ALL_PROXY",
+}
+"""Settings of pip, and the variables by which uv takes the same."""
+
+
+def settings(listed: str) -> dict[str, str]:
+    """uv's variables for the output of `pip config list`, in which pip's own variables count most."""
+    found: dict[str, str] = {}
+    for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):
+        key, _, value = line.partition("=")
+        variable = HANDED_ON.get(key.rpartition(".")[2])
+        values = value.strip("'\"").replace("\\n", " ").split()
+        if variable is not None and values:
+            found[variable] = ("," if variable == "UV_FIND_LINKS" else " ").join(values)
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code of what has installed them."""
+    uv = Path(sys.executable).with_name("uv")
+    if not uv.exists() and subprocess.run([*PIP, "install", "--quiet", "uv>=0.9,<1"], check=False).returncode:
+        print("uv cannot be installed here: pip does its work", file=sys.stderr)
+    if uv.exists():
+        listed = subprocess.run([*PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
+        environment = {**settings(listed), **os.environ}
+        command = [str(uv), "pip", "install", "--python", sys.executable, *arguments]
+        if subprocess.run(command, env=environment, check=False).returncode == 0:
+            return 0
+        print("uv could not install that: pip tries", file=sys.stderr)
+    return subprocess.run([*PIP, "install", "--no-compile", *arguments], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
