@@ -12,6 +12,7 @@ import pytest
 import yaml
 from ddpjob.api.reader import read_manifests
 from ddpjob.client.manifest_sources import checked
+from ddpjob.controller.operator_settings import Settings
 
 CHART = Path(__file__).parents[2] / "charts" / "ddpjob-operator"
 BUILT = sorted(Path("~/.cache/ddpjob/cluster/bin").expanduser().glob("*/helm"))
@@ -25,6 +26,12 @@ MONITORING = ",".join(
 def helm(*words: str) -> str:
     given = ("--namespace", "ml", "--set", "key.existingSecret=given", "--set", "watchNamespaces={one,two}")
     return subprocess.run([str(HELM), *words, *given], capture_output=True, text=True, check=True).stdout
+
+
+def template(*words: str) -> str:
+    """With the chart's own values, but for those of `words`."""
+    given = [str(HELM), "template", "mine", str(CHART), "--namespace", "ml", *words]
+    return subprocess.run(given, capture_output=True, text=True, check=True).stdout
 
 
 @needs_helm
@@ -95,6 +102,44 @@ def dashboard(*words: str) -> dict[str, dict[str, Any]]:
     found = [body for body in yaml.safe_load_all(rendered) if body and body["metadata"]["name"].endswith("-dashboard")]
     assert all(body["metadata"]["labels"]["app.kubernetes.io/name"] == "ddpjob-dashboard" for body in found)
     return {body["kind"]: body for body in found}
+
+
+LISTS_AND_MAPS = (
+    "isolation.metricsFrom", "jobClasses", "nodeHealth.conditions", "nodeHealth.taints", "notify.receivers",
+    "podLabels", "podAnnotations", "dashboard.hosts", "dashboard.namespaces", "watchNamespaces", "tolerations",
+    "extraEnv", *(f"metrics.{name}.labels" for name in ("serviceMonitor", "podMonitor", "rules", "dashboards")),
+)  # fmt: skip
+
+
+@needs_helm
+def test_a_list_or_map_without_a_value_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jobClasses:` with all classes below it commented out."""
+    nothing = ",".join(f"{name}=null" for name in LISTS_AND_MAPS)
+    rendered = yaml.safe_load_all(
+        template("--set", f"key.existingSecret=given,dashboard.enabled=true,{MONITORING},{nothing}")
+    )
+    objects = [document for document in rendered if document]
+    (operator,) = [o for o in objects if o["kind"] == "Deployment" and o["metadata"]["name"] == "mine-operator"]
+    for variable in operator["spec"]["template"]["spec"]["containers"][0]["env"]:
+        if "valueFrom" not in variable:
+            monkeypatch.setenv(variable["name"], variable["value"])
+    monkeypatch.setenv("DDPJOB_OPERATOR_KEY", "0123456789abcdef")
+    settings = Settings.from_environment()
+    assert settings.metrics_peers == settings.namespaces == settings.node_health.taints == ()
+    assert not settings.classes.classes and not settings.receivers.namespaces
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    "name", ["image.repository", "replicas", "shards", "workers", "logLevel", "healthPort", "metrics.port",
+             "metrics.rules.runbooks", "dashboard.port", "dashboard.apiServerPorts", "image", "notify", "metrics",
+             "metrics.podMonitor", "queues"],
+)  # fmt: skip
+def test_another_value_that_is_missing_is_named(name: str) -> None:
+    """Else `replicas:` would mean no replica, and `apiServerPorts:` all ports."""
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        template("--set", f"key.existingSecret=given,{name}=null")
+    assert f"missing property '{name.rpartition('.')[2]}'" in refused.value.stderr
 
 
 @needs_helm
