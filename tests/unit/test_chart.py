@@ -143,6 +143,22 @@ def test_another_value_that_is_missing_is_named(name: str) -> None:
 
 
 @needs_helm
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("metrics.port=8080", "metrics.port: 8080 is healthPort, too"),
+        ("healthPort=9090", "metrics.port: 9090 is healthPort, too"),
+        ("metrics.port=0,metrics.rules.enabled=true", "metrics.rules.enabled: metrics.port is 0"),
+    ],
+)
+def test_values_that_do_not_go_together_are_named(values: str, words: str) -> None:
+    """One port for two servers, with which the operator ends at each start; alerts without any series."""
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        template("--set", f"key.existingSecret=given,{values}")
+    assert words in refused.value.stderr
+
+
+@needs_helm
 def test_the_dashboard_has_no_rights() -> None:
     found = dashboard()
     assert found.keys() == {"ServiceAccount", "Service", "NetworkPolicy", "Deployment"}, (
