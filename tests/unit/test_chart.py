@@ -159,6 +159,34 @@ def test_values_that_do_not_go_together_are_named(values: str, words: str) -> No
 
 
 @needs_helm
+def test_a_name_that_looks_like_a_number_stays_a_name() -> None:
+    """A namespace may be called 2026. The API server refuses an object whose namespace is a number."""
+    names = (
+        "key.existingSecret",
+        "priorityClassName",
+        "serviceAccount.name",
+        "dashboard.tlsSecret",
+        "notify.secretName",
+    )
+    chosen = ",".join(f"{name}={2000 + number}" for number, name in enumerate(names))
+    rendered = template(
+        "--set", "dashboard.enabled=true", "--set-string", f"watchNamespaces={{2026}},{chosen}", "--namespace", "2027"
+    )
+
+    def numbers(body: Any) -> list[str]:
+        if isinstance(body, list):
+            return [found for one in body for found in numbers(one)]
+        if not isinstance(body, dict):
+            return []
+        own = [f"{key}: {value}" for key, value in body.items() if isinstance(value, int) and 2000 <= value < 2100]
+        return own + [found for value in body.values() for found in numbers(value)]
+
+    assert numbers(list(yaml.safe_load_all(rendered))) == []
+    assert all(f'"{2000 + number}"' in rendered for number in range(len(names))), "each is rendered"
+    assert 'namespace: "2026"' in rendered and 'namespace: "2027"' in rendered
+
+
+@needs_helm
 def test_the_dashboard_has_no_rights() -> None:
     found = dashboard()
     assert found.keys() == {"ServiceAccount", "Service", "NetworkPolicy", "Deployment"}, (

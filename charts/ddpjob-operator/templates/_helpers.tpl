@@ -10,7 +10,7 @@
 
 {{- define "operator.selector" -}}
 app.kubernetes.io/name: ddpjob-operator
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "operator.labels" -}}
@@ -23,7 +23,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- /* Other labels than the operator's, whose Deployment, Service and policies choose pods by theirs. */ -}}
 {{- define "dashboard.selector" -}}
 app.kubernetes.io/name: ddpjob-dashboard
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "dashboard.labels" -}}
