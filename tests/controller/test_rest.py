@@ -207,17 +207,28 @@ def test_the_environment_is_read_once_and_not_for_each_request(monkeypatch: pyte
     assert reads == []
 
 
-@pytest.mark.parametrize(("bypass", "proxy"), [("", "http://proxy:3128"), ("other,api.example", None)])
+@pytest.mark.parametrize(
+    ("bypass", "host", "proxy"),
+    [
+        ("", "api.example", "http://proxy:3128"),
+        ("other,api.example", "api.example", None),
+        ("10.0.0.0/8,.svc", "api.example", "http://proxy:3128"),
+        ("10.0.0.0/8,.svc", "10.96.0.1", None),
+        (".svc, fd00::/8", "[fd00::1]", None),
+        ("10.0.0.0/8,fd00::/8,10.0.0.0/x", "192.168.0.1", "http://proxy:3128"),
+    ],
+)
 def test_the_api_server_is_reached_by_the_proxy_of_the_environment(
-    bypass: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+    bypass: str, host: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also by networks in NO_PROXY: in a cluster the API server has an address of the Services', and no name."""
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("https_proxy", "http://proxy:3128")
     monkeypatch.setenv("NO_PROXY", bypass)
     monkeypatch.setenv("no_proxy", bypass)
 
     async def main() -> None:
-        rest = Rest.open(client.Configuration(host="https://api.example:6443"), connections=1)
+        rest = Rest.open(client.Configuration(host=f"https://{host}:6443"), connections=1)
         assert rest.api.configuration.proxy == proxy
         await rest.close()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import json.scanner
 import sys
 from collections.abc import AsyncIterator, Mapping
+from ipaddress import ip_address, ip_network
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -134,9 +136,19 @@ class Rest:
 def _proxy(host: str) -> str | None:
     """The proxy that the environment names for this URL."""
     url = urlsplit(host)
-    if url.hostname is None or proxy_bypass(url.hostname):
+    proxies = getproxies()
+    if url.hostname is None or proxy_bypass(url.hostname) or _in_a_network_of(proxies.get("no", ""), url.hostname):
         return None
-    return getproxies().get(url.scheme)
+    return proxies.get(url.scheme)
+
+
+def _in_a_network_of(no_proxy: str, host: str) -> bool:
+    """NO_PROXY may name networks (10.96.0.0/12), as kubectl reads it. Python knows names and single addresses only."""
+    for word in no_proxy.split(","):
+        with contextlib.suppress(ValueError):  # What of both is a name.
+            if ip_address(host) in ip_network(word.strip(), strict=False):
+                return True
+    return False
 
 
 def _raise_for_status(response: Any, text: bytes, what: str) -> None:
