@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -127,6 +128,24 @@ def test_a_list_or_map_without_a_value_is_empty(monkeypatch: pytest.MonkeyPatch)
     settings = Settings.from_environment()
     assert settings.metrics_peers == settings.namespaces == settings.node_health.taints == ()
     assert not settings.classes.classes and not settings.receivers.namespaces
+
+
+@needs_helm
+def test_a_class_arrives_as_it_is_written() -> None:
+    """The kubelet expands variables in the operator's environment: $$(RANK) is an escaped one, of the jobs' pods."""
+    command = ["sh", "-c", "echo $$(RANK) $(KUBERNETES_SERVICE_HOST) $HOME; kill $$$$"]
+    spec = {"podTemplate": {"spec": {"initContainers": [{"name": "first", "image": "busybox", "command": command}]}}}
+    rendered = template(
+        "--set", "key.existingSecret=given", "--set-json", f"jobClasses={json.dumps({'a': {'spec': spec}})}"
+    )
+    (operator,) = [body for body in yaml.safe_load_all(rendered) if body and body["kind"] == "Deployment"]
+    environment = {v["name"]: v.get("value") for v in operator["spec"]["template"]["spec"]["containers"][0]["env"]}
+
+    def expanded(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}.get(found[1], found[0])
+
+    value = re.sub(r"\$\$|\$\(([^)]*)\)", expanded, environment["DDPJOB_OPERATOR_CLASSES"])
+    assert json.loads(value) == {"a": {"spec": spec}}
 
 
 @needs_helm
