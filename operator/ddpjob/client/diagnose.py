@@ -147,7 +147,10 @@ def _rights(api: ApiServer, namespace: str) -> Iterator[Check]:
                 use = _NEEDED_BY.get(what) or _NEEDED_BY.get(f"{what} {verb}")
                 lacking.append(f"{verb} {what}" + (f" (for {use})" if use else ""))
     if lacking:
-        remedy = f"ask for the ClusterRole edit in namespace {namespace}: the chart adds DDPJobs to it"
+        remedy = (
+            f"ask for the ClusterRole edit in namespace {namespace}: the chart adds DDPJobs to it, but not with "
+            "watchNamespaces or userRoles.create=false, where a Role has to name them"
+        )
         yield Check(False, f"your rights in namespace {namespace}: you may not {', '.join(lacking)}", remedy)
     else:
         yield Check(True, f"your rights in namespace {namespace}: all that the commands need")
