@@ -129,7 +129,8 @@ def build_image(
         fcntl.flock(lock, fcntl.LOCK_EX)
         print(f"building the image {tag} ...", file=sys.stderr, flush=True)
         passed = {name: os.environ[name] for name in ("TORCH_INDEX_URL",) if os.environ.get(name)}
-        _build(settings, target, tag, dockerfile, {"BASE_IMAGE": base_image(settings), **passed, **(arguments or {})})
+        given = {"BASE_IMAGE": base_image(settings), "PIP_NO_CACHE_DIR": "", **passed, **(arguments or {})}
+        _build(settings, target, tag, dockerfile, given)
         image = _inspect(settings, tag)
     print(f"  {image.size / 1e6:.0f} MB, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return image
