@@ -272,3 +272,10 @@ def test_the_oldest_kubernetes_that_it_names_is_the_one_that_can_be_tested() -> 
     named = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].removeprefix(">=").split(".")[:2]
     pins = (CHART.parents[1] / "tests" / "cluster" / "oldest" / "go.mod").read_text()
     assert f"require k8s.io/kubernetes v{'.'.join(named)}." in pins
+
+
+def test_no_page_upgrades_without_the_values_of_the_new_chart() -> None:
+    """--reuse-values leaves out what the chart of the release before did not have."""
+    root = CHART.parents[1]
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *CHART.glob("*.md"), CHART / "templates" / "NOTES.txt"]
+    assert [page.name for page in pages if " --reuse-values" in page.read_text()] == []
