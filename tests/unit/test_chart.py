@@ -279,3 +279,19 @@ def test_no_page_upgrades_without_the_values_of_the_new_chart() -> None:
     root = CHART.parents[1]
     pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *CHART.glob("*.md"), CHART / "templates" / "NOTES.txt"]
     assert [page.name for page in pages if " --reuse-values" in page.read_text()] == []
+
+
+@needs_helm
+def test_the_security_page_has_every_right_to_write() -> None:
+    text = (
+        (CHART.parents[1] / "SECURITY.md").read_text().partition("### A compromised operator")[2].partition("RBAC")[0]
+    )
+    rendered = yaml.safe_load_all(template("--set", "key.existingSecret=given"))
+    (role,) = [b for b in rendered if b and b["kind"] == "ClusterRole" and b["metadata"]["name"] == "ddpjob-operator"]
+    named = {"poddisruptionbudgets": "disruption budgets"}
+    for rule in role["rules"]:
+        for resource in rule["resources"]:
+            if {"create", "update", "patch", "delete"} & set(rule["verbs"]) and "/" not in resource:
+                assert re.search(named.get(resource, resource), text, re.IGNORECASE), resource
+            if "patch" in rule["verbs"]:
+                assert re.search(rf"patch (and delete )?{resource}", text, re.IGNORECASE), resource
