@@ -9,6 +9,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.engine.ports import NameTaken, Refused
 from ddpjob.objects.claim import build_claim
+from ddpjob.objects.platform import Platform
 
 from .clock import EPOCH
 from .operator_port import MemoryCluster
@@ -163,6 +164,45 @@ async def test_a_job_that_finished_before_its_deadline_is_complete_although_nobo
         s.advance(1)
     assert (EPOCH.timestamp() + s.now) > EPOCH.timestamp() + 60
     await s.until_phase("Complete")
+
+
+async def finished(*, seen: bool) -> Simulation:
+    """A job that has made its last step: nobody has looked since, or its last pod takes a while to end."""
+    s = Simulation({"runPolicy": {"activeDeadlineSeconds": 600}}, steps=5)
+    await s.until_phase("Running")
+    last = s.pods["job-1-0"].launcher
+    assert last is not None
+    leave = last.leave
+    last.leave = lambda *how: s.clock.later(20 if seen else 0, lambda: leave(*how))  # type: ignore[method-assign]
+    while not s.pods["job-0-0"].ended:
+        s.advance(0.1)
+    s.advance(0 if seen else 60)
+    if seen:
+        await s.one_pass()
+        assert s.phase == "Running"
+    return s
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("change", ["env", "nodes", "spares", "suspend", "deadline", "key"])
+async def test_a_job_that_has_made_its_last_step_does_not_begin_again(change: str, seen: bool) -> None:
+    s = await finished(seen=seen)
+    changes: dict[str, Json] = {
+        "env": {"env": [{"name": "LR", "value": "1"}]},
+        "nodes": {"nodes": 3},
+        "spares": {"spares": 1},
+        "suspend": {"runPolicy": {"suspend": True}},
+        "deadline": {"runPolicy": {"activeDeadlineSeconds": 2}},
+        "key": {},
+    }
+    s.change_spec(changes[change])
+    if change == "key":
+        s.cluster.platform = Platform(operator_key=b"another")
+    await s.until(lambda: s.phase in ("Complete", "Failed", "Suspended"))
+    assert s.phase == "Complete"
+    assert conditions(s)["Complete"]["message"] == "all 2 nodes have finished"
+    assert s.invariants.names == {"job-coordinator-0", "job-0-0", "job-1-0"}
+    assert s.status["restarts"]["display"] == "0/10"
 
 
 async def test_a_job_whose_time_is_over_before_it_began_says_what_was_missing() -> None:

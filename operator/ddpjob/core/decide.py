@@ -137,7 +137,8 @@ def _drive(view: View) -> Decision:
     job, world, now = view.job, view.world, view.now
     deadline = _deadline(view)
     followed = follow(view)
-    if deadline is not None and now >= deadline and not followed.complete:
+    overdue = deadline is not None and now >= deadline
+    if overdue and not followed.done:
         return fail(view, _too_late(job))
     refused = next((r for r in world.rejections if r.final and not r.of_gang and not r.of_budget), None)
     if refused is not None and not view.has_run:
@@ -148,7 +149,7 @@ def _drive(view: View) -> Decision:
     events += restart_events(view, followed.restarts, failed=followed.failure is not None)
     if followed.failure is not None:
         return fail(view, followed.failure, events)
-    if followed.complete:
+    if followed.complete or (overdue and followed.done):
         # A short training may begin and end between two looks.
         return complete(view.with_status(preflight_passed(view, (), formed=True)), events)
     view, given_up = _yielding(view)
@@ -219,6 +220,8 @@ def _laid_out(view: View) -> tuple[JobStatus, list[Event]]:
     if is_outdated(view) and fits(view):
         return new_generation(view), []  # nothing of it has been placed
     other_size = status.rendezvous.nodes != job.spec.nodes or len(status.slots) != job.spec.pods
+    if (other_size or not fits(view)) and follow(view).done:
+        return status, []  # Nothing is left to do for other pods: seen late, or while the last ones end.
     if not fits(view):
         cause, message = _change(view)
         view = view.with_status(replace(status, runtime=""))  # new pods also get the newest runtime
@@ -305,7 +308,7 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     queue does not let run, with its `events`.
     """
     followed = follow(view) if view.status.slots else None
-    if followed is not None and followed.complete:
+    if followed is not None and followed.done:
         # Seen late, such as by an operator that was down. To begin again at the resume would be for nothing.
         return complete(view.with_status(followed.status), [])
     status, now = view.status, view.now

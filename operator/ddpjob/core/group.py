@@ -67,6 +67,8 @@ class Followed:
     """Restarts that are new in the status."""
     failure: Failure | None = None
     complete: bool = False
+    done: bool = False
+    """Whether the group has made its last step, although some of its pods may not have ended yet."""
     lost: frozenset[str] = frozenset()
     """Names of pods to delete immediately (grace period 0)."""
 
@@ -99,13 +101,13 @@ def follow(view: View) -> Followed:
     gone = [*ends.values(), *([coordinator] if coordinator else [])]
     lost = frozenset(e.name for e in gone if e.end.cause is Cause.NODE_LOST)
     if _finished(view):
-        return Followed(view.status, complete=True)
+        return Followed(view.status, complete=True, done=True)
     incidents = new_incidents(view)
     findings = [_finding_of_end(view, index, ended) for index, ended in ends.items()]
     attributed = attribute(view.status, _one_for_command(view.job, findings), incidents.findings, incidents.lost)
     if _others_finished(view):
         status = with_seen(view.status, incidents, attributed.seen_round)
-        return Followed(_give_up_lost(status, ends), lost=lost)
+        return Followed(_give_up_lost(status, ends), done=True, lost=lost)
     restarts, faults = list(attributed.restarts), tuple[Restart, ...]()
     status = with_seen(record(view.status, restarts), incidents, attributed.seen_round)
     if coordinator is not None:
@@ -371,9 +373,7 @@ def _finished(view: View) -> bool:
         return True
     if not view.job.spec.under_torchrun or (SlotState.RUNNING in states and not _overdue(view)):
         return False
-    return SlotState.SUCCEEDED in states or (
-        view.report is not None and view.report.state == CoordinatorState.SUCCEEDED
-    )
+    return _others_finished(view)
 
 
 def _overdue(view: View) -> bool:
@@ -383,7 +383,9 @@ def _overdue(view: View) -> bool:
 
 
 def _others_finished(view: View) -> bool:
-    return view.job.spec.under_torchrun and any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots)
+    """Whether the launchers were let go, which is when every one of the group has finished."""
+    let_go = view.report is not None and view.report.state == CoordinatorState.SUCCEEDED
+    return view.job.spec.under_torchrun and (let_go or any(s.state is SlotState.SUCCEEDED for s in view.status.slots))
 
 
 def _give_up_lost(status: JobStatus, ends: Ends) -> JobStatus:

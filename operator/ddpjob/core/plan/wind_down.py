@@ -37,7 +37,7 @@ def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Dec
 def complete(view: View, events: list[Event]) -> Decision:
     """The decision for a job whose group has finished: every node has ended with exit code 0."""
     nodes = view.job.spec.nodes
-    finished = sum(slot.state is SlotState.SUCCEEDED for slot in view.status.slots)
+    finished = sum(slot.state in (SlotState.SUCCEEDED, SlotState.RUNNING) for slot in view.status.slots)
     done = min(finished, nodes) or nodes
     message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
     status = with_condition(view.status, ConditionType.COMPLETE, True, "Finished", message, view.now)
