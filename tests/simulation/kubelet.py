@@ -309,6 +309,10 @@ class Machines:
         if pod.host.silent:
             self.clock.later(1.0, lambda: self._start(pod))
             return
+        missing = self._missing_secret(pod)
+        if missing:
+            self._hold(pod, "CreateContainerConfigError", f'secret "{missing}" not found')
+            return
         pod.address = self.address(next(self._addresses))
         for manifest in pod.body["spec"]["containers"]:
             manifest = {**manifest, "env": [self._variable(entry) for entry in manifest["env"]]}
@@ -323,6 +327,20 @@ class Machines:
                 container.process = Launcher(self.network, self.training, pod, manifest, ended)
         self.on_pod(pod)
         self._write(pod)
+
+    def _missing_secret(self, pod: Pod) -> str:
+        entries = (entry for manifest in pod.body["spec"]["containers"] for entry in manifest["env"])
+        references = (entry.get("valueFrom", {}).get("secretKeyRef") for entry in entries)
+        return next((r["name"] for r in references if r and self.store.find("Secret", r["name"]) is None), "")
+
+    def _hold(self, pod: Pod, reason: str, message: str) -> None:
+        """None of its containers can be created; that is tried again a second later."""
+        state = {"waiting": {"reason": reason, "message": message}}
+        statuses = [{"name": manifest["name"], "state": state} for manifest in pod.body["spec"]["containers"]]
+        if pod.body["status"].get("containerStatuses") != statuses:
+            pod.body["status"] = {**pod.body["status"], "containerStatuses": statuses}
+            self.store.changed("Pod", pod.body)
+        self.clock.later(1.0, lambda: self._start(pod))
 
     def _variable(self, entry: Json) -> Json:
         """With the value from its Secret, which must exist when the container starts."""

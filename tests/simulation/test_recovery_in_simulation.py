@@ -795,3 +795,14 @@ async def test_a_status_that_is_ahead_of_its_pods_gets_others(placement: str, st
     await s.until(lambda: s.status["rendezvous"]["generation"] == 6)
     assert set(reasons(s)) == {("RendezvousLost", False)}
     await s.until_phase("Complete")
+
+
+async def test_a_token_that_is_deleted_before_the_pods_start_is_made_again() -> None:
+    s = Simulation({}, steps=5)
+    s.machines.capacity = 0
+    await passes(s, 5)
+    for body in s.store.all("Secret"):
+        s.store.delete("Secret", body["metadata"]["name"])
+    s.machines.capacity = 2
+    await s.until_phase("Complete", limit=60)
+    assert s.status["restarts"]["display"] == "0/10"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timedelta
 
 from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, Command, CoordinatorState, MemberState, order_mark
@@ -77,7 +78,10 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
         # Not observed, since the operator may not read Secrets: every new pod makes sure of it.
         if status.gang_waits and gang_name(job, status.rendezvous.generation) not in world.gangs:
             actions.append(CreateGang())
-        actions += [CreateToken(), *pods]
+        actions.append(CreateToken())
+    elif _lacks_token(view):
+        actions.append(CreateToken())
+    actions += pods
     actions += _removals(view, lost)
     actions += _labels(view)
     kept = gang_name(job, status.rendezvous.generation) if status.gang is not None else ""
@@ -108,6 +112,13 @@ def _held_until(view: View) -> datetime | None:
         if until > view.now and (latest is None or until > latest):
             latest = until
     return latest
+
+
+def _lacks_token(view: View) -> bool:
+    """Whether a pod cannot start since the Secret with its token was deleted, which no user can make again."""
+    secret = re.compile(rf'"{re.escape(view.job.name)}-token-[0-9a-f]{{10}}"')
+    waiting = (c for p in (view.coordinator, *view.pods) if p is not None for c in p.containers.values())
+    return any(c.waiting_reason == "CreateContainerConfigError" and secret.search(c.waiting_message) for c in waiting)
 
 
 # --- removals ---------------------------------------------------------------------------------------------------
