@@ -806,3 +806,15 @@ async def test_a_token_that_is_deleted_before_the_pods_start_is_made_again() -> 
     s.machines.capacity = 2
     await s.until_phase("Complete", limit=60)
     assert s.status["restarts"]["display"] == "0/10"
+
+
+async def test_a_coordinator_beside_a_trainer_that_runs_out_of_memory_names_its_own_limit() -> None:
+    s = Simulation({"rendezvous": {"placement": "Master"}}, steps=100)
+    await s.until_phase("Running")
+    pod = s.pods["job-0-0"]
+    assert pod.coordinator is not None
+    pod.coordinator.kill()
+    s.machines._ended(pod, pod.containers["coordinator"], 137, "OOMKilled")
+    await s.until_phase("Restarting")
+    [restart] = s.status["restarts"]["recent"]
+    assert "than spec.rendezvous.resources.limits.memory allows" in restart["message"]

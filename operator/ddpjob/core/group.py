@@ -41,7 +41,6 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import View
 from ddpjob.core.world import (
     COORDINATOR_CONTAINER,
-    TRAINER_CONTAINER,
     PodView,
     Role,
     coordinator_pod_name,
@@ -208,7 +207,8 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
         return view, Ended(why_ended(pod, hosts), pod, name)
     if container is not None and container.ended:
         # Judged as if it were the pod's only container.
-        return view, Ended(why_ended(replace(pod, containers={TRAINER_CONTAINER: container}), hosts), pod, name)
+        alone = replace(pod, role=Role.COORDINATOR, containers={COORDINATOR_CONTAINER: container})
+        return view, Ended(why_ended(alone, hosts), pod, name)
     since = lost_since(pod, view.world, view.now) if dedicated else None
     if given_up(view, pod, since):
         return view, Ended(_host_lost(view, pod, since), pod, name)
