@@ -324,3 +324,17 @@ async def test_a_job_whose_finished_pods_are_removed_while_nobody_looks_is_compl
     s.cluster.restart()
     await s.until_phase("Complete", limit=20)
     assert s.status["restarts"]["total"] == 0
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_a_job_is_complete_whose_finished_pods_are_removed_with_the_coordinator_between_two_looks(
+    mode: str,
+) -> None:
+    """The event of a pod's deletion shows that it has ended with 0."""
+    s = Simulation({"recovery": {"mode": mode}}, steps=20)
+    await s.until_phase("Running")
+    s.advance(120)
+    for name in list(s.pods):
+        s.force_delete(name)
+    await s.until_phase("Complete", limit=20)
+    assert s.status["restarts"]["total"] == 0

@@ -178,9 +178,10 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
         last = view.world.last_of(name)
         if slot.state is SlotState.PLANNED and last is None:
             return slot.state, None
+        if last is not None and _is_success(last, launcher=launcher):
+            return SlotState.SUCCEEDED, None  # removed between two looks, as by a cleaner
         return SlotState.LOST, vanished(name, slot.node, hosts, last, launcher=launcher)
-    if pod.ended and pod.succeeded and (launcher or pod.deleted_at is None):
-        # A program of the user's that saves at SIGTERM may well end with 0; the launcher does so only when all have.
+    if _is_success(pod, launcher=launcher):
         return SlotState.SUCCEEDED, None
     if pod.ended or pod.deleted_at is not None:
         return SlotState.FAILED, why_ended(pod, hosts, launcher=launcher)
@@ -190,6 +191,14 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
         why = f"pod {pod.name} belongs to generation {pod.generation} of the group, which is at generation {group}"
         return SlotState.FAILED, End(Cause.RENDEZVOUS_LOST, why)
     return (SlotState.RUNNING if pod.main.running else SlotState.CREATED), None
+
+
+def _is_success(pod: PodView, *, launcher: bool) -> bool:
+    """Whether the program has finished its work.
+
+    One of the user's that saves at SIGTERM may well end with 0; the launcher does so only when all have.
+    """
+    return pod.ended and pod.succeeded and (launcher or pod.deleted_at is None)
 
 
 def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
