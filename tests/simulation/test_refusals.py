@@ -205,6 +205,21 @@ async def test_a_job_that_has_made_its_last_step_does_not_begin_again(change: st
     assert s.status["restarts"]["display"] == "0/10"
 
 
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_a_job_that_makes_its_last_step_while_it_is_suspended_is_complete(mode: str) -> None:
+    s = Simulation({"recovery": {"mode": mode}}, steps=8)
+    await s.until_phase("Running")
+    await s.until(lambda: s.training.made == 7)
+    for pod in s.nodes():
+        assert pod.launcher is not None
+        pod.launcher.terminate = lambda saves: None  # type: ignore[method-assign]
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until_phase("Complete", limit=30)
+    assert conditions(s)["Complete"]["message"] == "all 2 nodes have finished"
+    assert conditions(s)["Suspended"]["status"] == "False"
+    await s.until(lambda: s.wake is None, limit=30)
+
+
 async def test_a_job_whose_time_is_over_before_it_began_says_what_was_missing() -> None:
     s = Refusing({"runPolicy": {"activeDeadlineSeconds": 5}}, pods_allowed=0)
     await s.until_phase("Failed")

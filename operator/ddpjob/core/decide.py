@@ -11,7 +11,7 @@ from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Creation, Decision,
 from ddpjob.core.failures.classify import Cause
 from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.node_health import next_judgement
-from ddpjob.core.group import follow, record
+from ddpjob.core.group import finished_while_ending, follow, record
 from ddpjob.core.plan.actions import notifications, plan_actions
 from ddpjob.core.plan.gang import is_outdated, with_placed, yields
 from ddpjob.core.plan.job_class import CLASS_REFUSED, class_fault, takes_class, with_class_applied
@@ -311,6 +311,8 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     if followed is not None and followed.done:
         # Seen late, such as by an operator that was down. To begin again at the resume would be for nothing.
         return complete(view.with_status(followed.status), [])
+    if view.status.holds(ConditionType.SUSPENDED) and finished_while_ending(view):
+        return complete(view, [])
     status, now = view.status, view.now
     states = [status.rendezvous.state, *(s.state for s in status.slots)]
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)

@@ -130,6 +130,13 @@ def follow(view: View) -> Followed:
     return Followed(status, tuple(restarts), failure, lost=lost)
 
 
+def finished_while_ending(view: View) -> bool:
+    """Whether the pods of the generation before, which were asked to end, have finished their work instead."""
+    before = view.status.rendezvous.generation - 1
+    pods = [*view.world.nodes(), *(p for p in view.world.departed if p.role is not Role.COORDINATOR)]
+    return view.job.spec.under_torchrun and any(p.generation == before and _is_success(p, launcher=True) for p in pods)
+
+
 # --- slots and coordinator --------------------------------------------------------------------------------------
 
 
