@@ -114,7 +114,7 @@ def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
     elif mapped:
         if not isinstance(value, Mapping):
             yield f"{path}: must be a mapping, not {_kind(value)}"
-        elif ("labels" in path or "annotations" in path) and any(not isinstance(v, str) for v in value.values()):
+        elif not _QUANTITIES.search(path) and any(not isinstance(v, str) for v in value.values()):
             yield f"{path}: values must be strings; put quotes around numbers and booleans"
     elif type_name in _SCALARS:
         if not isinstance(value, _SCALARS[type_name]) or (isinstance(value, bool) and type_name != "bool"):
@@ -123,6 +123,8 @@ def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
         yield from _unknown_in_model(value, type_name, path)
 
 
+_QUANTITIES = re.compile(r"\.(requests|limits|overhead)$")
+"""Mappings whose values may be numbers: amounts of resources."""
 _SCALARS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
 _SCALAR_NAMES = {"str": "a string", "int": "an integer", "bool": "true or false", "float": "a number"}
 

@@ -29,6 +29,14 @@ from ddpjob.objects.strategic_merge import merge
         ),
         ({"metadata": {"labels": {"a": 1}}}, "spec.podTemplate.metadata.labels: values must be strings"),
         (
+            {"spec": {"nodeSelector": {"gpu": True}}},
+            "spec.podTemplate.spec.nodeSelector: values must be strings; put quotes around numbers and booleans",
+        ),
+        (
+            {"spec": {"volumes": [{"name": "v", "csi": {"driver": "d", "volumeAttributes": {"cacheMegabytes": 500}}}]}},
+            "spec.podTemplate.spec.volumes[0].csi.volumeAttributes: values must be strings",
+        ),
+        (
             {"metadata": {"labels": {"ddpjob.io/index": "1"}}},
             "spec.podTemplate.metadata.labels.ddpjob.io/index: belongs to the operator",
         ),
@@ -78,6 +86,7 @@ def test_a_right_template_has_no_problems() -> None:
         "spec": {
             "nodeSelector": {"gpu": "a100"},
             "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "overhead": {"cpu": 1},
             "containers": [
                 {"name": "trainer", "securityContext": {"runAsUser": 1000}, "env": [{"name": "A", "value": "1"}]},
                 {"name": "side", "image": "x", "ports": [{"containerPort": 80}], "resources": {"limits": {"cpu": 1}}},
