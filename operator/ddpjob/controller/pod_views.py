@@ -59,6 +59,7 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
         disruption_message=disrupted.get("message", "") if hit else "",
         containers={c["name"]: read_container(c) for c in status.get("containerStatuses", ())},
         init_containers={c["name"]: read_container(c) for c in status.get("initContainerStatuses", ())},
+        initialized=conditions.get("Initialized", {}).get("status") == "True",
         grace_seconds=spec.get("terminationGracePeriodSeconds", 30),
     )
 

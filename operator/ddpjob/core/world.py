@@ -109,6 +109,8 @@ class PodView:
     disruption_message: str = ""
     containers: Mapping[str, ContainerView] = field(default_factory=dict)
     init_containers: Mapping[str, ContainerView] = field(default_factory=dict)
+    initialized: bool = False
+    """Whether its init containers are done: those that end have ended, and sidecars among them have started."""
     grace_seconds: int = 30
 
     @cached_property

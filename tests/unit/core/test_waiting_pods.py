@@ -80,6 +80,28 @@ def test_an_init_container_that_takes_long_is_named() -> None:
     )
 
 
+def test_a_sidecar_that_runs_is_nothing_that_a_pod_waits_for() -> None:
+    """As kubelets show a native sidecar while the trainer's image is pulled."""
+    labels = {"ddpjob.io/role": "node", "ddpjob.io/index": "0"}
+    conditions = [
+        {"type": "Initialized", "status": "True"},
+        {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+    ]
+    status = {
+        "conditions": conditions,
+        "initContainerStatuses": [{"name": "proxy", "state": {"running": {"startedAt": "2026-01-01T00:00:01Z"}}}],
+        "containerStatuses": [{"name": "trainer", "state": {"waiting": {"reason": "PodInitializing"}}}],
+    }
+    meta = {"name": "job-0-0", "uid": "u", "labels": labels}
+    pulling = read_pod({"metadata": meta, "spec": {"nodeName": "n0"}, "status": status})
+    found = shown(ConditionType.RUNNING, 40, pulling, pod(1), COORDINATOR)
+    assert "image is being pulled" in found.message and "init container" not in found.message
+    conditions[0]["status"] = "False"
+    starting = read_pod({"metadata": meta, "spec": {"nodeName": "n0"}, "status": status})
+    found = shown(ConditionType.RUNNING, 40, starting, pod(1), COORDINATOR)
+    assert "init container proxy has run since 2026-01-01T00:00:01Z" in found.message
+
+
 @pytest.mark.parametrize("prepared", [True, None])
 def test_an_image_that_takes_long_is_no_other_reason(prepared: bool | None) -> None:
     found = shown(ConditionType.RUNNING, 40, placed(0, prepared=prepared), pod(1), COORDINATOR)

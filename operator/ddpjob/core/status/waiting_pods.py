@@ -46,10 +46,11 @@ def not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | Non
         if pod.ended or pod.main.running or pod.scheduled is None or now - pod.scheduled < LONG:
             continue
         where = f"pod {pod.name} on Kubernetes node {pod.host}"
-        running = [name for name, container in pod.init_containers.items() if container.running]
+        preparing = {} if pod.initialized else pod.init_containers  # Else sidecars run, and nothing waits for them.
+        running = [name for name, container in preparing.items() if container.running]
         if running:
             # They run one after the other, but for sidecars, which begin in their turn and stay.
-            since = format_time(pod.init_containers[running[-1]].started or pod.scheduled)
+            since = format_time(preparing[running[-1]].started or pod.scheduled)
             return NODES_MISSING, f"{where}: init container {running[-1]} has run since {since}"
         since = format_time(pod.scheduled)
         if pod.prepared is False:
