@@ -12,7 +12,10 @@ from ddpjob.api.job import API_VERSION, KIND
 from ddpjob.api.job_spec import Json
 from ddpjob.client.backend import Mistake
 
-_GPUS = re.compile(r".+/(gpu|.*gpu.*|xpu|npu|hpu)")
+_GPUS = re.compile(
+    r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
+)
+"""Resources that are counted in devices, and not in memory or shares of one, such as nvidia.com/gpumem."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port", "node-rank",
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
@@ -261,6 +264,8 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
 def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
     target, kept = made.job["spec"], {}
     target["gpusPerNode"] = 0
+    if resources and not {"requests", "limits"} & resources.keys():
+        resources = {"limits": resources}  # TrainJob's resourcesPerNode may be plain amounts.
     for kind in ("requests", "limits"):
         amounts = dict(resources.get(kind) or {})
         for name in [n for n in amounts if _GPUS.fullmatch(n)]:
@@ -269,11 +274,6 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
                 target["gpuResource"] = name
         if amounts:
             kept[kind] = amounts
-    # TrainJob's resourcesPerNode may be plain amounts.
-    if resources and not {"requests", "limits"} & resources.keys():
-        kept["limits"] = dict(resources)
-        for name in [n for n in kept["limits"] if _GPUS.fullmatch(n)]:
-            target["gpusPerNode"] = int(kept["limits"].pop(name))
     if kept := {kind: amounts for kind, amounts in kept.items() if amounts}:
         target["resources"] = kept
 

@@ -291,6 +291,31 @@ def test_gpus_of_a_train_job_have_a_process_each_with_torchrun() -> None:
     assert "procsPerNode" not in valid(made.job)
 
 
+@pytest.mark.parametrize(
+    ("limits", "devices", "resource"),
+    [
+        ({"nvidia.com/gpu": 4}, 4, None),
+        ({"nvidia.com/mig-1g.5gb": 1}, 1, "nvidia.com/mig-1g.5gb"),
+        ({"amd.com/gpu": "8"}, 8, "amd.com/gpu"),
+        ({"habana.ai/gaudi": 8}, 8, "habana.ai/gaudi"),
+        ({"huawei.com/Ascend910": 8}, 8, "huawei.com/Ascend910"),
+        ({"gpu.intel.com/i915": 2}, 2, "gpu.intel.com/i915"),
+        ({"nvidia.com/gpu": 1, "nvidia.com/gpumem": 3000, "nvidia.com/gpucores": 30}, 1, None),
+        ({"volcano.sh/vgpu-number": 1, "volcano.sh/vgpu-memory": 3000}, 1, "volcano.sh/vgpu-number"),
+        ({"rdma/hca": 1, "hugepages-2Mi": "1Gi"}, 0, None),
+    ],
+)
+def test_devices_are_known_by_their_resource(limits: dict[str, Any], devices: int, resource: str | None) -> None:
+    job = _of_four_gpus(["torchrun", "a.py"])
+    job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"] = {"limits": limits}
+    trainer = {"image": "a", "command": ["torchrun", "a.py"], "resourcesPerNode": limits}
+    for made in (convert(job), convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": {"trainer": trainer}})):
+        spec = valid(made.job)
+        assert (spec["gpusPerNode"], spec.get("gpuResource")) == (devices, resource)
+        rest = spec.get("resources", {}).get("limits", {})
+        assert rest == {name: amount for name, amount in limits.items() if name not in (resource, "nvidia.com/gpu")}
+
+
 @pytest.mark.parametrize("volume", [{"emptyDir": {"medium": "Memory"}}, {"hostPath": {"path": "/dev/shm"}}])
 def test_shared_memory_without_a_limit_is_noted(volume: dict[str, Any]) -> None:
     job = yaml.safe_load(PYTORCH_JOB)
