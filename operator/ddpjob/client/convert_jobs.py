@@ -237,7 +237,10 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         if container.get(field_name):
             target[field_name] = container[field_name]
         container.pop(field_name, None)
-    _resources(made, container.pop("resources", None) or {})
+    resources = container.pop("resources", None) or {}
+    _resources(made, {key: value for key, value in resources.items() if key != "claims"})
+    if resources.get("claims"):
+        container["resources"] = {"claims": resources["claims"]}
     if container.pop("ports", None):
         notes.append("ports: the operator's service and rendezvous replace them")
     _entry_point(made, container.pop("command", None) or [], container.pop("args", None) or [])

@@ -316,6 +316,19 @@ def test_devices_are_known_by_their_resource(limits: dict[str, Any], devices: in
         assert rest == {name: amount for name, amount in limits.items() if name not in (resource, "nvidia.com/gpu")}
 
 
+def test_claims_of_devices_are_kept() -> None:
+    job = _of_four_gpus(["torchrun", "a.py"])
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    pod["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": "h100"}]
+    pod["containers"][0]["resources"] = {"limits": {"cpu": 3}, "claims": [{"name": "gpu"}]}
+    spec = valid(convert(job).job)
+    assert spec["resources"] == {"limits": {"cpu": 3}} and spec["gpusPerNode"] == 0
+    assert spec["podTemplate"]["spec"] == {
+        "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}],
+        "containers": [{"name": "trainer", "resources": {"claims": [{"name": "gpu"}]}}],
+    }
+
+
 @pytest.mark.parametrize("volume", [{"emptyDir": {"medium": "Memory"}}, {"hostPath": {"path": "/dev/shm"}}])
 def test_shared_memory_without_a_limit_is_noted(volume: dict[str, Any]) -> None:
     job = yaml.safe_load(PYTORCH_JOB)
