@@ -20,7 +20,8 @@ LABEL_SHAPE = "ddpjob.io/queue-shape"
 PRIORITY_CLASSES = {"WorkloadPriorityClass": "kueue.x-k8s.io", "PriorityClass": "scheduling.k8s.io"}
 """Kinds of priority classes, and their API groups."""
 
-_POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName", "schedulerName", "overhead")
+_POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName", "schedulerName", "overhead",
+               "resources", "resourceClaims")  # fmt: skip
 _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
 
 
