@@ -31,7 +31,15 @@ from ddpjob.client.backend import (
 from ddpjob.controller.pod_views import read_pod
 from ddpjob.core.failures.classify import stuck, termination_message
 from ddpjob.core.status.waiting_pods import SCHEDULING_GATED
-from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, MANAGED_BY, PodView, Role
+from ddpjob.core.world import (
+    COORDINATOR_CONTAINER,
+    LABEL_JOB,
+    LABEL_MANAGED,
+    MANAGED_BY,
+    TRAINER_CONTAINER,
+    PodView,
+    Role,
+)
 
 _WATCH_SECONDS = 240
 _RETRY_SECONDS = 2.0
@@ -210,7 +218,9 @@ class ClusterBackend:
         return sorted(found, key=lambda event: str(event.time))
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
-        container = "trainer" if "trainer" in pod.containers else next(iter(pod.containers), "")
+        # Others may come first: admission webhooks put sidecars there.
+        own = (name for name in (TRAINER_CONTAINER, COORDINATOR_CONTAINER) if name in pod.containers)
+        container = next(own, next(iter(pod.containers), ""))
         query = {"container": container} if container else {}
         query |= {"follow": "true"} if options.follow else {}
         query |= {"previous": "true"} if options.previous else {}

@@ -68,6 +68,13 @@ def test_a_log_is_read_on_where_the_connection_ended() -> None:
     )
 
 
+def test_a_sidecar_that_a_webhook_put_first_is_not_taken_for_the_coordinator() -> None:
+    server = Server([])
+    pod = PodLine("j-coordinator-0", "coordinator", None, "Running", containers=("istio-proxy", "coordinator"))
+    list(ClusterBackend(server).log(pod, LogOptions()))  # type: ignore[arg-type]
+    assert server.queries[0]["container"] == "coordinator"
+
+
 def test_lines_of_the_same_time_are_all_printed_once() -> None:
     """CRI-O gives every line of one write the same time."""
     lines = [b"2026-01-01T00:00:01Z a\n", *(b"2026-01-01T00:00:02Z %d\n" % number for number in range(6))]
