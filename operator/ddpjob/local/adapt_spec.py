@@ -228,7 +228,8 @@ def _trainer(spec: JobSpec) -> tuple[Json, str]:
 
 
 _ANY_POD: Json = {"metadata": {"name": "", "namespace": ""}, "spec": {}}
-_OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceFieldRef": "the container's resources"}
+_OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceFieldRef": "the container's resources",
+            "fileKeyRef": "the file of a volume"}  # fmt: skip
 
 
 def _unreadable(spec: JobSpec) -> Iterator[str]:

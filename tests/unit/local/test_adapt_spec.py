@@ -129,6 +129,19 @@ def test_what_only_a_cluster_has_is_named_by_its_field(tmp_path: Path) -> None:
     assert fields == expected and not found.problems
 
 
+def test_a_variable_from_a_file_of_a_volume_is_this_shell_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fileKeyRef, which Kubernetes has since 1.34."""
+    monkeypatch.delenv("TOKEN", raising=False)
+    source = {"fileKeyRef": {"volumeName": "keys", "path": "keys.env", "key": "TOKEN"}}
+    template = {"spec": {"containers": [{"name": "trainer", "env": [{"name": "TOKEN", "valueFrom": source}]}]}}
+    assert fitted(tmp_path, podTemplate=template).problems == (
+        "spec.podTemplate.spec.containers[0].env[0].valueFrom.fileKeyRef: the file of a volume cannot be read on this "
+        "machine; export TOKEN in this shell to use that value instead",
+    )
+    monkeypatch.setenv("TOKEN", "x")
+    assert not fitted(tmp_path, podTemplate=template).problems
+
+
 def test_a_time_to_live_does_not_count(tmp_path: Path) -> None:
     assert fitted(tmp_path, runPolicy={"ttlSecondsAfterFinished": 0}).spec.run_policy.ttl_seconds_after_finished is None
 
