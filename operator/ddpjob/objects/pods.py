@@ -307,10 +307,10 @@ def _entry_point(job: DDPJob, status: JobStatus, platform: Platform) -> tuple[li
 
 def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> list[Json]:
     spec = job.spec
-    data, checkpoints = spec.storage.data, spec.storage.checkpoints
+    data = spec.storage.data
     shared = platform.checkpoints_shared
     if shared is None:
-        shared = checkpoints is not None and checkpoints.seen_by_every_node
+        shared = _checkpoints_shared(job)
     values = {
         **_identity(job, status, node_pod_name(job, index, attempt)),
         "DDPJOB_INDEX": str(index),
@@ -341,6 +341,19 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
         owned += [{"name": "PET_" + name.upper().replace("-", "_"), "value": value} for name, value in settings.items()]
         owned.append({"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"})
     return owned
+
+
+def _checkpoints_shared(job: DDPJob) -> bool:
+    """Whether all pods see the same checkpoints: in storage.checkpoints, or in what podTemplate mounts in its place."""
+    storage, pod = job.spec.storage, job.spec.pod_template.get("spec") or {}
+    if storage.url:
+        return False
+    trainer: Json = next((c for c in pod.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
+    for mount in trainer.get("volumeMounts") or ():
+        if mount.get("mountPath") == storage.checkpoint_path:
+            volume: Json = next((v for v in pod.get("volumes") or () if v.get("name") == mount.get("name")), {})
+            return not {"persistentVolumeClaim", "nfs"}.isdisjoint(volume) and "subPathExpr" not in mount
+    return storage.checkpoints is not None and storage.checkpoints.seen_by_every_node
 
 
 def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:

@@ -184,6 +184,27 @@ def test_storage_says_whether_all_nodes_see_the_same_checkpoints() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("volume", "mount", "shared"),
+    [
+        ({"persistentVolumeClaim": {"claimName": "c"}}, {}, "1"),
+        ({"nfs": {"server": "s", "path": "/p"}}, {"subPath": "runs"}, "1"),
+        ({"persistentVolumeClaim": {"claimName": "c"}}, {"subPathExpr": "$(DDPJOB_POD)"}, "0"),
+        ({"emptyDir": {}}, {}, "0"),
+        ({"hostPath": {"path": "/h"}}, {}, "0"),
+    ],
+)
+def test_a_volume_of_the_template_in_place_of_the_checkpoints_says_so_too(
+    volume: Json, mount: Json, shared: str
+) -> None:
+    """Else every node writes the same files, and none resumes from them."""
+    mounted = {"name": "own", "mountPath": "/checkpoints", **mount}
+    trainer = {"name": "trainer", "volumeMounts": [mounted]}
+    pod = node(podTemplate={"spec": {"volumes": [{"name": "own", **volume}], "containers": [trainer]}})
+    assert [m for m in container(pod)["volumeMounts"] if m["mountPath"] == "/checkpoints"] == [mounted]
+    assert environment(pod)["DDPJOB_CHECKPOINT_SHARED"] == shared
+
+
 def test_merge_replaces_by_key() -> None:
     base = {"volumes": [{"name": "a", "emptyDir": {}}], "x": {"y": 1, "z": 2}, "plain": [1]}
     merged = merge(
