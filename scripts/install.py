@@ -2,7 +2,8 @@
 
     python scripts/install.py ARGUMENTS...     what follows `pip install`
 
-uv reads none of pip's settings: those that say where packages come from are handed on. What uv cannot install, pip tries.
+uv reads none of pip's settings: those that say where packages come from are handed on. What uv cannot install, pip
+tries.
 """
 
 from __future__ import annotations
