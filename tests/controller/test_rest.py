@@ -267,3 +267,24 @@ def test_events_that_arrive_at_once_hold_up_nothing_else() -> None:
         return turns
 
     assert asyncio.run(main()) >= 10
+
+
+@pytest.mark.parametrize(("optional", "level"), [(True, "INFO"), (False, "ERROR")])
+def test_a_right_that_may_be_withheld_on_purpose_is_no_error(
+    optional: bool, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the chart's queues.kueue=false does; the log of the other is what a person who is woken reads."""
+
+    async def main() -> None:
+        async with api_server() as server, connected(server) as rest:
+            server.faults = lambda method, path: Fault(403, reason="Forbidden")
+            informer = Informer(rest, NODES, lambda body: body, lambda before, after: None, optional=optional)
+            following = asyncio.create_task(informer.run())
+            await informer.answered.wait()
+            following.cancel()
+            assert informer.listed.is_set() == optional
+
+    with caplog.at_level("INFO"):
+        run(main())
+    said = [record.levelname for record in caplog.records if "cannot be watched" in record.message]
+    assert said == [level]

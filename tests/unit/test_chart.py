@@ -178,6 +178,17 @@ def test_values_that_do_not_go_together_are_named(values: str, words: str) -> No
 
 
 @needs_helm
+@pytest.mark.parametrize(("interval", "taken"), [("1m30s", True), ("500ms", True), ("1s1m", False), ("0s", False)])
+def test_an_interval_is_a_duration_of_prometheus(interval: str, taken: bool) -> None:
+    words = f"key.existingSecret=given,metrics.serviceMonitor.enabled=true,metrics.serviceMonitor.interval={interval}"
+    if taken:
+        assert f"interval: {interval}," in template("--set", words)
+    else:
+        with pytest.raises(subprocess.CalledProcessError, match="returned non-zero"):
+            template("--set", words)
+
+
+@needs_helm
 def test_a_name_that_looks_like_a_number_stays_a_name() -> None:
     """A namespace may be called 2026. The API server refuses an object whose namespace is a number."""
     names = (

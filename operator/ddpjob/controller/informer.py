@@ -123,7 +123,9 @@ class Informer(Generic[View]):
         """Seconds until the next try."""
         if not self._logged_forbidden:
             self._logged_forbidden = True
-            log.error("%s cannot be watched: %s. Grant the operator get, list and watch of it", self.path, error)
+            # The right to an optional one may be withheld on purpose. A job that needs it says so in its conditions.
+            level = logging.INFO if self._optional else logging.ERROR
+            log.log(level, "%s cannot be watched: %s. Grant the operator get, list and watch of it", self.path, error)
         return _UNREADABLE_RETRY if self._optional else _RETRY
 
     def _nothing_there(self) -> None:
