@@ -194,6 +194,9 @@ def _containers(pod: Json, volumes: set[str]) -> Iterator[Problem]:
                 yield from _image(container["image"], f"{at}.image")
             yield from _resources(container.get("resources") or {}, f"{at}.resources")
             yield from _mounts(container, volumes, at)
+            for number, variable in enumerate(container.get("env") or ()):
+                if not variable.get("name"):
+                    yield Problem(f"{at}.env[{number}].name", "missing; name the variable")
 
 
 def _mounts(container: Json, volumes: set[str], path: str) -> Iterator[Problem]:

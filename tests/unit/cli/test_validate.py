@@ -60,6 +60,7 @@ REFUSED = {
     "label": (JOB.replace("name: t", "name: t, labels: {a: 'my team!'}"), "metadata.labels.a: 'my team!' cannot be"),
     "mount": (trainer("volumeMounts: [{name: x, mountPath: /x}]"), "volumeMounts[0].name: there is no volume x"),
     "mount without a name": (trainer("volumeMounts: [{mountPath: /x}]"), "volumeMounts[0].name: missing"),
+    "variable without a name": (trainer("env: [{value: x}]"), "env[0].name: missing; name the variable"),
     "two mounts": (
         trainer("volumeMounts: [{name: ddpjob-shm, mountPath: /x}, {name: ddpjob-shm, mountPath: /x}]"),
         "is the folder of an earlier mount",
