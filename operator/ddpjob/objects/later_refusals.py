@@ -130,6 +130,11 @@ def _resources(resources: Mapping[str, Any], path: str) -> Iterator[Problem]:
         least, most = amount(requests[name]), amount(limits[name])
         if least is not None and most is not None and least > most:
             yield Problem(f"{path}.requests.{name}", f"{requests[name]} is more than the limit, {limits[name]}")
+    for name in sorted(requests):
+        whole = name.startswith("hugepages-") or ("/" in name and "kubernetes.io/" not in name)
+        if whole and (name not in limits or (amount(requests[name]) or 0) < (amount(limits[name]) or 0)):
+            why = f"needs an equal limit, since it cannot be overcommitted; write it in {path}.limits alone"
+            yield Problem(f"{path}.requests[{name}]", why)
 
 
 def _quantity(value: Any, path: str) -> Iterator[Problem]:

@@ -66,6 +66,15 @@ REFUSED = {
         "is the folder of an earlier mount",
     ),
     "requests": (in_spec("resources: {requests: {cpu: 4}, limits: {cpu: 2}}"), "4 is more than the limit, 2"),
+    "devices without a limit": (
+        in_spec("resources: {requests: {rdma/hca: 1}}"),
+        "spec.resources.requests[rdma/hca]: needs an equal limit, since it cannot be overcommitted; write it in "
+        "spec.resources.limits alone",
+    ),
+    "huge pages below their limit": (
+        in_spec("resources: {requests: {hugepages-2Mi: 1Gi}, limits: {hugepages-2Mi: 2Gi}}"),
+        "spec.resources.requests[hugepages-2Mi]: needs an equal limit",
+    ),
     "mem": (in_spec("resources: {requests: {mem: 4}}"), "did you mean memory?"),
     "-1": (in_spec("resources: {requests: {cpu: -1}}"), "-1 is less than 0"),
     "operator": (JOB + TEMPLATE % "tolerations: [{key: a, operator: exists}]", "did you mean Exists?"),
@@ -128,7 +137,8 @@ def test_what_a_template_may_hold(tmp_path: Path, capsys: pytest.CaptureFixture[
         "{name: ddpjob-shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}], "
         "containers: [{name: trainer, volumeMounts: [{name: code, mountPath: /c}, {name: ddpjob-data, mountPath: /d}]}]"
     )
-    resources = "resources: {requests: {cpu: 500m, memory: 1Gi, nvidia.com/mig-1g.5gb: 1}, limits: {cpu: 1}}"
+    limits = "limits: {cpu: 1, hugepages-2Mi: 2048Mi, nvidia.com/mig-1g.5gb: 1}"
+    resources = f"resources: {{requests: {{cpu: 500m, memory: 1Gi, hugepages-2Mi: 2Gi}}, {limits}}}"
     (tmp_path / "job.yaml").write_text(in_spec(resources) + TEMPLATE % template)
     code, _, err = checked(capsys, str(tmp_path / "job.yaml"))
     # The operator's own volumes are refused by the operator's check, and are the only fault.
