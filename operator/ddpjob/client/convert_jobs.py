@@ -253,6 +253,11 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         target["scheduling"] = scheduling
     if pod.pop("nodeName", None):
         notes.append("nodeName: a lost Kubernetes node could not be left; use nodeSelector")
+    if pod.get("serviceAccountName") and "automountServiceAccountToken" not in pod:
+        notes.append(
+            "serviceAccountName: pods get no token of it by default here; if what runs in them calls the API server, "
+            "add automountServiceAccountToken: true to podTemplate.spec"
+        )
     _shared_memory(made, pod, container)
     if container:
         pod["containers"] = [{"name": "trainer", **container}, *sidecars]

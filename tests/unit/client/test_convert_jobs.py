@@ -316,6 +316,19 @@ def test_devices_are_known_by_their_resource(limits: dict[str, Any], devices: in
         assert rest == {name: amount for name, amount in limits.items() if name not in (resource, "nvidia.com/gpu")}
 
 
+@pytest.mark.parametrize(
+    ("given", "noted"), [({}, True), ({"automountServiceAccountToken": True}, False), (None, False)]
+)
+def test_the_token_of_a_service_account_is_noted(given: dict[str, Any] | None, noted: bool) -> None:
+    job = _of_four_gpus(["torchrun", "a.py"])
+    if given is not None:
+        pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+        pod |= {"serviceAccountName": "trainer", **given}
+    made = convert(job)
+    assert valid(made.job)
+    assert any("automountServiceAccountToken: true" in note for note in made.notes) is noted
+
+
 def test_claims_of_devices_are_kept() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
