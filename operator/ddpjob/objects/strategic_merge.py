@@ -16,9 +16,9 @@ from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
 def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
     """A node's pod with the whole template; in placement Master the coordinator's container gets its part."""
     spec = dict(template.get("spec") or {})
-    if spec.get("hostNetwork"):
-        # There the default, ClusterFirst, means the host's own name server, which knows no pod of the job.
-        spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
+    if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":
+        # Kubernetes' default, written or not: there it means the host's own name server, which knows no pod of the job.
+        spec["dnsPolicy"] = "ClusterFirstWithHostNet"
     if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
         spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
     return _merged(pod, template, spec)

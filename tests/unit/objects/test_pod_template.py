@@ -349,6 +349,8 @@ def test_claims_of_dynamic_resources_pass_through() -> None:
 
 def test_on_the_hosts_network_pods_still_find_each_other_by_name() -> None:
     assert node(podTemplate={"spec": {"hostNetwork": True}})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    exported = {"hostNetwork": True, "dnsPolicy": "ClusterFirst"}
+    assert node(podTemplate={"spec": exported})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
     assert node(podTemplate={"spec": {"hostNetwork": True, "dnsPolicy": "Default"}})["spec"]["dnsPolicy"] == "Default"
     assert "dnsPolicy" not in node()["spec"]
 
