@@ -55,11 +55,18 @@ _COORDINATOR_SPEC = (
     "runtimeClassName",
 )
 _COORDINATOR_CONTAINER_FIELDS = ("securityContext", "volumeMounts", "env")
+_FAST_NETWORKS = (
+    "k8s.v1.cni.cncf.io/networks",
+    "networking.gke.io/interfaces",
+    "networking.gke.io/default-interface",
+)
+"""Annotations by which Multus and GKE give a pod more interfaces. Those devices are for the pods that train: GKE would
+take some from them, and SR-IOV makes no network for a pod that has requested none."""
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
 
 
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
-    """The coordinator's pod with what lets its image run, without claims and without the nodes' selector.
+    """The coordinator's pod with what lets its image run, without claims, fast networks and the nodes' selector.
 
     Of nodeSelector only kubernetes.io/ keys are taken (architecture, operating system): it needs no
     GPU.
@@ -73,7 +80,10 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
         taken["nodeSelector"] = selector
     if volumes := _local_volumes(spec):
         taken["volumes"] = volumes
-    return _merged(pod, template, {**taken, "containers": _coordinator_containers(spec)})
+    metadata = template.get("metadata") or {}
+    annotations = {k: v for k, v in (metadata.get("annotations") or {}).items() if k not in _FAST_NETWORKS}
+    kept = {**template, "metadata": {**metadata, "annotations": annotations}}
+    return _merged(pod, kept, {**taken, "containers": _coordinator_containers(spec)})
 
 
 def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:

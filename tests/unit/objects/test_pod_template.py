@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from built import NOW, PLATFORM, container, environment, job, node
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import AvoidedNode
@@ -353,6 +355,19 @@ def test_on_the_hosts_network_pods_still_find_each_other_by_name() -> None:
     assert node(podTemplate={"spec": exported})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
     assert node(podTemplate={"spec": {"hostNetwork": True, "dnsPolicy": "Default"}})["spec"]["dnsPolicy"] == "Default"
     assert "dnsPolicy" not in node()["spec"]
+
+
+@pytest.mark.parametrize("example", ["roce", "gpudirect-tcpx"])
+def test_the_coordinator_asks_for_no_interface_of_a_fast_network(example: str) -> None:
+    """Its pod requests none of their devices, without which such a pod gets no network at all."""
+    spec = yaml.safe_load((Path(__file__).parents[3] / f"examples/{example}.yaml").read_text())["spec"]
+    spec["podTemplate"]["metadata"]["annotations"]["note"] = "kept"
+    made = job(**spec)
+    annotations = [
+        build(made, made.status, PLATFORM, *slot)["metadata"]["annotations"]
+        for build, slot in ((build_node, (0, 0)), (build_coordinator, ()))
+    ]
+    assert annotations == [spec["podTemplate"]["metadata"]["annotations"], {"note": "kept"}]
 
 
 def test_the_budget_selects_training_pods_unless_the_spec_says_otherwise() -> None:
