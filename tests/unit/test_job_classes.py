@@ -240,6 +240,33 @@ def test_a_violation_names_the_field_the_class_and_the_remedy(spec: Json, given:
     assert len(found) == 1 and found[0].startswith(says), found
 
 
+@pytest.mark.parametrize(
+    ("init", "gpus"),
+    [
+        ([8], 8),  # such as a check of the GPUs: the trainer gets the same ones when it has ended
+        ([8, 8], 8),
+        ([9], 9),
+        (["1 stays"], 9),
+        (["1 stays", 8], 9),
+    ],
+)
+def test_gpus_of_init_containers_count_as_kubernetes_counts_them(init: list[Any], gpus: int) -> None:
+    made = [
+        {
+            "name": f"c{number}",
+            "image": "i",
+            "resources": {"limits": {"nvidia.com/gpu": str(asked).split()[0]}},
+            **({"restartPolicy": "Always"} if "stays" in str(asked) else {}),
+        }
+        for number, asked in enumerate(init)
+    ]
+    spec = {"image": "i", "gpusPerNode": 8, "podTemplate": {"spec": {"initContainers": made}}}
+    found = problems_of(spec, {"limits": {"maxGpusPerNode": 8}})
+    assert found == (
+        () if gpus == 8 else (f"spec.gpusPerNode: {gpus}, and class c allows at most 8; lower gpusPerNode",)
+    )
+
+
 def _without_script(body: Json) -> Json:
     return {**body, "spec": {name: value for name, value in body["spec"].items() if value is not None}}
 

@@ -95,7 +95,7 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
     of_class = f"class {given.name} allows at most"
     if limits.max_nodes is not None and spec.pods > limits.max_nodes:
         yield f"spec.nodes: {spec.pods} with the spares, and {of_class} {limits.max_nodes}; lower nodes or spares"
-    gpus = spec.gpus_per_node + sum(_gpus(container, spec.gpu_resource) for container in _containers(spec))
+    gpus = _gpus_of_pod(spec)
     if limits.max_gpus_per_node is not None and gpus > limits.max_gpus_per_node:
         yield f"spec.gpusPerNode: {gpus}, and {of_class} {limits.max_gpus_per_node}; lower gpusPerNode"
     if limits.images:
@@ -109,16 +109,29 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
                 yield f"{where}: {image} is {allowed}; use one of them"
 
 
-def _containers(spec: JobSpec) -> Iterator[Json]:
-    """Of podTemplate, the trainer's too. A template with faults is refused for these."""
+def _gpus_of_pod(spec: JobSpec) -> int:
+    """As Kubernetes counts: init containers that end hold GPUs one after the other, and before the others do."""
+    ending, sidecars = 0, 0
+    for container in _containers(spec, "initContainers"):
+        own = _gpus(container, spec.gpu_resource)
+        if container.get("restartPolicy") == "Always":
+            sidecars += own
+        else:
+            ending = max(ending, sidecars + own)
+    beside = sum(_gpus(container, spec.gpu_resource) for container in _containers(spec, "containers"))
+    return max(ending, spec.gpus_per_node + sidecars + beside)
+
+
+def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
+    """Of podTemplate, of these kinds or of all, the trainer's too. A template with faults is refused for these."""
     pod = spec.pod_template.get("spec")
-    for kind in ("containers", "initContainers"):
+    for kind in kinds or ("containers", "initContainers"):
         listed = pod.get(kind) if isinstance(pod, Mapping) else None
         yield from (c for c in listed if isinstance(c, dict)) if isinstance(listed, list) else ()
 
 
 def _gpus(container: Json, resource: str) -> int:
-    """As many GPUs as a sidecar asks for."""
+    """As many GPUs as a container of podTemplate asks for."""
     resources = container.get("resources")
     limits = resources.get("limits") if isinstance(resources, Mapping) else None
     value = str(limits.get(resource, 0)) if isinstance(limits, Mapping) else "0"
