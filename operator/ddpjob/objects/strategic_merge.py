@@ -62,28 +62,41 @@ _FAST_NETWORKS = (
 )
 """Annotations by which Multus and GKE give a pod more interfaces. Those devices are for the pods that train: GKE would
 take some from them, and SR-IOV makes no network for a pod that has requested none."""
+_MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
 
 
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     """The coordinator's pod with what lets its image run, without claims, fast networks and the nodes' selector.
 
-    Of nodeSelector only kubernetes.io/ keys are taken (architecture, operating system): it needs no
-    GPU.
+    Of nodeSelector and required node affinity only kubernetes.io/ keys are taken (architecture,
+    operating system): it needs no GPU.
     """
     spec = template.get("spec") or {}
     taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}
-    selector = {
-        key: value for key, value in (spec.get("nodeSelector") or {}).items() if key.startswith("kubernetes.io/")
-    }
+    selector = {key: value for key, value in (spec.get("nodeSelector") or {}).items() if key.startswith(_MACHINE_KEYS)}
     if selector:
         taken["nodeSelector"] = selector
+    if terms := _machine_terms(spec):
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        taken["affinity"] = {"nodeAffinity": required}
     if volumes := _local_volumes(spec):
         taken["volumes"] = volumes
     metadata = template.get("metadata") or {}
     annotations = {k: v for k, v in (metadata.get("annotations") or {}).items() if k not in _FAST_NETWORKS}
     kept = {**template, "metadata": {**metadata, "annotations": annotations}}
     return _merged(pod, kept, {**taken, "containers": _coordinator_containers(spec)})
+
+
+def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
+    """The required terms, one of which must hold, without other keys; none where one would then allow any machine."""
+    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    terms = [
+        [e for e in term.get("matchExpressions") or () if str(e.get("key")).startswith(_MACHINE_KEYS)]
+        for term in required.get("nodeSelectorTerms") or ()
+    ]
+    return [{"matchExpressions": term} for term in terms] if all(terms) else []
 
 
 def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:

@@ -318,6 +318,24 @@ def test_the_coordinator_keeps_away_from_the_same_kubernetes_nodes_and_from_no_p
     assert '"bad"' in json.dumps(affinity)
 
 
+def test_the_coordinator_goes_to_machines_of_the_architecture_that_required_affinity_names() -> None:
+    """Else an image for arm64 alone is pulled on any machine that has no GPU."""
+    arch = {"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}
+    gpu = {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["GB200"]}
+
+    def wanted(*terms: list[Json]) -> Json:
+        required = {"nodeSelectorTerms": [{"matchExpressions": term} for term in terms]}
+        affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
+        made = job(podTemplate={"spec": {"affinity": affinity}})
+        status = replace(made.status, avoided_nodes=(AvoidedNode(node="bad", until=NOW),))
+        found: Json = build_coordinator(made, status, PLATFORM)["spec"]["affinity"]["nodeAffinity"]
+        assert "preferredDuringSchedulingIgnoredDuringExecution" in found, "avoided nodes are avoided besides"
+        return found.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+
+    assert wanted([arch, gpu]) == {"nodeSelectorTerms": [{"matchExpressions": [arch]}]}
+    assert wanted([gpu]) == wanted([arch], [gpu]) == {}, "any machine without a GPU will do"
+
+
 def test_the_interface_of_the_network_is_for_nccl_and_gloo_unless_they_are_set() -> None:
     def seen(pod: Json) -> list[tuple[str, str]]:
         given = pod["spec"]["containers"][0]["env"]
