@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ddpjob_trainer import atomic_files
 from ddpjob_trainer.checkpoints import index
+from ddpjob_trainer.checkpoints.compatibility import read_whole
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.checkpoints.retention import Entry, expendable
 from ddpjob_trainer.config.sections import CheckpointConfig, Format, Metric
@@ -173,6 +175,15 @@ def test_best_is_found_by_its_link_also_after_a_restart(tmp_path: Path) -> None:
     save(again, 50, accuracy=0.9, loss=0.5)
     assert (tmp_path / "best.pt").resolve().name == "step-000000050.pt"
     assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-000000050.pt"]
+
+
+@pytest.mark.parametrize("later", [{"keep_best": 0}, {"keep_best": 1, "best_by": Metric.LOSS}])
+def test_no_mark_is_left_of_a_best_one_that_is_not_kept_any_more(tmp_path: Path, later: dict[str, Any]) -> None:
+    """Loading and evaluating a folder follow the mark."""
+    save(opened(tmp_path, keep=1, keep_best=1), 10, accuracy=0.4, loss=1.0)
+    save(opened(tmp_path, keep=1, **later), 20)
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["step-000000020.pt"]
+    assert read_whole(tmp_path)["step"] == 20
 
 
 def test_another_measure_or_a_damaged_file_begins_anew_and_says_so(

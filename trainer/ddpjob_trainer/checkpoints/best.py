@@ -47,6 +47,7 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
     }
     write_atomically(folder / _NAME, json.dumps(content, indent=1).encode())
     if best is None:
+        _unlink(folder)
         return
     link = folder / f"{_LINK}{best.suffix}"
     temporary = folder / f".{link.name}.{os.getpid()}.tmp"
@@ -56,9 +57,19 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
     except OSError:  # Some network file systems and object stores have no links; best.json names it there.
         return
     temporary.rename(link)
-    for other in folder.glob(f"{_LINK}.*"):
-        if other != link and other.is_symlink():
-            other.unlink()
+    _unlink(folder, but=link)
+
+
+def unmark(folder: Path) -> None:
+    """No checkpoint is the best one any more. Raises OSError."""
+    _unlink(folder)
+    (folder / _NAME).unlink(missing_ok=True)
+
+
+def _unlink(folder: Path, but: Path | None = None) -> None:
+    for link in folder.glob(f"{_LINK}.*"):
+        if link != but and link.is_symlink():
+            link.unlink()
 
 
 def pointed_to(folder: Path) -> Path | None:

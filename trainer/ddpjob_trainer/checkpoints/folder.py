@@ -329,6 +329,8 @@ class CheckpointFolder:
                 {entry.step: scores[entry.step] for entry in order},
                 order[0].path if order else None,
             )
+        elif best.pointed_to(self.path) in [entry.path for entry in doomed]:  # Of an earlier start with keep_best.
+            best.unmark(self.path)
         for entry in doomed:
             # Other ranks may still upload their parts of the last that was offered.
             if entry.path != self._copied and (self.copies is None or not self.copies.holds(entry.path)):
