@@ -41,6 +41,11 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
         config.load(None, ["checkpoint.dir=~nobody-of-this-name/c"])
 
 
+def test_a_pattern_may_begin_with_a_star_and_follow_a_space() -> None:
+    assert config.load(None, ["model.freeze=*.bias"]).model.freeze == ("*.bias",)
+    assert config.load(None, ["model.freeze=*.bias, norm.*"]).model.freeze == ("*.bias", "norm.*")
+
+
 def test_a_whole_number_stays_what_it_is() -> None:
     assert config.load(None, ["data.seed=9007199254740993"]).data.seed == 2**53 + 1
     assert config.load(None, ["train.epochs=1e3"]).train.epochs == 1000

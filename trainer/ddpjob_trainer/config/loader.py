@@ -99,6 +99,9 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
                 else f"argument {argument!r} is not key=value; write for example optim.lr=0.1 (--help lists the keys)"
             )
         key = key.removeprefix("--")
+        if text.startswith("*"):  # A pattern such as *.bias. To YAML it is an alias, of which one value has none.
+            values[key] = text
+            continue
         try:
             values[key] = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -217,7 +220,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
             return None
         return _convert(value, next(part for part in parts if part is not type(None)), where)
     if origin is tuple:
-        items = value.split(",") if isinstance(value, str) else value
+        items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
         if not isinstance(items, list | tuple):
             raise ConfigError(f"{where}: {value!r} is not a {describe_type(kind)}; write for example [1, 8, 8]")
         return tuple(_convert(item, parts[0], where) for item in items)
