@@ -41,6 +41,13 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
         config.load(None, ["checkpoint.dir=~nobody-of-this-name/c"])
 
 
+def test_a_folder_may_be_named_by_a_date(tmp_path: Path) -> None:
+    """YAML makes a date of it, which was refused as no path."""
+    (tmp_path / "c.yaml").write_text("checkpoint: {dir: 2026-1-5}\n")
+    assert config.load(str(tmp_path / "c.yaml"), []).checkpoint.dir == Path("2026-1-5")
+    assert config.load(None, ["checkpoint.dir=2026-11-26"]).checkpoint.dir == Path("2026-11-26")
+
+
 def test_a_pattern_may_begin_with_a_star_and_follow_a_space() -> None:
     assert config.load(None, ["model.freeze=*.bias"]).model.freeze == ("*.bias",)
     assert config.load(None, ["model.freeze=*.bias, norm.*"]).model.freeze == ("*.bias", "norm.*")

@@ -66,6 +66,10 @@ class _EachKeyOnce(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# What looks like a date is text: no key takes a date, and a folder may be named by one.
+_EachKeyOnce.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(node.value))
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The dotted keys of a YAML file. Raises ConfigError when it is missing, not YAML, or not a mapping."""
     try:
@@ -103,7 +107,7 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
             values[key] = text
             continue
         try:
-            values[key] = yaml.safe_load(text)
+            values[key] = yaml.load(text, _EachKeyOnce)
         except yaml.YAMLError as error:
             raise ConfigError(f"{key}: the value {text!r} is not YAML: {error}") from error
     return values
