@@ -41,6 +41,14 @@ def test_a_command_of_ours_is_understood(command: str) -> None:
     config.load(file, arguments[1:])
 
 
+def test_torchvisions_average_moves_as_far_in_a_step() -> None:
+    """Its reference (references/classification/train.py) adjusts the decay by ranks, batch, steps and epochs."""
+    (ours,) = (command for command in OURS if "optim.ema_decay=0.9997" in command)
+    read = config.load("imagenet", ours.split("imagenet ")[1].split())
+    moved = (1 - 0.9999) * read.data.batch * 1 / read.train.epochs
+    assert 1 - read.optim.ema_decay == pytest.approx(moved, rel=0.01)
+
+
 @pytest.mark.parametrize("flag", sorted(set(FLAGS) - OF_LAUNCHERS))
 def test_a_flag_of_theirs_is_answered(flag: str) -> None:
     """By its own entry, or since it is the last part of a key's name."""
