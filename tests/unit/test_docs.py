@@ -154,6 +154,14 @@ def test_the_reasons_explained_are_written() -> None:
     assert OTHER_WORDS - words_of_core() == set()
 
 
+def test_no_removal_of_several_kinds_names_one_that_a_cluster_may_lack() -> None:
+    """Else kubectl removes nothing: it has no resource type of that name."""
+    everywhere = {"pods", "services", "secrets", "configmaps", "pdb", "networkpolicies"}
+    lists = re.findall(r"kubectl delete (\w+(?:,\w+)+)", "".join(page.read_text() for page in pages()))
+    assert lists
+    assert {kind for kinds in lists for kind in kinds.split(",")} <= everywhere
+
+
 def pages() -> list[Path]:
     return sorted(
         page for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "charts/*/*.md") for page in ROOT.glob(pattern)
