@@ -162,6 +162,11 @@ def test_no_removal_of_several_kinds_names_one_that_a_cluster_may_lack() -> None
     assert {kind for kinds in lists for kind in kinds.split(",")} <= everywhere
 
 
+def test_kueue_s_workloads_have_their_group() -> None:
+    """Kubernetes 1.36 has Workloads of its own, where gangs are switched on: kubectl may list those."""
+    assert [page.name for page in pages() if re.search(r"kubectl get workloads(?!\.)", page.read_text())] == []
+
+
 def pages() -> list[Path]:
     return sorted(
         page for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "charts/*/*.md") for page in ROOT.glob(pattern)
