@@ -38,6 +38,11 @@ def render(crd: Schema) -> str:
     names = crd["spec"]["names"]
     root = version["schema"]["openAPIV3Schema"]
     spec, status = root["properties"]["spec"], root["properties"]["status"]
+    # Rules of the spec that look at the status, too, stand at the definition's top beside those of the name.
+    top = root["x-kubernetes-validations"]
+    of_name = [rule for rule in top if "self.metadata.name" in rule["rule"]]
+    of_spec = [rule for rule in top if rule not in of_name]
+    spec = {**spec, "x-kubernetes-validations": [*spec["x-kubernetes-validations"], *of_spec]}
     head = _HEAD.format(
         api=f"{crd['spec']['group']}/{version['name']}",
         kind=names["kind"],
@@ -48,7 +53,7 @@ def render(crd: Schema) -> str:
         head,
         root["description"].replace("\n", " ") + "\n",
         _columns(version["additionalPrinterColumns"], names["shortNames"][0]),
-        "## metadata.name\n\n" + "".join(f"- {_line(rule['message'])}\n" for rule in root["x-kubernetes-validations"]),
+        "## metadata.name\n\n" + "".join(f"- {_line(rule['message'])}\n" for rule in of_name),
         f"## spec\n\n{_text(spec)}\n",
         *_sections("spec", spec, 3, _fixed_while_running(spec)),
         f"## status\n\n{_text(status)}\n",

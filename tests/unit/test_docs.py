@@ -142,6 +142,14 @@ def test_the_reference_page_has_a_row_for_every_field_and_default() -> None:
     assert sum(bool(row[2].strip()) for row in rows) == defaults > 10
 
 
+def test_the_reference_page_has_under_the_name_what_is_about_the_name() -> None:
+    sections = re.findall(r"^## (\S+)\n\n(.*?)(?=^##)", REFERENCE["PAGE"].read_text(), flags=re.MULTILINE | re.DOTALL)
+    rules = {title: re.findall(r"^- (.*)$", text, flags=re.MULTILINE) for title, text in sections}
+    assert len(rules["metadata.name"]) == 2
+    assert all("name" in rule for rule in rules["metadata.name"])
+    assert any(rule.startswith("joinTimeoutSeconds") for rule in rules["spec"])
+
+
 @pytest.mark.parametrize("reason", sorted(words_of_core() - OTHER_WORDS))
 def test_every_reason_is_explained(reason: str) -> None:
     assert reason in explained(), (
