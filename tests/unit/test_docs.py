@@ -175,6 +175,14 @@ def test_kueue_s_workloads_have_their_group() -> None:
     assert [page.name for page in pages() if re.search(r"kubectl get workloads(?!\.)", page.read_text())] == []
 
 
+def test_the_exit_codes_that_a_command_may_use_itself_are_all_of_the_launcher_s() -> None:
+    from ddpjob_runtime import protocol
+
+    own = {code for name, code in vars(protocol).items() if name.startswith("EXIT_") and code}
+    [(first, last)] = re.findall(r"With `command` the codes (\d+) to (\d+)", TROUBLESHOOTING.read_text())
+    assert (int(first), int(last)) == (min(own), max(own))
+
+
 def pages() -> list[Path]:
     return sorted(
         page for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "charts/*/*.md") for page in ROOT.glob(pattern)
