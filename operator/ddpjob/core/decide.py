@@ -217,12 +217,13 @@ def _laid_out(view: View) -> tuple[JobStatus, list[Event]]:
     if view.world.problems:
         return status, []  # nothing can be built from this spec
     suspended = status.holds(ConditionType.SUSPENDED)
-    if is_outdated(view) and fits(view):
+    fitting = fits(view)
+    if fitting and is_outdated(view):
         return new_generation(view), []  # nothing of it has been placed
     other_size = status.rendezvous.nodes != job.spec.nodes or len(status.slots) != job.spec.pods
-    if (other_size or not fits(view)) and follow(view).done:
+    if (other_size or not fitting) and follow(view).done:
         return status, []  # Nothing is left to do for other pods: seen late, or while the last ones end.
-    if not fits(view):
+    if not fitting:
         cause, message = _change(view)
         view = view.with_status(replace(status, runtime=""))  # new pods also get the newest runtime
     elif not other_size:

@@ -104,7 +104,7 @@ def follow(view: View) -> Followed:
     incidents = new_incidents(view)
     findings = [_finding_of_end(view, index, ended) for index, ended in ends.items()]
     attributed = attribute(view.status, _one_for_command(view.job, findings), incidents.findings, incidents.lost)
-    if _others_finished(view):
+    if _let_go(view):
         status = with_seen(view.status, incidents, attributed.seen_round)
         return Followed(_give_up_lost(status, ends), done=True, lost=lost)
     restarts, faults = list(attributed.restarts), tuple[Restart, ...]()
@@ -389,7 +389,7 @@ def _finished(view: View) -> bool:
         return True
     if not view.job.spec.under_torchrun or (SlotState.RUNNING in states and not _overdue(view)):
         return False
-    return _others_finished(view)
+    return _let_go(view)
 
 
 def _overdue(view: View) -> bool:
@@ -398,10 +398,10 @@ def _overdue(view: View) -> bool:
     return any(end is not None and view.now >= end + FINISH for end in ends)
 
 
-def _others_finished(view: View) -> bool:
+def _let_go(view: View) -> bool:
     """Whether the launchers were let go, which is when every one of the group has finished."""
-    let_go = view.report is not None and view.report.state == CoordinatorState.SUCCEEDED
-    return view.job.spec.under_torchrun and (let_go or any(s.state is SlotState.SUCCEEDED for s in view.status.slots))
+    reported = view.report is not None and view.report.state == CoordinatorState.SUCCEEDED
+    return view.job.spec.under_torchrun and (reported or any(s.state is SlotState.SUCCEEDED for s in view.status.slots))
 
 
 def _give_up_lost(status: JobStatus, ends: Ends) -> JobStatus:

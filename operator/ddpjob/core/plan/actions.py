@@ -74,12 +74,10 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
         # One that was refused is tried again with the next pod, not at every reconcile.
         actions.append(CreatePolicy())
-    if pods:
+    if pods and status.gang_waits and gang_name(job, status.rendezvous.generation) not in world.gangs:
+        actions.append(CreateGang())
+    if pods or _lacks_token(view):
         # Not observed, since the operator may not read Secrets: every new pod makes sure of it.
-        if status.gang_waits and gang_name(job, status.rendezvous.generation) not in world.gangs:
-            actions.append(CreateGang())
-        actions.append(CreateToken())
-    elif _lacks_token(view):
         actions.append(CreateToken())
     actions += pods
     actions += _removals(view, lost)
@@ -116,9 +114,10 @@ def _held_until(view: View) -> datetime | None:
 
 def _lacks_token(view: View) -> bool:
     """Whether a pod cannot start since the Secret with its token was deleted, which no user can make again."""
-    secret = re.compile(rf'"{re.escape(view.job.name)}-token-[0-9a-f]{{10}}"')
-    waiting = (c for p in (view.coordinator, *view.pods) if p is not None for c in p.containers.values())
-    return any(c.waiting_reason == "CreateContainerConfigError" and secret.search(c.waiting_message) for c in waiting)
+    containers = (c for p in (view.coordinator, *view.pods) if p is not None for c in p.containers.values())
+    waiting = [c.waiting_message for c in containers if c.waiting_reason == "CreateContainerConfigError"]
+    secret = rf'"{re.escape(view.job.name)}-token-[0-9a-f]{{10}}"'
+    return any(re.search(secret, message) for message in waiting)
 
 
 # --- removals ---------------------------------------------------------------------------------------------------
