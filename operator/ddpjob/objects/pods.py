@@ -31,7 +31,7 @@ from ddpjob.objects.isolation import token_variable
 from ddpjob.objects.platform import COORDINATOR_HOSTNAME, Platform
 from ddpjob.objects.quantities import amount
 from ddpjob.objects.service import RUNTIME_FOLDER, metadata
-from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_node
+from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_node, trainer_of
 
 RUNTIME_VOLUME = "ddpjob-runtime"
 SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -348,8 +348,7 @@ def _checkpoints_shared(job: DDPJob) -> bool:
     storage, pod = job.spec.storage, job.spec.pod_template.get("spec") or {}
     if storage.url:
         return False
-    trainer: Json = next((c for c in pod.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
-    for mount in trainer.get("volumeMounts") or ():
+    for mount in trainer_of(pod).get("volumeMounts") or ():
         if mount.get("mountPath") == storage.checkpoint_path:
             volume: Json = next((v for v in pod.get("volumes") or () if v.get("name") == mount.get("name")), {})
             return not {"persistentVolumeClaim", "nfs"}.isdisjoint(volume) and "subPathExpr" not in mount

@@ -88,6 +88,11 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     return _merged(pod, kept, {**taken, "containers": _coordinator_containers(spec)})
 
 
+def trainer_of(spec: Mapping[str, Any]) -> Json:
+    """What the template says of the trainer's container; empty: nothing. `spec`: the template's."""
+    return next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
+
+
 def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
     """The required terms, one of which must hold, without other keys; none where one would then allow any machine."""
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
@@ -108,7 +113,7 @@ def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
     """The coordinator's part of the template: it runs the trainer's image, which needs the same things here."""
     # What lacks a name stays: the API server refuses it with its place, which the job's condition shows.
     names = {v.get("name") for v in _local_volumes(spec)}
-    trainer: Json = next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
+    trainer = trainer_of(spec)
     container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}
     if "volumeMounts" in container:
         container["volumeMounts"] = [m for m in container["volumeMounts"] if m.get("name") in names]
