@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "install.py"
 INSTALL = runpy.run_path(str(SCRIPT))
 PIP_CONF = """
 [global]
-index-url = http://{host}/simple
+index-url = http://mirror.example/simple
 extra-index-url =
     http://one.example/simple
     http://two.example/simple
@@ -25,7 +25,7 @@ find-links = /wheels /more
 
 
 def test_pip_s_own_index_is_uv_s(tmp_path: Path) -> None:
-    (tmp_path / "pip.conf").write_text(PIP_CONF.format(host="mirror.example"))
+    (tmp_path / "pip.conf").write_text(PIP_CONF)
     bare = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
 
     def found(**variables: str) -> dict[str, str]:
