@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import json
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
@@ -570,3 +571,24 @@ def test_the_defaults_of_the_first_release_stay_and_later_ones_are_not_added_to_
                 filled = filled[part]
             assert filled == first, name
     assert len(job_spec._FIRST_DEFAULTS) == 21
+
+
+def _functions_of_fields(kind: Any, seen: set[Any]) -> Iterator[Any]:
+    """What pydantic calls while it reads or writes a value of `kind`."""
+    if kind in seen:
+        return
+    seen.add(kind)
+    yield from (each.func for each in getattr(kind, "__metadata__", ()) if hasattr(each, "func"))
+    ours = isinstance(kind, type) and kind.__module__.startswith("ddpjob.")
+    parts = get_type_hints(kind, include_extras=True).values() if ours and is_dataclass(kind) else get_args(kind)
+    for part in parts:
+        if isinstance(part, Hashable):
+            yield from _functions_of_fields(part, seen)
+
+
+def test_what_pydantic_calls_has_the_same_signature_in_every_python() -> None:
+    """Of an itemgetter Python 3.12.3 says that it takes any arguments, and pydantic refuses to import such a class."""
+    found = [*_functions_of_fields(JobSpec, set()), *_functions_of_fields(JobStatus, set())]
+    validators = [each for each in found if each is not str]
+    assert len(validators) > 4
+    assert [each for each in validators if not inspect.isfunction(each)] == []

@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import itemgetter
 from typing import Annotated, Any
 
 from ddpjob_runtime.protocol import Mode
@@ -27,6 +26,16 @@ POD_DEFAULTS = 1
 """What new jobs' pods get where the spec is silent. 1: a security context, and limits of the coordinator."""
 Json = dict[str, Any]
 """A JSON object at the edge: a manifest or a part of one."""
+
+
+# pydantic reads a validator's signature, and what Python says of builtins differs between its patch releases: of an
+# itemgetter 3.12.3 says that it takes any arguments, which pydantic refuses.
+def _name_of(reference: Json) -> Any:
+    return reference["name"]
+
+
+def _as_text(value: Any) -> str:
+    return str(value)
 
 
 class Placement(StrEnum):
@@ -147,7 +156,7 @@ class DataVolume(BucketVolume):
 class Storage:
     data: DataVolume | None = None
     checkpoints: CheckpointVolume | None = None
-    shared_memory: Annotated[str, BeforeValidator(str)]
+    shared_memory: Annotated[str, BeforeValidator(_as_text)]
 
     @property
     def checkpoint_path(self) -> str:
@@ -289,7 +298,7 @@ class JobSpec:
     image: str = ""
     """Empty: the class that should name one has not been taken yet."""
     image_pull_policy: str | None = None
-    image_pull_secrets: tuple[Annotated[str, BeforeValidator(itemgetter("name"))], ...] = ()
+    image_pull_secrets: tuple[Annotated[str, BeforeValidator(_name_of)], ...] = ()
     script: str | None = None
     module: str | None = None
     command: tuple[str, ...] = ()
