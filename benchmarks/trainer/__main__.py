@@ -1,10 +1,11 @@
 """How fast the trainer feeds a model, and what its bookkeeping costs.
 
-    python -m benchmarks.trainer [cifar|jpeg|bookkeeping|elasticity] [--rounds N] [--csv FILE] [--table FILE]
+    python -m benchmarks.trainer [cifar|jpeg|bare|bookkeeping|elasticity] [--rounds N] [--csv FILE] [--table FILE]
 
-cifar, jpeg: images per second, compared with plain loops as in the official examples. bookkeeping: processor time of
-the parts of a step beside a bare loop's. elasticity: throughput on other numbers of ranks than at the start. The last
-two only when named.
+cifar, jpeg: images per second, compared with plain loops as in the official examples. bare: compared with a model that
+gets one batch over and over. A machine with a GPU has other cases than one without. bookkeeping: processor time of the
+parts of a step beside a bare loop's. elasticity: throughput on other numbers of ranks than at the start. The last two
+only when named.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def main() -> int:
     parser.add_argument(
         "what",
         nargs="*",
-        choices=["cifar", "jpeg", "bookkeeping", "elasticity", []],
-        help="default: the first two",
+        choices=["cifar", "jpeg", "bare", "bookkeeping", "elasticity", []],
+        help="default: the first three",
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each case (default 5)")
     names = [case.name for case in (*pipelines.CASES, *bookkeeping.CASES)]
@@ -50,9 +51,10 @@ def main() -> int:
         "--bookkeeping", type=Path, metavar="FILE", help="write bookkeeping's table between its marks in a document"
     )
     given = parser.parse_args()
-    what = given.what or ["cifar", "jpeg"]
+    what = given.what or ["cifar", "jpeg", "bare"]
     wanted = given.cases.split(",") if given.cases else names
-    cases = [case for case in pipelines.CASES if case.kind in what and case.name in wanted]
+    on_gpu = pipelines.gpu_is_here()
+    cases = [case for case in pipelines.CASES if (case.kind in what and case.name in wanted and case.gpu == on_gpu)]
     rows: list[tuple[str, int, float, float]] = []
     tables: list[str] = []
     if cases:

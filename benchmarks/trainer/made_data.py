@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageEnhance
 
 DIFFERENT = 600
-"""The number of distinct JPEGs; further files are hard links to them."""
+"""The number of distinct images; further JPEGs are hard links to them."""
 
 
 def photographs() -> list[Image.Image]:
@@ -36,13 +36,18 @@ def picture(sources: list[Image.Image], random: np.random.Generator, width: int,
 
 
 def cifar10(root: Path, count: int) -> None:
-    """CIFAR-10's pickles with `count` training images in five files, and 500 test images."""
+    """CIFAR-10's pickles with `count` training images in five files, and 500 test images; at most DIFFERENT of a file
+    differ.
+    """
     folder, random, sources = root / "cifar-10-batches-py", np.random.default_rng(0), photographs()
     folder.mkdir(parents=True)
     each = -(-count // 5)
     for name, size in (*((f"data_batch_{number}", each) for number in range(1, 6)), ("test_batch", 500)):
-        images = [np.asarray(picture(sources, random, 32, 32)).transpose(2, 0, 1).reshape(-1) for _ in range(size)]
-        content = {"labels": random.integers(0, 10, size).tolist(), "data": np.stack(images)}
+        images = [
+            np.asarray(picture(sources, random, 32, 32)).transpose(2, 0, 1).reshape(-1)
+            for _ in range(min(size, DIFFERENT))
+        ]
+        content = {"labels": random.integers(0, 10, size).tolist(), "data": np.resize(images, (size, 3 * 32 * 32))}
         (folder / name).write_bytes(pickle.dumps(content, protocol=2))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(number) for number in range(10)]}))
 

@@ -16,7 +16,9 @@ from benchmarks import CHECKOUT
 
 @dataclass(frozen=True)
 class Case:
-    """The first `warm` of `steps` do not count. `target`: the trainer's speed relative to the plain loop's."""
+    """The first `warm` of `steps` do not count. `target`: the trainer's speed relative to the plain loop's. `keys`: the
+    trainer's beside those that the case follows from.
+    """
 
     name: str
     kind: str
@@ -26,6 +28,8 @@ class Case:
     steps: int
     target: float | None
     meaning: str
+    keys: tuple[str, ...] = ()
+    gpu: bool = False
 
 
 CASES = (
@@ -43,12 +47,34 @@ CASES = (
         "JPEGs, ResNet-18 at 224: dominated by arithmetic on a CPU",
     ),
     Case("jpeg-input", "jpeg", "tiny", 64, 5, 45, 1.5, "JPEGs, hardly any network: reading and decoding alone"),
+    Case(
+        "cifar-gpu", "cifar", "resnet18_cifar", 128, 100, 400, None,
+        "GPU: CIFAR-10, ResNet-18", ("model.channels_last=true",), gpu=True,
+    ),
+    Case(
+        "cifar-gpu-compiled", "cifar", "resnet18_cifar", 128, 100, 400, 5,
+        "GPU: CIFAR-10, ResNet-18, compiled", ("model.channels_last=true", "model.compile=true"), gpu=True,
+    ),
+    Case(
+        "resnet50-gpu", "bare", "torchvision:resnet50", 256, 20, 80, 0.97,
+        "GPU: generated images, ResNet-50 at 224, against one batch over and over",
+        ("model.channels_last=true", "data.shape=[3,224,224]", "checkpoint.every_epochs=0"), gpu=True,
+    ),
 )  # fmt: skip
+
+
+def gpu_is_here() -> bool:
+    """Whether torch sees one; asked in a process of its own, so that this one holds none of its memory."""
+    code = "import torch; print(torch.cuda.is_available())"
+    return _run([sys.executable, "-c", code]).strip() == "True"
+
+
+_DATA = {"cifar": "cifar10", "jpeg": "imagefolder", "bare": "synthetic"}
 
 
 def plain(case: Case, data: Path, workers: int) -> float:
     """Images per second of the plain loop."""
-    script = {"cifar": "plain_cifar", "jpeg": "plain_imagenet"}[case.kind]
+    script = {"cifar": "plain_cifar", "jpeg": "plain_imagenet", "bare": "bare_loop"}[case.kind]
     sizes = [
         f"--batch={case.batch}",
         f"--warm={case.warm}",
@@ -67,8 +93,8 @@ def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
     from benchmarks.trainer import models_of_cases
 
     arguments = [
-        f"data.name={'cifar10' if case.kind == 'cifar' else 'imagefolder'}",
-        f"data.dir={data}",
+        f"data.name={_DATA[case.kind]}",
+        f"data.size={case.steps * case.batch}" if case.kind == "bare" else f"data.dir={data}",
         f"data.batch={case.batch}",
         f"data.workers={workers}",
         *models_of_cases.trainer_arguments(case.model),
@@ -77,6 +103,7 @@ def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
         "train.epochs=1",
         f"train.log_every={_log_every(case)}",
         f"checkpoint.dir={folder}",
+        *case.keys,
     ]
     _run([sys.executable, "-m", "benchmarks.trainer.trained", case.model, *arguments])
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -90,7 +117,8 @@ def _log_every(case: Case) -> int:
 
 
 def _run(command: list[str]) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -106,10 +134,10 @@ def measure(cases: list[Case], rounds: int, workers: int) -> dict[str, list[tupl
 
     found: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
     with tempfile.TemporaryDirectory(prefix="trainer-benchmark-") as scratch:
+        make = {"cifar": made_data.cifar10, "jpeg": made_data.jpegs}
         for case in cases:
-            {"cifar": made_data.cifar10, "jpeg": made_data.jpegs}[case.kind](
-                Path(scratch) / case.name, case.steps * case.batch
-            )
+            if case.kind in make:
+                make[case.kind](Path(scratch) / case.name, case.steps * case.batch)
         for round_ in range(rounds):
             for case in cases:
                 data, run = Path(scratch) / case.name, Path(scratch) / f"run-{case.name}-{round_}"

@@ -32,7 +32,10 @@ def main() -> None:
         ]
     )
     data = Cifar10(str(given.data), train=True, transform=transform)
-    loader = torch.utils.data.DataLoader(data, batch_size=given.batch, shuffle=True, num_workers=given.workers)
+    pin = torch.cuda.is_available()
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=given.batch, shuffle=True, num_workers=given.workers, pin_memory=pin
+    )
     train(model_of(given.model, (3, 32, 32), 10), loader, given)
 
 

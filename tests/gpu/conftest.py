@@ -31,7 +31,7 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
     """Keep a figure beside the test's outcome."""
 
     def keep(name: str, value: Any) -> None:
-        _outcomes.setdefault(request.node.nodeid, {}).setdefault("figures", {})[name] = value
+        request.node.user_properties.append((name, value))
 
     return keep
 
@@ -41,6 +41,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return
     found = _outcomes.setdefault(report.nodeid, {})
     found["outcome"] = report.outcome
+    if report.user_properties:
+        found["figures"] = dict(report.user_properties)
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         found["reason"] = report.longrepr[2].removeprefix("Skipped: ")
     if report.outcome == "failed":
@@ -48,7 +50,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if not _outcomes:
+    if not _outcomes or hasattr(terminalreporter.config, "workerinput"):
         return
     devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     passed, skipped, failed = (

@@ -66,6 +66,107 @@ def test_a_group_by_nccl_has_the_curve_of_one_process(
     figure("largest difference of a loss", float(np.max(np.abs(np.array(losses(lines)) / reference - 1))))
 
 
+FEATURES = {
+    "adamw": ["optim.name=adamw", "optim.lr=0.002"],
+    "lamb": ["optim.name=lamb", "optim.lr=0.01", "optim.decay_norm_and_bias=false"],
+    "lars": ["optim.name=lars", "optim.lr=0.5"],
+    "nesterov, clipping, smoothing": ["optim.nesterov=true", "optim.clip_norm=0.5", "optim.label_smoothing=0.1"],
+    "average of the weights": ["optim.ema_decay=0.9"],
+    "a rate per block, bce": ["optim.layer_decay=0.75", "optim.loss=bce"],
+    "accumulation": ["train.accumulate=2", "data.micro_batches=0"],
+    "layout": ["model.channels_last=true"],
+    "frozen layers": ["model.freeze=features.0*"],
+    "statistics of all": ["model.sync_batchnorm=true", "data.micro_batches=0"],
+    "ordered": ["ddp.ordered=true"],
+    "single": ["strategy=single"],
+    "fsdp": ["strategy=fsdp"],
+    "fsdp, dcp": ["strategy=fsdp", "checkpoint.format=dcp"],
+    "dp": ["strategy=dp", "data.micro_batches=1"],
+    "erasing, cutout, repeats": [
+        "data.name=shapes",
+        "data.size=1000",
+        "data.erase=0.5",
+        "data.cutout=4",
+        "data.repeats=2",
+    ],
+    "mixing": ["data.name=shapes", "data.size=1000", "data.mixup=0.2", "data.cutmix=1"],
+    "curves": ["eval.pr=exact", "checkpoint.keep_best=1"],
+    "binned curves": ["eval.pr=binned"],
+    "profile": ["report.profile_steps=[3,2]"],
+    "checked machines": ["preflight.run=true"],
+    "torchvision": ["data.name=synthetic", "data.size=400", "data.shape=[3,64,64]", "model.name=torchvision:resnet18"],
+    "stochastic depth": ["model.name=resnet18_cifar", "model.drop_path=0.2", "data.name=synthetic", "data.size=400"],
+}
+"""Keys of trainings whose curve on a GPU is that on the CPU."""
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_has_the_curve_of_the_cpu(feature: str, tmp_path: Path, figure: Figure) -> None:
+    keys = [*FEATURES[feature], *WHOLE]
+    on_cpu = losses(trained(tmp_path / "cpu", "train.backend=gloo", *keys))
+    on_gpu = losses(trained(tmp_path / "gpu", *keys))
+    figure("largest difference of a loss", float(np.max(np.abs(np.array(on_gpu) / on_cpu - 1))))
+    np.testing.assert_allclose(on_gpu, on_cpu, rtol=5e-3)
+
+
+@pytest.mark.parametrize("operations", ["data.randaugment_ops=2", "data.trivialaugment=true"])
+def test_operations_on_images_are_those_of_the_cpu(operations: str, tmp_path: Path) -> None:
+    from benchmarks.trainer import made_data
+
+    made_data.cifar10(tmp_path, 1000)
+    keys = ["data.name=cifar10", f"data.dir={tmp_path}", operations, *WHOLE]
+    on_cpu = losses(trained(tmp_path / "cpu", "train.backend=gloo", *keys))
+    np.testing.assert_allclose(losses(trained(tmp_path / "gpu", *keys)), on_cpu, rtol=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["imagefolder", "shards"])
+def test_images_of_workers_reach_the_device(kind: str, tmp_path: Path) -> None:
+    from benchmarks.trainer import made_data
+
+    made_data.jpegs(tmp_path / "imagefolder", 400)
+    if kind == "shards":
+        command = [
+            sys.executable,
+            "-m",
+            "ddpjob_trainer",
+            "shards",
+            str(tmp_path / "imagefolder"),
+            str(tmp_path / kind),
+        ]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    keys = [f"data.name={kind}", f"data.dir={tmp_path / kind}", "data.image_size=32", "data.batch=80", *WHOLE]
+    on_cpu = losses(trained(tmp_path / "cpu", "train.backend=gloo", *keys))
+    np.testing.assert_allclose(losses(trained(tmp_path / "gpu", *keys)), on_cpu, rtol=5e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_each_level_of_precision_learns(level: str, dtype: str, reference: list[float], tmp_path: Path) -> None:
+    found = losses(trained(tmp_path, f"amp.level={level}", f"amp.dtype={dtype}"))
+    assert found[-1] < 0.9 * found[0]
+    if level != "O3":
+        np.testing.assert_allclose(found, reference, rtol=0.15)
+
+
+def test_a_checkpoint_of_the_gpu_is_evaluated_on_either(tmp_path: Path) -> None:
+    trained(tmp_path, *WHOLE)
+    found = {}
+    for backend in ("nccl", "gloo"):
+        command = [
+            sys.executable,
+            "-m",
+            "ddpjob_trainer",
+            "evaluate",
+            str(tmp_path),
+            f"train.backend={backend}",
+            *WHOLE,
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[backend] = json.loads(next((tmp_path / "eval").glob("*.json")).read_text())
+    assert found["nccl"]["loss"] == pytest.approx(found["gloo"]["loss"], rel=1e-4)
+
+
 @two_devices
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_other_strategies_on_two_devices(strategy: str, reference: list[float], tmp_path: Path) -> None:
@@ -82,7 +183,7 @@ def test_the_model_on_two_devices_has_the_curve_of_one(reference: list[float], t
 def test_data_parallel_learns_on_all_devices(tmp_path: Path) -> None:
     """Its statistics are those of each device's part, so the curve is near the reference's and not on it."""
     found = losses(trained(tmp_path, "strategy=dp", *WHOLE))
-    assert found[-1] < 0.7 * found[0]
+    assert found[-1] < 0.9 * found[0]
 
 
 def test_bfloat16_is_the_default_and_learns_as_float32_does(

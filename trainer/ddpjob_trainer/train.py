@@ -40,7 +40,7 @@ from ddpjob_trainer.model.shared_parts import can_be_shared
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
 from ddpjob_trainer.optim.precision import Update, agreed
-from ddpjob_trainer.reporting.flops import device_peak, flops_per_sample
+from ddpjob_trainer.reporting.flops import device_peak, flops_of_run
 from ddpjob_trainer.reporting.ledger import Ledger
 from ddpjob_trainer.reporting.profiler import Profile
 from ddpjob_trainer.reporting.reporter import Machines, Plan, Reporter
@@ -72,8 +72,8 @@ def run(config: Config) -> int:
     if checkpoints.writes or config.train.ledger:
         prepare_folder(config.run_dir, "train.run_dir")
     one_device, flops = devices_per_rank(config) == 1, 0.0
-    if device_peak(config, placement.device, torch.float32):
-        flops = flops_per_sample(config, data.shape, data.classes, whole_numbers=data.whole_numbers)
+    if group.rank == 0 and device_peak(config, placement.device, torch.float32):
+        flops = flops_of_run(config, data.shape, data.classes, whole_numbers=data.whole_numbers)
     with joined(group, placement, config.train.timeout_seconds, one_device=one_device), checkpoints:
         same = check_same_data(group, data, config)
         trainer = Trainer(config, group, placement.device, data, checkpoints, flops, same)

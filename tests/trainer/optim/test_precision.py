@@ -195,6 +195,18 @@ def test_data_parallel_threads_compute_in_the_format() -> None:
     assert strategy.network(batch(0).images).dtype is torch.bfloat16
 
 
+def test_data_parallel_on_the_cpu_leaves_a_machines_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """train.backend=gloo on a machine that has some, and torch would take them all."""
+
+    def taken(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a GPU's")
+
+    monkeypatch.setattr(nn, "DataParallel", taken)
+    strategy = opened("strategy=dp")
+    assert {weight.device.type for weight in strategy.model.parameters()} == {"cpu"}
+    assert strategy.network(batch(0).images).device.type == "cpu"
+
+
 def test_masters_are_where_their_weights_are() -> None:
     """A strategy may have spread the model over devices since."""
     precision = Precision(AmpConfig(level=AmpLevel.O2))

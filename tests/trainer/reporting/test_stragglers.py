@@ -408,6 +408,25 @@ def test_flops_are_those_by_hand_and_nothing_is_computed() -> None:
     assert flops.flops_per_sample(resnet, (3, 224, 224), 1000) == pytest.approx(3 * 3.63e9, rel=0.03)  # 1.814 GMAC
 
 
+def test_flops_are_counted_once_per_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+
+    def count(settings: config.Config, *_: Any, **__: Any) -> float:
+        counted.append(settings.model.name)
+        return float(len(counted))
+
+    monkeypatch.setattr(flops, "flops_per_sample", count)
+
+    def found(*keys: str) -> float:
+        return flops.flops_of_run(config.load(None, [*keys, f"train.run_dir={tmp_path}"]), (1, 8, 8), 10)
+
+    assert [found(), found()] == [1, 1]
+    assert [found("model.width=8"), found("model.width=8")] == [2, 2]
+    (tmp_path / "flops.json").write_text('{"of": ')
+    assert [found(), found()] == [3, 3]
+    assert [found("model.name=mine:model"), found("model.name=mine:model")] == [4, 5]
+
+
 def test_a_models_own_trouble_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> nn.Module:
         raise RuntimeError("needs values")
@@ -469,7 +488,7 @@ def with_peaks(*peaks: float) -> Callable[[int], None]:
             return count(*arguments, **more)
 
         train.device_peak = lambda *_: peaks[rank]  # type: ignore[attr-defined]
-        train.flops_per_sample = alone  # type: ignore[attr-defined]
+        flops.flops_per_sample = alone
 
     return prepare
 

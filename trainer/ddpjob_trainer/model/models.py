@@ -159,6 +159,12 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
     )
 
 
+def is_own(config: ModelConfig) -> bool:
+    """Whether the model is a function of the user's."""
+    kind, colon, _ = config.name.partition(":")
+    return bool(colon) and kind not in ("torchvision", "timm")
+
+
 def is_tied_to_micro_batches(model: nn.Module) -> bool:
     """Whether the output for a sample in training depends on the other samples beside it, or on random numbers."""
     return any(ties_samples(module) for module in model.modules())

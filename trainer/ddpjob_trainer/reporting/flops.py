@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 
 import torch
 
+from ddpjob_trainer.atomic_files import write_atomically
 from ddpjob_trainer.config.config import Config
-from ddpjob_trainer.model.models import build_model
+from ddpjob_trainer.model.models import build_model, is_own
 
 _PEAKS: tuple[tuple[str, float, float, float], ...] = (
     # name, dense 10^12 FLOP/s in: 16 bits, TensorFloat-32, float32; by NVIDIA's data sheets, without sparsity
@@ -40,6 +43,24 @@ def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> flo
     if config.report.peak_flops or device.type != "cuda":
         return config.report.peak_flops
     return peak(torch.cuda.get_device_name(device), dtype, tf32=config.amp.tf32)
+
+
+def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
+    """`flops_per_sample`, kept in RUN/flops.json: counting takes most of a second, and each restart would wait for it.
+
+    Not of a model of one's own, whose code may be another one by then. On rank 0, which reports.
+    """
+    path = config.run_dir / "flops.json"
+    counted = [asdict(config.model), list(shape), classes, whole_numbers, torch.__version__]
+    of = json.dumps(counted, default=str)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(path.read_bytes())
+        if kept["of"] == of and not is_own(config.model):
+            return float(kept["flops"])
+    found = flops_per_sample(config, shape, classes, whole_numbers=whole_numbers)
+    with suppress(OSError):  # The next start counts again.
+        write_atomically(path, json.dumps({"of": of, "flops": found}).encode())
+    return found
 
 
 def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:

@@ -25,4 +25,6 @@ class Dp(Single):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model on every visible device, in threads that do not inherit autocast."""
-        return nn.DataParallel(Autocasting(model, self.precision))
+        casting = Autocasting(model, self.precision)
+        # DataParallel would take the GPUs of a machine that is to train on its CPU (train.backend=gloo).
+        return casting if self.device.type == "cpu" else nn.DataParallel(casting)
