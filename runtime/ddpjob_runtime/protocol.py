@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any, Optional, Union
 
@@ -289,9 +290,9 @@ class Record:
         if not isinstance(body, dict):
             raise ValueError(f"{where}: must be an object, not {body!r:.80}")
         values = {}
-        for name, key, kind, required, most in _layout(cls):
+        for name, key, read, required in _layout(cls):
             if key in body:
-                values[name] = _read(kind, body[key], f"{where}.{key}", most)
+                values[name] = read(body[key], f"{where}.{key}")
             elif required:
                 raise ValueError(f"{where}.{key}: is missing")
         return cls(**values)
@@ -302,24 +303,25 @@ class Record:
 
 
 R = typing.TypeVar("R", bound=Record)
+Read = Callable[[Any, str], Any]
+"""The JSON value and where it is -> the value. Raises ValueError, which names the place."""
 
 
-def _layout_of(cls: Any) -> tuple[tuple[str, str, Any, bool, int], ...]:
-    """(field, key, type, whether it must be there, most entries or characters) of a record."""
+def _layout_of(cls: Any) -> tuple[tuple[str, str, Read, bool], ...]:
+    """(field, key, how its value is read, whether it must be there) of a record."""
     kinds = typing.get_type_hints(cls)
     return tuple(
         (
             f.name,
             _key(f.name),
-            kinds[f.name],
+            _reader(kinds[f.name], f.metadata.get("most", MAX_TEXT)),
             f.default is MISSING and f.default_factory is MISSING,
-            f.metadata.get("most", MAX_TEXT),
         )
         for f in fields(cls)
     )
 
 
-_layout: Callable[[Any], tuple[tuple[str, str, Any, bool, int], ...]] = cache(_layout_of)
+_layout: Callable[[Any], tuple[tuple[str, str, Read, bool], ...]] = cache(_layout_of)
 
 
 def _at_most(most: int, default: Any) -> Any:
@@ -340,23 +342,30 @@ def _write(value: Any) -> Any:
     return iso(value) if isinstance(value, datetime) else value
 
 
-def _read(kind: Any, value: Any, where: str, most: int) -> Any:
+def _reader(kind: Any, most: int) -> Read:
+    """How a value of a type is read, of at most so many entries or characters: found once, not at each report."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Union:  # Optional
-        return None if value is None else _read(arguments[0], value, where, most)
+        there = _reader(arguments[0], most)
+        return lambda value, where: None if value is None else there(value, where)
     if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where}: must be a list, not {value!r:.80}")
-        if len(value) > most:
-            raise ValueError(f"{where}: must have at most {most} entries, not {len(value)}")
-        return tuple(_read(arguments[0], item, f"{where}[{number}]", most) for number, item in enumerate(value))
+        return partial(_read_list, _reader(arguments[0], most), most)
     if origin is dict:
-        return read_figures(value, where)
+        return read_figures
     if issubclass(kind, Record):
-        return kind.read(value, where)
+        nested: Read = kind.read
+        return nested
     if kind is str:
-        return clip(_read_text(kind, value, where), most)
-    return _READERS[Word if issubclass(kind, Word) else kind](kind, value, where)
+        return lambda value, where: clip(_read_text(kind, value, where), most)
+    return partial(_READERS[Word if issubclass(kind, Word) else kind], kind)
+
+
+def _read_list(read: Read, most: int, value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: must be a list, not {value!r:.80}")
+    if len(value) > most:
+        raise ValueError(f"{where}: must have at most {most} entries, not {len(value)}")
+    return tuple([read(item, f"{where}[{number}]") for number, item in enumerate(value)])
 
 
 def read_figures(value: Any, where: str) -> dict[str, Any]:
@@ -435,9 +444,13 @@ def _read_word(kind: Any, value: Any, where: str) -> Any:
         raise ValueError(f"{where}: must be one of {', '.join(kind)}, not {value!r:.80}") from None
 
 
+_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.(?:\d{3}|\d{6}))Z", re.ASCII)
+
+
 def _read_time(kind: Any, value: Any, where: str) -> datetime:
     try:
-        return datetime.strptime(value, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc)
+        # strptime takes ten times as long, and a report has a dozen times.
+        return datetime.fromisoformat(_TIME.fullmatch(value)[1] + "+00:00")  # type: ignore[index]
     except (TypeError, ValueError):
         raise ValueError(f"{where}: must be a time like 2026-01-31T23:59:59.000Z, not {value!r:.80}") from None
 

@@ -37,7 +37,10 @@ ANYTHING = st.recursive(
 
 def record(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
     """What the record's fields hold, at times anything else."""
-    fields = {key: value(type_) if key != "generation" else st.just(0) for _, key, type_, *_ in protocol._layout(kind)}
+    types = typing.get_type_hints(kind)
+    fields = {
+        key: value(types[name]) if key != "generation" else st.just(0) for name, key, *_ in protocol._layout(kind)
+    }
     whole = st.fixed_dictionaries(fields)
     return st.builds(lambda good, key, bad, wrong: good | ({key: bad} if wrong == 7 else {}),
                      whole, st.sampled_from(list(fields)), ANYTHING, st.integers(0, 40))  # fmt: skip
