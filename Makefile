@@ -4,6 +4,7 @@
 # The tests in parts (tests/README.md):
 #   make unit         a minute: units and the quick part of the simulation
 #   make test-local   everything that needs neither root nor Kubernetes
+#   make test-cluster those on a real Kubernetes alone (root, Go)
 #   make test-gpu     what only GPUs can show, on those of this machine; writes build/gpu-results.json
 # And:
 #   make matrix       the runtime's tests on every Python from 3.9 and torch from 2.6 that this machine can get;
@@ -36,7 +37,7 @@ IN_VENV = $(VENV)/bin/python -m
 TESTS = $(IN_VENV) pytest --dist=loadfile $(PYTEST)
 TESTCLUSTER = PYTHONPATH=tests:tests/cluster $(IN_VENV) testcluster
 
-.PHONY: help demo unit test-local test test-gpu matrix lint docs cluster-up cluster-down demo-cluster
+.PHONY: help demo unit test-local test-cluster test test-gpu matrix lint docs cluster-up cluster-down demo-cluster
 
 help:
 	@sed -n '/^[^#]/q; s/^# \{0,1\}//p' Makefile
@@ -50,13 +51,16 @@ unit: $(DEV_READY)
 test-local: $(DEV_READY)
 	$(TESTS) --numprocesses=$(WORKERS) -m "not cluster"
 
+test-cluster: $(DEV_READY)
+	$(TESTS) --numprocesses=$(CLUSTERS) tests/cluster
+
 # In two parts: tests that keep the processor busy would disturb those of the cluster, which measure how fast it reacts.
 # What failed in either is named at the very end: the output is long, and who reads a CI's record sees its last lines.
 test: SHELL = /bin/bash -o pipefail
 test: lint
 	@mkdir -p build
 	$(TESTS) --numprocesses=$(WORKERS) -m "not cluster" | tee build/tests-local.txt; local=$$?; \
-	$(TESTS) --numprocesses=$(CLUSTERS) -m cluster | tee build/tests-cluster.txt; cluster=$$?; \
+	$(TESTS) --numprocesses=$(CLUSTERS) tests/cluster | tee build/tests-cluster.txt; cluster=$$?; \
 	grep -hE "^(FAILED|ERROR) |^=+ .*(passed|failed|error).* =+$$" build/tests-local.txt build/tests-cluster.txt; \
 	exit $$((local || cluster))
 
