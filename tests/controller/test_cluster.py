@@ -595,6 +595,23 @@ def test_room_is_used_at_once_after_the_first_refusal_too() -> None:
     run(main())
 
 
+def test_what_one_job_was_refused_is_not_held_against_the_next_one_of_its_name() -> None:
+    """Deleted and created between two looks, as by `kubectl replace --force` while a watch is away."""
+
+    async def main() -> None:
+        async with case() as c:
+            c.fault_once("POST", "/pods", Fault(422, reason="Invalid", message="spec.nodeSelector: Invalid value"))
+            await c.reconcile()
+            spec = c.server.store.delete("DDPJob", "job")["spec"]
+            c.server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "next"}, "spec": spec})
+            await seen()
+            await c.reconcile()
+            assert (await c.job()).status.condition(ConditionType.FAILED) is None
+            assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
+
+    run(main())
+
+
 def test_many_pods_that_are_refused_at_the_same_time_wait_as_long_as_one() -> None:
     async def main() -> None:
         async with case() as c:

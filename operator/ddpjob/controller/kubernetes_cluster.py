@@ -133,8 +133,9 @@ class KubernetesCluster:
         """Those of the objects that are created."""
         self._unsure: set[JobKey] = set()
         """Jobs whose status was perhaps written by a request without an answer, or by others: they are read again."""
-        self._pauses: dict[JobKey, dict[str | tuple[str, str], _Pause]] = {}
-        """By job, then by kind and role of what was not created, or by a pod's uid and which change was refused."""
+        self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
+        """By job, with its uid, then by kind and role of what was not created, or by a pod's uid and which change was
+        refused."""
         self._tokens: dict[JobKey, str] = {}
         """Names of Secrets that are known to exist."""
         self._looked: dict[str, float] = {}
@@ -355,7 +356,12 @@ class KubernetesCluster:
         pauses.pop(what, None)
 
     def _pauses_of(self, job: DDPJob) -> dict[str | tuple[str, str], _Pause]:
-        return self._pauses.setdefault(JobKey(job.namespace, job.name), {})
+        key = JobKey(job.namespace, job.name)
+        uid, pauses = self._pauses.get(key, ("", {}))
+        if uid != job.uid:  # What an earlier job of this name was refused says nothing of this one.
+            pauses = {}
+            self._pauses[key] = job.uid, pauses
+        return pauses
 
     def _holds(self, job: DDPJob, pause: _Pause) -> bool:
         return pause.holds(time.monotonic(), job.generation, self._living(job))
@@ -569,7 +575,7 @@ class KubernetesCluster:
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
         """Why a pod that is there was not deleted when that was tried last; empty: none was refused."""
-        pauses = self._pauses.get(JobKey(job.namespace, job.name), {})
+        pauses = self._pauses_of(job)
         refusals = (pauses[pod.uid, _DELETION].refusal for pod in pods if (pod.uid, _DELETION) in pauses)
         return next((refusal.message for refusal in refusals if isinstance(refusal, Refused)), "")
 
