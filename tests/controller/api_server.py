@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION
 from ddpjob.api.schema import schema_of
-from simulation.store import Json, Refusal, Store
+from simulation.store import Backup, Json, Refusal, Store
 
 KINDS = {
     "pods": "Pod",
@@ -128,6 +128,13 @@ class ApiServer:
         """As etcd does: watches from versions before this one have expired."""
         self._history.clear()
         self._oldest = self.store.version
+
+    def restore(self, backup: Backup) -> None:
+        """As from a backup of etcd: versions go back, and no watch from a later one hears of that."""
+        self.store.restore(backup)
+        self._history.clear()
+        self._oldest = self.store.version
+        self.break_watches()
 
     def break_watches(self) -> None:
         """Every watch's connection ends."""
@@ -315,9 +322,11 @@ class ApiServer:
                 for version, of_kind, where, line, labels in list(self._history):
                     if version > sent and of_kind == kind and namespace in (None, where) and selected(labels):
                         await response.write(_partial_event(line) if metadata_only else line)
-                sent = self.store.version
-                if loop.time() >= bookmark and query.get("allowWatchBookmarks"):
+                sent = max(sent, self.store.version)
+                if loop.time() >= bookmark:
                     bookmark = loop.time() + BOOKMARK_SECONDS
+                    if sent > self.store.version or not query.get("allowWatchBookmarks"):
+                        continue
                     mark = {"type": "BOOKMARK", "object": {"kind": kind, "metadata": {"resourceVersion": str(sent)}}}
                     await response.write(json.dumps(mark).encode() + b"\n")
                 try:

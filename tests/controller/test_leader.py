@@ -241,6 +241,34 @@ def test_what_is_deleted_while_the_api_server_is_away_is_known_when_it_is_back(
     run(main())
 
 
+def test_a_store_that_is_restored_from_a_backup_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its versions go back: of a watch from a later one the API server says nothing until they have caught up."""
+
+    async def main() -> None:
+        async with api_server() as server:
+            add(server, "job")
+            async with running(server, monkeypatch) as o:
+                await asyncio.sleep(10)
+                backup = server.store.backup()
+                server.store.version += 10_000
+                add(server, "later")
+                for kind, name in (("Pod", "job-0-0"), ("DDPJob", "job"), ("Service", "job")):
+                    server.store.changed(kind, server.store.get(kind, name))
+                await asyncio.sleep(10)
+                assert o.pods() == 6
+                server.restore(backup)
+                server.store.delete("Pod", "job-0-0", grace=0)
+                await asyncio.sleep(10)
+                names = {body["metadata"]["name"] for body in server.store.all("Pod")}
+                assert names == {"job-0-1", "job-1-0", "job-coordinator-0"}
+                assert o.operator.leaders[0].caches.job(JobKey("space", "later")) is None
+                server.requests.clear()
+                await asyncio.sleep(60)
+                assert len(o.asked()) < 10, "nothing is tried again and again"
+
+    run(main())
+
+
 def test_an_error_in_a_watch_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with api_server() as server:

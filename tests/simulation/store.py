@@ -6,12 +6,15 @@ Used directly by the in-memory cluster, and over HTTP by the fake API server of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 from .clock import Clock, stamp
 
 Json = dict[str, Any]
 NAMESPACE = "space"
+Backup = tuple[int, dict[str, dict[tuple[str, str], Json]]]
+"""A version, and the objects by kind, namespace and name."""
 Watcher = Callable[[str, str, Json], None]
 """(kind, ADDED | MODIFIED | DELETED, object)"""
 
@@ -33,6 +36,14 @@ class Store:
         self.watchers: list[Watcher] = []
         self._objects: dict[str, dict[tuple[str, str], Json]] = {}
         self._uids = 0
+
+    def backup(self) -> Backup:
+        """What there is now, and its version."""
+        return self.version, deepcopy(self._objects)
+
+    def restore(self, backup: Backup) -> None:
+        """All is as it was then, and so are the versions."""
+        self.version, self._objects = backup[0], deepcopy(backup[1])
 
     def all(self, kind: str) -> Iterator[Json]:
         """The objects of a kind, in the order of their creation."""

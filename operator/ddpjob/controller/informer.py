@@ -72,6 +72,10 @@ class Informer(Generic[View]):
         self._floor = 0
         """Version of the last list: older events are known."""
         self._version = ""
+        self._latest = 0
+        """The latest version of the collection that was seen."""
+        self._broken = False
+        """Whether the last watch has broken, perhaps since the API server's store was restored from a backup."""
         self._logged_forbidden = False
         self._errors = WATCH_ERRORS.labels(path.rpartition("/")[2])
 
@@ -90,10 +94,14 @@ class Informer(Generic[View]):
         while True:
             pause = 0.0
             try:
+                if self._broken and self._version and await self._has_gone_back():
+                    self._version = ""
                 if not self._version:
                     await self.list()
+                self._broken = False
                 await self._follow()
             except Unavailable as error:
+                self._broken = True
                 pause = error.retry_after or _RETRY
                 self._errors.inc()
                 log.info("%s is not watched for %s s: %s", self.path, pause, error)
@@ -136,6 +144,13 @@ class Informer(Generic[View]):
         self.listed.set()
         self.answered.set()
 
+    async def _has_gone_back(self) -> bool:
+        """Whether the API server's store has an earlier version than was seen. A watch from that one would be silent,
+        without an error, until the store has had as many changes again."""
+        query = {**self._query, "limit": "1"}
+        page = await self.rest.request("GET", self.path, query=query, accept=self._list_accept)
+        return int(page["metadata"]["resourceVersion"]) < self._latest
+
     async def list(self) -> None:
         """Lists the collection, in pages; what is not in them is deleted."""
         query = {**self._query, "limit": self._page}
@@ -143,6 +158,10 @@ class Informer(Generic[View]):
         while True:
             page = await self.rest.request("GET", self.path, query=query, accept=self._list_accept)
             version = int(page["metadata"]["resourceVersion"])
+            if version < self._latest:
+                log.warning("%s is at version %s after %s: restored from a backup?", self.path, version, self._latest)
+                self._versions, self._floor = dict.fromkeys(self._versions, 0), 0
+            self._latest = version
             for body in page["items"] or ():  # null where there are none, in a list of metadata
                 found.add(_id(body))
                 self._take(body, -1)
@@ -177,6 +196,7 @@ class Informer(Generic[View]):
                     int(body.get("code") or 0), str(body.get("reason") or ""), str(body.get("message") or "")
                 )
             self._version = body["metadata"]["resourceVersion"]
+            self._latest = int(self._version)
             if kind == "DELETED":
                 self.drop(body)
             elif kind != "BOOKMARK":
