@@ -142,6 +142,15 @@ def test_the_reference_page_has_a_row_for_every_field_and_default() -> None:
     assert sum(bool(row[2].strip()) for row in rows) == defaults > 10
 
 
+def test_the_definition_names_every_condition() -> None:
+    from ddpjob.api.job_status import ConditionType
+
+    [version] = yaml.safe_load(REFERENCE["CRD"].read_text())["spec"]["versions"]
+    status = version["schema"]["openAPIV3Schema"]["properties"]["status"]
+    named = set(re.findall(r"[A-Z]\w+", status["properties"]["conditions"]["description"]))
+    assert {str(each) for each in ConditionType} - named == set()
+
+
 def test_the_reference_page_has_under_the_name_what_is_about_the_name() -> None:
     sections = re.findall(r"^## (\S+)\n\n(.*?)(?=^##)", REFERENCE["PAGE"].read_text(), flags=re.MULTILINE | re.DOTALL)
     rules = {title: re.findall(r"^- (.*)$", text, flags=re.MULTILINE) for title, text in sections}
