@@ -228,7 +228,12 @@ class LogFollower:
             held = sorted(number for ranks in self.ranks.values() for number in (ranks[0], ranks[-1]))
             there = f"the ranks are {held[0]} to {held[-1]}" if held else "no pod has a rank yet"
             return f"no logs of rank {', '.join(map(str, self._chosen.ranks))} of {self.job}; {there}"
-        pods = [pod for pod in self.backend.pods(self.job) if self._wanted(pod)][:5]
+        every = self.backend.pods(self.job)
+        pods = [pod for pod in every if self._wanted(pod)][:5]
+        if every and not pods and self._chosen.indices:
+            slots = sorted({pod.index for pod in every if pod.index is not None})
+            there = f"the slots are {slots[0]} to {slots[-1]}" if slots else "no slot has a pod yet"
+            return f"no pod of slot {', '.join(map(str, self._chosen.indices))} of {self.job}; {there}"
         found = "nothing was printed" if pods and all(pod.ended for pod in pods) else "no logs yet"
         return f"{found}: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
 

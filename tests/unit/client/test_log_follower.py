@@ -248,3 +248,12 @@ def test_pods_that_have_ended_will_print_nothing_more(
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
     assert main(["logs", "j"]) == 0
     assert capsys.readouterr().err == f"{says} is {state}\n"
+
+
+def test_a_slot_that_no_pod_has_is_not_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = TwoNodes()
+    monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
+    assert main(["logs", "j", "--index", "9"]) == 0
+    assert capsys.readouterr().err == "no pod of slot 9 of j; the slots are 0 to 2\n"
