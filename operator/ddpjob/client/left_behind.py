@@ -77,7 +77,7 @@ def read_left_behind(folder: Path) -> LeftBehind:
             f"{folder}: holds neither {ROUNDS_FILE} nor {METRICS}; job pods write them into the folder of "
             "spec.storage.checkpoints"
         )
-    identity = found[-1][0] if found else (place.resolve().name, "", "")
+    identity = found[-1][0] if found else (folder.resolve().name, "", "")
     lines = tuple(line for job, line in found if job == identity)
     others = len({job for job, _ in found} - {identity})
     return LeftBehind(*identity, lines, unread, others, metrics)

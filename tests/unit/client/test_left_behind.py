@@ -100,6 +100,12 @@ def test_a_job_that_has_made_no_step_is_not_waited_for(tmp_path: Path, capsys: p
     assert shown.out.endswith("\n\nfirst: its metrics hold no step\n") and not shown.err
 
 
+def test_a_job_without_a_record_of_rounds_has_the_name_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "digits" / "checkpoints" / "run").mkdir(parents=True)  # Of `ddpjob run`, and a `command`.
+    (tmp_path / "digits" / "checkpoints" / "run" / "metrics.jsonl").write_text('{"event": "step", "step": 1}\n')
+    assert read_left_behind(tmp_path / "digits").name == "digits"
+
+
 def test_the_last_progress_is_that_of_the_coordinator_that_knew_one(tmp_path: Path) -> None:
     lines = [line("round", 6, 2, world=3, progress={"step": 700, "loss": 0.5}),
              line("round", 9, 3, world=3, generation="1")]  # fmt: skip
