@@ -182,8 +182,9 @@ class ProcessBackend:
         jobs = [job["metadata"]["name"] for job in self.jobs()]
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
         if not fitting:
-            hint = f"; {pod} is a job: `ddpjob logs {pod}` prints the logs of its pods" if pod in jobs else ""
-            raise Mistake(f"no job {pod.rsplit('-', 2)[0]} was run in {runs_folder()}{hint}")
+            if pod in jobs:
+                raise Mistake(f"{pod} is a job; name one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
+            raise Mistake(f"no job {pod.rsplit('-', 2)[0]} was run in {runs_folder()}")
         folder = job_folder(max(fitting, key=len))
         return folder, _record(folder) or {}
 

@@ -38,6 +38,14 @@ def recorded(runs: Path, monkeypatch: pytest.MonkeyPatch, **local: Any) -> JobFo
     return folder
 
 
+def test_a_job_in_the_place_of_a_pod_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(tmp_path, monkeypatch)
+    with pytest.raises(Mistake, match=r"^j is a job; name one of its pods, such as j-0-0 \(`ddpjob describe j`\)$"):
+        ProcessBackend().kill("j")
+    with pytest.raises(Mistake, match=r"^no job k was run in"):
+        ProcessBackend().kill("k-0-0")
+
+
 def test_a_job_that_ends_while_it_is_read_was_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     record: dict[str, Any] = {"metadata": {"name": "j"}, "spec": {}, "status": {"phase": "Running"}, "local": {}}
