@@ -40,9 +40,11 @@ def _options(command: click.Command) -> Iterator[str]:
             continue
         names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
         kind = parameter.type
-        value = "\\|".join(kind.choices) if isinstance(kind, click.Choice) else parameter.metavar or kind.name.upper()
+        value = "|".join(kind.choices) if isinstance(kind, click.Choice) else parameter.metavar or kind.name.upper()
         shown = "" if parameter.is_flag else f" `{value}`"
-        yield f"| {names}{shown} | {(parameter.help or '').replace('|', chr(92) + '|')} |"
+        default = f" Default: {parameter.default}." if parameter.show_default else ""
+        cells = f"{names}{shown}", f"{parameter.help or ''}{default}"
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def render() -> str:

@@ -63,6 +63,16 @@ def test_the_page_of_the_command_line_is_its_help() -> None:
     assert CLI["PAGE"].read_text() == CLI["render"](), "run: python docs/generate_cli.py"
 
 
+def test_the_page_of_the_command_line_has_the_defaults_that_the_help_shows() -> None:
+    from ddpjob.cli.main import root
+
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", CLI["PAGE"].read_text(), flags=re.MULTILINE | re.DOTALL))
+    for name, command in root.commands.items():
+        shown = [option for option in command.params if getattr(option, "show_default", False)]
+        for option in shown:
+            assert re.search(rf"^\| `{option.opts[0]}`.* Default: {option.default}\. \|$", sections[name], re.MULTILINE)
+
+
 def test_the_page_of_the_python_client_is_its_docstrings() -> None:
     assert API["file"]("python.md").read_text() == API["made"]("python.md"), "run: python docs/generate_api.py"
 
@@ -213,6 +223,14 @@ def test_links_and_pictures_lead_somewhere(page: Path) -> None:
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), f"{page}: {target}"
         assert not anchor or anchor in anchors(linked), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        rows = table.splitlines()
+        assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != rows[0].count("|")] == []
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
