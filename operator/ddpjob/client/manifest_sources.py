@@ -10,6 +10,7 @@ from pathlib import Path
 from ddpjob.api.job_spec import Json
 from ddpjob.api.reader import Manifest, ManifestError, read_manifests, validate, with_defaults
 from ddpjob.client.backend import Mistake
+from ddpjob.local.paths import runs_folder
 
 SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -39,7 +40,7 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
             f" `ddpjob submit {line}` needs none"
         )
     elif Path(source).is_dir():
-        files = sorted(path for path in Path(source).rglob("*") if path.suffix in SUFFIXES and path.is_file())
+        files = _files(Path(source))
         jobs = 0
         for file in files:
             try:
@@ -55,6 +56,14 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
             yield BadInput(f"{source}: holds no DDPJob in {len(files)} files that end in {', '.join(SUFFIXES)}")
     else:
         yield from read_manifests(Path(source))
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that may hold manifests, without what `ddpjob run` has written of its jobs somewhere below."""
+    above, records = folder.resolve(), {file.parent.resolve() for file in runs_folder().glob("*/status.json")}
+    records = {record for record in records if above in record.parents}
+    found = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    return sorted(path for path in found if records.isdisjoint(path.resolve().parents))
 
 
 def checked(manifest: Manifest) -> Json:

@@ -168,6 +168,21 @@ def test_all_documents_of_all_sources(
         assert f"spec.nodes: 0 is less than 1, the smallest allowed ({file}, line 16)" in err
 
 
+def test_what_a_run_has_written_into_the_folder_is_no_manifest_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DDPJOB_RUNS", raising=False)
+    Path("runs/t/1").mkdir(parents=True)
+    Path("runs/mine").mkdir()
+    for file in ("job.yaml", "runs/t/1/job.json", "runs/t/status.json", "runs/mine/job.yaml"):
+        Path(file).write_text(JOB + ("local: {run: '1'}\n" if "status" in file else ""))
+    code, out, err = checked(capsys, ".")
+    assert (code, err) == (0, "")
+    assert out == "job.yaml: ddpjob t is valid\nruns/mine/job.yaml: ddpjob t is valid\n"
+    assert checked(capsys, "runs/t/1") == (0, "runs/t/1/job.json: ddpjob t is valid\n", ""), "what is named is read"
+
+
 def test_nothing_to_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = checked(capsys, str(tmp_path))
     assert code == 2 and "holds no DDPJob in 0 files" in err
