@@ -272,10 +272,14 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     other = near_misses.belongs(name)
     if other and path.count(".") < 2:  # of spec itself, or of an object in it, where others' words stand
         return f"; {other}"
+    elsewhere = _paths_by_name().get(name.lower(), [])
+    below = [place for place in elsewhere if place.startswith(f"{path}.")]
+    if below and name.lower() not in map(str.lower, known):
+        # Written one level too high: that explains more than a name that is only spelt alike.
+        return f"; did you mean {' or '.join(below[:3])}?"
     near = _near(name, known)
     if near:
         return near
-    elsewhere = _paths_by_name().get(name.lower(), [])
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     if 0 < len(known) <= 8:
@@ -290,7 +294,8 @@ def _paths_by_name() -> dict[str, list[str]]:
     def walk(schema: Mapping[str, Any], path: str) -> None:
         for name, child in schema.get("properties", {}).items():
             found.setdefault(name.lower(), []).append(join(path, name))
-            walk(child, join(path, name))
+            if name != "dataSource":  # its `name` and `kind` are nothing that anybody means elsewhere
+                walk(child, join(path, name))
 
     walk(object_schema()["properties"]["spec"], "spec")
     return found
