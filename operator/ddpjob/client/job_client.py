@@ -78,7 +78,7 @@ class Job:
 
     name: str
     namespace: str
-    """Empty on this machine."""
+    """On this machine that of the manifest, else default."""
     phase: str
     """Queued, Pending, Starting, Running, Restarting, Suspended, Complete, Failed; of this machine also Interrupted."""
     spec: JobSpec = field(repr=False)
