@@ -7,9 +7,9 @@
     first = load(newest) if newest else 0
     for step in range(first, steps):
         ...
-        ddpjob_report.report(epoch=epoch, step=step, loss=loss, accuracy=accuracy)
+        ddpjob_report.report(epoch=epoch, step=step + 1, loss=loss, accuracy=accuracy)  # steps done
         if ddpjob_report.should_stop():  # the same answer on every rank
-            save(folder / "snapshot.pt")  # and of rank 0: ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step)
+            save(folder / "snapshot.pt")  # of rank 0: ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)
             ddpjob_report.saved_and_leave()
 
 Job pods have it beside the runtime; elsewhere `pip install ddpjob` brings it. `ddpjob_report.huggingface`, `.lightning`
