@@ -50,7 +50,7 @@ class Place:
     def cluster(self, *, everywhere: bool = False) -> ClusterBackend:
         """The cluster, whatever is_local says."""
         if self.local:
-            raise Mistake("--local: this command is for a cluster")
+            raise Mistake("--local: -A, --server and `ddpjob doctor` ask a cluster; leave --local out")
         from ddpjob.client.api_server import ApiServer
 
         return ClusterBackend(ApiServer.open(self.kubeconfig, self.context), self.namespace, everywhere=everywhere)
