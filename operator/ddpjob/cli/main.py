@@ -371,11 +371,18 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
         if not local and not _keeps_files(bodies[-1]["spec"]):
             _note(
                 "note: spec.storage.checkpoints is not set: what a pod saves is gone with the pod, and training begins"
-                " again when the one that saved is lost; set claimTemplate, claimName or url there (--set)"
+                " again when the one that saved is lost; set claimTemplate, claimName or url there"
+                + ("" if _is_manifest(program) else " (--set)")
             )
         if backend is not None and options["waits"] and (code := _wait(backend, name, "end", None)):
             return code
     return 0
+
+
+def _is_manifest(program: str) -> bool:
+    from ddpjob.client.manifest_sources import SUFFIXES
+
+    return program == "-" or program.endswith(SUFFIXES)
 
 
 def _keeps_files(spec: dict[str, Any]) -> bool:
@@ -398,9 +405,9 @@ def _refuse_options_of_scripts() -> None:
 def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, local: bool) -> list[list[Any]]:
     """The objects of each job that is to be created."""
     from ddpjob.client.build_manifest import Request, build, read_settings
-    from ddpjob.client.manifest_sources import SUFFIXES, BadInput, check_made, checked, manifests
+    from ddpjob.client.manifest_sources import BadInput, check_made, checked, manifests
 
-    if program == "-" or program.endswith(SUFFIXES):
+    if _is_manifest(program):
         if args:
             raise click.UsageError("a manifest has its arguments in spec.args")
         _refuse_options_of_scripts()

@@ -76,6 +76,14 @@ def test_it_is_said_where_what_is_saved_is_lost_with_its_pod(
     assert not capsys.readouterr().err, "on this machine a job's folder stays"
 
 
+def test_the_note_on_what_is_lost_names_what_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB)
+    assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
+    assert capsys.readouterr().err.endswith("set claimTemplate, claimName or url there\n"), "--set is not for a manifest"
+    assert main(["submit", "--cluster", "--image", "x", "--dry-run", "m"]) == 0
+    assert capsys.readouterr().err.endswith("set claimTemplate, claimName or url there (--set)\n")
+
+
 @pytest.mark.parametrize("option", [("--nodes", "1"), ("--name", "u"), ("--env", "A=b"), ("--set", "nodes=2")])
 def test_a_manifest_is_not_changed_by_options(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB)
