@@ -63,6 +63,11 @@ def test_a_whole_number_stays_what_it_is() -> None:
     [
         ("optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
         ("lr=1", "unknown key 'lr'; did you mean 'optim.lr'?"),
+        ("train.lr=1", "unknown key 'train.lr'; did you mean 'optim.lr'?"),
+        ("strategy.name=ddp", "did you mean 'strategy'?"),
+        ("train.seed=1", "did you mean 'data.seed'?"),
+        ("train.batch=64", "did you mean 'data.batch' or 'train.eval_batch'?"),
+        ("train.precision=bf16", "did you mean 'amp.level'? (amp.level=O1"),
         ("optim=1", "it is a section; give one of its keys, such as optim.name"),
         ("optim.lr=fast", "optim.lr: 'fast' is not valid: expected number"),
         ("train.epochs=1.5", "train.epochs: 1.5 is not valid: expected whole number"),

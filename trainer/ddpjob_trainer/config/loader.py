@@ -138,10 +138,13 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
         return f": it is a section; give one of its keys, such as {other_names.key(key) or sections[0]}"
     if what := other_names.remark(key):
         return what
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) or [
-        name for name in known if name.split(".")[-1] == key.split(".")[-1]
-    ]
-    return f"; did you mean {near[0]!r}?" if near else "; --help lists the keys"
+    section, _, last = key.rpartition(".")
+    same = [section] if section in known else [name for name in known if name.rpartition(".")[2] == last]
+    if not same and (what := other_names.remark(last)):
+        return what
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = [*same[:2], *(name for name in close if not same or (last in name and name not in same))]
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else "; --help lists the keys"
 
 
 @dataclasses.dataclass(frozen=True)
