@@ -25,6 +25,9 @@ _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-ra
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
+_QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
+_SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
+"""What a shell acts on in double quotes, too."""
 _THEIRS = re.compile(
     r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id))(=|\s+)["']?\$\S*(?=\s)"""
 )
@@ -67,6 +70,11 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     if image == "IMAGE":
         made.notes.append("spec.image: a command line has none; write an image with Python, PyTorch and the script")
     line = list(words) if len(words) > 1 else _shell_words(words[0])
+    if len(words) == 1 and (signs := _signs_of_shell(words[0])):
+        made.notes.append(
+            f"{' '.join(signs)}: of a shell, which a script or module is not started by: they became arguments; leave "
+            'them out, or write command: [bash, -c, "..."]'
+        )
     while line and (variable := _VARIABLE.fullmatch(line[0])):
         if variable[1] == "CUDA_VISIBLE_DEVICES":
             made.notes.append("CUDA_VISIBLE_DEVICES: left out: a pod sees the GPUs that gpusPerNode gives it")
@@ -364,6 +372,12 @@ def _shell_words(line: str) -> list[str]:
         return shlex.split(line)
     except ValueError as error:
         raise Mistake(f"{line}: is not a shell command: {error}") from error
+
+
+def _signs_of_shell(line: str) -> list[str]:
+    """What a shell would act on and hand to nobody: pipes, redirections, lists of commands, variables."""
+    bare = _QUOTED.sub(lambda quoted: " ".join(_SIGN_IN_QUOTES.findall(quoted[1] or "")), line)
+    return re.findall(rf"[;&|<>()]+|{_SIGN_IN_QUOTES.pattern}", bare)
 
 
 def _after_launcher(words: list[str]) -> list[str] | None:

@@ -160,6 +160,21 @@ def test_a_command_line_in_one_word() -> None:
     assert valid(convert_command(["torchrun --nproc_per_node=2 a.py"], image="a").job)["script"] == "a.py"
 
 
+@pytest.mark.parametrize(
+    ("line", "signs"),
+    [
+        ("torchrun a.py 2>&1 | tee log", ">& |: of a shell"),
+        ('torchrun a.py --lr $LR --out "$OUT" && date', "$LR $OUT &&: of a shell"),
+        ("torchrun a.py --re='^a$|b' --text \"it's; fine\" --cost 5$ a\\;b", ""),
+    ],
+)
+def test_signs_of_a_shell_in_a_command_line_are_named(line: str, signs: str) -> None:
+    made = convert_command([line], image="a")
+    assert valid(made.job)["script"] == "a.py"
+    assert [note.partition(",")[0] for note in made.notes] == [signs] * bool(signs)
+    assert not convert_command(shlex.split(line), image="a").notes, "a shell has read it already"
+
+
 def test_an_unset_variable_of_the_shell_makes_no_script_of_a_number() -> None:
     with pytest.raises(Mistake, match="--nnodes --nproc_per_node: has no value"):
         convert_command(shlex.split("torchrun --nnodes --nproc_per_node 4 a.py"), image="a")
