@@ -112,6 +112,8 @@ class _SystemFault(Exception):
 
 
 _BEHIND = {"submit": "train.py --", "convert": "-- torchrun"}
+_OF_TORCHRUN = {"nprocpernode": "--procs", "nnodes": "--nodes", "maxrestarts": "--set recovery.maxRestarts=N"}
+"""What torchrun calls that which `submit` has an option for."""
 
 
 class _BeforeArguments(click.Command):
@@ -126,6 +128,9 @@ class _BeforeArguments(click.Command):
                 raise
             if error.option_name in ("-f", "--filename"):
                 raise click.UsageError(f"no option {error.option_name}: `ddpjob {self.name} job.yaml`", ctx) from error
+            theirs = _OF_TORCHRUN.get(error.option_name.lstrip("-").replace("-", "").replace("_", ""))
+            if theirs and self.name == "submit":
+                raise click.UsageError(f"no option {error.option_name}; did you mean {theirs}?", ctx) from error
             near = f" (or did you mean {' or '.join(sorted(error.possibilities))}?)" if error.possibilities else ""
             raise click.UsageError(
                 f"no option {error.option_name}{near}; options of the program itself stand behind --, as in"

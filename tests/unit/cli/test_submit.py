@@ -76,10 +76,28 @@ def test_it_is_said_where_what_is_saved_is_lost_with_its_pod(
     assert not capsys.readouterr().err, "on this machine a job's folder stays"
 
 
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--nproc-per-node=2", "--procs"),
+        ("--nnodes=2", "--nodes"),
+        ("--max_restarts=3", "--set recovery.maxRestarts=N"),
+    ],
+)
+def test_an_option_of_torchrun_is_not_recommended_to_the_script(
+    option: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("")
+    assert main(["submit", "--cluster", "--image", "x", "--dry-run", option, "train.py"]) == 2
+    assert capsys.readouterr().err.endswith(f"no option {option.partition('=')[0]}; did you mean {meant}?\n")
+    words = meant.replace("=N", "=3").split() + ([] if "=" in meant else ["2"])
+    assert main(["submit", "--cluster", "--image", "x", "--dry-run", *words, "train.py"]) == 0, "what it says is taken"
+
+
 def test_the_note_on_what_is_lost_names_what_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB)
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
-    assert capsys.readouterr().err.endswith("set claimTemplate, claimName or url there\n"), "--set is not for a manifest"
+    assert capsys.readouterr().err.endswith("set claimTemplate, claimName or url there\n"), "--set is for a script"
     assert main(["submit", "--cluster", "--image", "x", "--dry-run", "m"]) == 0
     assert capsys.readouterr().err.endswith("set claimTemplate, claimName or url there (--set)\n")
 
