@@ -1,4 +1,4 @@
-"""Puts this folder on the import path, for what several kinds of tests share, and marks the slow tests."""
+"""Puts this folder on the import path, for what several kinds of tests share, marks the slow tests, and hides GPUs."""
 
 from __future__ import annotations
 
@@ -41,6 +41,17 @@ SLOW = (
     "unit/test_site.py",
 )
 """What takes long, in CPU seconds: other programs, torch's import, and searches through thousands of cases."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Everything but tests/gpu runs on the CPU: trainings take the GPU that they see, with NCCL and bfloat16, and
+    ranks that are forked from a process that has used it fail. Before CUDA is asked for the first time; processes of
+    the tests inherit it.
+    """
+    gpu = HERE / "gpu"
+    chosen = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
+    if not chosen or not all(path.is_relative_to(gpu) for path in chosen):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -5,6 +5,7 @@ build/gpu-results.json.
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             item.add_marker(pytest.mark.slow)
             if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="no CUDA device is visible to torch"))
+                item.add_marker(pytest.mark.skip(reason=_why()))
+
+
+def _why() -> str:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return "no CUDA device is visible to torch" + " (make test-gpu: other tests hide them)" * hidden
 
 
 @pytest.fixture
