@@ -343,6 +343,40 @@ def test_what_other_libraries_say_of_a_lost_peer_is_a_consequence(message: str) 
     assert world.incidents() == [("PeerLost", "job-1-0", 1)]
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp:1016",
+        "ValueError: no successful episode to learn from",
+        "AcceleratorError: CUDA error: an illegal memory access was encountered",
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.",
+        "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Cuda failure 214 'uncorrectable ECC error encountered'",
+    ],
+)
+def test_an_error_of_a_device_is_the_cause_of_what_peers_say_before(message: str) -> None:
+    """It takes longer to write its traceback than the connections take to close that end with it."""
+    world = World()
+    first, second = world.form()
+    world.fail(first, RESET, ago=0.1)
+    world.fail(second, message)
+    world.ready(first, second)
+    world.pass_time(2)
+    assert world.incidents() == [("WorkerFailed", "job-1-0", 1)]
+
+
+def test_an_error_of_a_device_that_a_lost_peer_brought_is_its_consequence() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5")
+    world.pass_time(0.3)
+    assert world.incidents() == []
+    world.lose(second)
+    world.pass_time(1.01)
+    assert world.incidents() == [("PeerLost", "job-1-0", 1)]
+
+
 def test_a_worker_that_hangs_is_reported_although_only_connection_errors_are_known() -> None:
     world = World()
     first, second = world.form()

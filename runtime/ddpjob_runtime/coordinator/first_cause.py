@@ -13,9 +13,11 @@ from ddpjob_runtime.protocol import IncidentKind
 COMMUNICATION_ERROR = re.compile(
     r"Connection (closed|reset|aborted|refused)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
     r"Broken pipe|Socket Timeout|remote process exited|peer closed|TCPStore|recvValue|Timed out (after|waiting)|"
-    r"\bRDMA\b|UCC|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
+    r"\bRDMA\b|(?<![a-z])UCC(?![a-z])|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
     re.I,
 )
+DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
+"""How NCCL passes on what the driver says of this rank's own device."""
 SIGABRT = 6
 ORDER_SECONDS = 0.05
 """What fails this long after the coordinator's `restart` is a consequence of it."""
@@ -93,13 +95,13 @@ class Verdict:
 def _suspicion(failure: Failure, ended_at: float | None) -> int:
     """How likely a failure is a consequence.
 
-    0: an error of its own; 1: an abort, which communication libraries use when a peer is gone; 2: a communication
-    error; 3: it came after the members had been asked to end their workers.
+    0: an error of its own; 1: an abort, which communication libraries use when a peer is gone, or what NCCL says of
+    this rank's own device; 2: a communication error; 3: it came after the members had been asked to end their workers.
     """
     if ended_at is not None and failure.time > ended_at + ORDER_SECONDS:
         return 3
     if failure.communication:
-        return 2
+        return 1 if DEVICE_ERROR.search(failure.message) else 2
     return 1 if failure.exit_code == -SIGABRT and not failure.oom else 0
 
 
