@@ -25,6 +25,7 @@ from ddpjob_trainer.data.imagefolder import Folder
 from ddpjob_trainer.errors import ConfigError, DataError
 from machine import slowness
 from ranks import TINY, final_losses, good, metrics, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def opened(*arguments: str) -> DataSet:
@@ -184,6 +185,30 @@ def test_crop_and_flip_takes_the_numbers_drawn_for_each_sample() -> None:
         top, left = (int(draw * 9) for draw in draws[number, :2])
         crop = functional.crop(functional.pad(images[number], [4]), top, left, 32, 32)
         assert torch.equal(shown, functional.hflip(crop) if draws[number, 2] < 0.5 else crop)
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2), (2**31, 10**6)])
+def test_numbers_that_a_device_draws_are_those_of_the_host_to_the_bit(seed: int, epoch: int) -> None:
+    from ddpjob_trainer.data.randomness import uniform, uniform_for_all
+
+    found = uniform_for_all(seed, epoch, 5000, 3, torch.device("cpu"))
+    assert found.numpy().tobytes() == uniform(seed, epoch, np.arange(5000), 3).tobytes()
+
+
+def test_an_epochs_crops_are_drawn_without_a_copy_from_the_host() -> None:
+    """A device would wait for it, with nothing to do, at the beginning of each epoch."""
+    on_host = list[str]()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            on_host.extend(f"{func}" for each in args if isinstance(each, torch.Tensor) and each.device.type == "cpu")
+            return func(*args, **(kwargs or {}))
+
+    images = torch.zeros(60, 3, 32, 32, dtype=torch.uint8, device="meta")
+    crops, numbers = CropAndFlip(images, 3, padding=4, flip=True), torch.arange(8, device="meta")
+    with Watch():
+        assert crops(numbers, 2).shape == (8, 3, 32, 32)
+    assert on_host == []
 
 
 def test_resized_crop_boxes_lie_inside_and_keep_the_ranges() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ddpjob_trainer.config.sections import DataConfig
 from ddpjob_trainer.data.decode import Box
-from ddpjob_trainer.data.randomness import derive, uniform
+from ddpjob_trainer.data.randomness import derive, uniform, uniform_for_all
 from ddpjob_trainer.errors import ConfigError
 
 _RANDAUGMENT, _ERASING, _CUTOUT = 0x52414E44, 0x45524153, 0x43555420
@@ -48,10 +48,10 @@ class CropAndFlip:
         return torch.where(self._mirrored[numbers], crops.flip(-1), crops) if self._flip else crops
 
     def _draw(self, epoch: int) -> None:
-        """For the whole set at once: a millisecond, and no transfer in each step."""
-        draws = torch.from_numpy(uniform(self._seed, epoch, np.arange(self._versions), 3))
-        self._top, self._left = ((draws[:, i] * self._shifts).long().to(self._crops.device) for i in (0, 1))
-        self._mirrored = (draws[:, 2] < 0.5).view(-1, 1, 1, 1).to(self._crops.device)
+        """For the whole set at once, on its device: no transfer in any step, and no wait for the host."""
+        draws = uniform_for_all(self._seed, epoch, self._versions, 3, self._crops.device)
+        self._top, self._left = ((draws[:, i] * self._shifts).long() for i in (0, 1))
+        self._mirrored = (draws[:, 2] < 0.5).view(-1, 1, 1, 1)
         self._epoch = epoch
 
 

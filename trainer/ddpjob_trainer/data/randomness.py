@@ -43,6 +43,34 @@ def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int)
     return (mix64(keys[:, None] + counters[None, :]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def uniform_for_all(seed: int, epoch: int, count: int, streams: int, device: torch.device) -> torch.Tensor:
+    """`uniform` of the samples 0 to count - 1, the same numbers to the bit, computed on the device: there it is a
+    handful of kernels, while the CPU takes milliseconds, and longer beside a thread that writes a checkpoint.
+
+    In int64, which wraps as uint64 does; torch shifts no uint64 on all devices.
+    """
+    golden = _signed(_GOLDEN)
+    keys = _mix64_signed((torch.arange(count, device=device) + 1) * golden + derive(seed, epoch))
+    counters = torch.arange(1, streams + 1, device=device) * golden
+    return _shifted(_mix64_signed(keys[:, None] + counters), 11).double() * 2.0**-53
+
+
+def _mix64_signed(z: torch.Tensor) -> torch.Tensor:
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, with zeros coming in."""
+    return (z >> bits) & (_MASK >> bits)
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same bits."""
+    return number - 2**64 if number >> 63 else number
+
+
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch's own generators, which dropout draws from: the CPU's, and the device's.
 
