@@ -109,7 +109,7 @@ def usable_gpus() -> tuple[str, ...]:
     """NVIDIA GPUs of this machine, limited to CUDA_VISIBLE_DEVICES if that is set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     tool = shutil.which("nvidia-smi")
-    if tool is None or visible == "":
+    if tool is None or visible in ("", "-1", "NoDevFiles"):  # the usual ways to hide them
         return ()
     listed = subprocess.run(
         [tool, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False

@@ -55,6 +55,15 @@ def test_only_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("nothing", ["", "-1", "NoDevFiles"])
+def test_gpus_that_are_hidden_are_not_used(tmp_path: Path, nothing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+    found = fitted(tmp_path, nodes=1, gpusPerNode=1, backend="nccl")
+    assert (usable_gpus(), found.visible_gpus(0), found.spec.backend) == ((), "", "auto")
+    assert any("spec.gpusPerNode" in warning and "has 0" in warning for warning in found.warnings)
+
+
+@pytest.mark.usefixtures("gpus")
 def test_too_few_gpus_train_on_the_cpu_and_say_so(tmp_path: Path) -> None:
     found = fitted(tmp_path, nodes=3, gpusPerNode=2, backend="nccl")
     assert found.visible_gpus(0) == "" and found.spec.backend == "auto"
