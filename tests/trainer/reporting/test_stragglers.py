@@ -447,6 +447,7 @@ def test_a_models_own_trouble_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
         ("NVIDIA L40S", torch.float16, True, 362e12),
         ("Tesla V100-SXM2-16GB", torch.float32, True, 15.7e12),
         ("Tesla T4", torch.float16, True, 65e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, True, 0.0),
         ("NVIDIA A1000 Laptop GPU", torch.bfloat16, True, 0.0),
         ("NVIDIA GeForce GTX 1080", torch.bfloat16, True, 0.0),
     ],

@@ -32,6 +32,8 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
     """FLOP/s of a GPU by its name, as torch.cuda.get_device_name gives it, in a format; 0: unknown."""
+    if re.search(r"\bMIG\b", name):  # A part of the GPU, of a size of its own.
+        return 0.0
     for pattern, short, fast, whole in _PEAKS:
         if re.search(pattern, name):
             return 1e12 * (short if dtype is not torch.float32 else fast if tf32 else whole)
