@@ -44,7 +44,7 @@ from ddpjob_trainer.reporting.flops import device_peak, flops_of_run
 from ddpjob_trainer.reporting.ledger import Ledger
 from ddpjob_trainer.reporting.profiler import Profile
 from ddpjob_trainer.reporting.reporter import Machines, Plan, Reporter
-from ddpjob_trainer.strategies.registry import computes_on, devices_per_rank, enter, open_strategy
+from ddpjob_trainer.strategies.registry import computes_on, enter, open_strategy
 
 _SAVING = "saving a checkpoint"
 
@@ -63,7 +63,7 @@ def run(config: Config) -> int:
         from ddpjob_trainer.preflight.conduct import require
 
         require(config, group)
-    placement = devices.choose(config.train.backend, group.local_rank * devices_per_rank(config))
+    placement = devices.choose_for(config, group.local_rank)
     repeatable = config.ddp.ordered and placement.device.type == "cpu"
     devices.limit_threads(config.train.threads, group.local_world, repeatable=repeatable)
     devices.search_algorithms(placement.device, repeatable=config.ddp.ordered)
@@ -71,7 +71,7 @@ def run(config: Config) -> int:
     checkpoints = CheckpointFolder(config.checkpoint, config.checkpoint_dir, group)
     if checkpoints.writes or config.train.ledger:
         prepare_folder(config.run_dir, "train.run_dir")
-    one_device, flops = devices_per_rank(config) == 1, 0.0
+    one_device, flops = devices.devices_per_rank(config) == 1, 0.0
     if group.rank == 0 and device_peak(config, placement.device, torch.float32):
         flops = flops_of_run(config, data.shape, data.classes, whole_numbers=data.whole_numbers)
     with joined(group, placement, config.train.timeout_seconds, one_device=one_device), checkpoints:

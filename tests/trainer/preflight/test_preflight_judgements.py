@@ -110,6 +110,17 @@ def test_devices(change: dict[str, Any], status: str, value: str, monkeypatch: p
     assert bool(row.remedy) == (status != "OK")
 
 
+def test_the_device_that_a_rank_with_several_trains_on_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has devices 2 and 3: on device 1, which is rank 0's, it must not even open a context."""
+    opened: list[torch.device] = []
+    monkeypatch.setattr(facts.devices, "_count", lambda kind: 4 * (kind == "cuda"))
+    monkeypatch.setattr(torch.cuda, "set_device", opened.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: opened.append(device) or (GIB, GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    assert facts.device(context("strategy=ddp_mp", "ddp_mp.devices=2", local_rank=1, world=2)).status is Status.OK
+    assert set(opened) == {torch.device("cuda", 2)}
+
+
 @pytest.mark.parametrize(
     ("text", "driver"),
     [

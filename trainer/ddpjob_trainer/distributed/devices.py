@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.config.sections import StrategyName
 from ddpjob_trainer.errors import ConfigError, DeviceError
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl", "cpu": "gloo"}
@@ -55,6 +57,16 @@ def choose(backend: str, local_rank: int) -> Placement:
     device = torch.device(kind, local_rank)
     getattr(torch, kind).set_device(device)
     return Placement(device, f"cpu:gloo,{kind}:{_BACKENDS[kind]}")
+
+
+def devices_per_rank(config: Config) -> int:
+    """How many devices a process computes on."""
+    return config.ddp_mp.devices if config.strategy is StrategyName.DDP_MP else 1
+
+
+def choose_for(config: Config, local_rank: int) -> Placement:
+    """What a rank trains on: its first device, where it has several."""
+    return choose(config.train.backend, local_rank * devices_per_rank(config))
 
 
 def _each_rank_sees_its_own(kind: str) -> bool:

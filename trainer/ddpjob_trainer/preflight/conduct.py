@@ -147,8 +147,8 @@ class _Preflight:
     def _sum(self) -> peers.Sum:
         self._exchange.stage(adding := "forming a group and adding up")
         store = dist.PrefixStore("group", self._exchange.store)  # type: ignore[attr-defined]
-        backend, seconds = self._config.train.backend, 2 * self._step + _LEAVE_SECONDS
-        found, problem = attempt(seconds, adding, lambda: peers.all_reduce(backend, self._group, store, self._step))
+        config, seconds = self._config, 2 * self._step + _LEAVE_SECONDS
+        found, problem = attempt(seconds, adding, lambda: peers.all_reduce(config, self._group, store, self._step))
         return found or peers.Sum(problem)
 
     # ------------------------------------------------------------ on rank 0, between the steps

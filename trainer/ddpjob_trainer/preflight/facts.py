@@ -64,7 +64,7 @@ def versions(_: Context) -> Finding:
 
 def device(context: Context) -> Finding:
     """The one that training would choose, opened. Raises ConfigError or RuntimeError when there is none."""
-    placement = devices.choose(context.config.train.backend, context.group.local_rank)
+    placement = devices.choose_for(context.config, context.group.local_rank)
     kind = placement.device.type
     if kind == "cpu":
         return Finding(f"CPU, {placement.backend}", same={"device": kind})

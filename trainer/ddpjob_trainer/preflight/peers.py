@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.preflight.addresses import NodeAddress
@@ -133,9 +134,9 @@ class Sum:
     latency: float = 0.0
 
 
-def all_reduce(backend: str, group: Group, store: Any, seconds: float) -> Sum:
+def all_reduce(config: Config, group: Group, store: Any, seconds: float) -> Sum:
     """On every rank: form a group over `store`, add up, leave it. Raises what the backend raises."""
-    placement = devices.choose(backend, group.local_rank)
+    placement = devices.choose_for(config, group.local_rank)
     # NCCL's watchdog ends the process when the group's time is over; who waits for this has a deadline of its own,
     # and a table to show.
     patience = seconds if placement.device.type == "cpu" else 10 * seconds + _WATCHDOG_SECONDS

@@ -8,6 +8,7 @@ import torch
 
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.config.sections import StrategyName
+from ddpjob_trainer.distributed.devices import devices_per_rank
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.strategies.strategy import Strategy
@@ -31,11 +32,6 @@ def enter(config: Config) -> None:
         from ddpjob_trainer.strategies.contrib import horovod
 
         horovod.enter()
-
-
-def devices_per_rank(config: Config) -> int:
-    """How many devices a process computes on."""
-    return config.ddp_mp.devices if config.strategy is StrategyName.DDP_MP else 1
 
 
 def computes_on(config: Config, device: torch.device) -> int:
