@@ -168,3 +168,22 @@ def test_a_shutdown_is_not_kept_waiting_by_a_round_that_is_about_to_begin(monkey
     assert reached.wait(20)
     time.sleep(0.1)
     assert shutdown.starting.acquire(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "message"),
+    [
+        (-signal.SIGABRT, "", "killed by signal SIGABRT: a library gave up, and the pod's log"),
+        (-signal.SIGABRT, '{"message": {"message": "AcceleratorError: CUDA error"}}', "AcceleratorError: CUDA error"),
+        (-signal.SIGSEGV, "", "killed by signal SIGSEGV"),
+        (3, "", "ended with exit code 3"),
+    ],
+)
+def test_a_failure_says_where_its_reason_is(code: int, written: str, message: str, tmp_path: Path) -> None:
+    """NCCL's watchdog aborts: nothing but the log has its words."""
+    error_file, sent = tmp_path / "error.json", list[dict[str, Any]]()
+    if written:
+        error_file.write_text(written)
+    client: Any = SimpleNamespace(send=lambda _, **fields: sent.append(fields))
+    agent_module.send_failure(client, 1, 0, 0, 17, code, str(error_file), out_of_memory=False)
+    assert sent[0]["message"].startswith(message) and ("library" in sent[0]["message"]) is ("library" in message)

@@ -32,6 +32,11 @@ from ddpjob_runtime.launcher.shutdown import Shutdown, log
 from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, FromMember, Mode
 
 POLL_SECONDS = 0.005
+ABORTED = (
+    ": a library gave up, and the pod's log ends with its reason. With GPUs it is mostly NCCL's watchdog: a device has"
+    " failed, or a collective took longer than its time-out"
+)
+"""After SIGABRT without an exception: its words are only in the worker's output."""
 GONE_SECONDS = 60.0
 """For workers to be gone after SIGKILL: the kernel takes its time for much memory, or for a device."""
 _COUNTS_PER_ATTEMPT = 1000
@@ -308,6 +313,8 @@ def send_failure(
         message = "killed by the kernel: the container's memory limit ({}) is used up".format(oom.limit() or "unknown")
     elif not message:
         message = f"killed by signal {name}" if name else f"ended with exit code {code}"
+        if code == -signal.SIGABRT:
+            message += ABORTED
     now = time.time()
     client.send(FromMember.FAILURE, round=number, rank=rank, localRank=local_rank, pid=pid, exitCode=code, signal=name,
         message=protocol.clip(message), traceback=protocol.clip(error.traceback, protocol.MAX_TRACEBACK),
