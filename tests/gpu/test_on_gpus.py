@@ -280,7 +280,7 @@ spec:
   module: ddpjob_trainer
   args: {json.dumps([*KEYS, f"checkpoint.dir={tmp_path}", f"train.run_dir={tmp_path / 'run'}", "train.backend=nccl"])}
   nodes: 1
-  procsPerNode: {COUNT}
+  gpusPerNode: {COUNT}
   recovery: {{mode: Fast}}
 """
     )
@@ -312,7 +312,7 @@ def test_the_times_of_a_step_are_those_of_the_device(tmp_path: Path, figure: Fig
 
 
 @two_devices
-def test_a_late_rank_is_told_from_those_that_wait(tmp_path: Path) -> None:
+def test_a_late_rank_is_told_from_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's model is slow on the host; rank 0 waits for it on the device."""
     (tmp_path / "late.py").write_text(
         "import os, time\n"
@@ -325,10 +325,7 @@ def test_a_late_rank_is_told_from_those_that_wait(tmp_path: Path) -> None:
         "def build(shape, classes):\n"
         "    return Late(shape, classes, ModelConfig(width=8))\n"
     )
-    os.environ["PYTHONPATH"] = str(tmp_path)
-    try:
-        lines = trained(tmp_path / "run", "model.name=late:build", "data.micro_batches=2", ranks=2)
-    finally:
-        del os.environ["PYTHONPATH"]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    lines = trained(tmp_path / "run", "model.name=late:build", "data.micro_batches=2", ranks=2)
     own = [line["ranks"]["ownSeconds"] for line in lines if line["event"] == "step"][-1]
     assert own[1] > 0.1 > own[0]
