@@ -9,6 +9,7 @@ import torch
 from ddpjob_trainer.distributed import devices, init_method
 from ddpjob_trainer.distributed.devices import Placement
 from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import DeviceError
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,33 @@ def test_cudnn_searches_the_fastest_algorithm_unless_runs_must_repeat_to_the_bit
             assert torch.backends.cudnn.benchmark == expected
     finally:
         torch.backends.cudnn.benchmark = before
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "built", "fails"),
+    [
+        ("8 nvidia.com/gpu", None, True, True),
+        ("1 nvidia.com/mig-1g.10gb", None, True, True),
+        ("8 nvidia.com/gpu", "", True, False),
+        ("8 nvidia.com/gpu", None, False, False),
+        ("0 nvidia.com/gpu", None, True, False),
+        ("8 example.com/gpu", None, True, False),
+        ("", None, True, False),
+    ],
+)
+def test_a_node_whose_gpus_are_gone_does_not_train_on_the_cpu(
+    gpus: str, visible: str | None, built: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait for it in NCCL, and a job of one node would train on, a hundred times slower."""
+    monkeypatch.setattr(devices, "_count", lambda kind: 0)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for name, value in (("DDPJOB_GPUS", gpus), ("CUDA_VISIBLE_DEVICES", visible)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if fails:
+        with pytest.raises(DeviceError, match=f"this node was given {gpus}, and torch sees no device"):
+            devices.choose("auto", 0)
+    else:
+        assert devices.choose("auto", 0).device.type == "cpu"
+    assert devices.choose("gloo", 0).device.type == "cpu"

@@ -32,11 +32,16 @@ def choose(backend: str, local_rank: int) -> Placement:
     """The accelerator of this machine and its backend, or what `backend` (auto, nccl, gloo, hccl, xccl, mpi) asks for.
 
     An accelerator's group gets gloo beside it for tensors on the CPU: small decisions must not wait for the device's
-    stream. mps has no collectives, so ranks on a Mac compute on the CPU with gloo. Raises ConfigError.
+    stream. mps has no collectives, so ranks on a Mac compute on the CPU with gloo. Raises ConfigError, DeviceError.
     """
     kinds = {name: kind for kind, name in _BACKENDS.items()}
     if backend == "auto":
         kind = _accelerator()
+        if kind == "cpu" and (given := _gpus_of_job()):
+            raise DeviceError(
+                f"train.backend=auto: this node was given {given}, and torch sees no device: see that the driver works"
+                " (nvidia-smi there, the kernel's log), or set spec.backend to gloo to train on the CPU"
+            )
     elif backend in kinds:
         kind = kinds[backend]
     elif backend == "mpi":
@@ -84,6 +89,19 @@ def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeatable
+
+
+def _gpus_of_job() -> str:
+    """The GPUs that a job's pod was given and this torch could use; empty: none.
+
+    A driver that fails leaves none, at a restart in the same pod too: the other nodes, which have theirs, would wait
+    for this one in NCCL.
+    """
+    number, _, resource = os.environ.get("DDPJOB_GPUS", "").partition(" ")
+    hidden = os.environ.get(_VISIBLE["cuda"]) == ""  # By `ddpjob run`, on a machine that has too few.
+    built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    usable = built and resource.startswith(("nvidia.com/", "amd.com/"))
+    return f"{number} {resource}" if usable and not hidden and number != "0" else ""
 
 
 def _accelerator() -> str:

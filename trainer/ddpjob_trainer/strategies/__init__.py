@@ -3,6 +3,6 @@
 A new strategy is a subclass of `strategy.Strategy`, a name in `config.sections.StrategyName` and a line in `registry`.
 """
 
-from ddpjob_trainer.strategies.registry import devices_per_rank, enter, open_strategy
+from ddpjob_trainer.strategies.registry import enter, open_strategy
 
-__all__ = ["devices_per_rank", "enter", "open_strategy"]
+__all__ = ["enter", "open_strategy"]
