@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from ddpjob.api.job import DDPJob
@@ -20,6 +21,7 @@ from ddpjob.local.paths import JobFolder
 from ddpjob.objects.pods import SECRET_KEYS
 
 NVIDIA = "nvidia.com/gpu"
+_SMI_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -106,20 +108,32 @@ def _adapted(spec: JobSpec, given: Path | None, *, on_cpu: bool) -> JobSpec:
 
 
 def usable_gpus() -> tuple[str, ...]:
-    """NVIDIA GPUs of this machine, limited to CUDA_VISIBLE_DEVICES if that is set."""
+    """NVIDIA GPUs of this machine, limited to CUDA_VISIBLE_DEVICES if that is set.
+
+    As CUDA does, up to the first one that is none: `-1`, `NoDevFiles` and the like hide all.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    tool = shutil.which("nvidia-smi")
-    if tool is None or visible in ("", "-1", "NoDevFiles"):  # the usual ways to hide them
+    if visible == "":
         return ()
-    listed = subprocess.run(
-        [tool, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False
-    )
-    found = (
-        tuple(line.strip() for line in listed.stdout.splitlines() if line.strip().isdigit())
-        if listed.returncode == 0
-        else ()
-    )
-    return tuple(name.strip() for name in visible.split(",") if name.strip()) if visible and found else found
+    found = _listed_gpus()
+    if not visible or not found:
+        return found
+    names = (name.strip() for name in visible.split(","))
+    return tuple(takewhile(lambda name: name in found or name.startswith(("GPU-", "MIG-")), names))
+
+
+def _listed_gpus() -> tuple[str, ...]:
+    """The numbers of all; none where nvidia-smi cannot be run, fails or hangs, as it does with a broken driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    query = [tool, "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(query, capture_output=True, timeout=_SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    lines = (line.strip() for line in listed.stdout.decode(errors="replace").splitlines())
+    return tuple(line for line in lines if line.isdigit())
 
 
 def _gpu_warnings(spec: JobSpec, gpus: tuple[str, ...]) -> Iterator[str]:

@@ -64,6 +64,45 @@ def test_gpus_that_are_hidden_are_not_used(tmp_path: Path, nothing: str, monkeyp
 
 
 @pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("visible", "usable"),
+    [
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("2,-1,3", ("2",)),
+        ("0,1,7", ("0", "1")),
+        ("GPU-4b,MIG-7c", ("GPU-4b", "MIG-7c")),
+    ],
+)
+def test_devices_that_are_none_hide_those_behind_them(
+    visible: str, usable: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a job with CUDA_VISIBLE_DEVICES=-1 was given the GPU -1, and one with a wrong number fewer than it asked."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert usable_gpus() == usable
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [b"#!/bin/sh\nexec sleep 60\n", b"#!/nowhere\n", b"\x7fELF of another machine", b"#!/bin/sh\necho 0; exit 9\n"],
+    ids=["hangs", "no interpreter", "no program", "fails"],
+)
+def test_without_a_working_nvidia_smi_the_cpu_trains(
+    tool: bytes, tmp_path: Path, gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin" / "nvidia-smi").write_bytes(tool)
+    monkeypatch.setattr("ddpjob.local.adapt_spec._SMI_SECONDS", 0.3)
+    found = fitted(tmp_path, gpusPerNode=1)
+    assert any("this machine has 0" in warning for warning in found.warnings)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_warning_of_nvidia_smi_is_no_gpu(tmp_path: Path) -> None:
+    (tmp_path / "bin" / "nvidia-smi").write_bytes(b"#!/bin/sh\nprintf 'WARNING: infoROM \\377\\n0\\n1\\n'\n")
+    assert usable_gpus() == ("0", "1")
+
+
+@pytest.mark.usefixtures("gpus")
 def test_too_few_gpus_train_on_the_cpu_and_say_so(tmp_path: Path) -> None:
     found = fitted(tmp_path, nodes=3, gpusPerNode=2, backend="nccl")
     assert found.visible_gpus(0) == "" and found.spec.backend == "auto"
