@@ -293,6 +293,20 @@ def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
     run.assert_nothing_left(0.5)
 
 
+def test_a_terminal_that_closes_behind_another_signal_leaves_the_time_to_save(machine: Machine) -> None:
+    """As at a logout and a shutdown: systemd sends SIGHUP right behind SIGTERM."""
+    saves = ["bash", "-c", "trap 'sleep 1; touch saved; exit 143' TERM; while :; do sleep 0.1; done"]
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    run = machine.start(manifest(command=saves, nodes=1))
+    signal.signal(signal.SIGHUP, inherited)
+    run.until(lambda r: r.status.get("phase") == "Running")
+    run.signal(signal.SIGTERM)
+    run.until(lambda r: "a second signal" in r.output)
+    run.signal(signal.SIGHUP)
+    assert run.wait(30) == 143
+    assert (machine.folder / "saved").exists(), run.everything()
+
+
 def test_a_request_that_is_not_done_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the commands said `scaled to 3 nodes` of a machine with one GPU, and `resumed` of a job that was ending."""
     tool = machine.write("#!/bin/sh\necho 0\n", "nvidia-smi")

@@ -185,6 +185,8 @@ class Runner:
 
     def _on_signal(self, number: signal.Signals) -> None:
         """The first signal suspends, with the pods' grace; the second kills."""
+        if number is signal.SIGHUP and self.interrupted is not None:
+            return  # Nobody asks twice: systemd sends it right behind SIGTERM, at a logout and a shutdown.
         status = JobStatus.read(self.cluster.body.get("status") or {})
         if self.interrupted is not None or status.terminal:
             self.interrupted = self.interrupted or number
