@@ -346,6 +346,16 @@ def test_stop_ends_a_hanging_job(machine: Machine) -> None:
     assert run.wait(5) == 143
 
 
+def test_stop_of_a_run_that_ctrl_z_has_stopped_leaves_the_time_to_save(machine: Machine) -> None:
+    saves = ["bash", "-c", "trap 'touch saved; exit 143' TERM; while :; do sleep 0.1; done"]
+    run = machine.start(manifest(command=saves, nodes=1))
+    run.until(lambda r: r.status.get("phase") == "Running")
+    run.signal(signal.SIGSTOP)
+    assert machine.command("stop", "job").returncode == 0
+    assert run.wait(5) == 143
+    assert (machine.folder / "saved").exists(), run.everything()
+
+
 def test_suspend_and_resume(machine: Machine) -> None:
     run = machine.start(manifest(args=["--steps=60", "--sleep=0.1"], recovery=FAST))
     run.until(lambda r: r.steps() >= 3)

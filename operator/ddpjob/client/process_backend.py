@@ -380,6 +380,7 @@ def _end(folder: JobFolder, pid: int, patience: list[float]) -> None:
     """Sends SIGTERM and waits, for each time of `patience` in seconds; then SIGKILL."""
     for seconds in patience:
         processes.send(pid, signal.SIGTERM)
+        processes.send(pid, signal.SIGCONT)  # Stopped by Ctrl-Z, it would not see the other, and be killed unsaved.
         deadline = time.monotonic() + max(seconds, 0.2)
         while time.monotonic() < deadline:
             if runner(folder) != pid:
