@@ -120,7 +120,8 @@ class PlainLines:
         for _, line in self._new.lines(shown):
             self.note(line)
         line, now = summary(shown.job, shown.status), shown.now.timestamp()
-        due = now - self._printed >= PLAIN_SECONDS or shown.status.phase is not self._phase
+        recent = 0 <= now - self._printed < PLAIN_SECONDS  # the clock may be set back meanwhile
+        due = not recent or shown.status.phase is not self._phase
         if line != self._last and due:
             self.note(line)
             self._last, self._printed, self._phase = line, now, shown.status.phase

@@ -46,6 +46,13 @@ def test_a_line_for_each_change_at_most_each_two_seconds(capsys: pytest.CaptureF
     assert "Complete" in capsys.readouterr().out
 
 
+def test_a_clock_that_is_set_back_silences_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    display = PlainLines()
+    display.show(shown())
+    display.show(shown(-3600, progress=PROGRESS))
+    assert "epoch 3/8" in capsys.readouterr().out
+
+
 def test_events_and_recoveries_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainLines()
     message = "rank 1 ended: ValueError\nTraceback\nValueError (counts against recovery.maxRestarts)"
