@@ -198,6 +198,18 @@ def test_pods_that_a_host_rejects_neither_count_nor_end_the_job() -> None:
     assert job.status.slots[0].not_before is not None, "the next pod waits"
 
 
+def test_a_clock_that_is_set_back_prolongs_no_back_off() -> None:
+    job = a_job(nodes=1, command=["train"], recovery={"backoff": {"initialSeconds": 4, "maxSeconds": 60}})
+    slot = replace(job.status.slots[0], attempt=2, reason="ExitCode", failures=2, not_before=NOW + timedelta(seconds=4))
+    job = replace(job, status=replace(job.status, slots=(slot,)))
+    world = World(runtime=OFFERED, runtime_offered=OFFERED, has_service=True)
+    planned = [
+        any(isinstance(action, CreateNode) for action in decide(job, world, NOW + timedelta(seconds=at)).actions)
+        for at in (0, 3, 4, -3600)
+    ]
+    assert planned == [False, False, True, True]
+
+
 @pytest.mark.parametrize(
     ("reason", "avoided"), [("UnexpectedAdmissionError", ["n9"]), ("OutOfcpu", ["n9"]), ("Evicted", [])]
 )

@@ -28,7 +28,7 @@ from ddpjob.core.decision import (
 )
 from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.plan.gang import not_served
-from ddpjob.core.plan.slots import can_replace, protocol_of
+from ddpjob.core.plan.slots import ROOM, can_replace, protocol_of
 from ddpjob.core.plan.wind_down import end_leftovers, has_leftovers
 from ddpjob.core.rank_order import pods_in_order
 from ddpjob.core.view import View
@@ -48,7 +48,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
     whose podTemplate has faults gets no pods. Planned again from the same observation, the actions
     are the same: creations have names, deletions uids.
     """
-    job, status, world, now = view.job, view.status, view.world, view.now
+    job, status, world = view.job, view.status, view.world
     actions: list[Action] = []
     if not world.has_service:
         actions.append(CreateService())
@@ -64,12 +64,12 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
     dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
     missing = dedicated and status.rendezvous.state is SlotState.PLANNED and view.coordinator is None
     buildable = not world.problems and not not_served(view)
-    if buildable and missing and _due(status.rendezvous.not_before, now, held):
+    if buildable and missing and _due(view, status.rendezvous.not_before, held):
         pods.append(CreateCoordinator())
     if buildable and held[0] is None:
         planned = [(i, s) for i, s in enumerate(status.slots) if s.state is SlotState.PLANNED and view.pods[i] is None]
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
-        pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(s.not_before, now, held)]
+        pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
         # One that was refused is tried again with the next pod, not at every reconcile.
@@ -89,9 +89,13 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
     return tuple(actions), min((moment for moment in held if moment is not None), default=None)
 
 
-def _due(not_before: datetime | None, now: datetime, held: list[datetime | None]) -> bool:
-    """Whether a creation's back-off is over; if not, its end is added to `held`."""
-    if not_before is None or now >= not_before:
+def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
+    """Whether a creation's back-off is over; if not, its end is added to `held`.
+
+    No back-off is longer than the longest: the clock was set back since, and the end would be as far away as that.
+    """
+    longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
+    if not_before is None or not timedelta(0) < not_before - view.now <= longest:
         return True
     held.append(not_before)
     return False
