@@ -849,6 +849,18 @@ def test_a_hang_is_dumped_reported_and_restarted() -> None:
     assert world.round.number == 2 and len(world.incidents()) == 1
 
 
+def test_time_in_which_the_coordinator_stood_still_is_no_hang() -> None:
+    """All processes of a machine stop together: a paused container or virtual machine."""
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    world.pass_time(50)
+    world.coordinator.stood_still(45.0)
+    world.pass_time(54)
+    assert "dump" not in world.verbs(members[0])
+    world.pass_time(1.1)
+    assert world.last(members[0]) == ("dump", {"round": 1})
+
+
 def test_a_hang_whose_ranks_give_no_stack_is_reported_all_the_same() -> None:
     world = World(2, hang_after=60.0)
     members = world.form()

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator.hang import DUMP_SECONDS
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.coordinator.server import (
     BLIND_SECONDS,
@@ -603,6 +604,21 @@ def test_a_coordinator_that_stood_still_restarts_nobody(tmp_path: Path) -> None:
         assert (report["state"], report["round"], report["incidents"]) == ("Running", 1, [])
         assert not any(client.must_restart(1) for client in members)
         assert "stood still for" in job.log("coordinator").read_text()
+    finally:
+        job.close()
+
+
+def test_a_coordinator_that_stood_still_calls_nothing_a_hang(tmp_path: Path) -> None:
+    """Its alarm for the next step rings as soon as it continues."""
+    job = started_job(tmp_path, 2, "--hang-after", "6")
+    try:
+        members = clients(job, 2)
+        job.kill("coordinator", signal.SIGSTOP)
+        time.sleep(7)
+        job.kill("coordinator", signal.SIGCONT)
+        time.sleep(DUMP_SECONDS + 1)
+        assert job.status()["incidents"] == []
+        assert not any(client.must_restart(1) for client in members)
     finally:
         job.close()
 

@@ -64,12 +64,11 @@ async def run(arguments: argparse.Namespace, settings: Settings, token: str) -> 
     what = f"{settings.mode}, generation {settings.generation}, attempt {settings.attempt}"
     log(f"{what}: listens on port {arguments.port} for {settings.min_nodes} to {settings.nodes} nodes")
     async with listener:
-        watching = asyncio.ensure_future(server.watch_for_stalls())
+        server.watch_for_stalls()
         ends = [asyncio.ensure_future(_until_asked(server))]
         if arguments.store_port is not None:
             ends.append(asyncio.ensure_future(_host_store(server, arguments.store_port)))
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        watching.cancel()
         return done.pop().result()
 
 

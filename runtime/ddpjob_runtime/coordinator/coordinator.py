@@ -222,6 +222,10 @@ class Coordinator:
         self._bump()
         self._advance()
 
+    def stood_still(self, seconds: float) -> None:
+        """Nothing was heard for so long because this process did not run, and perhaps nothing else did."""
+        self.rounds.watch.forgive(seconds)
+
     def set_order(self, pods: list[str]) -> None:
         """From the next round on ranks are numbered in the order of these pods; of none: by index.
 

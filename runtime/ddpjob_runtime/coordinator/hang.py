@@ -66,6 +66,11 @@ class HangWatch:
         self._in_round += 1
         self.since = now
 
+    def forgive(self, seconds: float) -> None:
+        """So much of the time since the last step does not count."""
+        if self.since is not None:
+            self.since += seconds
+
     def note(self, activity: str) -> None:
         """What the script says that it does; empty where it says nothing."""
         self.activity = activity

@@ -137,15 +137,20 @@ class Server:
         """Done at the next change of the report after this call, also where it is awaited later."""
         return self._change.wait()
 
-    async def watch_for_stalls(self) -> None:
-        """Notices when this process has stood still: a host that is moved, or gives it no processor. Never returns."""
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(TICK_SECONDS)
-            gap = time.monotonic() - before - TICK_SECONDS
-            if gap > STALL_SECONDS:
-                self._stood_still = time.monotonic()
-                log(f"this coordinator stood still for {gap:.1f} s")
+    def watch_for_stalls(self) -> None:
+        """Notices from now on when this process has stood still: a host that is moved, or gives it no processor.
+
+        By the loop's timers, which it calls in the order of their times: a hang would be judged later in the stall.
+        """
+        asyncio.get_running_loop().call_later(TICK_SECONDS, self._look_for_a_stall, time.monotonic())
+
+    def _look_for_a_stall(self, before: float) -> None:
+        gap = time.monotonic() - before - TICK_SECONDS
+        if gap > STALL_SECONDS:
+            self._stood_still = time.monotonic()
+            log(f"this coordinator stood still for {gap:.1f} s")
+            self.coordinator.stood_still(gap)
+        self.watch_for_stalls()
 
     def store_is_ready(self) -> None:
         """The store accepts connections."""
