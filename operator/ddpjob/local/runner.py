@@ -101,7 +101,7 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
         run = folder.run(f"{name}-{number}")
     run.pods.mkdir(parents=True)
     if fresh and folder.checkpoints.exists():
-        folder.checkpoints.rename(run.path / "earlier-checkpoints")
+        _set_aside(folder.checkpoints, run.path / "earlier-checkpoints")
     folder.checkpoints.mkdir(exist_ok=True)
     if not disposable:
         folder.disposable.unlink(missing_ok=True)
@@ -109,6 +109,16 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
         folder.disposable.touch()
     shutil.rmtree(folder.requests, ignore_errors=True)
     return run
+
+
+def _set_aside(checkpoints: Path, earlier: Path) -> None:
+    """Moves them there. Where the folder is a link, such as to a larger disk, they stay on that, and so do new ones."""
+    if not checkpoints.is_symlink():
+        checkpoints.rename(earlier)
+        return
+    real = checkpoints.resolve()
+    earlier.symlink_to(real.rename(real.with_name(f"{real.name}-before-{earlier.parent.name}")))
+    real.mkdir()
 
 
 @contextmanager

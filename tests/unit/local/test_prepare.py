@@ -1,0 +1,21 @@
+"""The folders of a new run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpjob.engine.reconcile import utc_now
+from ddpjob.local.paths import JobFolder
+from ddpjob.local.runner import prepare
+
+
+def test_checkpoints_behind_a_link_start_from_scratch_behind_it(tmp_path: Path) -> None:
+    """The link itself was moved: one relative to its folder led nowhere, and new ones filled the smaller disk."""
+    large, folder = tmp_path / "large", JobFolder(tmp_path / "runs" / "j")
+    large.mkdir()
+    folder.path.mkdir(parents=True)
+    (large / "model.pt").write_text("old")
+    folder.checkpoints.symlink_to(Path("..", "..", "large"))
+    run = prepare(folder, fresh=True, now=utc_now())
+    assert (run.path / "earlier-checkpoints" / "model.pt").read_text() == "old"
+    assert folder.checkpoints.resolve() == large and not any(large.iterdir())
