@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddpjob.api.job_spec import Json, WhenDeleted
-from ddpjob.api.job_status import JobStatus, parse_time
+from ddpjob.api.job_status import JobStatus, SlotState, parse_time
 from ddpjob.api.reader import validate, with_defaults
 from ddpjob.client.backend import (
     METRICS,
@@ -47,6 +47,8 @@ def has_jobs() -> bool:
     return any(_is_record(JobFolder(file.parent)) for file in runs_folder().glob("*/status.json"))
 
 
+_ALIVE = ("Running", "Pending", "Terminating")
+"""States of pods."""
 _Known = tuple[tuple[int, int, int] | None, Json, bool]
 """A record: its file's inode, time and size, its content, and whether its job has ended."""
 
@@ -121,6 +123,8 @@ class ProcessBackend:
         record = _record(job) or {}
         folder, lines = job.run(record["local"]["run"]).pods, []
         states = {pod["name"]: pod["state"] for pod in record["local"]["pods"]}
+        if runner(job) is None:  # Which has ended all of them, and may have been killed before it could say so.
+            states = {pod: "Ended" if state in _ALIVE else state for pod, state in states.items()}
         roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
         for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime):
             states.setdefault(log.stem, "Ended")
@@ -129,7 +133,7 @@ class ProcessBackend:
             index = int(words[0]) if words[0].isdigit() else None
             second = index is None or pod.endswith(f".{COORDINATOR_CONTAINER}")
             role = "coordinator" if second else roles.get(pod, "node")
-            ended = state not in ("Running", "Pending", "Terminating")
+            ended = state not in _ALIVE
             lines.append(PodLine(pod, role, None if role == "coordinator" else index, state, "local", ended=ended))
         return sorted(lines, key=lambda pod: (-1 if pod.index is None else pod.index, pod.name))
 
@@ -357,8 +361,19 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
         interrupted = not _terminal(record)
     job = {key: value for key, value in record.items() if key != "local"}
     if interrupted:
-        job["status"] = {**(record.get("status") or {}), "phase": INTERRUPTED}
+        job["status"] = _interrupted(record.get("status") or {})
     return job
+
+
+def _interrupted(status: Json) -> Json:
+    """Of a job whose run is gone, and with it all pods: a run that was killed could not write that down."""
+    status = {**status, "phase": INTERRUPTED}
+    nodes = status.get("nodes")
+    if isinstance(nodes, dict) and "wanted" in nodes:
+        done = sum(slot.state is SlotState.SUCCEEDED for slot in JobStatus.read(status).slots)
+        gone = {"active": 0, "ready": 0, "spare": 0, "display": f"{done}/{nodes['wanted']}"}
+        status["nodes"] = {**nodes, **gone}
+    return status
 
 
 def _terminal(record: Json) -> bool:

@@ -62,6 +62,21 @@ def test_a_job_that_ends_while_it_is_read_was_not_interrupted(tmp_path: Path, mo
     assert backend.job("j")["status"]["phase"] == "Complete"
 
 
+def test_nothing_of_a_job_runs_whose_run_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record is the last that the run wrote."""
+    pods = [{"name": "j-0-0", "state": "Running"}, {"name": "j-1-0", "state": "Error (1)"}]
+    folder = recorded(tmp_path, monkeypatch, run="first", pods=pods)
+    nodes = {"wanted": 2, "active": 1, "ready": 1, "spare": 0, "display": "1/2"}
+    local = {"run": "first", "pods": pods}
+    write_record(folder, {**ProcessBackend().job("j"), "status": {"nodes": nodes}, "local": local})
+    backend = ProcessBackend()
+    assert [(pod.state, pod.ended) for pod in backend.pods("j")] == [("Ended", True), ("Error (1)", True)]
+    assert backend.job("j")["status"]["nodes"] == {**nodes, "active": 0, "ready": 0, "display": "0/2"}
+    with held(folder):
+        assert [(pod.state, pod.ended) for pod in backend.pods("j")] == [("Running", False), ("Error (1)", True)]
+        assert backend.job("j")["status"]["nodes"] == nodes
+
+
 @pytest.mark.parametrize(
     ("runs", "stay"),
     [
