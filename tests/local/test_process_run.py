@@ -283,6 +283,19 @@ def test_a_folder_that_is_removed_meanwhile_ends_no_job(machine: Machine, code: 
     assert f"State:       {state}" in run.output and "Logs: " in run.output and "Unclosed" not in run.output, run.output
 
 
+def test_a_run_whose_folder_was_removed_is_not_run_twice(machine: Machine) -> None:
+    """Its lock went with the folder: two groups wrote the same checkpoints, and the record changed between theirs."""
+    first = machine.start(manifest(command=["sleep", "600"], nodes=1))
+    first.until(lambda r: r.status.get("phase") == "Running")
+    shutil.rmtree(machine.runs)
+    second = machine.command("run", str(machine.folder / "job.yaml"))
+    assert second.returncode == 2 and f"`kill {first.process.pid}` stops it" in second.stderr, second
+    first.signal(signal.SIGTERM)
+    first.wait(30)
+    again = machine.run(manifest(command=["true"], nodes=1), seconds=30)
+    assert again.process.returncode == 0, again.everything()
+
+
 def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
     run = machine.start(manifest(command=HANG))
     run.until(lambda r: r.status.get("phase") == "Running")

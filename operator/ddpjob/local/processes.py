@@ -114,6 +114,22 @@ def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
+def parent(pid: int) -> int | None:
+    """Its parent; None for a process that has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def command_line(pid: int) -> bytes:
+    """With which it was started; empty for a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def children() -> list[int]:
     """This process' children, adopted ones included."""
     me, found = os.getpid(), []

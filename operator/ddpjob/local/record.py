@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob.api.job_spec import Json
+from ddpjob.local import processes
 from ddpjob.local.paths import JobFolder
+
+_ENDING_SECONDS = 2.0
 
 
 class AlreadyRunning(Exception):
@@ -36,6 +39,9 @@ def held(folder: JobFolder) -> Iterator[None]:
             raise AlreadyRunning(
                 f"job {folder.name} is running already (process {pid}); `ddpjob stop {folder.name}` stops it"
             )
+        if parent := _unlocked_runner(folder):
+            removed = f"{folder.path} was removed meanwhile; `kill {parent}` stops it"
+            raise AlreadyRunning(f"job {folder.name} is running already (process {parent}), and {removed}")
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
         yield
@@ -54,6 +60,19 @@ def _locked(descriptor: int) -> bool:
         else:
             return True
     return False
+
+
+def _unlocked_runner(folder: JobFolder) -> int | None:
+    """The process whose pods use the folder although the lock is free: somebody removed it with the lock of that run.
+
+    Pods of a run that was killed end within a moment; what is left of them has another parent.
+    """
+    marks = {"DDPJOB_NAME": folder.name, "DDPJOB_CHECKPOINT_DIR": str(folder.checkpoints)}
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while (pods := processes.find(marks)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    parents = {parent for pid in pods if (parent := processes.parent(pid))} - set(pods)
+    return next((pid for pid in parents if b"ddpjob" in processes.command_line(pid)), None)
 
 
 def runner(folder: JobFolder) -> int | None:
