@@ -166,7 +166,8 @@ timed = functools.wraps(timed)(lambda: None)
 
 
 NO_SOURCE: dict[str, Any] = {}
-exec("def typed(): pass", NO_SOURCE)
+# A name of its own: as "<string>" Python 3.13 keeps the text of `python -c`, as which pytest-xdist starts its workers.
+exec(compile("def typed(): pass", "<typed>", "exec"), NO_SOURCE)
 
 
 @pytest.mark.parametrize(
