@@ -1,0 +1,45 @@
+"""The program that `pip install ddpjob` brings, without the packages of ddpjob[cli]."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+
+
+@pytest.fixture(params=["ddpjob", "kubectl-ddp"])
+def program(request: pytest.FixtureRequest) -> EntryPoint:
+    scripts = tomllib.loads(PYPROJECT.read_text())["project"]["scripts"]
+    return EntryPoint(request.param, scripts[request.param], "console_scripts")
+
+
+def test_what_to_install_is_named(
+    program: EntryPoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "ddpjob.cli.main", raising=False)
+    monkeypatch.setitem(sys.modules, "click", None)
+    assert program.load()() == 2
+    assert capsys.readouterr().err == "ddpjob needs the package click: pip install 'ddpjob[cli]'\n"
+
+
+@pytest.mark.parametrize("missing", ["jsonschema", "ddpjob.cli.gone"])
+def test_a_package_that_is_imported_late(
+    program: EntryPoint, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A module of its own that is missing is no matter of installing."""
+
+    def main() -> int:
+        raise ModuleNotFoundError(name=missing)
+
+    monkeypatch.setattr("ddpjob.cli.main.main", main)
+    if missing.startswith("ddpjob"):
+        with pytest.raises(ModuleNotFoundError):
+            program.load()()
+    else:
+        assert program.load()() == 2
+        assert "jsonschema: pip install 'ddpjob[cli]'" in capsys.readouterr().err
