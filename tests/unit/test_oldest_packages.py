@@ -1,10 +1,11 @@
-"""The oldest packages that pyproject.toml allows: who has them installed already keeps them."""
+"""The oldest packages that pyproject.toml allows: who has them already keeps them. And the newest that fit together."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,35 @@ spec: {image: image, script: train.py, nodes: 2}
 """
 
 pytestmark = pytest.mark.slow  # They are fetched.
+Uv = Callable[..., str]
+"""uv's arguments -> what it prints."""
+
+
+@pytest.fixture
+def uv(tmp_path: Path) -> Uv:
+    """In `tmp_path`, with pip's settings. The test is skipped where uv is not there or reaches no packages."""
+    program = Path(sys.executable).with_name("uv")
+    if not program.exists():
+        pytest.skip("no uv beside this Python: scripts/install.py brings it")
+    listed = subprocess.run([*install.PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    environment = {**install.settings(listed), **os.environ}
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [program, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        if "Failed to fetch" in done.stderr or "Request failed" in done.stderr:
+            pytest.skip(f"the packages cannot be fetched here: {done.stderr.splitlines()[-1]}")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -30,26 +60,24 @@ pytestmark = pytest.mark.slow  # They are fetched.
         (["operator", "cli"], ["-c", "import ddpjob.controller.main"]),
     ],
 )
-def test_they_are_enough(tmp_path: Path, extras: list[str], arguments: list[str]) -> None:
-    uv = Path(sys.executable).with_name("uv")
-    if not uv.exists():
-        pytest.skip("no uv beside this Python: scripts/install.py brings it")
-    listed = subprocess.run([*install.PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
-    environment = {**install.settings(listed), **os.environ}
-    environment |= {"PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'runtime'}", "KUBECONFIG": "/dev/null"}
+def test_they_are_enough(uv: Uv, tmp_path: Path, extras: list[str], arguments: list[str]) -> None:
     python = tmp_path / "oldest" / "bin" / "python"
-
-    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-
-    assert run(uv, "venv", "--python", sys.executable, "oldest").returncode == 0
+    uv("venv", "--python", sys.executable, "oldest")
     # Not ".[cli]": what an extra asks for would not count as direct.
     chosen = [option for extra in extras for option in ("--extra", extra)]
-    lowest = [uv, "pip", "install", "--python", python, "--resolution=lowest-direct"]
-    installed = run(*lowest, "--requirements", ROOT / "pyproject.toml", *chosen)
-    if "Failed to fetch" in installed.stderr or "Request failed" in installed.stderr:
-        pytest.skip(f"the packages cannot be fetched here: {installed.stderr.splitlines()[-1]}")
-    assert installed.returncode == 0, installed.stderr
+    requirements = ["--requirements", str(ROOT / "pyproject.toml")]
+    uv("pip", "install", "--python", str(python), "--resolution=lowest-direct", *requirements, *chosen)
     (tmp_path / "job.yaml").write_text(JOB)
-    done = run(python, *arguments)
+    environment = {
+        **os.environ, "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'runtime'}", "KUBECONFIG": "/dev/null",
+    }  # fmt: skip
+    done = subprocess.run(
+        [python, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
+
+
+def test_all_extras_fit_together(uv: Uv) -> None:
+    found = uv("pip", "compile", "--all-extras", "--no-header", str(ROOT / "pyproject.toml")).splitlines()
+    assert any(line.startswith("kubernetes==37.") for line in found)
+    assert any(line.startswith("s3fs==20") for line in found)
