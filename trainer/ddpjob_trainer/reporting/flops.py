@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 
@@ -52,14 +53,16 @@ def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_
 
     Not of a model of one's own, whose code may be another one by then. On rank 0, which reports.
     """
+    count = partial(flops_per_sample, config, shape, classes, whole_numbers=whole_numbers)
+    if is_own(config.model):
+        return count()
     path = config.run_dir / "flops.json"
-    counted = [asdict(config.model), list(shape), classes, whole_numbers, torch.__version__]
-    of = json.dumps(counted, default=str)
+    of = json.dumps([asdict(config.model), list(shape), classes, whole_numbers, torch.__version__], default=str)
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(path.read_bytes())
-        if kept["of"] == of and not is_own(config.model):
+        if kept["of"] == of:
             return float(kept["flops"])
-    found = flops_per_sample(config, shape, classes, whole_numbers=whole_numbers)
+    found = count()
     with suppress(OSError):  # The next start counts again.
         write_atomically(path, json.dumps({"of": of, "flops": found}).encode())
     return found
