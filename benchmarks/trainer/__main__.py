@@ -53,8 +53,10 @@ def main() -> int:
     given = parser.parse_args()
     what = given.what or ["cifar", "jpeg", "bare"]
     wanted = given.cases.split(",") if given.cases else names
-    on_gpu = pipelines.gpu_is_here()
-    cases = [case for case in pipelines.CASES if (case.kind in what and case.name in wanted and case.gpu == on_gpu)]
+    cases = [case for case in pipelines.CASES if case.kind in what and case.name in wanted]
+    if cases:
+        on_gpu = pipelines.gpu_is_here()
+        cases = [case for case in cases if case.gpu == on_gpu]
     rows: list[tuple[str, int, float, float]] = []
     tables: list[str] = []
     if cases:

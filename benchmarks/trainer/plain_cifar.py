@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torchvision
 import torchvision.transforms as transforms
 
 from benchmarks.trainer.models_of_cases import model_of
-from benchmarks.trainer.plain_loop import options, train
+from benchmarks.trainer.plain_loop import loader, options, train
 
 
 class Cifar10(torchvision.datasets.CIFAR10):
@@ -32,11 +31,7 @@ def main() -> None:
         ]
     )
     data = Cifar10(str(given.data), train=True, transform=transform)
-    pin = torch.cuda.is_available()
-    loader = torch.utils.data.DataLoader(
-        data, batch_size=given.batch, shuffle=True, num_workers=given.workers, pin_memory=pin
-    )
-    train(model_of(given.model, (3, 32, 32), 10), loader, given)
+    train(model_of(given.model, (3, 32, 32), 10), loader(data, given), given)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torchvision import datasets, transforms
 
 from benchmarks.trainer.models_of_cases import model_of
-from benchmarks.trainer.plain_loop import options, train
+from benchmarks.trainer.plain_loop import loader, options, train
 
 
 def main() -> None:
@@ -23,11 +22,7 @@ def main() -> None:
             ]
         ),
     )
-    pin = torch.cuda.is_available()
-    loader = torch.utils.data.DataLoader(
-        data, batch_size=given.batch, shuffle=True, num_workers=given.workers, pin_memory=pin
-    )
-    train(model_of(given.model, (3, 224, 224), len(data.classes)), loader, given)
+    train(model_of(given.model, (3, 224, 224), len(data.classes)), loader(data, given), given)
 
 
 if __name__ == "__main__":

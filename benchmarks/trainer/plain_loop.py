@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,17 @@ def options() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, required=True, help="steps before the clock starts")
     parser.add_argument("--steps", type=int, required=True, help="steps in all")
     return parser.parse_args()
+
+
+def loader(data: torch.utils.data.Dataset[Any], given: argparse.Namespace) -> Iterable[Any]:
+    """Of the training set, as in the official examples."""
+    return torch.utils.data.DataLoader(
+        data,
+        batch_size=given.batch,
+        shuffle=True,
+        num_workers=given.workers,
+        pin_memory=DEVICE.type == "cuda",
+    )
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...]) -> list[float]:
