@@ -32,17 +32,30 @@ Figure = Callable[[str, Any], None]
 two_devices = pytest.mark.skipif(COUNT < 2, reason=f"needs two CUDA devices, and there are {COUNT}")
 
 
+def trainer(*words: str) -> None:
+    """The trainer's program, to its good end."""
+    command = [sys.executable, "-m", "ddpjob_trainer", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def trained(folder: Path, *keys: str, ranks: int = 1) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl of a training; more than one rank by --spawn."""
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, "-m", "ddpjob_trainer", *KEYS, *keys, f"checkpoint.dir={folder}", *spawn]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    trainer(*KEYS, *keys, f"checkpoint.dir={folder}", *spawn)
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(lines: list[dict[str, Any]]) -> list[float]:
     return [line["loss"] for line in lines if line["event"] == "step"]
+
+
+def check_same_curve(folder: Path, figure: Figure, *keys: str) -> None:
+    """On the GPU as on the CPU."""
+    on_cpu = losses(trained(folder / "cpu", "train.backend=gloo", *keys, *WHOLE))
+    on_gpu = losses(trained(folder / "gpu", *keys, *WHOLE))
+    figure("largest difference of a loss", float(np.max(np.abs(np.array(on_gpu) / on_cpu - 1))))
+    np.testing.assert_allclose(on_gpu, on_cpu, rtol=5e-3)
 
 
 @pytest.fixture(scope="module")
@@ -102,41 +115,26 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_has_the_curve_of_the_cpu(feature: str, tmp_path: Path, figure: Figure) -> None:
-    keys = [*FEATURES[feature], *WHOLE]
-    on_cpu = losses(trained(tmp_path / "cpu", "train.backend=gloo", *keys))
-    on_gpu = losses(trained(tmp_path / "gpu", *keys))
-    figure("largest difference of a loss", float(np.max(np.abs(np.array(on_gpu) / on_cpu - 1))))
-    np.testing.assert_allclose(on_gpu, on_cpu, rtol=5e-3)
+    check_same_curve(tmp_path, figure, *FEATURES[feature])
 
 
 @pytest.mark.parametrize("operations", ["data.randaugment_ops=2", "data.trivialaugment=true"])
-def test_operations_on_images_are_those_of_the_cpu(operations: str, tmp_path: Path) -> None:
+def test_operations_on_images_are_those_of_the_cpu(operations: str, tmp_path: Path, figure: Figure) -> None:
     from benchmarks.trainer import made_data
 
     made_data.cifar10(tmp_path, 1000)
-    keys = ["data.name=cifar10", f"data.dir={tmp_path}", operations, *WHOLE]
-    on_cpu = losses(trained(tmp_path / "cpu", "train.backend=gloo", *keys))
-    np.testing.assert_allclose(losses(trained(tmp_path / "gpu", *keys)), on_cpu, rtol=5e-3)
+    check_same_curve(tmp_path, figure, "data.name=cifar10", f"data.dir={tmp_path}", operations)
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "shards"])
-def test_images_of_workers_reach_the_device(kind: str, tmp_path: Path) -> None:
+def test_images_of_workers_reach_the_device(kind: str, tmp_path: Path, figure: Figure) -> None:
     from benchmarks.trainer import made_data
 
     made_data.jpegs(tmp_path / "imagefolder", 400)
     if kind == "shards":
-        command = [
-            sys.executable,
-            "-m",
-            "ddpjob_trainer",
-            "shards",
-            str(tmp_path / "imagefolder"),
-            str(tmp_path / kind),
-        ]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=300)
-    keys = [f"data.name={kind}", f"data.dir={tmp_path / kind}", "data.image_size=32", "data.batch=80", *WHOLE]
-    on_cpu = losses(trained(tmp_path / "cpu", "train.backend=gloo", *keys))
-    np.testing.assert_allclose(losses(trained(tmp_path / "gpu", *keys)), on_cpu, rtol=5e-3)
+        trainer("shards", str(tmp_path / "imagefolder"), str(tmp_path / kind))
+    keys = [f"data.name={kind}", f"data.dir={tmp_path / kind}", "data.image_size=32", "data.batch=80"]
+    check_same_curve(tmp_path, figure, *keys)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -152,17 +150,7 @@ def test_a_checkpoint_of_the_gpu_is_evaluated_on_either(tmp_path: Path) -> None:
     trained(tmp_path, *WHOLE)
     found = {}
     for backend in ("nccl", "gloo"):
-        command = [
-            sys.executable,
-            "-m",
-            "ddpjob_trainer",
-            "evaluate",
-            str(tmp_path),
-            f"train.backend={backend}",
-            *WHOLE,
-        ]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
+        trainer("evaluate", str(tmp_path), f"train.backend={backend}", *WHOLE)
         found[backend] = json.loads(next((tmp_path / "eval").glob("*.json")).read_text())
     assert found["nccl"]["loss"] == pytest.approx(found["gloo"]["loss"], rel=1e-4)
 

@@ -592,13 +592,18 @@ def clients(job: Job, count: int) -> list[CoordinatorClient]:
     return found
 
 
+def stand_still(job: Job, seconds: float) -> None:
+    """The coordinator does not run for so long."""
+    job.kill("coordinator", signal.SIGSTOP)
+    time.sleep(seconds)
+    job.kill("coordinator", signal.SIGCONT)
+
+
 def test_a_coordinator_that_stood_still_restarts_nobody(tmp_path: Path) -> None:
     job = started_job(tmp_path, 4)
     try:
         members = clients(job, 4)
-        job.kill("coordinator", signal.SIGSTOP)
-        time.sleep(8)
-        job.kill("coordinator", signal.SIGCONT)
+        stand_still(job, 8)
         time.sleep(RETURN_SECONDS + 2)
         report = job.status()
         assert (report["state"], report["round"], report["incidents"]) == ("Running", 1, [])
@@ -613,9 +618,7 @@ def test_a_coordinator_that_stood_still_calls_nothing_a_hang(tmp_path: Path) -> 
     job = started_job(tmp_path, 2, "--hang-after", "6")
     try:
         members = clients(job, 2)
-        job.kill("coordinator", signal.SIGSTOP)
-        time.sleep(7)
-        job.kill("coordinator", signal.SIGCONT)
+        stand_still(job, 7)
         time.sleep(DUMP_SECONDS + 1)
         assert job.status()["incidents"] == []
         assert not any(client.must_restart(1) for client in members)
