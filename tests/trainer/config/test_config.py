@@ -41,6 +41,22 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
         config.load(None, ["checkpoint.dir=~nobody-of-this-name/c"])
 
 
+@pytest.mark.parametrize("text", ["007", "1.10", "1e3", "0x10", "1_000", "1:30"])
+def test_a_name_that_looks_like_a_number_stays_as_it_was_written(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"train: {{name: {text}}}\ncheckpoint: {{dir: {text}}}\n")
+    for loaded in (
+        config.load(str(tmp_path / "c.yaml"), []),
+        config.load(None, [f"train.name={text}", f"checkpoint.dir={text}"]),
+    ):
+        assert loaded.train.name == text and loaded.checkpoint.dir == Path(text)
+    assert type(config.load(None, ["data.seed=007"]).data.seed) is int
+    assert type(config.load(None, ["optim.lr=1.10"]).optim.lr) is float
+
+
+def test_one_number_is_a_list_of_one() -> None:
+    assert config.load(None, ["optim.schedule=step", "optim.milestones=30"]).optim.milestones == (30.0,)
+
+
 def test_a_folder_may_be_named_by_a_date(tmp_path: Path) -> None:
     """YAML makes a date of it, which was refused as no path."""
     (tmp_path / "c.yaml").write_text("checkpoint: {dir: 2026-1-5}\n")

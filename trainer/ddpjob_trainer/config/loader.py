@@ -17,7 +17,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,6 +66,29 @@ class _EachKeyOnce(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Whole(int):
+    """A whole number, and how it was written: where text is asked for, 007 is not 7."""
+
+    written: str
+
+
+class _Number(float):
+    """The same for other numbers: 1.10 is not 1.1."""
+
+    written: str
+
+
+def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) -> Callable[..., Any]:
+    def construct(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> _Whole | _Number:
+        number = kind(read(loader, node))
+        number.written = str(node.value)
+        return number
+
+    return construct
+
+
+_EachKeyOnce.add_constructor("tag:yaml.org,2002:int", _as_written(_Whole, yaml.SafeLoader.construct_yaml_int))
+_EachKeyOnce.add_constructor("tag:yaml.org,2002:float", _as_written(_Number, yaml.SafeLoader.construct_yaml_float))
 # What looks like a date is text: no key takes a date, and a folder may be named by one.
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(node.value))
 
@@ -212,7 +235,7 @@ def describe_type(kind: Any) -> str:
     if typing.get_origin(kind) is types.UnionType:
         return " or ".join(describe_type(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return f"list of {describe_type(typing.get_args(kind)[0])}"
+        return f"list of {describe_type(typing.get_args(kind)[0])}s"
     if kind is type(None):
         return "null"
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -228,6 +251,8 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         return _convert(value, next(part for part in parts if part is not type(None)), where)
     if origin is tuple:
         items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+        if isinstance(items, _Whole | _Number):
+            items = [items]
         if not isinstance(items, list | tuple):
             raise ConfigError(f"{where}: {value!r} is not a {describe_type(kind)}; write for example [1, 8, 8]")
         return tuple(_convert(item, parts[0], where) for item in items)
@@ -254,10 +279,12 @@ def _scalar(value: Any, kind: Any) -> Any:
         return None
     try:
         if kind is int and isinstance(value, int):
-            return value  # Through a float, numbers above 2^53 would become others.
+            return int(value)  # Through a float, numbers above 2^53 would become others.
         if kind is int:
             number = float(value)
             return int(number) if number == int(number) else None
+        if kind is not float and isinstance(value, _Whole | _Number):
+            value = value.written
         if kind is Path:  # A shell does not expand ~ in key=~/folder; YAML and Kubernetes never do.
             return Path(value).expanduser()
         if kind is float:  # Not a number is above, below and beside any limit: comparisons would let it pass.
