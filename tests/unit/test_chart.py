@@ -49,6 +49,14 @@ def test_every_object_has_the_recommended_labels() -> None:
 
 
 @needs_helm
+@pytest.mark.parametrize("release", ["2.x", "team.a", "mine-operator", "a" * 53])
+def test_every_release_name_that_helm_takes_gives_services_that_kubernetes_takes(release: str) -> None:
+    rendered = helm("template", release, str(CHART), "--set", f"dashboard.enabled=true,{MONITORING}")
+    services = [o["metadata"]["name"] for o in yaml.safe_load_all(rendered) if o and o["kind"] == "Service"]
+    assert len(services) == 2 and all(re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name) for name in services)
+
+
+@needs_helm
 def test_a_users_pod_adds_no_series_of_others_to_prometheus() -> None:
     rendered = yaml.safe_load_all(helm("template", "mine", str(CHART), "--set", MONITORING))
     (monitor,) = [body for body in rendered if body and body["kind"] == "PodMonitor"]

@@ -1,10 +1,15 @@
+{{- /* A release may be named 2.x; a Service has no dots in its name and begins with a letter. */ -}}
 {{- define "operator.name" -}}
+{{- $release := .Release.Name | replace "." "-" -}}
+{{- if regexMatch "^[0-9]" $release -}}
+{{- $release = printf "ddpjob-%s" $release -}}
+{{- end -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride -}}
-{{- else if hasSuffix "operator" .Release.Name -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else if hasSuffix "operator" $release -}}
+{{- $release | trunc 50 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-operator" (.Release.Name | trunc 41 | trimSuffix "-") -}}
+{{- printf "%s-operator" ($release | trunc 41 | trimSuffix "-") -}}
 {{- end -}}
 {{- end -}}
 
