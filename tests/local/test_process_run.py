@@ -306,6 +306,17 @@ def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
     run.assert_nothing_left(0.5)
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+def test_the_record_of_a_stopped_run_shows_no_pod_that_is_ending(machine: Machine, signals: int) -> None:
+    """Nobody corrects it later: it said that a pod was still terminating, or that the job was running."""
+    run = machine.start(manifest(command=["sleep", "600"], nodes=1))
+    run.until(lambda r: r.status.get("phase") == "Running")
+    for number in (signal.SIGINT, signal.SIGTERM)[:signals]:  # two of one kind at once are one
+        run.signal(number)
+    assert run.wait(10) in (130, 143), run.everything()
+    assert run.condition("Suspended")["message"].startswith("no pods run"), run.status
+
+
 def test_a_terminal_that_closes_behind_another_signal_leaves_the_time_to_save(machine: Machine) -> None:
     """As at a logout and a shutdown: systemd sends SIGHUP right behind SIGTERM."""
     saves = ["bash", "-c", "trap 'sleep 1; touch saved; exit 143' TERM; while :; do sleep 0.1; done"]

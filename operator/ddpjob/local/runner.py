@@ -177,6 +177,8 @@ class Runner:
             self._record()
             self._display(lambda: self.display.show(self._shown()))
             await self._sleep(max(0.0, min(TICK, due - clock())))
+        if self.interrupted is not None:
+            await reconcile(self.cluster, self.key)  # Else the record shows pods that have ended since.
 
     async def _sleep(self, seconds: float) -> None:
         try:
