@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from ddpjob.api.job_spec import Json
-from ddpjob.cli.output import PathTemplate, abandon_output, document, listed, printable, printed_rows, usable_output
+from ddpjob.cli.output import PathTemplate, abandon_output, document, listed, printable, printed_rows, usable_streams
 from ddpjob.cli.places import (
     EXIT_MISTAKE,
     EXIT_NEGATIVE,
@@ -1140,7 +1140,7 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EI
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    usable_output()
+    usable_streams()
     name = PLUGIN if PLUGIN in Path(sys.argv[0]).name else "ddpjob"
     if "NO_COLOR" in os.environ:
         root.context_settings["color"] = False

@@ -21,8 +21,10 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
-def usable_output() -> None:
-    """No text fails for a character that the output's encoding lacks, nor where the output was closed (`>&-`)."""
+def usable_streams() -> None:
+    """No text fails for a character that the output's encoding lacks, nor where a stream was closed (`<&-`, `>&-`)."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - no path of ours, open to the end
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -107,3 +107,11 @@ def test_an_output_that_takes_no_more_is_no_failed_job(where: str, code: int, sa
     line = f"{sys.executable} -m ddpjob.cli explain spec {where}"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (code, said)
+
+
+@pytest.mark.parametrize("command", [["run"], ["validate"], ["submit", "--local"]])
+def test_a_closed_standard_input_is_an_empty_one(command: list[str]) -> None:
+    """As a batch system starts programs; a traceback said that 'NoneType' has no attribute 'read'."""
+    words = [sys.executable, "-m", "ddpjob.cli", *command, "-"]
+    ran = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *words], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (2, "standard input: is empty; it must contain a DDPJob\n")
