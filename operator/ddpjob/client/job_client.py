@@ -270,8 +270,8 @@ class Client:
 
         `rank`: of the pod that has this global rank, without lines that another rank is known to have written.
         `index`: of one slot's pods. `tail`: the last lines of each pod. `follow`: continue until the job has ended,
-        also with pods that replace others. Raises Mistake when nothing can be read, as of a `rank` that no pod
-        has; warns of each pod that could not be read.
+        also with pods that replace others. Raises Mistake when nothing can be read, as of a `rank` or an
+        `index` that no pod has; warns of each pod that could not be read.
         """
         from ddpjob.client.log_follower import Chosen, LogFollower
 
@@ -329,7 +329,8 @@ def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Itera
             yield line.pod.name, line.text.decode(errors="replace")
     finally:
         stop.set()  # Whoever breaks off leaves no reader behind.
-    if not follower.seen and (why := "\n".join(follower.notes) or (follower.why_nothing() if named else "")):
+    why = "\n".join(follower.notes) or (follower.why_nothing() if named else follower.missing_slots())
+    if not follower.seen and why:
         raise Mistake(why)
     for note in follower.notes:
         warnings.warn(note, stacklevel=2)

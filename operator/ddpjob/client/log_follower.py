@@ -229,13 +229,22 @@ class LogFollower:
             there = f"the ranks are {held[0]} to {held[-1]}" if held else "no pod has a rank yet"
             return f"no logs of rank {', '.join(map(str, self._chosen.ranks))} of {self.job}; {there}"
         every = self.backend.pods(self.job)
+        if missing := self._missing_slots(every):
+            return missing
         pods = [pod for pod in every if self._wanted(pod)][:5]
-        if every and not pods and self._chosen.indices:
-            slots = sorted({pod.index for pod in every if pod.index is not None})
-            there = f"the slots are {slots[0]} to {slots[-1]}" if slots else "no slot has a pod yet"
-            return f"no pod of slot {', '.join(map(str, self._chosen.indices))} of {self.job}; {there}"
         found = "nothing was printed" if pods and all(pod.ended for pod in pods) else "no logs yet"
         return f"{found}: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
+
+    def missing_slots(self) -> str:
+        """That no pod is of a slot that was asked for; empty: one is, or there are no pods."""
+        return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices and not self.seen else ""
+
+    def _missing_slots(self, every: Sequence[PodLine]) -> str:
+        if not every or not self._chosen.indices or any(self._wanted(pod) for pod in every):
+            return ""
+        slots = sorted({pod.index for pod in every if pod.index is not None})
+        there = f"the slots are {slots[0]} to {slots[-1]}" if slots else "no slot has a pod yet"
+        return f"no pod of slot {', '.join(map(str, self._chosen.indices))} of {self.job}; {there}"
 
     def _is_over(self) -> bool:
         if not self.options.follow:

@@ -279,6 +279,8 @@ def test_logs_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     place = Place(True, (job(), False))
     with pytest.raises(Mistake, match="no logs of rank 7 of j; the ranks are 0 to 1"):
         list(client(place).logs("j", rank=7))
+    with pytest.raises(Mistake, match="no pod of slot 9 of j; the slots are 0 to 1"):
+        list(client(place).logs("j", index=9))
     read = place.log
 
     def one_refused(pod: PodLine, options: LogOptions) -> Iterator[bytes]:
