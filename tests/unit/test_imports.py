@@ -1,7 +1,9 @@
-"""No module imports itself through others: not lazily, and not for types alone."""
+"""No module imports itself through others: not lazily, and not for types alone. A package that is missing is named."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 
 import grimp
@@ -24,3 +26,33 @@ def test_no_import_circle(package: str) -> None:
 def test_a_circle_is_found() -> None:
     with pytest.raises(CycleError):
         order("ddpjob", ("ddpjob.core.world", "ddpjob.core.decide"))
+
+
+WITHOUT = """
+import runpy, sys
+missing, program = sys.argv[1:]
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+del sys.argv[1:]
+runpy.run_module(program, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "program", "extra"),
+    [
+        ("torch", "ddpjob_trainer", "trainer"),
+        ("numpy", "ddpjob_trainer", "trainer"),
+        ("kopf", "ddpjob.controller", "operator"),
+        ("aiohttp", "ddpjob.dashboard", "cli"),
+    ],
+)
+def test_what_a_program_needs_is_named_with_its_extra(package: str, program: str, extra: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT, package, program], capture_output=True, text=True, check=False
+    )
+    said = f"{program} needs the package {package}: pip install 'ddpjob[{extra}]'"
+    assert ran.returncode and ran.stderr.strip().removeprefix("error: ") == said, ran.stderr

@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import sys
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+try:
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    print("error: ddpjob_trainer needs the package torch: pip install 'ddpjob[trainer]'", file=sys.stderr)
+    sys.exit(2)
 
 from ddpjob_trainer.commands.dispatch import run
 from ddpjob_trainer.errors import ConfigError, FolderTakenError, Refused, exit_code, install_hook
 from ddpjob_trainer.lifecycle import fast_exit
+
+_EXTRA = ("torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklearn", "matplotlib", "rich", "psutil",
+          "prometheus_client")  # fmt: skip
+"""What ddpjob[trainer] brings beside torch, as it is imported: an image for PyTorch may lack some."""
 
 
 @record
@@ -24,9 +34,18 @@ def main() -> int:
     try:
         return _run(sys.argv[1:])
     except (ConfigError, FolderTakenError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        get_error_handler().record_exception(error)  # Not done by `record` for an exit.
-        raise Refused(f"{error}", fast_exit.with_code(exit_code(error))) from None
+        raise _refused(error) from None
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        needs = f"ddpjob_trainer needs the package {error.name}: pip install 'ddpjob[trainer]'"
+        raise _refused(ConfigError(needs)) from None
+
+
+def _refused(error: ConfigError | FolderTakenError) -> Refused:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    get_error_handler().record_exception(error)  # Not done by `record` for an exit.
+    return Refused(f"{error}", fast_exit.with_code(exit_code(error)))
 
 
 def _run(arguments: list[str]) -> int:
