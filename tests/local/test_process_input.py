@@ -132,3 +132,11 @@ def test_a_full_disk_is_named_with_its_file(machine: SameProcess) -> None:
     assert run.returncode == submitted.returncode == 2
     assert run.stderr.startswith(f"{machine.runs}/job: File too large; DDPJOB_RUNS names")
     assert submitted.stderr == f"{machine.runs}/job/submitted.json: File too large\n"
+
+
+def test_no_free_ports(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ended in a traceback."""
+    monkeypatch.setattr("ddpjob.local.local_platform._is_free", lambda port: False)
+    answer = machine.command("run", str(machine.write(manifest(command=["true"]))))
+    assert answer.returncode == 2, answer
+    assert answer.stderr.splitlines()[-1].startswith("no two neighbouring TCP ports between 20000 and 32000 are free")

@@ -19,6 +19,7 @@ from ddpjob.client.manifest_sources import BadInput, read_job
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
+from ddpjob.local.local_platform import NoFreePorts
 from ddpjob.local.paths import JobFolder, RunFolder, job_folder
 from ddpjob.local.record import AlreadyRunning, held, write_atomically
 from ddpjob.local.runner import Outcome, Runner, new_body, prepare
@@ -105,6 +106,9 @@ def _run(job: Ready, run: RunFolder) -> int:
     display = open_display()
     try:
         outcome = asyncio.run(Runner(job.body, job.local_spec, job.folder, run, display).run())
+    except NoFreePorts as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_INPUT
     finally:
         with suppress(OSError):
             display.close()

@@ -41,13 +41,30 @@ class LocalPlatform(Platform):
         return ""
 
 
-def free_port_pair() -> int:
-    """A port P such that P and P+1 are free. Raises OSError when none is found in a hundred tries."""
+class NoFreePorts(Exception):
+    """Other programs have the ports that coordinators could listen on."""
+
+
+def free_port_pair() -> tuple[int, socket.socket]:
+    """A port P such that P and P+1 are free, and what keeps other runs from it until it is closed. Raises NoFreePorts.
+
+    A coordinator listens later, and not while it is replaced: runs that start together must not choose the same.
+    """
     for _ in range(100):
         port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 2)
+        mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            mark.bind(f"\0ddpjob-ports-{port}")  # No file, and of this network namespace, as ports are.
+        except OSError:
+            mark.close()
+            continue
         if _is_free(port) and _is_free(port + 1):
-            return port
-    raise OSError(f"no two neighbouring TCP ports between {_LOWEST} and {_HIGHEST} are free")
+            return port, mark
+        mark.close()
+    raise NoFreePorts(
+        f"no two neighbouring TCP ports between {_LOWEST} and {_HIGHEST} are free, which the job's coordinator needs;"
+        " end programs that listen there (`ss -ltn` lists them)"
+    )
 
 
 def _is_free(port: int) -> bool:

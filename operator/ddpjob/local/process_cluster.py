@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from ddpjob.engine.reconcile import utc_now
 from ddpjob.local import processes
 from ddpjob.local.adapt_spec import LocalSpec
 from ddpjob.local.environment import inherited
-from ddpjob.local.local_platform import LocalPlatform, free_port_pair
+from ddpjob.local.local_platform import LocalPlatform, NoFreePorts, free_port_pair
 from ddpjob.local.paths import RunFolder
 from ddpjob.local.pod import UID_VARIABLE, Pod
 from ddpjob.objects.platform import Platform
@@ -44,7 +45,10 @@ class TimedEvent:
 
 
 class ProcessCluster:
-    """Implements `ddpjob.engine.ports.Cluster` for one job. Used from the event loop's thread alone."""
+    """Implements `ddpjob.engine.ports.Cluster` for one job. Used from the event loop's thread alone.
+
+    Raises NoFreePorts.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,9 @@ class ProcessCluster:
         """The signal for which the job was suspended; empty: its user did it, or nobody."""
         self.changed = asyncio.Event()
         self._objects: set[tuple[str, str]] = set()
-        self._ports: dict[int, int] = {}
+        first, mark = free_port_pair()
+        self._ports: dict[int, int] = {0: first}
+        self._marks: list[socket.socket] = [mark]
         ranks = local_spec.spec.nodes * local_spec.spec.procs_per_node
         self._inherited = inherited(max(1, len(os.sched_getaffinity(0)) // ranks))
 
@@ -91,7 +97,13 @@ class ProcessCluster:
 
     def _port(self, generation: int) -> int:
         if generation not in self._ports:
-            self._ports[generation] = free_port_pair()
+            try:
+                port, mark = free_port_pair()
+            except NoFreePorts:
+                port = self._ports[max(self._ports)]  # It listens when the coordinator before it has ended.
+            else:
+                self._marks.append(mark)
+            self._ports[generation] = port
         return self._ports[generation]
 
     async def observe(self, key: JobKey) -> Observation | None:
@@ -269,6 +281,8 @@ class ProcessCluster:
         left = processes.end_all({UID_VARIABLE: self.body["metadata"]["uid"]})
         self.collect()
         await self.coordinators.close()
+        for mark in self._marks:
+            mark.close()
         return left
 
     def nodes(self) -> list[Pod]:
