@@ -39,13 +39,15 @@ def held(folder: JobFolder) -> Iterator[None]:
             raise AlreadyRunning(
                 f"job {folder.name} is running already (process {pid}); `ddpjob stop {folder.name}` stops it"
             )
-        if parent := _unlocked_runner(folder):
-            removed = f"{folder.path} was removed meanwhile; `kill {parent}` stops it"
-            raise AlreadyRunning(f"job {folder.name} is running already (process {parent}), and {removed}")
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
-        yield
-        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())  # At once: who finds the lock held names its holder.
+        try:
+            if parent := _unlocked_runner(folder):
+                removed = f"{folder.path} was removed meanwhile; `kill {parent}` stops it"
+                raise AlreadyRunning(f"job {folder.name} is running already (process {parent}), and {removed}")
+            yield
+        finally:
+            os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
 
