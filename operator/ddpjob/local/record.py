@@ -178,6 +178,9 @@ def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
         return []
     found = []
     for path in sorted(folder.requests.glob("*.json")):
-        body = json.loads(path.read_text())
+        try:
+            body = json.loads(path.read_text())
+        except OSError:
+            continue  # Withdrawn by who waited too long for it, or another user's with the file's rights.
         found.append((path, str(body["verb"]), str(body["subject"])))
     return found

@@ -1,4 +1,4 @@
-"""The lock of a job on this machine."""
+"""The lock of a job on this machine, and requests to its runner."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ def test_a_run_that_begins_is_known_by_its_process_at_once(tmp_path: Path, monke
     with record.held(folder):
         assert record.runner(folder) == os.getpid()
     assert record.runner(folder) is None and folder.lock.read_text() == ""
+
+
+def test_a_request_that_cannot_be_read_ends_no_training(tmp_path: Path) -> None:
+    """Its command has given up and removed it, or `sudo` with a strict umask has written it: the run broke off."""
+    folder = JobFolder(tmp_path)
+    folder.requests.mkdir()
+    (folder.requests / "1-1.json").symlink_to("removed-while-it-was-listed")
+    (folder.requests / "2-2.json").write_text('{"verb": "scale", "subject": "3"}')
+    assert [(verb, subject) for _, verb, subject in record.requests(folder)] == [("scale", "3")]
