@@ -140,3 +140,13 @@ def test_no_free_ports(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) ->
     answer = machine.command("run", str(machine.write(manifest(command=["true"]))))
     assert answer.returncode == 2, answer
     assert answer.stderr.splitlines()[-1].startswith("no two neighbouring TCP ports between 20000 and 32000 are free")
+
+
+def test_checkpoints_on_a_disk_that_is_not_mounted(machine: SameProcess) -> None:
+    """`File exists` was said of a link that leads nowhere."""
+    (machine.runs / "job").mkdir(parents=True)
+    (machine.runs / "job" / "checkpoints").symlink_to("/no/such/disk")
+    answer = machine.command("run", str(machine.write(manifest(command=["true"]))))
+    assert answer.returncode == 2 and "checkpoints: a link to /no/such/disk, which is not there" in answer.stderr, (
+        answer
+    )

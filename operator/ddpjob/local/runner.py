@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -102,6 +103,9 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
     run.pods.mkdir(parents=True)
     if fresh and folder.checkpoints.exists():
         _set_aside(folder.checkpoints, run.path / "earlier-checkpoints")
+    if folder.checkpoints.is_symlink() and not folder.checkpoints.exists():
+        why = f"a link to {folder.checkpoints.readlink()}, which is not there (is its disk mounted?)"
+        raise FileNotFoundError(errno.ENOENT, why, str(folder.checkpoints))
     folder.checkpoints.mkdir(exist_ok=True)
     if not disposable:
         folder.disposable.unlink(missing_ok=True)
