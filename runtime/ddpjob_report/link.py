@@ -114,8 +114,8 @@ class Link(Outbox):
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
         """With the speed and the time left that follow from the steps, where the script does not report them."""
         step, now = figures.get("step"), time.monotonic()
-        if step is None:
-            return figures
+        if step is None or (self._counted is not None and step == self._counted[0]):
+            return figures  # More figures of a step that is counted already, such as its evaluation.
         before, self._counted = self._counted, (step, now)
         if before is None or step <= before[0]:
             return figures

@@ -346,6 +346,13 @@ def measured(*reports: dict[str, Any]) -> dict[str, Any]:
         return [sender._with_speed(figures) for figures in reports][-1]
 
 
+def test_more_figures_of_a_step_do_not_make_it_faster() -> None:
+    """They come at their own time: of the seconds between two steps only those after them would be counted."""
+    first, second = {"step": 10, "steps": 100}, {"step": 20, "steps": 100}
+    assert measured(first, {"step": 10, "loss": 0.5}, second)["metrics"][link.SPEED] == 5.0
+    assert measured(first, {"step": 10, "loss": 0.5}) == {"step": 10, "loss": 0.5}
+
+
 def test_of_no_steps_there_is_no_time_left() -> None:
     assert measured({"step": 10, "steps": 100}, {"step": 20, "steps": 100})["eta"] == 8.0
     for steps in (0, -1, None):
