@@ -41,6 +41,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         values.pop("epoch", None)
         if "eval_accuracy" in values:
             values["accuracy"] = values.pop("eval_accuracy")
+        if state.global_step:  # Curves are kept by step, and after the last one's figures no other step is reported.
+            values["step"] = state.global_step
         report(**values)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -393,6 +393,17 @@ def test_the_epoch_that_runs_is_shown_to_its_end(
     assert posted == [{"epoch": shown, "epochs": 3, "step": 7, "steps": 20}]
 
 
+def test_the_last_evaluation_of_the_trainer_is_in_the_curves(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step follows by which it could be kept; before the first step there is none yet."""
+    callback = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
+    callback.on_log(None, SimpleNamespace(global_step=0), None, {"eval_accuracy": 0.1})
+    for logs in ({"loss": 0.5, "epoch": 2.0}, {"eval_accuracy": 0.75, "epoch": 2.0}):
+        callback.on_log(None, SimpleNamespace(global_step=20), None, logs)
+    curve_file.close()
+    series = read_metrics(curves.read_text())
+    assert series.steps["loss"] == {20: 0.5} and series.evaluations["accuracy"] == {20: 0.75}
+
+
 class Accelerator:
     """Accelerate's, of one process."""
 
