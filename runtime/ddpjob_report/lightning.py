@@ -38,6 +38,12 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
+        self._step = 0
+        """Optimizer steps when the ranks last asked whether to stop."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Before the first batch, on all ranks."""
+        self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After a batch, on all ranks. The loss is read as often as Lightning logs."""
@@ -48,6 +54,9 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
             if loss is not None:
                 values.update(figures({"loss": loss * trainer.accumulate_grad_batches}))
         report(**{**values, **_counts(trainer)})
+        if module.automatic_optimization and trainer.global_step == self._step:
+            return  # No checkpoint has the gradients that are being accumulated: a stop waits for their step.
+        self._step = trainer.global_step
         if should_stop():
             folder = checkpoint_dir() if self._folder is None else Path(self._folder)
             made = folder / f"{_STOPPED}{trainer.global_step}.ckpt"

@@ -300,6 +300,13 @@ class Trainer:
         return self.steps
 
 
+class LightningModule:
+    """Lightning's, as far as the callback reads it."""
+
+    def __init__(self, automatic: bool = True) -> None:
+        self.automatic_optimization = automatic
+
+
 def test_lightning_s_separate_validation_is_no_progress(
     posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,8 +331,28 @@ def test_what_lightning_saves_as_it_leaves_is_in_the_bucket(
     trainer.log_every_n_steps, trainer.is_global_zero = 0, True  # type: ignore[attr-defined]
     trainer.save_checkpoint = Path.touch  # type: ignore[attr-defined]
     with pytest.raises(SystemExit, match="75"):
-        module.DDPJobCallback(tmp_path).on_train_batch_end(trainer, None, None, None, 0)
+        module.DDPJobCallback(tmp_path).on_train_batch_end(trainer, LightningModule(), None, None, 0)
     assert copies == copied
+
+
+def test_lightning_leaves_between_optimizer_steps(
+    posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Gradients that are being accumulated are in no checkpoint."""
+    asked: list[int] = []
+    monkeypatch.setattr(ddpjob_report, "should_stop", lambda: asked.append(trainer.global_step))
+    trainer = Trainer("fit", 100)
+    trainer.log_every_n_steps = 0  # type: ignore[attr-defined]
+    callback = imitated_lightning(monkeypatch).DDPJobCallback(tmp_path)
+    callback.on_train_start(trainer, LightningModule())
+    for batch, step in enumerate([45, 45, 46, 46, 47]):
+        trainer.global_step = step
+        callback.on_train_batch_end(trainer, LightningModule(), None, None, batch)
+    assert asked == [46, 47] and len(posted) == 5
+    trainer.global_step = 0  # A loop of one's own may step optimizers that Lightning does not count.
+    callback.on_train_batch_end(trainer, LightningModule(False), None, None, 0)
+    callback.on_train_batch_end(trainer, LightningModule(False), None, None, 1)
+    assert asked == [46, 47, 0, 0]
 
 
 @pytest.mark.parametrize("steps", [-1, float("inf")])
