@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,19 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._leaving = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before the first step, on all ranks. Says where the Trainer does not continue in its checkpoint's epoch."""
+        if args.max_steps > 0 or not (state.global_step and state.max_steps and state.is_world_process_zero):
+            return
+        left_at, per_step = state.epoch or 0, args.num_train_epochs / state.max_steps
+        begun_at = min(state.global_step * per_step, args.num_train_epochs)
+        if abs(begun_at - left_at) > (left_at + 2) * per_step:  # each epoch may have a step more or less
+            sys.stderr.write(
+                f"ddpjob_report: warning: the checkpoint is of epoch {left_at:.2f}, and training continues at epoch "
+                f"{begun_at:.2f} of {args.num_train_epochs:g}: an epoch has another number of steps now. With another "
+                "number of ranks keep the global batch: divide gradient_accumulation_steps by it\n"
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """After an optimizer's step, on all ranks."""

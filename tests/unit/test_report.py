@@ -420,6 +420,25 @@ def test_the_epoch_that_runs_is_shown_to_its_end(
     assert posted == [{"epoch": shown, "epochs": 3, "step": 7, "steps": 20}]
 
 
+@pytest.mark.parametrize(
+    ("max_steps", "epoch", "warned"), [(5000, 5.0, "2.50"), (1250, 5.0, "10.00"), (2505, 5.0, ""), (2500, 4.998, "")]
+)
+def test_a_trainer_that_continues_in_another_epoch_says_so(
+    max_steps: int, epoch: float, warned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It divides its steps by those that an epoch has with the ranks of today, and skips or repeats the rest."""
+    callback = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
+    args = SimpleNamespace(num_train_epochs=10, max_steps=-1)
+    state = SimpleNamespace(global_step=1250, max_steps=max_steps, epoch=epoch, is_world_process_zero=True)
+    callback.on_train_begin(args, state, None)
+    said = capsys.readouterr().err
+    assert f"of epoch 5.00, and training continues at epoch {warned} of 10" in said if warned else not said
+    callback.on_train_begin(SimpleNamespace(num_train_epochs=10, max_steps=3000), state, None)
+    state.global_step, state.epoch = 0, 0
+    callback.on_train_begin(args, state, None)
+    assert not capsys.readouterr().err
+
+
 def test_the_last_evaluation_of_the_trainer_is_in_the_curves(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step follows by which it could be kept; before the first step there is none yet."""
     callback = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
