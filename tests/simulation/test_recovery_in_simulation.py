@@ -111,6 +111,25 @@ async def test_a_lost_spare_is_no_restart_of_training() -> None:
     assert s.status["nodes"]["display"] == "2/2 +1"
 
 
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_a_spare_that_is_evicted_excuses_no_worker(mode: str) -> None:
+    """It trained nothing, so that nothing of the training follows from its end."""
+    s = Simulation({"recovery": {"mode": mode}, "spares": 1}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+    s.delete("job-2-0")
+    await passes(s, 1)
+    assert "Restarting" not in conditions(s)
+    assert s.worker_fails("job-0-0")
+    await passes(s, 10)
+    assert reasons(s) == [("Deleted", False), ("WorkerFailed", True)]
+    assert "consequence" not in s.status["restarts"]["recent"][-1]["message"]
+    s.delete("job-0-0")
+    s.delete(next(p.name for p in s.nodes() if p.role is Role.SPARE))
+    await passes(s, 0.5)
+    assert "job-0-0" in conditions(s)["Restarting"]["message"], "not the spare's end"
+    await s.until_phase("Running")
+
+
 # --- elastic ----------------------------------------------------------------------------------------------------
 
 

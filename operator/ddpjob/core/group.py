@@ -292,7 +292,18 @@ def _finding_of_end(view: View, index: int, ended: Ended) -> Finding:
         message=with_traceback(end.message, end.traceback),
         counted=ruled.counted,
     )
-    return Finding(restart, made_in=slot.round, fails=ruled.fails, why=ruled.why, exit_code=end.exit_code)
+    idle = _was_idle(view, index, ended)
+    return Finding(restart, made_in=slot.round, fails=ruled.fails, why=ruled.why, exit_code=end.exit_code, idle=idle)
+
+
+def _was_idle(view: View, index: int, ended: Ended) -> bool:
+    """Whether the pod was a spare, and the group trains and keeps its rendezvous without it."""
+    pod, report = ended.pod or view.world.last_of(ended.name), view.report
+    if pod is None or pod.role is not Role.SPARE or report is None or report.state != CoordinatorState.RUNNING:
+        return False
+    if not can_replace(view) or (index == 0 and view.job.spec.rendezvous.placement is Placement.MASTER):
+        return False
+    return all(m.pod != ended.name or m.state != MemberState.RUNNING for m in report.members)
 
 
 def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:

@@ -38,6 +38,8 @@ class Finding:
     why: str = ""
     """The rule that fails the job; empty for the defaults."""
     exit_code: int | None = None
+    idle: bool = False
+    """Whether it is the end of a spare while the group trains without it: that breaks nothing."""
 
     @property
     def contestable(self) -> bool:
@@ -86,8 +88,10 @@ def attribute(
        that one yet, is a consequence of it. Every other incident is a break of its own.
 
     New breaks are numbered from `status.round + 1`. Consequences get the round of their cause and
-    never count.
+    never count. Ends of idle pods that do not count are no breaks, have no round and explain nothing.
     """
+    idle = [end for end in ends if end.idle and not end.contestable]
+    ends = [end for end in ends if end not in idle]
     last = _last_break(status)
     absorbed = [end for end in ends if last is not None and end.contestable and _belongs(end, last, status)]
     own = sorted((end for end in ends if end not in absorbed), key=lambda f: (f.contestable, f.restart.time))
@@ -130,7 +134,9 @@ def attribute(
     explain_losses()
     if here is not None:
         breaks.append(here)
-    return _recorded(status, last, [*absorbed, *late], breaks, seen)
+    found = _recorded(status, last, [*absorbed, *late], breaks, seen)
+    alone = [replace(end.restart, seconds=0.0) for end in idle]
+    return replace(found, restarts=(*alone, *found.restarts), causes=(*idle, *found.causes))
 
 
 def _scaling(status: JobStatus) -> bool:
