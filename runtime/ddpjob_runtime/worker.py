@@ -294,7 +294,8 @@ def record(error: BaseException) -> None:
     if not path:
         return
     text = "".join(traceback.format_exception(type(error), error, program_frames(error)))
-    content: Any = {"message": {"message": f"{type(error).__name__}: {error}{refused_arguments(error)}", "extraInfo": {
+    said = f"{type(error).__name__}: {text_of(error)}{refused_arguments(error)}"
+    content: Any = {"message": {"message": said, "extraInfo": {
         "py_callstack": text, "timestamp": str(int(time.time()))}}}  # fmt: skip
     try:
         with open(path) as file:  # noqa: PTH123
@@ -310,6 +311,14 @@ def record(error: BaseException) -> None:
             json.dump(content, file)
     except OSError as problem:
         sys.stderr.write(f"ddpjob: cannot write the error file {path}: {problem}\n")
+
+
+def text_of(error: BaseException) -> str:
+    """Its message, or what Python's tracebacks say where it has none to give: its own __str__ fails."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
 
 
 def refused_arguments(error: BaseException) -> str:

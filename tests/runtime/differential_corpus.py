@@ -175,6 +175,7 @@ add("traceback", """
     """)  # fmt: skip
 add("traceback_chain", "try:\n    1 / 0\nexcept ArithmeticError as e:\n    raise RuntimeError('because') from e\n")
 add("traceback_notes", "e = ValueError('x')\nif hasattr(e, 'add_note'):\n    e.add_note('a note')\nraise e\n")
+add("traceback_without_text", "class E(Exception):\n    def __str__(self): return self.missing\nraise E\n")
 add("traceback_group", "raise ExceptionGroup('many', [ValueError(1), KeyError('k')])\n", oldest=(3, 11))
 add(
     "traceback_in_a_module",

@@ -116,6 +116,7 @@ def test_ctrl_c_ends_by_the_signal(tmp_path: Path) -> None:
     [
         ("raise ValueError('no')", "ValueError: no"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("class E(Exception):\n    def __str__(self): return self.missing\nraise E", "E: <exception str() failed>"),
         (
             "import argparse; p = argparse.ArgumentParser(); p.add_argument('--lr'); p.parse_args(['--lrr', '1'])",
             "SystemExit: 2: failing.py: error: unrecognized arguments: --lrr 1",
