@@ -360,6 +360,27 @@ def test_kill_9_of_the_runner_leaves_nothing(machine: Machine, victim: str) -> N
     assert "Interrupted" in machine.command("get").stdout
 
 
+def test_a_process_that_nothing_marks_as_the_job_s_is_not_left(machine: Machine) -> None:
+    """Its environment is another one, as with sudo, or was overwritten, as programs do that set their title."""
+    stray = 'env -i "$(which setsid)" "$(which sleep)" 1000 & echo $! > $DDPJOB_POD'
+    run = machine.start(manifest(command=["bash", "-c", f"{stray}; until [ -e looked ]; do sleep 0.1; done"], nodes=1))
+
+    def sleeps(pod: str) -> bool:
+        file = machine.folder / pod
+        pid = file.read_text().strip() if file.exists() else ""
+        with contextlib.suppress(OSError):
+            return bool(pid) and Path("/proc", pid, "cmdline").read_bytes().split(b"\0")[1] == b"1000"
+        return False
+
+    run.until(lambda _: sleeps("job-0-0"))
+    assert machine.command("kill", "job-0-0").returncode == 0
+    run.until(lambda _: sleeps("job-0-1"))
+    assert not sleeps("job-0-0"), "beside the pod that replaces its own"
+    (machine.folder / "looked").touch()
+    assert run.wait() == 0, run.everything()
+    assert not sleeps("job-0-1") and "could not be killed" not in run.output
+
+
 def test_stop_ends_a_hanging_job(machine: Machine) -> None:
     run = machine.start(manifest(command=HANG))
     run.until(lambda r: len(r.processes()) >= 8)

@@ -165,12 +165,14 @@ class Pod:
                 processes.send(started.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to each container: its process group, and everything else with its marks."""
+        """SIGKILL to each container: its process group, everything else with its marks, and what has lost them."""
         for started in self._started:
             if started.process is None or self.views[started.name].ended:
                 continue
+            unmarked = processes.descendants(started.process.pid)
             processes.send_group(started.process.pid, signal.SIGKILL)
             processes.end_all(started.marks)
+            processes.kill(unmarked)
 
 
 def _termination_message(started: Started, *, failed: bool) -> str:

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -275,10 +275,14 @@ class ProcessCluster:
             pod.kill()
         self.changed.set()
 
-    async def close(self) -> list[int]:
-        """Kills everything that the job has started. Returns the ids of processes that are left."""
+    async def close(self, others: Collection[int]) -> list[int]:
+        """Kills everything that the job has started. Returns the ids of processes that are left.
+
+        `others`: this process' children that are not the job's.
+        """
         self.kill_all()
         left = processes.end_all({UID_VARIABLE: self.body["metadata"]["uid"]})
+        left += processes.end_children([*others, *left], self.processes())
         self.collect()
         await self.coordinators.close()
         for mark in self._marks:

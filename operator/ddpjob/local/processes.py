@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -89,6 +90,13 @@ def send(pid: int, number: signal.Signals) -> None:
         return
 
 
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL to each of them, but for other users' processes."""
+    for pid in pids:
+        with suppress(PermissionError):
+            send(pid, signal.SIGKILL)
+
+
 def send_group(leader: int, number: signal.Signals) -> None:
     """Sends a signal to a process group; one that has ended is no error."""
     try:
@@ -132,7 +140,37 @@ def command_line(pid: int) -> bytes:
 
 def children() -> list[int]:
     """This process' children, adopted ones included."""
-    me, found = os.getpid(), []
+    me, found = os.getpid(), list[int]()
     for task in Path(f"/proc/{me}/task").iterdir():
-        found += [int(pid) for pid in (task / "children").read_text().split()]
+        with suppress(OSError):  # a thread that has ended, or a kernel that does not say it
+            found += [int(pid) for pid in (task / "children").read_text().split()]
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Its children, and theirs. Orphans are none of them: they have another parent."""
+    by_parent: dict[int | None, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            by_parent.setdefault(parent(int(entry.name)), []).append(int(entry.name))
+    found, left = list[int](), [pid]
+    while left:
+        left += (own := by_parent.get(left.pop(), []))
+        found += own
+    return found
+
+
+def end_children(others: Collection[int], own: Collection[subprocess.Popen[bytes]], seconds: float = 5.0) -> list[int]:
+    """Kills and reaps all children but `others`. Returns the ids of those that are left after `seconds`.
+
+    `own`: those that have a Popen. Adopted ones may have no mark: with another environment, or with a new title, which
+    programs write over it.
+    """
+    deadline = time.monotonic() + seconds
+    while left := set(children()) - set(others):
+        if time.monotonic() > deadline:
+            return sorted(left)
+        kill(left)
+        reap_orphans(own)
+        time.sleep(0.005)
+    return []

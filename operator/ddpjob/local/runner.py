@@ -162,10 +162,11 @@ class Runner:
             loop.add_signal_handler(number, self._on_signal, number)
         left: list[int] = []
         with watched(self.cluster.body["metadata"]["uid"]):
+            others = processes.children()  # The watchdog, and those of a shell that has become this process.
             try:
                 await self._reconcile_until_over()
             finally:
-                left = await self.cluster.close()
+                left = await self.cluster.close(others)
                 self._record()
         return Outcome(self._shown(), self.interrupted, tuple(left))
 
