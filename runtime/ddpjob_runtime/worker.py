@@ -171,8 +171,8 @@ def run_recorded(mode: str, target: str) -> None:
         hide_own_frames(error)
         raise  # Python ends by SIGINT after it.
     except SystemExit as end:
-        failed = end.code is not None and end.code != 0 and end.code != EXIT_STEPPED_ASIDE
-        if failed and os.getpid() == process:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)  # Or whatever main() has returned.
+        if code not in (0, EXIT_STEPPED_ASIDE) and os.getpid() == process:
             record(end)
         raise
     except BaseException as error:

@@ -159,6 +159,15 @@ add("exit_true", "import sys\nsys.exit(True)\n")
 add("exit_none", "import sys\nsys.exit(None)\n")
 add("exit_text", "import sys\nsys.exit('a message: ü')\n")
 add("exit_object", "import sys\nsys.exit({'a': 1})\n")
+add("exit_array", """
+    import sys
+    class Array:
+        def __eq__(self, other): return self
+        def __ne__(self, other): return self
+        def __bool__(self): raise ValueError("ambiguous, as with numpy's and torch's")
+        def __str__(self): return "[1 2]"
+    sys.exit(Array())
+    """)  # fmt: skip
 add("exit_builtin", "exit(4)\n")
 add("os_exit", "import atexit, os\natexit.register(print, 'no')\nprint('yes')\nos._exit(9)\n")
 add("killed", "import os, signal\nprint('x')\nos.kill(os.getpid(), signal.SIGKILL)\n")

@@ -122,6 +122,8 @@ def test_ctrl_c_ends_by_the_signal(tmp_path: Path) -> None:
             "SystemExit: 2: failing.py: error: unrecognized arguments: --lrr 1",
         ),
         ("import argparse, sys\ndef error(self): sys.exit(2)\nerror(argparse)", "SystemExit: 2"),
+        ("import sys; sys.exit(0.0)", "SystemExit: 0.0"),
+        ("import sys\nclass A(list):\n    def __ne__(self, _): return 1 / 0\nsys.exit(A())", "SystemExit: []"),
         ("import sys; sys.exit(75)", None),
         ("import sys; sys.exit(0)", None),
         ("import os\nif os.fork() == 0:\n    raise ValueError('in a child')\nos.wait()", None),
