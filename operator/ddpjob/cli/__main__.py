@@ -9,6 +9,8 @@ def main() -> int:
         from ddpjob.cli.main import main as command
 
         return command()
+    except KeyboardInterrupt:  # while it is imported
+        return 130
     except ModuleNotFoundError as error:
         # `pip install ddpjob` brings the program without its packages; some are imported as late as they are used.
         if not error.name or error.name.startswith("ddpjob"):

@@ -43,3 +43,17 @@ def test_a_package_that_is_imported_late(
     else:
         assert program.load()() == 2
         assert "jsonschema: pip install 'ddpjob[cli]'" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_it_starts_is_quiet(program: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its imports take half a second, and on a busy machine two."""
+
+    class Interrupted:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name == "ddpjob.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "ddpjob.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    assert program.load()() == 130
