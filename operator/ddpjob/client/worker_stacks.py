@@ -22,14 +22,18 @@ def files(pid):
         with contextlib.suppress(OSError):  # just closed
             yield os.readlink("/proc/%d/fd/%s" % (pid, fd))
 wanted = {"DDPJOB_POD": os.environ.get("DDPJOB_STACKS_POD"), "DDPJOB_UID": os.environ.get("DDPJOB_STACKS_UID")}
+def of_pod(pid):
+    while pid:  # or what has started it: who sets its title (setproctitle) has written over its environment
+        env = environment(pid)  # of a forked worker: the launcher's, without its rank
+        if all(not value or env.get(name) == value for name, value in wanted.items()):
+            return True
+        pid = parent(pid)
+    return False
 holders = {}
 for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
     with contextlib.suppress(OSError):  # it has just ended, or belongs to someone else
-        env = environment(pid)  # of a forked worker: the launcher's, without its rank
-        if any(value and env.get(name) != value for name, value in wanted.items()):
-            continue
         for path in files(pid):  # only a process that holds the file open handles the signal; any other would end
-            if re.search(r"/ddpjob-worker-stacks-[^/]+/\\d+\\.txt$", path):
+            if re.search(r"/ddpjob-worker-stacks-[^/]+/\\d+\\.txt$", path) and of_pod(pid):
                 holders.setdefault(path, {})[pid] = parent(pid)
 found = {}
 for path, parents in holders.items():

@@ -12,7 +12,7 @@ from ddpjob.client.worker_stacks import PROBE
 from ddpjob_runtime.launcher.stacks import PREFIX
 
 WORKER = """
-import faulthandler, os, signal, sys, time
+import ctypes, faulthandler, os, signal, sys, time
 def train():
     if os.fork():
         print(os.getpid(), flush=True)
@@ -20,17 +20,20 @@ def train():
     load()
 def load():  # as a worker of a DataLoader: it has the worker's open files
     time.sleep(60)
-if sys.argv[1] == "forked":
+if sys.argv[1] != "started":
     if os.fork():
         os.wait()
     os.environ["RANK"] = "3"
+if sys.argv[1] == "titled":  # as setproctitle does it
+    begin, end = (int(field) for field in open("/proc/self/stat").read().rpartition(")")[2].split()[47:49])
+    ctypes.memset(begin, 0, end - begin)
 file = open(os.path.join(os.environ["FOLDER"], "3.txt"), "w")
 faulthandler.register(signal.SIGRTMIN + 7, file=file)
 train()
 """
 
 
-@pytest.mark.parametrize("how", ["started", "forked"])
+@pytest.mark.parametrize("how", ["started", "forked", "titled"])
 def test_the_stack_of_a_worker_is_shown_and_not_its_childrens(tmp_path: Path, how: str) -> None:
     folder = tmp_path / (PREFIX + "abc")
     folder.mkdir()
