@@ -196,7 +196,7 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         over = min(broke + restart.seconds, following) if restart.seconds is not None else following
         add(broke, over, "restart", f"{restart.reason}: {duration(over - broke)}")
         lost += over - broke
-        at, number = over, restart.round or number + 1
+        at, number = over, restart.round or number  # a lost spare, or coordinator in mode Fast, begins none
     running = status.condition(ConditionType.RUNNING)
     if not restarts and running is not None and running.status:
         ran = min(max((running.since - begin).total_seconds(), 0.0), whole)

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import format_time
 from ddpjob.cli import dashboard_command
 from ddpjob.client.backend import LogOptions, Mistake, PodLine
 from ddpjob.client.log_follower import LogFollower
@@ -445,6 +446,22 @@ def test_the_spans_of_a_timeline_fill_the_time_in_their_order() -> None:
         broken = sum(span.kind == "restart" for span in drawn.spans)
         listed_there = [r for r in job.status.restarts.recent if drawn.begin <= r.time <= drawn.end]
         assert broken == len(listed_there)
+
+
+def test_a_lost_spare_begins_no_round_in_the_timeline() -> None:
+    """The round that continued was shown as the next one."""
+    body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
+    begin = DDPJob.read(body).status.start_time
+    assert begin is not None
+    ends = [
+        {"time": format_time(begin + (NOW - begin) * part), "pod": f"a-{index}-0", "index": index, "reason": "Evicted"}
+        | {"message": "", "counted": False, "seconds": 0.0, **rounds}
+        for index, part, rounds in ((0, 0.3, {"round": 1}), (2, 0.6, {}))
+    ]
+    restarts = {"counted": 0, "uncounted": 2, "total": 2, "recent": ends}
+    drawn = timeline(DDPJob.read(body | {"status": body["status"] | {"restarts": restarts}}), "Running", NOW)
+    assert drawn is not None
+    assert [span.title.partition(":")[0] for span in drawn.spans] == ["round 0", "round 1", "round 1"]
 
 
 def test_curves_keep_their_peaks_and_leave_out_what_is_no_number() -> None:
