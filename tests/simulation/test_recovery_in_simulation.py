@@ -130,6 +130,20 @@ async def test_a_spare_that_is_evicted_excuses_no_worker(mode: str) -> None:
     await s.until_phase("Running")
 
 
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_a_spare_that_has_taken_over_breaks_the_group(mode: str) -> None:
+    """Also where nobody has looked since: its label is a spare's until the operator's next look."""
+    s = Simulation({"recovery": {"mode": mode}, "spares": 2}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +2")
+    s.force_delete("job-0-0")
+    s.advance(5)
+    s.delete("job-2-0")
+    s.advance(4)
+    assert [m["pod"] for m in s.report()["members"] if m["state"] == "Running"] == ["job-1-0", "job-3-0"]
+    await s.one_pass()
+    assert {(r["pod"], r.get("round")) for r in s.status["restarts"]["recent"]} == {("job-0-0", 1), ("job-2-0", 1)}
+
+
 # --- elastic ----------------------------------------------------------------------------------------------------
 
 

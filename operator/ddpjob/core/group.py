@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from ddpjob_runtime.protocol import CoordinatorState, MemberState
+from ddpjob_runtime.protocol import CoordinatorState, IncidentKind, MemberState
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Placement
@@ -53,6 +53,8 @@ FINISH = timedelta(seconds=60)
 """How long the other pods may take to end when one has ended with exit code 0."""
 _PASSED = frozenset({MemberState.READY, MemberState.RUNNING, MemberState.FINISHED})
 """States of members that have passed the check of their node."""
+_LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
+"""What the coordinator reports of the end of a pod that trained."""
 _REGROUPS = frozenset({Cause.RENDEZVOUS_LOST})
 """Causes after which only a new generation helps."""
 
@@ -297,11 +299,16 @@ def _finding_of_end(view: View, index: int, ended: Ended) -> Finding:
 
 
 def _was_idle(view: View, index: int, ended: Ended) -> bool:
-    """Whether the pod was a spare, and the group trains and keeps its rendezvous without it."""
+    """Whether the pod was a spare, and the group trains and keeps its rendezvous without it.
+
+    Its label follows a second after it has taken over: what the coordinator says of it comes first.
+    """
     pod, report = ended.pod or view.world.last_of(ended.name), view.report
     if pod is None or pod.role is not Role.SPARE or report is None or report.state != CoordinatorState.RUNNING:
         return False
     if not can_replace(view) or (index == 0 and view.job.spec.rendezvous.placement is Placement.MASTER):
+        return False
+    if any(incident.pod == ended.name and incident.kind in _LOSSES for incident in report.incidents):
         return False
     return all(m.pod != ended.name or m.state != MemberState.RUNNING for m in report.members)
 
