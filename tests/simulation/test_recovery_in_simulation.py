@@ -144,6 +144,22 @@ async def test_a_spare_that_has_taken_over_breaks_the_group(mode: str) -> None:
     assert {(r["pod"], r.get("round")) for r in s.status["restarts"]["recent"]} == {("job-0-0", 1), ("job-2-0", 1)}
 
 
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_a_spare_that_ends_before_the_recovery_is_seen_did_not_break_the_group(mode: str) -> None:
+    """The event named it, and the restart lasted until the look instead of until the next step."""
+    s = Simulation({"recovery": {"mode": mode}, "spares": 1}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+    assert s.worker_fails("job-0-0")
+    await passes(s, 0.1, step=0.05)
+    assert s.phase == "Restarting"
+    s.advance(5)
+    s.delete("job-2-0")
+    await s.one_pass()
+    failed, spare = s.status["restarts"]["recent"]
+    assert (failed["pod"], spare["pod"]) == ("job-0-0", "job-2-0") and failed["seconds"] < 1
+    assert s.cluster.events[-1].message.endswith(f"{failed['seconds']} s after job-0-0 broke the group")
+
+
 # --- elastic ----------------------------------------------------------------------------------------------------
 
 

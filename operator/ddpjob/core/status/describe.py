@@ -492,8 +492,8 @@ def _timed(view: View) -> tuple[Restart, ...]:
     return tuple(
         r
         if r.seconds is not None or view.status.ended_without_recovery(r)
-        else replace(r, seconds=seconds(r, last=n == len(recent)))
-        for n, r in enumerate(recent, start=1)
+        else replace(r, seconds=seconds(r, last=r.round == view.status.round))
+        for r in recent
     )
 
 

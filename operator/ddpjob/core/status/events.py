@@ -125,7 +125,8 @@ def _begun(old: JobStatus, new: JobStatus) -> str:
     restarting = ConditionType.RESTARTING
     if not old.holds(restarting) or new.holds(restarting) or not new.restarts.recent:
         return text
-    last = new.restarts.recent[-1]
+    breaks = (r for r in reversed(new.restarts.recent) if r.round and not r.consequence)
+    last = next(breaks, new.restarts.recent[-1])
     if last.reason in PLANNED:
         return f"{text} again, after a planned restart: {last.reason}"
     after = f"{last.seconds} s after" if last.seconds is not None else "after"
