@@ -112,6 +112,7 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
     elif not folder.has_checkpoints():
         folder.disposable.touch()
     shutil.rmtree(folder.requests, ignore_errors=True)
+    folder.requests.mkdir(exist_ok=True)  # In a folder that sudo has made, this process could remove no request.
     return run
 
 

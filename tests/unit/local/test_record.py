@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from ddpjob.local import record
 from ddpjob.local.paths import JobFolder
+from ddpjob.local.runner import prepare
 
 
 def test_a_run_that_begins_is_known_by_its_process_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +33,12 @@ def test_a_request_that_cannot_be_read_ends_no_training(tmp_path: Path) -> None:
     (folder.requests / "1-1.json").symlink_to("removed-while-it-was-listed")
     (folder.requests / "2-2.json").write_text('{"verb": "scale", "subject": "3"}')
     assert [(verb, subject) for _, verb, subject in record.requests(folder)] == [("scale", "3")]
+
+
+def test_a_run_makes_the_folder_of_its_requests(tmp_path: Path) -> None:
+    """Else the first command does, maybe with `sudo`: the run broke off as it removed the request from that folder."""
+    folder = JobFolder(tmp_path)
+    for _ in range(2):
+        prepare(folder, fresh=False, now=datetime.now(UTC))
+        assert folder.requests.stat().st_uid == os.geteuid() and not any(folder.requests.iterdir())
+        (folder.requests / "1-1.json").write_text("left by a run that was killed")
