@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ddpjob_runtime import protocol
@@ -170,6 +171,20 @@ def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.Monk
     client.start()
     client._thread.join(5)
     assert lookers[:1] == [threading.main_thread()]
+
+
+def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next coordinator took it for one of the moment in which it heard of it."""
+    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(client, "_write", lambda data: written.append(json.loads(data)))
+    now = time.time()
+    client.send("failure", round=1, message="ValueError: bug", time=now, sent=now)
+    client.send("joined", round=2)
+    monkeypatch.setattr("time.time", lambda: now + 30)
+    client._on_welcome({"generation": 0})
+    assert [line["t"] for line in written] == ["failure", "joined"] and "sent" not in written[1]
+    assert written[0]["sent"] - written[0]["time"] == pytest.approx(30)
 
 
 TOKEN = "the job's token"

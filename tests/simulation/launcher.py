@@ -55,7 +55,7 @@ class Launcher:
         self._connection: Connection | None = None
         self._welcomed = self._reached = self._booted = False
         self._ready: dict[str, Any] | None = None
-        self._unsent: list[bytes] = []
+        self._unsent: list[tuple[str, dict[str, Any]]] = []
         self._missed_since, self._idle_since = network.clock.now, network.clock.now  # type: float, float | None
         self._place = (-1, -1)
         self._outdated = False
@@ -178,11 +178,10 @@ class Launcher:
 
     def send(self, verb: str, **fields: Any) -> None:
         """Now, or after the next welcome."""
-        line = production.encode(verb, **fields)
         if self._connection is not None and self._welcomed:
-            self._connection.to_coordinator(line)
+            self._connection.to_coordinator(production.encode(verb, **fields))
         else:
-            self._unsent.append(line)
+            self._unsent.append((verb, fields))
 
     def receive(self, connection: Connection, line: bytes) -> None:
         """A line of the coordinator."""
@@ -223,8 +222,9 @@ class Launcher:
         first = not self._reached
         self._welcomed = self._reached = True
         unsent, self._unsent = self._unsent, []
-        for line in unsent:
-            self._connection.to_coordinator(line)
+        for verb, fields in unsent:
+            late = {"sent": self._unix()} if "sent" in fields else {}
+            self._connection.to_coordinator(production.encode(verb, **{**fields, **late}))
         if self._ready is not None:
             self._connection.to_coordinator(production.encode("ready", **self._ready))
         if first and self._booted:

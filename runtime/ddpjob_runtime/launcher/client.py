@@ -55,7 +55,7 @@ class CoordinatorClient:
         """Generation and attempt of the latest coordinator that it knows: it goes back to no earlier one."""
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
-        self._unsent: list[bytes] = []
+        self._unsent: list[tuple[str, dict[str, Any]]] = []
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
         self._refusal = ""  # why the present connection's coordinator is not this pod's
@@ -142,7 +142,7 @@ class CoordinatorClient:
         with self._lock:
             if self._socket is not None and self.welcomed and self._write(data):
                 return
-            self._unsent.append(data)
+            self._unsent.append((verb, fields))
             del self._unsent[:-MAX_UNSENT]
 
     def _write(self, data: bytes) -> bool:
@@ -405,8 +405,10 @@ class CoordinatorClient:
         with self._lock:
             self.welcomed = True
             unsent, self._unsent = self._unsent, []
-            for data in unsent:
-                self._write(data)
+            for verb, fields in unsent:
+                if "sent" in fields:
+                    fields["sent"] = time.time()  # The coordinator reads from it how long ago the failure was.
+                self._write(protocol.encode(verb, **fields))
             # Read here: `wait_go` sets it first, and sends only what it finds welcomed.
             ready = self._ready
             if ready is not None:
