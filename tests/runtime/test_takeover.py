@@ -111,6 +111,17 @@ def test_an_error_of_communication_is_the_consequence_of_who_does_not_come_back(
     assert "node rank(s) 1 of round 7 did not come back" in world.report()["incidents"][0]["message"]
 
 
+def test_a_rank_that_stepped_aside_did_so_for_who_does_not_come_back() -> None:
+    """It left with a node that was asked to end, and had saved with it: that was counted as a failure of the job."""
+    world = second(2)
+    first = world.resume(0, 7, 0, 2, "Ready")
+    world.fail(first, "SystemExit: 75", code=75)
+    world.ready(first, world.hello(1, attempt=1))
+    world.pass_time(5.1)
+    assert world.round.number == 1_000_001
+    assert world.incidents() == [("PeerLost", None, 1)]
+
+
 def test_a_broken_round_whose_members_are_all_back_continues_at_once() -> None:
     world = second(2)
     first = world.resume(0, 7, 0, 2, "Ready")

@@ -135,7 +135,8 @@ def first_cause(
         return None
     if _suspicion(first_failure, ended_at) and finishes:
         return _finished_early(min(finishes, key=lambda e: e.time), consequences + 1)
-    return _failed(first_failure, consequences, sure=_suspicion(first_failure, ended_at) == 0)
+    stepped_aside = first_failure.exit_code == protocol.EXIT_STEPPED_ASIDE  # for a node of which nothing is known yet
+    return _failed(first_failure, consequences, sure=_suspicion(first_failure, ended_at) == 0 and not stepped_aside)
 
 
 def _lost(loss: Loss, consequences: int) -> Verdict:
