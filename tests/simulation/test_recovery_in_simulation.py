@@ -131,6 +131,21 @@ async def test_a_spare_that_is_evicted_excuses_no_worker(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
+@pytest.mark.parametrize("distance", [0.0, 0.2])
+async def test_a_spare_that_is_evicted_while_the_workers_restart_excuses_none(mode: str, distance: float) -> None:
+    """Its end is seen when the group is down already, and before the coordinator has named the cause."""
+    s = Simulation({"recovery": {"mode": mode}, "spares": 1}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+    s.advance(0.5)
+    assert s.worker_fails("job-0-0")
+    s.advance(distance)
+    s.delete("job-2-0")
+    await passes(s, 10, step=0.1)
+    assert sorted(reasons(s)) == [("Deleted", False), ("WorkerFailed", True)]
+    assert [r["reason"] for r in s.status["restarts"]["recent"] if r.get("round")] == ["WorkerFailed"]
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_a_spare_that_has_taken_over_breaks_the_group(mode: str) -> None:
     """Also where nobody has looked since: its label is a spare's until the operator's next look."""
     s = Simulation({"recovery": {"mode": mode}, "spares": 2}, steps=10**6)

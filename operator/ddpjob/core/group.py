@@ -9,7 +9,7 @@ from ddpjob_runtime.protocol import CoordinatorState, IncidentKind, MemberState
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Placement
-from ddpjob.api.job_status import JobStatus, Restart, Slot, SlotState
+from ddpjob.api.job_status import ConditionType, JobStatus, Restart, Slot, SlotState
 from ddpjob.core.decision import Failure
 from ddpjob.core.failures.avoided_nodes import FAULTS, RECENT, avoided
 from ddpjob.core.failures.classify import (
@@ -299,18 +299,23 @@ def _finding_of_end(view: View, index: int, ended: Ended) -> Finding:
 
 
 def _was_idle(view: View, index: int, ended: Ended) -> bool:
-    """Whether the pod was a spare, and the group trains and keeps its rendezvous without it.
+    """Whether the pod was a spare, so that the group trains and keeps its rendezvous without it.
 
     Its label follows a second after it has taken over: what the coordinator says of it comes first.
     """
     pod, report = ended.pod or view.world.last_of(ended.name), view.report
-    if pod is None or pod.role is not Role.SPARE or report is None or report.state != CoordinatorState.RUNNING:
+    if pod is None or pod.role is not Role.SPARE or report is None:
         return False
     if not can_replace(view) or (index == 0 and view.job.spec.rendezvous.placement is Placement.MASTER):
         return False
     if any(incident.pod == ended.name and incident.kind in _LOSSES for incident in report.incidents):
         return False
-    return all(m.pod != ended.name or m.state != MemberState.RUNNING for m in report.members)
+    if any(m.pod == ended.name and (m.state == MemberState.RUNNING or m.rank is not None) for m in report.members):
+        return False
+    if report.state == CoordinatorState.RESTARTING and not view.status.holds(ConditionType.RESTARTING):
+        new = new_incidents(view)  # After a worker's failure the same nodes restart: no spare takes over.
+        return not new.lost and all(finding.restart.reason != Cause.JOINED for finding in new.findings)
+    return report.state == CoordinatorState.RUNNING
 
 
 def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:
