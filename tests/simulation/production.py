@@ -147,4 +147,5 @@ def _settings(arguments: list[str], environment: Json) -> Settings:
         initial,
         maximum,
         environment.get("DDPJOB_RANK_ORDER") == "1",
+        environment.get("DDPJOB_NO_RESTARTS") == "1",
     )

@@ -626,6 +626,23 @@ async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback()
     )
 
 
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_without_restarts_the_program_waits_for_the_verdict_and_without_an_operator_it_continues(mode: str) -> None:
+    s = Simulation({"recovery": {"mode": mode, "maxRestarts": 0}}, steps=1000)
+    await s.until_phase("Running")
+    first = s.report()["round"]
+    s.worker_fails("job-0-0")
+    s.advance(4)
+    assert s.report()["round"] == first
+    s.advance(10)
+    assert s.report()["round"] == first + 1
+    s.worker_fails("job-1-0")
+    s.advance(2)
+    await s.until_phase("Failed")
+    assert s.status["restarts"]["counted"] == 2
+    assert "waits" not in conditions(s)["Failed"]["message"]
+
+
 async def test_the_budget_is_whole_again_after_healthy_training() -> None:
     s = Simulation({"recovery": {"maxRestarts": 1, "resetAfterSeconds": 100}}, steps=10000)
     for number in range(3):

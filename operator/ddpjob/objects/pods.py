@@ -439,6 +439,8 @@ def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
     ]
     if job.spec.rank_order:
         container["env"].append({"name": "DDPJOB_RANK_ORDER", "value": "1"})
+    if job.spec.recovery.max_restarts == 0:
+        container["env"].append({"name": "DDPJOB_NO_RESTARTS", "value": "1"})
     resources = _with_limits(rendezvous.resources) if status.pod_defaults else rendezvous.resources
     if resources:
         container["resources"] = resources

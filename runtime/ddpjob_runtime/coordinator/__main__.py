@@ -3,9 +3,9 @@
     python3 PATH/ddpjob_runtime coordinator --port 29401 --nodes N [--min-nodes M] [--mode Standard|Fast] [--attempt A]
         [--store-port 29400] [--host ADDRESS] [--hang-after SECONDS] [--backoff INITIAL:MAXIMUM]
 
-Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator will say how ranks are numbered). With
---store-port a child process hosts the c10d store, and when it ends, the coordinator ends too (exit 1; 78 without a
-usable torch).
+Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator will say how ranks are numbered),
+DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0). With --store-port a child process hosts the c10d store, and when it
+ends, the coordinator ends too (exit 1; 78 without a usable torch).
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     if not generation.isdigit():
         parser.error(f"DDPJOB_GENERATION must be a whole number, not {generation!r}")
     initial, maximum = arguments.backoff
-    ordered = os.environ.get("DDPJOB_RANK_ORDER") == "1"  # Which an earlier release's coordinator does not look at.
+    # Variables, which an earlier release's coordinator does not look at.
+    said = (os.environ.get(name) == "1" for name in ("DDPJOB_RANK_ORDER", "DDPJOB_NO_RESTARTS"))
     times = arguments.hang_after, initial, maximum
-    return Settings(arguments.nodes, min_nodes, int(generation), mode, arguments.attempt, *times, ordered)
+    return Settings(arguments.nodes, min_nodes, int(generation), mode, arguments.attempt, *times, *said)

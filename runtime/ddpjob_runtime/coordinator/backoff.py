@@ -4,16 +4,20 @@ from __future__ import annotations
 
 HEALTHY_SECONDS = 60.0
 """A round that ran for this long was no crash loop."""
+VERDICT_SECONDS = 5.0
+"""A job without restarts waits so long after a failure of its own: the operator ends it meanwhile. Nobody knows here
+whether the failure counts, and without an operator the job shall continue."""
 
 
 class Backoff:
     """The first failure in a row does not wait, the second waits `initial` seconds, each further one twice as long.
 
-    Never longer than `maximum`. A step beyond the furthest before it begins a new row.
+    Never longer than `maximum`. A step beyond the furthest before it begins a new row. `no_restarts`: each failure
+    waits for the operator's verdict.
     """
 
-    def __init__(self, initial: float, maximum: float) -> None:
-        self.initial, self.maximum = initial, maximum
+    def __init__(self, initial: float, maximum: float, *, no_restarts: bool = False) -> None:
+        self.initial, self.maximum, self._no_restarts = initial, maximum, no_restarts
         self.until: float | None = None
         """The next round does not begin before."""
         self._failures = 0
@@ -30,14 +34,15 @@ class Backoff:
             self._furthest, self._advanced = position, True
 
     def fail(self, now: float, ran: float) -> float:
-        """A round broke by its own failure after `ran` seconds; returns how long the next one waits."""
+        """A round broke by its own failure after `ran` seconds; returns how long the next one waits to try again."""
         healthy = self._advanced or ran >= HEALTHY_SECONDS
         self._failures = 1 if healthy else self._failures + 1
         self._advanced = False
         wait = 0.0
         if self._failures > 1:
             wait = min(self.maximum, self.initial * 2.0 ** min(self._failures - 2, 60))
-        self.until = now + wait if wait else None
+        held = max(wait, VERDICT_SECONDS) if self._no_restarts else wait
+        self.until = now + held if held else None
         return wait
 
     def clear(self) -> None:

@@ -12,6 +12,7 @@ class Settings:
     """Arguments of the coordinator, without addresses. Times in seconds; `hang_after` None: nothing is a hang.
 
     `ordered`: the operator will say in which order ranks are numbered, and the first round waits a moment for that.
+    `no_restarts`: recovery.maxRestarts is 0.
     """
 
     nodes: int
@@ -23,3 +24,4 @@ class Settings:
     backoff_initial: float = 1.0
     backoff_maximum: float = 60.0
     ordered: bool = False
+    no_restarts: bool = False
