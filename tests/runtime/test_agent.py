@@ -176,6 +176,7 @@ def test_a_shutdown_is_not_kept_waiting_by_a_round_that_is_about_to_begin(monkey
         (-signal.SIGABRT, "", "killed by signal SIGABRT: a library gave up, and the pod's log"),
         (-signal.SIGABRT, '{"message": {"message": "AcceleratorError: CUDA error"}}', "AcceleratorError: CUDA error"),
         (-signal.SIGSEGV, "", "killed by signal SIGSEGV"),
+        (-37, "", "killed by signal 37"),
         (3, "", "ended with exit code 3"),
     ],
 )

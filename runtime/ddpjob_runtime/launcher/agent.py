@@ -312,7 +312,7 @@ def send_failure(
     if out_of_memory:
         message = "killed by the kernel: the container's memory limit ({}) is used up".format(oom.limit() or "unknown")
     elif not message:
-        message = f"killed by signal {name}" if name else f"ended with exit code {code}"
+        message = f"killed by signal {name.removeprefix('signal ')}" if name else f"ended with exit code {code}"
         if code == -signal.SIGABRT:
             message += ABORTED
     now = time.time()

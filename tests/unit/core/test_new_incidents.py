@@ -16,8 +16,7 @@ from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind, Re
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-@pytest.mark.parametrize(("index", "node"), [(None, "first"), (1, "second"), (2, ""), (-1, ""), (-3, "")])
-def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> None:
+def view_of(incident: Incident) -> View:
     job = DDPJob.read(
         {
             "metadata": {"name": "job", "namespace": "space", "uid": "uid"},
@@ -25,7 +24,26 @@ def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> N
         }
     )
     status = JobStatus(slots=(Slot(node="first"), Slot(node="second")))
-    incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
     report = Report(0, CoordinatorState.RESTARTING, 2, 2, (1.0, 60.0), incidents=(incident,))
-    view = View(job, replace(status, rendezvous=replace(status.rendezvous, generation=0)), World(report=report), NOW)
-    assert [f.restart.node for f in new_incidents(view).findings] == [node]
+    return View(job, replace(status, rendezvous=replace(status.rendezvous, generation=0)), World(report=report), NOW)
+
+
+@pytest.mark.parametrize(("index", "node"), [(None, "first"), (1, "second"), (2, ""), (-1, ""), (-3, "")])
+def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> None:
+    incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
+    assert [f.restart.node for f in new_incidents(view_of(incident)).findings] == [node]
+
+
+@pytest.mark.parametrize(
+    ("signal", "written", "said"),
+    [
+        (None, "ended with exit code 5", "ended with exit code 5"),
+        (None, "SystemExit: 5", "ended with exit code 5: SystemExit: 5"),
+        ("SIGSEGV", "killed by signal SIGSEGV", "ended with signal SIGSEGV"),
+        ("SIGABRT", "killed by signal SIGABRT: a library gave up", "ended with signal SIGABRT: a library gave up"),
+        ("signal 37", "killed by signal 37", "ended with signal 37"),
+    ],
+)
+def test_a_failure_is_said_once(signal: str | None, written: str, said: str) -> None:
+    ended = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 5, signal, written)
+    assert [f.restart.message for f in new_incidents(view_of(ended)).findings] == [f"rank 0 in pod job-0-0 {said}"]

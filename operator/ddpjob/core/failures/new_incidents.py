@@ -82,8 +82,10 @@ def _finding(view: View, incident: Incident) -> Finding:
 
 def _summary(cause: Cause, incident: Incident) -> str:
     if cause is Cause.WORKER_FAILED:
-        how = f"signal {incident.signal}" if incident.signal else f"exit code {incident.exit_code}"
-        return f"rank {incident.rank} in pod {incident.pod} ended with {how}: {incident.message}"
+        name = (incident.signal or "").removeprefix("signal ")  # of the system, or a number that has none
+        how = f"signal {name}" if name else f"exit code {incident.exit_code}"
+        why = incident.message.removeprefix(f"ended with {how}").removeprefix(f"killed by {how}").removeprefix(": ")
+        return f"rank {incident.rank} in pod {incident.pod} ended with {how}: {why}"
     if cause is Cause.OOM_KILLED:
         what = "was killed: the container used more memory than spec.resources.limits.memory allows"
         return f"rank {incident.rank} in pod {incident.pod} {what}: {incident.message}"
