@@ -177,7 +177,7 @@ def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pyte
     """The next coordinator took it for one of the moment in which it heard of it."""
     client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[dict[str, Any]] = []
-    monkeypatch.setattr(client, "_write", lambda data: written.append(json.loads(data)))
+    monkeypatch.setattr(client, "_write", lambda data: written.append(json.loads(data)) or True)
     now = time.time()
     client.send("failure", round=1, message="ValueError: bug", time=now, sent=now)
     client.send("joined", round=2)
@@ -185,6 +185,18 @@ def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pyte
     client._on_welcome({"generation": 0})
     assert [line["t"] for line in written] == ["failure", "joined"] and "sent" not in written[1]
     assert written[0]["sent"] - written[0]["time"] == pytest.approx(30)
+
+
+def test_what_a_connection_did_not_take_waits_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    written: list[str] = []
+    client.send("failure", round=1, message="ValueError: bug")
+    client.send("joined", round=2)
+    monkeypatch.setattr(client, "_write", lambda data: False)
+    client._on_welcome({"generation": 0})
+    monkeypatch.setattr(client, "_write", lambda data: written.append(json.loads(data)["t"]) or True)
+    client._on_welcome({"generation": 0})
+    assert written == ["failure", "joined"]
 
 
 TOKEN = "the job's token"

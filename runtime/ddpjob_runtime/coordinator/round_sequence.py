@@ -49,9 +49,7 @@ class Rounds:
         """Of the newest round that is known."""
         self._least_number = settings.attempt * NUMBERS_PER_ATTEMPT
         self.incidents = Incidents(settings.attempt)
-        self.backoff = Backoff(
-            settings.backoff_initial, settings.backoff_maximum, no_restarts=settings.no_restarts
-        )
+        self.backoff = Backoff(settings.backoff_initial, settings.backoff_maximum, no_restarts=settings.no_restarts)
         self.watch = HangWatch(settings.hang_after)
         self.overdue: Overdue | None = None
         """The step that the present round should have made long ago."""

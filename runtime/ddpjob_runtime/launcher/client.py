@@ -145,6 +145,11 @@ class CoordinatorClient:
             self._unsent.append((verb, fields))
             del self._unsent[:-MAX_UNSENT]
 
+    def _write_kept(self, verb: str, fields: dict[str, Any]) -> bool:
+        if "sent" in fields:
+            fields["sent"] = time.time()  # The coordinator reads from it how long ago the failure was.
+        return self._write(protocol.encode(verb, **fields))
+
     def _write(self, data: bytes) -> bool:
         assert self._socket is not None
         try:
@@ -404,11 +409,7 @@ class CoordinatorClient:
             return True
         with self._lock:
             self.welcomed = True
-            unsent, self._unsent = self._unsent, []
-            for verb, fields in unsent:
-                if "sent" in fields:
-                    fields["sent"] = time.time()  # The coordinator reads from it how long ago the failure was.
-                self._write(protocol.encode(verb, **fields))
+            self._unsent = [(verb, fields) for verb, fields in self._unsent if not self._write_kept(verb, fields)]
             # Read here: `wait_go` sets it first, and sends only what it finds welcomed.
             ready = self._ready
             if ready is not None:
