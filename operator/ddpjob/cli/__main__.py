@@ -2,6 +2,8 @@
 
 import sys
 
+from ddpjob.missing_package import missing_package
+
 
 def main() -> int:
     """The exit code."""
@@ -11,11 +13,8 @@ def main() -> int:
         return command()
     except KeyboardInterrupt:  # while it is imported
         return 130
-    except ModuleNotFoundError as error:
-        # `pip install ddpjob` brings the program without its packages; some are imported as late as they are used.
-        if not error.name or error.name.startswith("ddpjob"):
-            raise
-        print(f"ddpjob needs the package {error.name}: pip install 'ddpjob[cli]'", file=sys.stderr)
+    except ModuleNotFoundError as error:  # also later: some are imported as late as they are used
+        print(missing_package(error, "ddpjob", "cli"), file=sys.stderr)
         return 2
 
 

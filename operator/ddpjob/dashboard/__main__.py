@@ -12,13 +12,13 @@ import ssl
 import sys
 from pathlib import Path
 
+from ddpjob.missing_package import missing_package
+
 try:
     from ddpjob.dashboard.viewers import Viewers
     from ddpjob.dashboard.web_server import serve
 except ModuleNotFoundError as error:
-    if not error.name or error.name.startswith("ddpjob"):
-        raise
-    sys.exit(f"ddpjob.dashboard needs the package {error.name}: pip install 'ddpjob[cli]'")
+    sys.exit(missing_package(error, "ddpjob.dashboard", "cli"))
 
 _RELOAD_SECONDS = 60.0
 
