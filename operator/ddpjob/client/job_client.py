@@ -329,9 +329,10 @@ def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Itera
             yield line.pod.name, line.text.decode(errors="replace")
     finally:
         stop.set()  # Whoever breaks off leaves no reader behind.
-    why = "\n".join(follower.notes) or (follower.why_nothing() if named else follower.missing_slots())
-    if not follower.seen and why:
-        raise Mistake(why)
+    if not follower.seen:
+        why = "\n".join(follower.notes) or (follower.why_nothing() if named else follower.missing_slots())
+        if why:
+            raise Mistake(why)
     for note in follower.notes:
         warnings.warn(note, stacklevel=2)
 

@@ -237,7 +237,7 @@ class LogFollower:
 
     def missing_slots(self) -> str:
         """That no pod is of a slot that was asked for; empty: one is, or there are no pods."""
-        return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices and not self.seen else ""
+        return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices else ""
 
     def _missing_slots(self, every: Sequence[PodLine]) -> str:
         if not every or not self._chosen.indices or any(self._wanted(pod) for pod in every):

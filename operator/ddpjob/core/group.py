@@ -24,7 +24,7 @@ from ddpjob.core.failures.classify import (
 )
 from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
-from ddpjob.core.failures.new_incidents import new_incidents, with_seen
+from ddpjob.core.failures.new_incidents import NewIncidents, new_incidents, with_seen
 from ddpjob.core.failures.node_health import judge_nodes
 from ddpjob.core.failures.policy import PROGRAM_ERROR, REPEATS, evaluate_rules, repeated_program_error
 from ddpjob.core.plan.gang import is_broken_up
@@ -104,7 +104,7 @@ def follow(view: View) -> Followed:
     if _finished(view):
         return Followed(view.status, complete=True, done=True)
     incidents = new_incidents(view)
-    findings = [_finding_of_end(view, index, ended) for index, ended in ends.items()]
+    findings = [_finding_of_end(view, index, ended, incidents) for index, ended in ends.items()]
     attributed = attribute(view.status, _one_for_command(view.job, findings), incidents.findings, incidents.lost)
     if _let_go(view):
         status = with_seen(view.status, incidents, attributed.seen_round)
@@ -281,7 +281,7 @@ def _with_preflights_judged(view: View, ends: Ends) -> Ends:
 # --- what is recorded -------------------------------------------------------------------------------------------
 
 
-def _finding_of_end(view: View, index: int, ended: Ended) -> Finding:
+def _finding_of_end(view: View, index: int, ended: Ended, new: NewIncidents) -> Finding:
     end, slot = ended.end, view.status.slots[index]
     of_program = not (end.before_program and end.cause is Cause.EXIT_CODE)
     ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=view.trained or not of_program)
@@ -294,11 +294,11 @@ def _finding_of_end(view: View, index: int, ended: Ended) -> Finding:
         message=with_traceback(end.message, end.traceback),
         counted=ruled.counted,
     )
-    idle = _was_idle(view, index, ended)
+    idle = _was_idle(view, index, ended, new)
     return Finding(restart, made_in=slot.round, fails=ruled.fails, why=ruled.why, exit_code=end.exit_code, idle=idle)
 
 
-def _was_idle(view: View, index: int, ended: Ended) -> bool:
+def _was_idle(view: View, index: int, ended: Ended, new: NewIncidents) -> bool:
     """Whether the pod was a spare, so that the group trains and keeps its rendezvous without it.
 
     Its label follows a second after it has taken over: what the coordinator says of it comes first.
@@ -313,7 +313,7 @@ def _was_idle(view: View, index: int, ended: Ended) -> bool:
     if any(m.pod == ended.name and (m.state == MemberState.RUNNING or m.rank is not None) for m in report.members):
         return False
     if report.state == CoordinatorState.RESTARTING and not view.status.holds(ConditionType.RESTARTING):
-        new = new_incidents(view)  # After a worker's failure the same nodes restart: no spare takes over.
+        # After a worker's failure the same nodes restart: no spare takes over.
         return not new.lost and all(finding.restart.reason != Cause.JOINED for finding in new.findings)
     return report.state == CoordinatorState.RUNNING
 

@@ -78,9 +78,7 @@ class ProcessCluster:
         """The signal for which the job was suspended; empty: its user did it, or nobody."""
         self.changed = asyncio.Event()
         self._objects: set[tuple[str, str]] = set()
-        first, mark = free_port_pair()
-        self._ports: dict[int, int] = {0: first}
-        self._marks: list[socket.socket] = [mark]
+        self._ports: dict[int, tuple[int, socket.socket]] = {0: free_port_pair()}
         ranks = local_spec.spec.nodes * local_spec.spec.procs_per_node
         self._inherited = inherited(max(1, len(os.sched_getaffinity(0)) // ranks))
 
@@ -98,13 +96,10 @@ class ProcessCluster:
     def _port(self, generation: int) -> int:
         if generation not in self._ports:
             try:
-                port, mark = free_port_pair()
-            except NoFreePorts:
-                port = self._ports[max(self._ports)]  # It listens when the coordinator before it has ended.
-            else:
-                self._marks.append(mark)
-            self._ports[generation] = port
-        return self._ports[generation]
+                self._ports[generation] = free_port_pair()
+            except NoFreePorts:  # It listens when the coordinator before it has ended.
+                self._ports[generation] = self._ports[max(self._ports)]
+        return self._ports[generation][0]
 
     async def observe(self, key: JobKey) -> Observation | None:
         job = self.job
@@ -285,7 +280,7 @@ class ProcessCluster:
         left += processes.end_children([*others, *left], self.processes())
         self.collect()
         await self.coordinators.close()
-        for mark in self._marks:
+        for _, mark in self._ports.values():
             mark.close()
         return left
 

@@ -50,6 +50,11 @@ class Failure:
     init: bool = False
 
     @property
+    def stepped_aside(self) -> bool:
+        """Whether it saved and left for a node that leaves, of which nothing may be known yet."""
+        return self.exit_code == protocol.EXIT_STEPPED_ASIDE
+
+    @property
     def communication(self) -> bool:
         """Whether a peer's death causes such an error."""
         return not (self.oom or self.init) and bool(COMMUNICATION_ERROR.search(self.message))
@@ -114,8 +119,7 @@ def _own(failure: Failure, losses: list[Loss], ended_at: float | None) -> bool:
     died_by_signal = failure.exit_code is not None and failure.exit_code < 0
     if died_by_signal and losses:
         return False  # the end of a pod takes its workers with it
-    stepped_aside = failure.exit_code == protocol.EXIT_STEPPED_ASIDE
-    return not (stepped_aside and any(loss.leaving for loss in losses))
+    return not (failure.stepped_aside and any(loss.leaving for loss in losses))
 
 
 def first_cause(
@@ -135,8 +139,8 @@ def first_cause(
         return None
     if _suspicion(first_failure, ended_at) and finishes:
         return _finished_early(min(finishes, key=lambda e: e.time), consequences + 1)
-    stepped_aside = first_failure.exit_code == protocol.EXIT_STEPPED_ASIDE  # for a node of which nothing is known yet
-    return _failed(first_failure, consequences, sure=_suspicion(first_failure, ended_at) == 0 and not stepped_aside)
+    sure = _suspicion(first_failure, ended_at) == 0 and not first_failure.stepped_aside
+    return _failed(first_failure, consequences, sure=sure)
 
 
 def _lost(loss: Loss, consequences: int) -> Verdict:
