@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import random
 import socket
+
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = 2500
+FIRST_PORT = 10000 + PORTS * (_WORKER % 8)
+_ports = itertools.count(random.SystemRandom().randrange(PORTS))
 
 
 def slowness() -> float:
@@ -12,7 +20,14 @@ def slowness() -> float:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback that nobody listens on, and that no other process of these tests is given.
+
+    What the system chooses is free for anybody as soon as it is closed: another test's members would greet a
+    coordinator that listens where theirs has just been killed. Hence from below the ports that it chooses from, a
+    part for each of pytest's processes, one after the other.
+    """
+    while True:
+        port = FIRST_PORT + next(_ports) % PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

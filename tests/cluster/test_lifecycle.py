@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timedelta
 
 import pytest
 from jobs import FAST, Jobs, job, steps_job
@@ -108,8 +109,9 @@ def world(jobs: Jobs, name: str) -> str:
 def test_a_deadline_ends_the_job_and_its_time_to_live_removes_it(jobs: Jobs) -> None:
     policy = {"activeDeadlineSeconds": 8, "ttlSecondsAfterFinished": 6}
     jobs.apply(steps_job("late", 1000, nodes=1, recovery=FAST, runPolicy=policy))
-    took = jobs.wait_phase("late", "Failed", timeout=40)
-    assert took >= 7
+    jobs.wait_phase("late", "Failed", timeout=40)
+    started, ended = (datetime.fromisoformat(jobs.status("late")[key]) for key in ("startTime", "completionTime"))
+    assert ended - started >= timedelta(seconds=8)
     assert jobs.condition("late", "Failed")["reason"] == "DeadlineExceeded"
     jobs.wait("the job's end", lambda: "late" not in jobs.kubectl("get", "ddpjobs", "--output=name"), timeout=40)
     jobs.wait(

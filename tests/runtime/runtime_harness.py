@@ -21,7 +21,7 @@ from machine import free_port, slowness
 
 RUNTIME = Path(__file__).resolve().parents[2] / "runtime" / "ddpjob_runtime"
 SCRIPTS = Path(__file__).parent / "scripts"
-TOKEN = "a-token-for-tests"
+TOKEN = f"a-token-for-tests-{os.getpid()}"
 PYTHON = os.environ.get("DDPJOB_TEST_PYTHON", sys.executable)
 """Of the job's pods: names one with another torch, to see whether that one is supported."""
 
