@@ -251,7 +251,7 @@ def test_a_cut_connection_costs_a_restart_and_nothing_more(folder: Path) -> None
         job.start_node(
             0, STEPS, "--steps", "10", "--rank", "0", "--late", "60", DDPJOB_COORDINATOR=f"127.0.0.1:{proxy.port}"
         )
-        job.wait_until(lambda r: stepping(job, steps=10))
+        job.wait_until(lambda r: stepping(job, steps=10) and (job.folder / "late").exists())
         proxy.cut()
         report = finish(job, "job-0-0")
         assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("PeerLost", "job-0-0")]
