@@ -55,14 +55,17 @@ test-cluster: $(DEV_READY)
 	$(TESTS) --numprocesses=$(CLUSTERS) tests/cluster
 
 # In two parts: tests that keep the processor busy would disturb those of the cluster, which measure how fast it reacts.
-# What failed in either is named at the very end: the output is long, and who reads a CI's record sees its last lines.
+# The chart's tests take the Helm of the cluster: where the second part built the first one, they run once more.
+# What failed is named at the very end: the output is long, and who reads a CI's record sees its last lines.
 test: SHELL = /bin/bash -o pipefail
 test: lint
 	@mkdir -p build
 	$(TESTS) --numprocesses=$(WORKERS) -m "not cluster" | tee build/tests-local.txt; local=$$?; \
-	$(TESTS) --numprocesses=$(CLUSTERS) tests/cluster | tee build/tests-cluster.txt; cluster=$$?; \
+	$(TESTS) --numprocesses=$(CLUSTERS) tests/cluster | tee build/tests-cluster.txt; cluster=$$?; chart=0; \
+	if grep -q "test cluster's is not built" build/tests-local.txt; then \
+	$(TESTS) tests/unit/test_chart.py | tee -a build/tests-cluster.txt; chart=$$?; fi; \
 	grep -hE "^(FAILED|ERROR) |^=+ .*(passed|failed|error).* =+$$" build/tests-local.txt build/tests-cluster.txt; \
-	exit $$((local || cluster))
+	exit $$((local || cluster || chart))
 
 test-gpu: $(DEV_READY)
 	$(IN_VENV) pytest -m gpu $(PYTEST) tests/gpu

@@ -225,7 +225,7 @@ def take_part(place: Network, rank: int, world: int, folder: Path, seconds: floa
     place.enter(rank)
     os.environ.update(DDPJOB_POD=f"job-{rank}-0", GLOO_SOCKET_IFNAME="eth0")
     store = dist.TCPStore(place.address(0), 4999, is_master=rank == 0, wait_for_workers=False)
-    settings = Settings(True, seconds, 2.0, 0, "", "auto", "")
+    settings = Settings(True, seconds, 8.0, 0, "", "auto", "")
     verdict = Preflight(settings, 1).check_links(store, rank, world, place.address(rank), lambda: False)
     (folder / f"{rank}.json").write_text(json.dumps(verdict.write()))
     if rank == 0:  # It has the store.
@@ -241,7 +241,7 @@ def test_a_node_with_a_slow_link_is_found_on_a_real_network(tmp_path: Path) -> N
     if shutil.which("tc") is None:
         pytest.skip("needs tc")
     with network(3) as place:
-        place.run(1, "tc qdisc add dev eth0 root tbf rate 8mbit burst 32k latency 400ms")
+        place.run(1, "tc qdisc add dev eth0 root tbf rate 32mbit burst 32k latency 400ms")
         context = multiprocessing.get_context("fork")
         arguments = [(place, rank, 3, tmp_path, 60 * slowness()) for rank in range(3)]
         nodes = [context.Process(target=take_part, args=each) for each in arguments]
@@ -253,5 +253,5 @@ def test_a_node_with_a_slow_link_is_found_on_a_real_network(tmp_path: Path) -> N
     verdicts = [Verdict.read(json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(3)]
     assert list(verdicts[0].culprits) == [1], verdicts[0]
     assert verdicts[0].failed.startswith("the links of pod job-1-0 to pod job-0-0 and pod job-2-0 fail: ")
-    assert " MB/s, less than 2" in verdicts[0].failed
+    assert " MB/s, less than 8" in verdicts[0].failed
     assert verdicts == [verdicts[0]] * 3
