@@ -161,20 +161,23 @@ class Accumulator:
                 f"the model's output has the shape {tuple(logits.shape)} for {len(labels)} samples of"
                 f" {self._classes} classes; give a model whose last layer has {self._classes} outputs"
             )
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self._classes:
-            raise DataError(
-                f"the test set holds a label outside 0..{self._classes - 1}: {labels.min()}..{labels.max()};"
-                " correct the labels"
-            )
+        if len(labels):
+            least, most = torch.stack(torch.aminmax(labels)).tolist()
+            if not 0 <= least <= most < self._classes:
+                raise DataError(
+                    f"the test set holds a label outside 0..{self._classes - 1}: {least}..{most}; correct the labels"
+                )
         self._added += len(labels)
         logits = logits.detach().float()
-        finite = torch.isfinite(logits).all(1)
         scores = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        losses = self._each(logits, labels).cpu().double()
-        guesses, ranks = scores.argmax(1).cpu(), rank_of_label(scores, labels).cpu()
-        truth = labels.cpu()
-        counts = [(ranks < 1).sum(), (ranks < 5).sum(), (guesses - truth).abs().sum(), (~finite).sum()]
-        self._sums += torch.stack([losses.sum(), *(count.cpu().double() for count in counts)])
+        found = [self._each(logits, labels), scores.argmax(1), rank_of_label(scores, labels), labels]
+        # One copy, since each waits for the device. Float32 holds every class; some devices have no float64.
+        dtype = torch.promote_types(found[0].dtype, torch.float32)
+        copied = torch.stack([values.to(dtype) for values in (*found, ~torch.isfinite(logits).all(1))]).cpu()
+        losses, numbers = copied[0].double(), copied[1:].to(torch.int64)
+        guesses, ranks, truth, nonfinite = numbers
+        counts = [(ranks < 1).sum(), (ranks < 5).sum(), (guesses - truth).abs().sum(), nonfinite.sum()]
+        self._sums += torch.stack([losses.sum(), *(count.double() for count in counts)])
         if self._confusion is not None:
             self._confusion += torch.bincount(truth * self._classes + guesses, minlength=self._classes**2).view(
                 self._classes, -1
