@@ -57,6 +57,9 @@ LONG = (
     "test_coordinator_sockets.py::test_members_that_are_silent_all_at_once_are_waited_for",
     "test_coordinator_sockets.py::test_a_launcher_that_stood_still_restarts_nobody",
     "test_coordinator_sockets.py::test_a_coordinator_that_stood_still_restarts_nobody",
+    "test_coordinator_sockets.py::test_a_coordinator_that_stood_still_calls_nothing_a_hang",
+    "test_coordinator_sockets.py::test_a_member_whose_host_is_gone_is_lost_within_seconds",
+    "test_coordinator_sockets.py::test_the_silence_of_a_host_is_death",
 )
 """Tests of a row without torch that the short form leaves out: they wait, which no version of Python does otherwise."""
 CUDA_PACKAGES = re.compile(r"(nvidia|cuda|triton|pytorch-triton)\b", re.IGNORECASE)

@@ -39,7 +39,7 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # Else each answer waits 40 ms for the client's acknowledgement of its headers.
+            disable_nagle_algorithm = True  # Else each answer waits 40 ms for the acknowledgement of its headers.
 
             def do_GET(self) -> None:
                 outer.requests.append(self.path)
