@@ -62,8 +62,12 @@ _FAST_NETWORKS = (
 )
 """Annotations by which Multus and GKE give a pod more interfaces. Those devices are for the pods that train: GKE would
 take some from them, and SR-IOV makes no network for a pod that has requested none."""
+_OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
+"""Annotations that end with a container's name: the API server refuses a pod that has no such container."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
+_DEVICES = ("CharDevice", "BlockDevice", "Socket")
+"""Types of hostPath for which the kubelet waits: only a machine with the devices has them."""
 
 
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
@@ -83,7 +87,8 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     if volumes := _local_volumes(spec):
         taken["volumes"] = volumes
     metadata = template.get("metadata") or {}
-    annotations = {k: v for k, v in (metadata.get("annotations") or {}).items() if k not in _FAST_NETWORKS}
+    given = (metadata.get("annotations") or {}).items()
+    annotations = {k: v for k, v in given if k not in _FAST_NETWORKS and not k.startswith(_OF_A_CONTAINER)}
     kept = {**template, "metadata": {**metadata, "annotations": annotations}}
     return _merged(pod, kept, {**taken, "containers": _coordinator_containers(spec)})
 
@@ -105,8 +110,16 @@ def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
 
 
 def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
-    """Volumes that need no claim."""
-    return [v for v in spec.get("volumes") or () if any(source in v for source in _LOCAL_SOURCES)]
+    """Volumes that need no claim, and nothing of a machine that trains."""
+    volumes = spec.get("volumes") or ()
+    return [v for v in volumes if any(source in v for source in _LOCAL_SOURCES) and not _is_of_a_training_machine(v)]
+
+
+def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
+    """Whether it is a device, or huge pages, which a container has to request: elsewhere a pod would wait for it."""
+    host, memory = volume.get("hostPath") or {}, (volume.get("emptyDir") or {}).get("medium") or ""
+    is_device = host.get("type") in _DEVICES or f"{host.get('path', '')}/".startswith("/dev/")
+    return is_device or memory.startswith("HugePages")
 
 
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
@@ -116,5 +129,7 @@ def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
     trainer = trainer_of(spec)
     container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}
     if "volumeMounts" in container:
-        container["volumeMounts"] = [m for m in container["volumeMounts"] if m.get("name") in names]
+        # A subPathExpr may name variables that only the trainer has.
+        mounts = (m for m in container["volumeMounts"] if "subPathExpr" not in m)
+        container["volumeMounts"] = [m for m in mounts if m.get("name") in names]
     return [{"name": COORDINATOR_CONTAINER, **container}] if container else []

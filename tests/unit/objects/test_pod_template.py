@@ -388,6 +388,41 @@ def test_the_coordinator_asks_for_no_interface_of_a_fast_network(example: str) -
     assert annotations == [spec["podTemplate"]["metadata"]["annotations"], {"note": "kept"}]
 
 
+@pytest.mark.parametrize(
+    ("volume", "mount"),
+    [
+        ({"hostPath": {"path": "/dev/infiniband", "type": "Directory"}}, {}),
+        ({"hostPath": {"path": "/run/nvidia/dcgm.sock", "type": "Socket"}}, {}),
+        ({"hostPath": {"path": "/opt/device", "type": "CharDevice"}}, {}),
+        ({"emptyDir": {"medium": "HugePages-2Mi"}}, {}),
+        ({"hostPath": {"path": "/scratch"}}, {"subPathExpr": "$(NODE_NAME)/$(DDPJOB_INDEX)"}),
+    ],
+    ids=lambda part: json.dumps(part),
+)
+@pytest.mark.parametrize("placement", ["Dedicated", "Master"])
+def test_the_coordinator_waits_for_nothing_that_only_a_training_pod_has(
+    volume: Json, mount: Json, placement: str
+) -> None:
+    """The kubelet starts no container before its volumes are there, and none whose subPathExpr lacks a variable."""
+    mounts = [{"name": "own", "mountPath": "/own", **mount}, {"name": "tools", "mountPath": "/opt/tools"}]
+    volumes = [{"name": "own", **volume}, {"name": "tools", "hostPath": {"path": "/opt/tools", "type": "Directory"}}]
+    template = {"spec": {"volumes": volumes, "containers": [{"name": "trainer", "volumeMounts": mounts}]}}
+    assert problems(template) == ()
+    made = job(podTemplate=template, rendezvous={"placement": placement})
+    pod = build_node(made, made.status, PLATFORM, 0, 0)
+    assert [m for m in container(pod)["volumeMounts"] if m in mounts] == mounts
+    host = pod if placement == "Master" else build_coordinator(made, made.status, PLATFORM)
+    assert [m["name"] for m in container(host, "coordinator")["volumeMounts"]] == ["ddpjob-runtime", "tools"]
+
+
+def test_the_coordinator_s_pod_has_no_annotation_of_a_container_that_is_not_in_it() -> None:
+    """The API server refuses such a pod. Kubernetes 1.29 has no other way to choose a profile of AppArmor."""
+    profile = {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"}
+    made = job(podTemplate={"metadata": {"annotations": {**profile, "note": "kept"}}})
+    assert build_node(made, made.status, PLATFORM, 0, 0)["metadata"]["annotations"].items() >= profile.items()
+    assert build_coordinator(made, made.status, PLATFORM)["metadata"]["annotations"] == {"note": "kept"}
+
+
 def test_the_budget_selects_training_pods_unless_the_spec_says_otherwise() -> None:
     def selected(pod: Json) -> bool:
         wanted = build_budget(job())["spec"]["selector"]["matchLabels"]
