@@ -119,7 +119,7 @@ def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
         elif isinstance(old, list) and isinstance(value, list) and field in _TERMS:
             merged[field] = [*old, *deepcopy(value)]
         elif isinstance(old, list) and isinstance(value, list) and field in _LIST_KEYS:
-            merged[field] = _merge_list(old, value, _LIST_KEYS[field])
+            merged[field] = _merge_list(old, value, _LIST_KEYS[field], whole=field == "env")
         else:
             merged[field] = deepcopy(value)
     return merged
@@ -130,13 +130,20 @@ def _answered(toleration: Json, given: list[Json]) -> bool:
     return any(t.get("key") == toleration.get("key") for t in given)
 
 
-def _merge_list(old: list[Json], new: list[Json], key: str) -> list[Json]:
+def _merge_list(old: list[Json], new: list[Json], key: str, *, whole: bool) -> list[Json]:
+    """`whole`: an item of the overlay replaces the one of its key, as a variable's value does another's valueFrom."""
     merged = list(old)
-    positions = {item.get(key): position for position, item in enumerate(merged)}
+    positions = {_key_of(item, key): position for position, item in enumerate(merged)}
     for item in new:
-        position = positions.get(item.get(key))
+        position = positions.get(_key_of(item, key))
         if position is None:
             merged.append(deepcopy(item))
         else:
-            merged[position] = merge(merged[position], item)
+            merged[position] = deepcopy(item) if whole else merge(merged[position], item)
     return merged
+
+
+def _key_of(item: Json, key: str) -> Any:
+    """An item's key: /data and /data/ are one folder."""
+    value = item.get(key)
+    return value.rstrip("/") if key == "mountPath" and isinstance(value, str) else value

@@ -350,7 +350,7 @@ def _checkpoints_shared(job: DDPJob) -> bool:
     if storage.url:
         return False
     for mount in trainer_of(pod).get("volumeMounts") or ():
-        if mount.get("mountPath") == storage.checkpoint_path:
+        if str(mount.get("mountPath")).rstrip("/") == storage.checkpoint_path.rstrip("/"):
             volume: Json = next((v for v in pod.get("volumes") or () if v.get("name") == mount.get("name")), {})
             return not {"persistentVolumeClaim", "nfs"}.isdisjoint(volume) and "subPathExpr" not in mount
     return storage.checkpoints is not None and storage.checkpoints.seen_by_every_node

@@ -194,6 +194,7 @@ def test_storage_says_whether_all_nodes_see_the_same_checkpoints() -> None:
         ({"persistentVolumeClaim": {"claimName": "c"}}, {"subPathExpr": "$(DDPJOB_POD)"}, "0"),
         ({"emptyDir": {}}, {}, "0"),
         ({"hostPath": {"path": "/h"}}, {}, "0"),
+        ({"persistentVolumeClaim": {"claimName": "c"}}, {"mountPath": "/checkpoints/"}, "1"),
     ],
 )
 def test_a_volume_of_the_template_in_place_of_the_checkpoints_says_so_too(
@@ -203,7 +204,7 @@ def test_a_volume_of_the_template_in_place_of_the_checkpoints_says_so_too(
     mounted = {"name": "own", "mountPath": "/checkpoints", **mount}
     trainer = {"name": "trainer", "volumeMounts": [mounted]}
     pod = node(podTemplate={"spec": {"volumes": [{"name": "own", **volume}], "containers": [trainer]}})
-    assert [m for m in container(pod)["volumeMounts"] if m["mountPath"] == "/checkpoints"] == [mounted]
+    assert [m for m in container(pod)["volumeMounts"] if m["mountPath"].startswith("/checkpoints")] == [mounted]
     assert environment(pod)["DDPJOB_CHECKPOINT_SHARED"] == shared
 
 
@@ -421,6 +422,19 @@ def test_the_coordinator_s_pod_has_no_annotation_of_a_container_that_is_not_in_i
     made = job(podTemplate={"metadata": {"annotations": {**profile, "note": "kept"}}})
     assert build_node(made, made.status, PLATFORM, 0, 0)["metadata"]["annotations"].items() >= profile.items()
     assert build_coordinator(made, made.status, PLATFORM)["metadata"]["annotations"] == {"note": "kept"}
+
+
+def test_of_two_variables_the_template_s_counts_as_a_whole() -> None:
+    """With both a value and where it comes from, the API server refuses the pod."""
+    secret = {"secretKeyRef": {"name": "keys", "key": "token"}}
+    own = [{"name": "TOKEN", "valueFrom": secret}, {"name": "NCCL_SOCKET_IFNAME", "valueFrom": secret}]
+    template = {"spec": {"containers": [{"name": "trainer", "env": own}]}}
+    spec: Json = {
+        "env": [{"name": "TOKEN", "value": "test"}],
+        "network": {"interface": "eth1"},
+        "podTemplate": template,
+    }
+    assert [e for e in container(node(**spec))["env"] if e["name"] in ("TOKEN", "NCCL_SOCKET_IFNAME")] == own[::-1]
 
 
 def test_the_budget_selects_training_pods_unless_the_spec_says_otherwise() -> None:
