@@ -329,6 +329,8 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
     }
     if spec.preflight is not None:
         values["DDPJOB_PREFLIGHT"] = _preflight(spec, spec.preflight, values["DDPJOB_CHECKPOINT_DIR"])
+    if reason_file := trainer_of(spec.pod_template.get("spec") or {}).get("terminationMessagePath"):
+        values["DDPJOB_TERMINATION_LOG"] = reason_file
     if data is not None:
         values["DDPJOB_DATA_DIR"] = platform.data_path or data.mount_path
     owned: list[Json] = [

@@ -424,6 +424,12 @@ def test_the_coordinator_s_pod_has_no_annotation_of_a_container_that_is_not_in_i
     assert build_coordinator(made, made.status, PLATFORM)["metadata"]["annotations"] == {"note": "kept"}
 
 
+def test_the_launcher_leaves_the_reason_of_its_end_where_the_template_has_the_kubelet_look_for_it() -> None:
+    template = {"spec": {"containers": [{"name": "trainer", "terminationMessagePath": "/tmp/end"}]}}
+    assert environment(node(podTemplate=template))["DDPJOB_TERMINATION_LOG"] == "/tmp/end"
+    assert "DDPJOB_TERMINATION_LOG" not in environment(node())
+
+
 def test_of_two_variables_the_template_s_counts_as_a_whole() -> None:
     """With both a value and where it comes from, the API server refuses the pod."""
     secret = {"secretKeyRef": {"name": "keys", "key": "token"}}
