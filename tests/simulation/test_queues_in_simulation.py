@@ -145,6 +145,21 @@ async def test_a_lost_pod_is_replaced_within_the_quota() -> None:
     assert kueue.workloads() == before and s.status["restarts"]["total"] == 1
 
 
+@pytest.mark.parametrize("faulty", [{"hostname": "mine"}, {"containers": 3}, 3], ids=str)
+async def test_a_job_that_is_resumed_with_a_faulty_template_asks_for_no_quota_and_says_why(faulty: object) -> None:
+    s, kueue = queued(steps=60)
+    await s.until_phase("Running")
+    s.change_spec({"runPolicy": {"suspend": True}, "podTemplate": {"spec": faulty}})
+    await s.until(lambda: not s.pods)
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await passes(s, 10)
+    assert s.phase == "Queued" and not kueue.workloads()
+    message = conditions(s)["Suspended"]["message"]
+    assert message.startswith("asks queue team for nothing until spec.podTemplate is corrected: spec.podTemplate.spec")
+    s.change_spec({"podTemplate": {}})
+    await s.until_phase("Complete")
+
+
 async def test_a_job_that_its_user_suspends_holds_no_quota() -> None:
     s, kueue = queued(steps=60)
     await s.until_phase("Running")

@@ -8,6 +8,7 @@ while fewer than its minimum exist, and the minimum cannot be changed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 
@@ -25,8 +26,9 @@ def planned_gang(view: View) -> GangStatus | None:
     spec = view.job.spec
     wanted = spec.scheduling.gang
     if wanted is None:
-        meta, template = (spec.pod_template.get(part) or {} for part in ("metadata", "spec"))
-        own = "schedulingGroup" in template or ANNOTATION_GROUP in (meta.get("annotations") or {})
+        meta, template = spec.pod_template.get("metadata") or {}, spec.pod_template.get("spec")
+        grouped = isinstance(template, Mapping) and "schedulingGroup" in template
+        own = grouped or ANNOTATION_GROUP in (meta.get("annotations") or {})
         known = spec.scheduling.by_volcano or not spec.scheduling.scheduler_name
         wanted = view.world.serves_gangs and not own and known
     return GangStatus(nodes=spec.min_nodes) if wanted and spec.min_nodes > 1 else None

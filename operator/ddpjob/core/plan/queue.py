@@ -84,6 +84,9 @@ def waits_for(view: View) -> tuple[str, str]:
     job, world = view.job, view.world
     if not world.serves_queues:
         return QUEUE_NOT_SERVED, _NOT_SERVED.format(job.queue)
+    if world.problems:
+        faults = "; ".join(world.problems)
+        return QUEUE_WAITS, f"asks queue {job.queue} for nothing until spec.podTemplate is corrected: {faults}"
     asked = next((w for w in world.workloads if w.name == workload_name(job)), None)
     said = asked.message if asked is not None else ""
     refused = _refusal(view)
@@ -134,7 +137,7 @@ def queue_actions(view: View) -> list[Action]:
             actions.append(DeleteWorkload(workload.name, workload.uid))
         elif workload.evicted and workload.reserved:
             actions.append(ReleaseWorkload(workload.name, workload.uid))
-    if not any(workload.name == name for workload in world.workloads):
+    if not world.problems and not any(workload.name == name for workload in world.workloads):
         actions.append(CreateWorkload(name, queue.workload if queue is not None else ""))
     if queue is not None and view.status.holds(ConditionType.RUNNING):
         running = "the group trains"
