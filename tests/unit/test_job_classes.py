@@ -229,6 +229,21 @@ def test_an_equal_class_has_an_equal_mark_and_another_content_another() -> None:
             {"limits": {"maxGpusPerNode": 4}},
             "spec.gpusPerNode: 8, and class c",
         ),
+        (
+            {"gpusPerNode": 0, "gpuResource": "example.com/none", "resources": {"limits": {"nvidia.com/gpu": 8}}},
+            {"limits": {"maxGpusPerNode": 4}},
+            "spec.gpusPerNode: 8, and class c",
+        ),
+        (
+            {
+                "gpusPerNode": 1,
+                "podTemplate": {
+                    "spec": {"containers": [{"name": "s", "resources": {"limits": {"nvidia.com/mig-3g.40gb": 2}}}]}
+                },
+            },
+            {"limits": {"maxGpusPerNode": 2}},
+            "spec.gpusPerNode: 3, and class c",
+        ),
         ({"script": None, "command": ["x"]}, {"spec": {"preflight": {}}}, "spec.preflight: preflight cannot be used"),
     ],
 )
@@ -265,6 +280,11 @@ def test_gpus_of_init_containers_count_as_kubernetes_counts_them(init: list[Any]
     assert found == (
         () if gpus == 8 else (f"spec.gpusPerNode: {gpus}, and class c allows at most 8; lower gpusPerNode",)
     )
+
+
+def test_devices_that_are_no_gpus_do_not_count() -> None:
+    resources = {"limits": {"rdma/hca": 8, "nvidia.com/sriov_roce": 8, "vpc.amazonaws.com/efa": 32, "cpu": 96}}
+    assert problems_of({"image": "i", "resources": resources}, {"limits": {"maxGpusPerNode": 1}}) == ()
 
 
 def _without_script(body: Json) -> Json:

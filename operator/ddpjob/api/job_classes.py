@@ -26,6 +26,8 @@ _GROUPS = frozenset(path.split(".")[0] for path in CLASS_FIELDS if "." in path)
 _NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUEUE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _MOST = 4096
+_OTHER_GPUS = re.compile(r"(^|[./])gpu([./]|$)|/mig-")
+"""Names of GPUs, whatever a job's gpuResource is: nvidia.com/gpu, nvidia.com/mig-1g.5gb, gpu.intel.com/i915."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ def _gpus_of_pod(spec: JobSpec) -> int:
             sidecars += own
         else:
             ending = max(ending, sidecars + own)
-    beside = sum(_gpus(container, spec.gpu_resource) for container in _containers(spec, "containers"))
+    others = ({"resources": spec.resources}, *_containers(spec, "containers"))
+    beside = sum(_gpus(container, spec.gpu_resource) for container in others)
     return max(ending, spec.gpus_per_node + sidecars + beside)
 
 
@@ -131,11 +134,12 @@ def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
 
 
 def _gpus(container: Json, resource: str) -> int:
-    """As many GPUs as a container of podTemplate asks for."""
+    """As many GPUs as a container asks for, of every kind: the job chooses which of them gpusPerNode means."""
     resources = container.get("resources")
     limits = resources.get("limits") if isinstance(resources, Mapping) else None
-    value = str(limits.get(resource, 0)) if isinstance(limits, Mapping) else "0"
-    return int(value) if value.isdecimal() and len(value) < 10 else _MOST
+    asked = limits.items() if isinstance(limits, Mapping) else ()
+    values = [str(value) for name, value in asked if name == resource or _OTHER_GPUS.search(str(name))]
+    return sum(int(value) if value.isdecimal() and len(value) < 10 else _MOST for value in values)
 
 
 def _fits(image: str, pattern: str) -> bool:
