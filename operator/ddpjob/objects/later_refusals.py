@@ -149,6 +149,8 @@ def _quantity(value: Any, path: str) -> Iterator[Problem]:
 
 def _pod(pod: Json) -> Iterator[Problem]:
     yield from _name(pod.get("serviceAccountName"), f"{_TEMPLATE}.serviceAccountName")
+    if pod.get("ephemeralContainers"):
+        yield Problem(f"{_TEMPLATE}.ephemeralContainers", "no new pod may have them; use `kubectl debug` once it runs")
     volumes = set(_OWN_VOLUMES)
     for position, volume in enumerate(pod.get("volumes") or ()):
         at = f"{_TEMPLATE}.volumes[{position}]"

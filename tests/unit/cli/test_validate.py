@@ -89,6 +89,10 @@ REFUSED = {
     "same volume": (JOB + TEMPLATE % "volumes: [{name: a}, {name: a}]", "a is the name of another volume"),
     "sizeLimit": (JOB + TEMPLATE % "volumes: [{name: a, emptyDir: {sizeLimit: 10GB}}]", "did you mean 10Gi or 10G?"),
     "account": (JOB + TEMPLATE % "serviceAccountName: My SA", "did you mean my-sa?"),
+    "debugging containers": (
+        JOB + TEMPLATE % "ephemeralContainers: [{name: debug, image: busybox}]",
+        "spec.podTemplate.spec.ephemeralContainers: no new pod may have them; use `kubectl debug` once it runs",
+    ),
     "priority": (in_spec("scheduling: {priorityClassName: High Prio}"), "did you mean high-prio?"),
     "claim": (in_spec("storage: {checkpoints: {claimName: My_Claim}}"), "did you mean my-claim?"),
     "one node's claim": (
