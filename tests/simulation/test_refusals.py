@@ -350,6 +350,19 @@ async def test_an_isolated_job_has_its_policy_before_its_pods_and_no_condition()
     assert "Isolated" not in conditions(s) and s.cluster.policies_asked == 1
 
 
+async def test_a_running_job_follows_other_peers_of_its_metrics_and_keeps_those_that_it_had() -> None:
+    s = Unisolated({})
+    s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})
+    s.cluster.status = 0
+    await s.until_phase("Running")
+    pods = set(s.pods)
+    s.cluster.platform = replace(s.cluster.platform, metrics_peers=({"podSelector": {"matchLabels": {"a": "b"}}},))
+    for _ in range(5):
+        await s.one_pass()
+        s.advance(1)
+    assert len(list(s.store.all("NetworkPolicy"))) == 2 and set(s.pods) == pods
+
+
 class Restricted(MemoryCluster):
     """Its namespace forbids root, and more where `forbids` says so."""
 

@@ -160,7 +160,7 @@ def test_a_class_arrives_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     "name", ["image.repository", "replicas", "shards", "workers", "logLevel", "healthPort", "metrics.port",
              "metrics.rules.runbooks", "dashboard.port", "dashboard.apiServerPorts", "image", "notify", "metrics",
-             "metrics.podMonitor", "queues"],
+             "metrics.podMonitor", "metrics.podMonitor.interval", "metrics.serviceMonitor.interval", "queues"],
 )  # fmt: skip
 def test_another_value_that_is_missing_is_named(name: str) -> None:
     """Else `replicas:` would mean no replica, and `apiServerPorts:` all ports."""
@@ -194,6 +194,32 @@ def test_an_interval_is_a_duration_of_prometheus(interval: str, taken: bool) -> 
     else:
         with pytest.raises(subprocess.CalledProcessError, match="returned non-zero"):
             template("--set", words)
+
+
+@needs_helm
+@pytest.mark.parametrize("value", ["isolation.metricsFrom", "dashboard.ingressFrom"])
+@pytest.mark.parametrize(
+    ("peer", "words"),
+    [
+        ({"namespaceSelector": {"matchLabel": {"team": "monitoring"}}}, "'matchLabel' not allowed"),
+        ({"namespaceSelector": {"team": "monitoring"}}, "'team' not allowed"),
+        ({"podSelector": {"matchLabels": {"tier": 1}}}, "got number, want string"),
+        ({"podSelector": {"matchExpressions": [{"key": "team", "operator": "Is"}]}}, "operator"),
+        ({"ipBlock": {"cidr": "10.0.0.0"}}, "cidr"),
+        ({"ipBlock": {"cidr": "10.0.0.0/8"}, "podSelector": {}}, "maxProperties"),
+        ({"namespaceSelector": {}, "podSelector": {"matchExpressions": [{"key": "a", "operator": "Exists"}]}}, ""),
+        ({"ipBlock": {"cidr": "fd00::/8", "except": ["fd00:1::/32"]}}, ""),
+    ],
+)
+def test_a_peer_with_a_slip_is_named(value: str, peer: Any, words: str) -> None:
+    """The API server would refuse the policy of each job, and so leave them open; or drop the field, and admit all."""
+    given = ("--set", "key.existingSecret=given,dashboard.enabled=true", "--set-json", f"{value}={json.dumps([peer])}")
+    if not words:
+        assert template(*given)
+        return
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        template(*given)
+    assert words in refused.value.stderr and f"/{value.replace('.', '/')}/0" in refused.value.stderr
 
 
 @needs_helm
