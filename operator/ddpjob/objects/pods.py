@@ -44,6 +44,9 @@ MAX_RESTARTS = 1_000_000
 _TAINT_MARGIN = 10
 """Seconds beyond nodeLostAfterSeconds until Kubernetes itself evicts pods of a lost host: the operator acts first."""
 DEFAULT_GRACE = 30
+_NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
+"""Volumes that are the same in all pods which name them. What csi mounts without a claim is mostly a bucket or a file
+system of the network: gcsfuse, Azure's files and blobs, JuiceFS."""
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
 """Of the coordinator, or what it requests if that is more."""
 
@@ -354,7 +357,7 @@ def _checkpoints_shared(job: DDPJob) -> bool:
     for mount in trainer_of(pod).get("volumeMounts") or ():
         if str(mount.get("mountPath")).rstrip("/") == storage.checkpoint_path.rstrip("/"):
             volume: Json = next((v for v in pod.get("volumes") or () if v.get("name") == mount.get("name")), {})
-            return not {"persistentVolumeClaim", "nfs"}.isdisjoint(volume) and "subPathExpr" not in mount
+            return not _NETWORK_SOURCES.isdisjoint(volume) and "subPathExpr" not in mount
     return storage.checkpoints is not None and storage.checkpoints.seen_by_every_node
 
 

@@ -191,6 +191,8 @@ def test_storage_says_whether_all_nodes_see_the_same_checkpoints() -> None:
     [
         ({"persistentVolumeClaim": {"claimName": "c"}}, {}, "1"),
         ({"nfs": {"server": "s", "path": "/p"}}, {"subPath": "runs"}, "1"),
+        ({"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {"bucketName": "b"}}}, {}, "1"),
+        ({"azureFile": {"shareName": "s", "secretName": "s"}}, {}, "1"),
         ({"persistentVolumeClaim": {"claimName": "c"}}, {"subPathExpr": "$(DDPJOB_POD)"}, "0"),
         ({"emptyDir": {}}, {}, "0"),
         ({"hostPath": {"path": "/h"}}, {}, "0"),
