@@ -78,6 +78,9 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     """
     spec = template.get("spec") or {}
     taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}
+    if "securityContext" in taken:
+        # The kubelets of the nodes may allow sysctls that others refuse.
+        taken["securityContext"] = {k: v for k, v in taken["securityContext"].items() if k != "sysctls"}
     selector = {key: value for key, value in (spec.get("nodeSelector") or {}).items() if key.startswith(_MACHINE_KEYS)}
     if selector:
         taken["nodeSelector"] = selector

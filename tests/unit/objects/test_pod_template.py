@@ -418,6 +418,14 @@ def test_the_coordinator_waits_for_nothing_that_only_a_training_pod_has(
     assert [m["name"] for m in container(host, "coordinator")["volumeMounts"]] == ["ddpjob-runtime", "tools"]
 
 
+def test_the_coordinator_s_pod_asks_for_no_sysctl_that_its_kubelet_may_refuse() -> None:
+    context = {"runAsUser": 1000, "sysctls": [{"name": "net.core.somaxconn", "value": "4096"}]}
+    made = job(podTemplate={"spec": {"securityContext": context}})
+    assert build_node(made, made.status, PLATFORM, 0, 0)["spec"]["securityContext"].items() >= context.items()
+    given = build_coordinator(made, made.status, PLATFORM)["spec"]["securityContext"]
+    assert given["runAsUser"] == 1000 and "sysctls" not in given
+
+
 def test_the_coordinator_s_pod_has_no_annotation_of_a_container_that_is_not_in_it() -> None:
     """The API server refuses such a pod. Kubernetes 1.29 has no other way to choose a profile of AppArmor."""
     profile = {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"}
