@@ -185,6 +185,26 @@ def test_values_that_do_not_go_together_are_named(values: str, words: str) -> No
     assert words in refused.value.stderr
 
 
+MANY = ["n" * 60] * 20
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"notify": {"secretName": "s", "receivers": {f"r{n}": MANY for n in range(100)}}}, "notify.receivers"),
+        ({"jobClasses": {f"c{n}": {"namespaces": MANY} for n in range(100)}}, "jobClasses"),
+    ],
+    ids=["receivers", "classes"],
+)
+def test_what_is_too_large_for_the_operators_environment_is_named(values: Any, name: str, tmp_path: Path) -> None:
+    """Linux starts no program with a variable of more than 128 KiB."""
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        template("--set", "key.existingSecret=given", "--values", str(tmp_path / "values.yaml"))
+    assert f"{name}: 1" in refused.value.stderr and "takes at most 100000" in refused.value.stderr
+
+
 @needs_helm
 @pytest.mark.parametrize(("interval", "taken"), [("1m30s", True), ("500ms", True), ("1s1m", False), ("0s", False)])
 def test_an_interval_is_a_duration_of_prometheus(interval: str, taken: bool) -> None:
