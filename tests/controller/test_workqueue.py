@@ -253,6 +253,47 @@ async def test_a_turn_comes_soon_for_a_group_that_has_none_however_many_others_w
 
 
 @virtual
+async def test_a_group_that_wants_little_waits_for_one_turn_and_not_for_a_round() -> None:
+    turns, waited, loop = Turns(2), list[float](), asyncio.get_running_loop()
+
+    async def take(group: str) -> None:
+        began = loop.time()
+        async with turns.turn(group):
+            if group == "one":
+                waited.append(loop.time() - began)
+            await asyncio.sleep(1)
+
+    async def step_by_step() -> None:
+        for _ in range(5):
+            await take("one")
+            await asyncio.sleep(4)
+
+    async with asyncio.TaskGroup() as tasks:
+        for group in ("a", "b", "c", "d", "e") * 20:
+            tasks.create_task(take(group))
+        tasks.create_task(step_by_step())
+    assert len(waited) == 5 and max(waited[1:]) <= 1.01, "at first nobody has had more than another"
+
+
+@virtual
+async def test_a_group_whose_turns_take_long_leaves_half_of_them_to_others() -> None:
+    turns, ends, loop = Turns(4), list[float](), asyncio.get_running_loop()
+
+    async def take(group: str, seconds: float) -> None:
+        async with turns.turn(group):
+            await asyncio.sleep(seconds)
+        if group == "quick":
+            ends.append(loop.time())
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(40):
+            tasks.create_task(take("quick", 0.1))
+            if number < 10:
+                tasks.create_task(take("slow", 30.0))
+    assert max(ends) < 3
+
+
+@virtual
 async def test_turns_are_never_more_than_allowed_and_none_is_lost_by_a_cancellation() -> None:
     chance, turns, running, most = random.Random(1), Turns(3), 0, 0
 

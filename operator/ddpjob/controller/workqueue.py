@@ -24,6 +24,8 @@ INTERVAL = 1.0
 """Seconds between two starts of the same key, unless the second one is urgent or was asked for by the first."""
 CROWDED_INTERVAL = 1.7
 """The same while work that is more urgent than any second start waits. A status may be late by two seconds."""
+HALF_LIFE = 10.0
+"""Seconds until a turn that a group has had counts half."""
 
 
 class DelayQueue(Generic[Key]):
@@ -159,11 +161,16 @@ class DelayQueue(Generic[Key]):
 
 
 class Turns:
-    """At most so many at a time. The next turn is for the group that has the fewest, however many others wait."""
+    """At most so many at a time. While several groups wait, the next turn is for the one that has had the least time
+    of late, which makes one that wants little wait for nobody's queue; those that have half of all turns come last.
+    """
 
     def __init__(self, most: int) -> None:
-        self._free = most
+        self._most = self._free = most
         self._taken: Counter[Hashable] = Counter()
+        self._had: dict[Hashable, float] = {}
+        """Seconds of turns that have ended, halved each HALF_LIFE."""
+        self._halved = 0.0
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
     def wanted(self) -> bool:
@@ -178,10 +185,20 @@ class Turns:
             self._taken[group] += 1
         else:
             await self._wait(group)
+        now = asyncio.get_running_loop().time
+        began = now()
         try:
             yield
         finally:
+            self._count(group, now() - began, now())
             self._end(group)
+
+    def _count(self, group: Hashable, seconds: float, now: float) -> None:
+        if now >= self._halved + 1.0:
+            left = 0.5 ** ((now - self._halved) / HALF_LIFE)
+            self._had = {other: had * left for other, had in self._had.items() if had * left > 0.01}
+            self._halved = now
+        self._had[group] = self._had.get(group, 0.0) + seconds
 
     async def _wait(self, group: Hashable) -> None:
         mine = asyncio.get_running_loop().create_future()
@@ -199,8 +216,7 @@ class Turns:
         if not self._taken[group]:
             del self._taken[group]
         while self._free and self._waiting:
-            # Of those with equally many, the one whose last turn is longest ago: `_waiting` is in that order.
-            chosen = min(self._waiting, key=lambda waiting: self._taken[waiting])
+            chosen = min(self._waiting, key=self._comes)
             others = self._waiting.pop(chosen)
             first = others.popleft()
             if others:
@@ -209,3 +225,8 @@ class Turns:
                 first.set_result(None)
                 self._free -= 1
                 self._taken[chosen] += 1
+
+    def _comes(self, group: Hashable) -> tuple[bool, float, int]:
+        """The order of groups that wait. Of equal ones the first is it: `_waiting` is in the order of last turns."""
+        taken = self._taken[group]
+        return 2 * taken >= self._most, self._had.get(group, 0.0), taken
