@@ -149,11 +149,7 @@ class Bucket:
 
     def entries(self) -> list[Stored]:
         """The complete ones, newest first, without those that a later incarnation has overtaken."""
-        found: list[Stored] = []
-        for one in sorted(self._listed(), reverse=True):
-            if not found or one.step < found[-1].step:
-                found.append(one)
-        return found
+        return _in_order(self._listed())
 
     def _listed(self) -> list[Stored]:
         matches = [_MANIFEST.fullmatch(key) for key in self._keys(_COMPLETE)]
@@ -396,8 +392,9 @@ class Bucket:
 
     def sweep(self) -> None:
         """Delete what incarnations before this one have left: uploads that were cut off, and overtaken checkpoints."""
-        whole = self.entries()
-        self.remove(set(self._listed()) - set(whole))
+        listed = self._listed()  # Once: of two lists the second may have what a later incarnation has just completed.
+        whole = _in_order(listed)
+        self.remove(set(listed) - set(whole))
         named = set[str]()
         for entry in whole:
             try:
@@ -444,6 +441,15 @@ class Bucket:
             why = str(error).split("\n")[0][:500]
             kind = Damaged if isinstance(error, (NotFoundError, FileNotFoundError)) else BucketError
             raise kind(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {why}") from None
+
+
+def _in_order(listed: Iterable[Stored]) -> list[Stored]:
+    """Newest first, without those that a later incarnation has overtaken."""
+    found: list[Stored] = []
+    for one in sorted(listed, reverse=True):
+        if not found or one.step < found[-1].step:
+            found.append(one)
+    return found
 
 
 def files_of(path: Path) -> list[Path]:

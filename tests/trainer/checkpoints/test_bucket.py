@@ -84,6 +84,25 @@ def test_while_a_file_is_uploaded_and_after_that_failed_nothing_is_complete(
     assert seen == [[]] and bucket.entries() == []
 
 
+def test_what_is_completed_while_an_older_incarnation_sweeps_stays(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two lists the second had it: it was taken for one that had been overtaken."""
+    old, new, listed = begun(store), begun(store), Bucket._listed
+    old.publish(saved(tmp_path, 100), 100)
+
+    def and_meanwhile() -> list[Stored]:
+        found = listed(old)
+        if len(found) == 1:
+            new.publish(saved(tmp_path, 90), 90)
+        return found
+
+    monkeypatch.setattr(old, "_listed", and_meanwhile)
+    old.sweep()
+    assert new.entries() == [Stored(2, 90)]
+    assert new.fetch(Stored(2, 90), tmp_path).read_bytes() == b"weights"
+
+
 def test_an_incarnation_that_was_cut_off_never_comes_before_the_one_that_continued(store: Any, tmp_path: Path) -> None:
     old = begun(store)
     old.publish(saved(tmp_path, 100), 100)
