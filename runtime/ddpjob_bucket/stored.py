@@ -116,6 +116,8 @@ class Bucket:
         self._obs, self._store, self.url = obstore, store, url
         self.term = 0
         self._slow = False
+        self._failed = set[str]()
+        """Where files are of uploads that were given up: each try has a place of its own."""
 
     @classmethod
     def open(cls, url: str) -> Bucket:
@@ -304,18 +306,24 @@ class Bucket:
     def publish(self, path: Path, step: int, epoch: int | None = None) -> Stored:
         """Upload a file or a folder, and then what says that it is complete. Raises BucketError, OSError."""
         data = self.data_of(step, secrets.token_hex(4))
-        files = []
-        for file in files_of(path):
-            below = file.relative_to(path.parent).as_posix()
-            before = _signature(file)
-            files.append(File(below, before[0], sha256_of(file)))
-            self._put(f"{data}/{below}", file)
-            if _signature(file) != before:
-                raise BucketError(
-                    f"{file} has changed while it was copied to {self.url}: write each checkpoint to another name"
-                    " first, then os.replace"
-                )
-        return self._complete(step, Manifest(path.name, data, tuple(files), epoch))
+        try:
+            files = tuple(self._published(data, file, path.parent) for file in files_of(path))
+        except (BucketError, OSError):
+            self._failed.add(data)
+            raise
+        return self._complete(step, Manifest(path.name, data, files, epoch))
+
+    def _published(self, data: str, file: Path, above: Path) -> File:
+        """A file of the folder `above`, when it is in the bucket. Raises BucketError, OSError."""
+        below, before = file.relative_to(above).as_posix(), _signature(file)
+        digest = sha256_of(file)
+        self._put(f"{data}/{below}", file)
+        if _signature(file) != before:
+            raise BucketError(
+                f"{file} has changed while it was copied to {self.url}: write each checkpoint to another name"
+                " first, then os.replace"
+            )
+        return File(below, before[0], digest)
 
     def data_of(self, step: int, mark: str) -> str:
         """Where the files of a checkpoint of this term go. `mark`, 8 hexadecimal digits, distinguishes attempts."""
@@ -391,7 +399,9 @@ class Bucket:
             self._delete(self._of(entry))
 
     def sweep(self) -> None:
-        """Delete what incarnations before this one have left: uploads that were cut off, and overtaken checkpoints."""
+        """Delete what incarnations before this one have left, uploads that were cut off and overtaken checkpoints, and
+        what is left of `publish` where it has failed. Not while it runs.
+        """
         listed = self._listed()  # Once: of two lists the second may have what a later incarnation has just completed.
         whole = _in_order(listed)
         self.remove(set(listed) - set(whole))
@@ -404,8 +414,9 @@ class Bucket:
         for key in self._keys(_DATA):
             folder = "/".join(key.split("/")[:2])
             term = re.fullmatch(rf"{_DATA}/(\d{{9}})-.*", folder)
-            if term and int(term[1]) < self.term and folder not in named:
+            if term and (int(term[1]) < self.term or folder in self._failed) and folder not in named:
                 self._delete([key])
+        self._failed.clear()
         self._delete(key for key in self._keys(_TERMS) if key < f"{_TERMS}/{self.term:09d}")
 
     def _of(self, entry: Stored) -> list[str]:

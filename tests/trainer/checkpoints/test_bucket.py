@@ -103,6 +103,28 @@ def test_what_is_completed_while_an_older_incarnation_sweeps_stays(
     assert new.fetch(Stored(2, 90), tmp_path).read_bytes() == b"weights"
 
 
+def test_files_of_tries_that_have_failed_are_swept(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try of a folder has a place of its own: those of a line that fails now and then filled the bucket."""
+    bucket, put, fails = begun(store), obstore.put, [True]
+    (folder := tmp_path / "checkpoint-5").mkdir()
+    for name in ("a", "b"):
+        (folder / name).write_text(name)
+
+    def cut(at: Any, key: str, file: Any, **how: Any) -> Any:
+        if key.endswith("/b") and fails:
+            fails.pop()
+            raise obstore.exceptions.GenericError("the line is cut")
+        return put(at, key, file, **how)
+
+    monkeypatch.setattr(obstore, "put", cut)
+    with pytest.raises(BucketError, match="the line is cut"):
+        bucket.publish(folder, 5)
+    entry = bucket.publish(folder, 5)
+    bucket.sweep()
+    data = bucket.manifest(entry).data
+    assert [key for key in keys(store) if key.startswith("data/")] == [f"{data}/checkpoint-5/{name}" for name in "ab"]
+
+
 def test_an_incarnation_that_was_cut_off_never_comes_before_the_one_that_continued(store: Any, tmp_path: Path) -> None:
     old = begun(store)
     old.publish(saved(tmp_path, 100), 100)
