@@ -465,11 +465,13 @@ def _in_order(listed: Iterable[Stored]) -> list[Stored]:
 
 def files_of(path: Path) -> list[Path]:
     """The files of a checkpoint, a file or a folder of files. Raises BucketError for what no bucket holds."""
-    found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if not file.is_dir())
+    found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if not f.is_dir() or f.is_symlink())
     if not found or len(found) > MOST_FILES:
         raise BucketError(f"{path}: {len(found)} files; a checkpoint is a file, or a folder of 1 to {MOST_FILES} files")
     for file in found:
         names = file.relative_to(path.parent).parts
+        if file.is_dir():  # Its files would be missing from the copy.
+            raise BucketError(f"{file}: a link to a folder cannot be copied; put the files themselves there")
         if not file.is_file() or not all(_NAME.fullmatch(name) for name in names):
             raise BucketError(
                 f"{file}: files of letters, digits and -_.=+@, in their names can be copied, and nothing else"

@@ -125,6 +125,16 @@ def test_files_of_tries_that_have_failed_are_swept(store: Any, tmp_path: Path, m
     assert [key for key in keys(store) if key.startswith("data/")] == [f"{data}/checkpoint-5/{name}" for name in "ab"]
 
 
+def test_a_link_to_a_folder_is_not_left_out_of_a_copy_without_a_word(store: Any, tmp_path: Path) -> None:
+    (checkpoint := tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "model.pt").write_text("weights")
+    (checkpoint / "state.json").write_text("{}")
+    (checkpoint / "model").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BucketError, match="checkpoint-5/model: a link to a folder cannot be copied"):
+        begun(store).publish(checkpoint, 5)
+
+
 def test_an_incarnation_that_was_cut_off_never_comes_before_the_one_that_continued(store: Any, tmp_path: Path) -> None:
     old = begun(store)
     old.publish(saved(tmp_path, 100), 100)
