@@ -128,24 +128,28 @@ class Bucket:
 
         Raises:
             LibraryMissing: there is no obstore.
-            BucketError: another URL.
+            BucketError: another URL, half of the credentials, or a folder that cannot be made.
         """
         if not URL.fullmatch(url):
             raise BucketError(f"{url}: write s3://BUCKET/PREFIX, or file:///FOLDER")
         try:
+            from obstore.exceptions import BaseError
             from obstore.store import LocalStore, S3Store
         except ImportError:
             raise LibraryMissing(
                 f"{url} needs the library obstore, which this image lacks: add `pip install obstore` to the image"
             ) from None
-        if url.startswith("file:"):
-            return cls(LocalStore(url[len("file://") :], mkdir=True), url)
         options: dict[str, Any] = {"client_options": {"connect_timeout": "10s", "timeout": f"{_REQUEST_SECONDS}s"}}
         options["retry_config"] = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=60)}
         endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
         if endpoint.startswith("http://"):
             options["client_options"]["allow_http"] = True
-        return cls(S3Store.from_url(url, **options), url)
+        try:
+            local = url.startswith("file:")
+            store = LocalStore(url[len("file://") :], mkdir=True) if local else S3Store.from_url(url, **options)
+        except (BaseError, OSError) as error:
+            raise BucketError(f"{url} cannot be opened: {_first_line(error)}") from None
+        return cls(store, url)
 
     # --- reading
 
@@ -449,9 +453,12 @@ class Bucket:
         try:
             return act()
         except (BaseError, FileNotFoundError, PermissionError) as error:
-            why = str(error).split("\n")[0][:500]
             kind = Damaged if isinstance(error, (NotFoundError, FileNotFoundError)) else BucketError
-            raise kind(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {why}") from None
+            raise kind(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0][:500]
 
 
 def _in_order(listed: Iterable[Stored]) -> list[Stored]:

@@ -223,6 +223,16 @@ def test_removal_and_scores(store: Any, tmp_path: Path) -> None:
     assert Bucket(store, "s3://b/p").scores() == {6: 0.5}
 
 
+def test_a_bucket_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BucketError, match=rf"^file://{tmp_path}/file/x cannot be opened: Not a directory"):
+        Bucket.open(f"file://{tmp_path}/file/x")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    with pytest.raises(BucketError, match=r"^s3://bucket/p cannot be opened: .*SecretAccessKey"):
+        Bucket.open("s3://bucket/p")
+
+
 @pytest.mark.parametrize("url", ["gs://a", "s3://", "s3:/bucket", "s3://UPPER/x", "/folder"])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(BucketError, match="s3://BUCKET/PREFIX"):
