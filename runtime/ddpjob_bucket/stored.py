@@ -227,10 +227,13 @@ class Bucket:
             raise Damaged(f"{self.url}/{key} is not what was uploaded: its size or checksum differs")
 
     def scores(self) -> dict[int, float]:
-        """step -> score, as `put_scores` wrote it last; empty where there are none."""
+        """step -> score, as `put_scores` wrote it last; empty where there are none, or what is there is none.
+
+        Raises BucketError where the bucket does not answer: taken for none, the best would be deleted.
+        """
         try:
-            return {int(step): float(value) for step, value in self._json(_SCORES).items()}
-        except (BucketError, ValueError, TypeError, AttributeError):
+            return {int(step): float(value) for step, value in json.loads(self._get(_SCORES)).items()}
+        except (Damaged, ValueError, TypeError, AttributeError):
             return {}
 
     # --- writing
@@ -431,17 +434,11 @@ class Bucket:
         for key in keys:
             self._try("deleted", key, partial(self._obs.delete, self._store, key))
 
-    def _json(self, key: str) -> Any:
-        try:
-            return json.loads(self._get(key))
-        except ValueError:
-            return None
-
     def _get(self, key: str) -> bytes:
         def get() -> bytes:
             found = self._obs.get(self._store, key)
             if found.meta["size"] > _MANIFEST_BYTES:
-                raise BucketError(f"{self.url}/{key} is too large for what it should be")
+                raise Damaged(f"{self.url}/{key} is too large for what it should be")
             return bytes(found.bytes())
 
         read: bytes = self._try("read", key, get)

@@ -223,6 +223,24 @@ def test_removal_and_scores(store: Any, tmp_path: Path) -> None:
     assert Bucket(store, "s3://b/p").scores() == {6: 0.5}
 
 
+def test_scores_that_cannot_be_read_are_not_taken_for_none(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its score the best checkpoint was deleted as one among others."""
+    bucket = begun(store)
+    bucket.put_scores({6: 0.5})
+
+    def away(*_: Any, **__: Any) -> None:
+        raise obstore.exceptions.GenericError("503 Service Unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(obstore, "get", away)
+        with pytest.raises(BucketError, match="503"):
+            bucket.scores()
+    assert bucket.scores() == {6: 0.5}
+    for damaged in (b"{", b"[]", b'{"6": null}', b" " * (2**20 + 1)):
+        obstore.put(store, "scores.json", damaged)
+        assert bucket.scores() == {}
+
+
 def test_a_bucket_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BucketError, match=rf"^file://{tmp_path}/file/x cannot be opened: Not a directory"):

@@ -137,7 +137,7 @@ class Copies:
         self._uploads = Uploads(
             self._bucket, self._tidy, _warn, publish=self._publish, in_turn=in_parts, done=lambda: self.on_copied()
         )
-        return self._bucket.scores()
+        return _patiently(self._bucket.scores)
 
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
         """The newest complete checkpoint, if it is newer than `step`: a file is downloaded, and one in parts returned.
