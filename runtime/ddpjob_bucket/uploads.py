@@ -14,6 +14,8 @@ from ddpjob_bucket.stored import Bucket, BucketError
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds between two tries of an upload that fails; doubled each time."""
+LONGEST_AWAITED = 5.0
+"""The longest of them while the process waits for its last upload: the pod may have seconds left."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Uploads:
         self._waiting = deque[Waiting]()
         self._current: Waiting | None = None
         self._closing = False
+        self._awaited = False
         self._newest: Waiting | None = None
         self.completed = deque[int]()
         """Steps of those that nobody has asked for yet."""
@@ -101,7 +104,12 @@ class Uploads:
         """Wait until nothing is left to upload, at most so long (None: without a limit). Returns whether that is so."""
         limit = None if seconds is None else max(0.0, seconds)
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and self._current is None, limit)
+            self._awaited = limit != 0
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._waiting and self._current is None, limit)
+            finally:
+                self._awaited = False
 
     def close(self) -> None:
         """Begin no more uploads. One in progress ends with the process: without its list it does not exist."""
@@ -137,8 +145,17 @@ class Uploads:
             if problem:
                 pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.failures - 1, 10))
                 self._say(f"warning: {problem}; training continues, and the upload is tried again in {pause:.0f} s")
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closing, pause)
+                self._rest(pause)
+
+    def _rest(self, seconds: float) -> None:
+        """The pause before the next try, cut short where somebody waits for the upload."""
+        began = time.monotonic()
+        with self._changed:
+            while not self._closing:
+                pause = min(seconds, LONGEST_AWAITED) if self._awaited else seconds
+                if (left := began + pause - time.monotonic()) <= 0:
+                    return
+                self._changed.wait(left)
 
     def _upload(self, waiting: Waiting) -> str:
         """Why it failed; empty: it is complete."""

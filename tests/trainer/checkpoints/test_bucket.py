@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ddpjob_bucket import Bucket, BucketError, Stored, Uploads, Waiting, stored
 from ddpjob_bucket import uploads as module
+from ranks import until
 
 obstore = pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
 
@@ -310,6 +311,27 @@ def test_a_failure_is_tried_again_with_growing_pauses(tmp_path: Path, monkeypatc
     assert time.monotonic() - began > 0.02 * (1 + 2 + 4 + 8)
     assert bucket.steps == [1] * 5 and uploads.failures == 0
     assert len(said) == 4 and all("training continues" in text for text in said)
+    uploads.close()
+
+
+def test_whoever_waits_for_the_last_upload_does_not_wait_for_a_long_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After minutes without the bucket the pause is one of 60 s, and the pod's grace period is shorter."""
+    monkeypatch.setattr(module, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(module, "LONGEST_AWAITED", 0.1)
+    bucket, said = Slow(), list[str]()
+    bucket.failures = 2
+    bucket.gate.set()
+    uploads = Uploads(bucket, lambda: None, said.append)
+    uploads.offer(Waiting(saved(tmp_path, 1), 1, None))
+    until(lambda: said)
+    assert not uploads.wait(0), "who only looks cuts no pause short"
+    time.sleep(0.3)
+    assert bucket.steps == [1]
+    began = time.monotonic()
+    assert uploads.wait(30)
+    assert bucket.steps == [1] * 3 and time.monotonic() - began > 0.1
     uploads.close()
 
 
