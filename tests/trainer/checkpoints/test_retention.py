@@ -195,6 +195,8 @@ def test_another_measure_or_a_damaged_file_begins_anew_and_says_so(
     (tmp_path / "best.json").write_text("{")
     opened(tmp_path, keep_best=1)
     assert "best.json is damaged" in capsys.readouterr().err
+    opened(tmp_path, keep_best=0)
+    assert not capsys.readouterr().err, "none is chosen"
 
 
 def test_in_a_training_the_best_of_all_evaluations_is_marked(tmp_path: Path) -> None:

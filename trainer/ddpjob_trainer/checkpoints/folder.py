@@ -104,7 +104,8 @@ class CheckpointFolder:
                 claim.take(self.path)
             for leftover in [*self.path.glob(".step-*.tmp"), *self.path.glob(".best*.tmp")]:
                 discard(leftover)
-            self._scores = best.read_scores(self.path, self._config.best_by)
+            if self._config.keep_best:
+                self._scores = best.read_scores(self.path, self._config.best_by)
         mark = f"{claim.incarnation % 2**32:08x}"
         if self.copies is not None:
             self._scores = self.copies.begin(mark, in_parts=self._parts) | self._scores
