@@ -190,10 +190,10 @@ class Bucket:
         return target
 
     def manifest(self, entry: Stored) -> Manifest:
-        """What is in a checkpoint. Raises BucketError if nobody wrote it so."""
+        """What is in a checkpoint. Raises Damaged if nobody wrote it so, BucketError."""
         found = Manifest.read(self._get(entry.key), entry)
         if found is None:
-            raise BucketError(f"{self.url}/{entry.key} is not a checkpoint's list of files")
+            raise Damaged(f"{self.url}/{entry.key} is not a checkpoint's list of files")
         return found
 
     def fetch_file(self, manifest: Manifest, file: File, to: Path) -> None:

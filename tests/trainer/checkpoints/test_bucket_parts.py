@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import shutil
@@ -258,6 +259,33 @@ def test_a_name_that_is_no_checkpoints_is_passed_over(url: str, tmp_path: Path) 
     found = opened(url, tmp_path / "empty").newest()
     assert found is not None and found["step"] == 7
     assert not (tmp_path / "empty" / "fence.dcp").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (BucketError("503 Service Unavailable"), "503 Service Unavailable"),
+        (OSError(errno.ENOSPC, "No space left on device"), rf"{PART} cannot be fetched: No space left on device"),
+    ],
+)
+def test_a_part_that_cannot_be_fetched_ends_the_start_and_no_older_copy_is_taken(
+    fault: Exception, said: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest was deleted then, as one that had been overtaken."""
+    copies, share = begun(url)
+    for step in (7, 9):
+        save(tmp_path, copies, share, step)
+    fetch = Bucket.fetch_file
+
+    def fails(self: Bucket, manifest: Manifest, file: Any, to: Path) -> None:
+        if manifest.name.startswith("step-000000009") and file.path.endswith(PART):
+            raise fault
+        fetch(self, manifest, file, to)
+
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(Bucket, "fetch_file", fails)
+    with pytest.raises(CheckpointError, match=said):
+        opened(url, tmp_path / "empty").newest()
 
 
 def test_when_none_can_be_read_nothing_begins_from_scratch(url: str, tmp_path: Path) -> None:

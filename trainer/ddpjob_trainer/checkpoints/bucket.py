@@ -32,6 +32,13 @@ LOOK_SECONDS = 0.1, 2.0
 T = TypeVar("T")
 
 
+class FetchError(CheckpointError):
+    """A copy was not fetched, and it is not to blame: the bucket is away, or the disk is full.
+
+    To continue from an older one would lose it: the bucket keeps what the newest incarnation continues from.
+    """
+
+
 def open_bucket(config: CheckpointConfig) -> Bucket:
     """By checkpoint.url. Raises ConfigError."""
     try:
@@ -67,10 +74,15 @@ class Share:
 
 @dataclass(frozen=True)
 class Offered:
-    """A complete checkpoint in parts in the bucket, which the ranks read together."""
+    """A complete checkpoint of the bucket: a file that was fetched, or one in parts, which the ranks read together."""
 
     entry: Stored
     manifest: Manifest
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether it is in parts, of which nothing was fetched."""
+        return self.manifest.name.endswith(dcp.SUFFIX)
 
     def written(self) -> bytes:
         """For the other ranks."""
@@ -89,7 +101,7 @@ class Offered:
         """What gets files of it into a folder, those that are not there as they should be.
 
         Processes that fetch into one folder do not fetch a file twice; each begins with another one, by `first`.
-        Raises CheckpointError, OSError.
+        Raises CheckpointError, and FetchError.
         """
         files = {file.path.partition("/")[2]: file for file in self.manifest.files}
         certain = set[str]()
@@ -103,7 +115,8 @@ class Offered:
                 _fetch_once(bucket, self.manifest, files[name], folder / name)
                 certain.add(name)
 
-        folder.mkdir(parents=True, exist_ok=True)
+        with _disk(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         return fetch
 
 
@@ -140,27 +153,24 @@ class Copies:
         return _patiently(self._bucket.scores)
 
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
-        """The newest complete checkpoint, if it is newer than `step`: a file is downloaded, and one in parts returned.
+        """The newest complete checkpoint, if it is newer than `step`: a file is downloaded, one in parts is not.
 
         One that is broken is named in a warning, and the next older one is tried. Raises CheckpointError when all
-        newer ones are broken, or the bucket is away.
+        newer ones are broken, and FetchError.
         """
         entries = _patiently(self._bucket.entries)
         newer = [entry for entry in entries if entry.step > step]
         for entry in (entry for entry in newer if entry not in self._unreadable):
             try:
-                manifest = self._bucket.manifest(entry)
-                in_parts = manifest.name.endswith(dcp.SUFFIX)
-                if manifest.name != f"step-{entry.step:09d}{dcp.SUFFIX if in_parts else torch_file.SUFFIX}":
-                    raise BucketError(f"{self._bucket.url}/{entry.key} names {manifest.name}, not that of its step")
-                if not in_parts:
-                    self._bucket.fetch(entry, folder)
-            except BucketError as error:
+                offered = self._fetch(entry, folder)
+            except FetchError:
+                raise
+            except CheckpointError as error:
                 _warn(f"warning: {error}; trying the next older one")
             else:
-                print(f"checkpoint {manifest.name} is from {self._bucket.url}", flush=True)
+                print(f"checkpoint {offered.manifest.name} is from {self._bucket.url}", flush=True)
                 self._there = entry.step
-                return Offered(entry, manifest) if in_parts else None
+                return offered
         if newer and step < 0:
             raise CheckpointError(
                 f"no checkpoint in {self._bucket.url} can be read (the warnings name each); nothing was overwritten."
@@ -168,6 +178,17 @@ class Copies:
             )
         self._there = max((entry.step for entry in entries if entry not in newer), default=-1)
         return None
+
+    def _fetch(self, entry: Stored, folder: Path) -> Offered:
+        """A checkpoint of the bucket, a file in the folder. Raises CheckpointError where it is broken, FetchError."""
+        offered = Offered(entry, _patiently(lambda: self._bucket.manifest(entry)))
+        name = offered.manifest.name
+        if name != f"step-{entry.step:09d}{dcp.SUFFIX if offered.in_parts else torch_file.SUFFIX}":
+            raise CheckpointError(f"{self._bucket.url}/{entry.key} names {name}, not that of its step")
+        if not offered.in_parts:
+            with _disk(folder / name):
+                _patiently(lambda: self._bucket.fetch(entry, folder))
+        return offered
 
     def cannot_be_read(self, offered: Offered, problem: str) -> None:
         """Pass a checkpoint over, with a warning: `problem`."""
@@ -266,7 +287,7 @@ class Copies:
 def _patiently(act: Callable[[], T], tries: int = 5) -> T:
     """At a start, of all ranks together: what a moment's absence of the bucket should not end.
 
-    Raises CheckpointError.
+    Raises CheckpointError for what is damaged there, FetchError for the rest.
     """
     for number in range(1, tries + 1):
         try:
@@ -275,7 +296,7 @@ def _patiently(act: Callable[[], T], tries: int = 5) -> T:
             raise CheckpointError(str(error)) from error
         except BucketError as error:
             if number == tries:
-                raise CheckpointError(str(error)) from error
+                raise FetchError(str(error)) from error
             _warn(f"warning: {error}; tried again")
             time.sleep(FIRST_PAUSE * 2 ** (number - 1))
     raise AssertionError
@@ -284,7 +305,7 @@ def _patiently(act: Callable[[], T], tries: int = 5) -> T:
 def _fetch_once(bucket: Bucket, manifest: Manifest, file: File, path: Path) -> None:
     """Get one file, unless it is there: another process of this machine may be getting it."""
     start = f".{path.parent.name}.{path.name}"  # Beside the folder, where a start removes what is left of others.
-    with _alone(path.parent.parent / f"{start}.lock.tmp"):
+    with _disk(path), _alone(path.parent.parent / f"{start}.lock.tmp"):
         if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
             return
         writer = f"{os.environ.get('DDPJOB_POD') or socket.gethostname()}.{os.getpid()}"
@@ -294,6 +315,17 @@ def _fetch_once(bucket: Bucket, manifest: Manifest, file: File, path: Path) -> N
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Where a fault of this disk ends a start: the copy is whole in the bucket. Raises FetchError."""
+    try:
+        yield
+    except OSError as error:
+        raise FetchError(
+            f"{path} cannot be fetched: {error.strerror or error}. Free space or repair the volume"
+        ) from error
 
 
 @contextlib.contextmanager

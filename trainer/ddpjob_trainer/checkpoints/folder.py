@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddpjob_trainer.atomic_files import discard
 from ddpjob_trainer.checkpoints import best, dcp, retention, torch_file
 from ddpjob_trainer.checkpoints import snapshot as snapshots
-from ddpjob_trainer.checkpoints.bucket import Copies, Offered, Share, open_bucket
+from ddpjob_trainer.checkpoints.bucket import Copies, FetchError, Offered, Share, open_bucket
 from ddpjob_trainer.checkpoints.index import BROKEN, NOTHING, CheckpointIndex, prepare_folder
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.retention import Entry
@@ -400,6 +400,9 @@ class CheckpointFolder:
                     offered = self.copies.fetch_newer(self.path, newest)
                 except CheckpointError as error:
                     unread = error
+            if offered is not None and not offered.in_parts:
+                self._index.replaced(self.path / offered.manifest.name)
+                offered = None
             if any(self._group.gather(unread is not None)):
                 raise unread or CheckpointError("rank 0 cannot read checkpoint.url; its message says why")
             found = self._group.gather(offered.entry.step if offered is not None else NOTHING)[0]
@@ -416,20 +419,25 @@ class CheckpointFolder:
     def _read_copy(self, offered: Offered, layout: Layout | None) -> tuple[Snapshot | None, str]:
         """(a checkpoint in parts from the bucket, of which this rank fetches what it reads; why any rank has none).
 
-        All ranks together.
+        All ranks together. Raises CheckpointError on all where the bucket or a disk is to blame.
         """
         folder, step = self.path / offered.manifest.name, offered.entry.step
         snapshot: Snapshot | None = None
+        unfetched: FetchError | None = None
         problem = ""
         try:
             bucket = self._bucket or open_bucket(self._config)
             snapshot = dcp.read(folder, layout, offered.fetcher(bucket, folder, self._group.rank))
             if snapshot.get("step") != step:
                 problem = "of another step than its name says"
+        except FetchError as error:
+            unfetched = error
         except OSError as error:
             problem = f"not readable on rank {self._group.rank}: {error.filename or folder}: {error.strerror or error}"
         except Exception as error:  # What nobody here has written can fail in any way.
             problem = f"not readable on rank {self._group.rank}: {type(error).__name__}: {error}"
+        if 1 in (failed := self._group.gather(unfetched is not None)):
+            raise unfetched or CheckpointError(f"rank {failed.index(1)} cannot fetch its part; its message says why")
         if problem := self._first_problem(problem):
             return None, problem
         self._saved_step = step

@@ -67,6 +67,10 @@ class CheckpointIndex:
         """Record a whole checkpoint that was put in place."""
         self._known[entry.path] = entry
 
+    def replaced(self, path: Path) -> None:
+        """Look at a checkpoint again: another one is in its place."""
+        self._known.pop(path, None)
+
     def remove(self, entry: Entry) -> None:
         """Delete a checkpoint. One that cannot be deleted stays known, with a warning."""
         try:

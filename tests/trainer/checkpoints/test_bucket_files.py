@@ -1,0 +1,126 @@
+"""Checkpoints as files in a bucket: what a start continues from, with a bucket and a disk that fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpjob_bucket import Bucket, BucketError, Damaged, Stored
+from ddpjob_trainer.checkpoints import bucket as module
+from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.config.sections import CheckpointConfig
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.lifecycle.fence import Claim
+
+pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+
+
+def snapshot(step: int) -> dict[str, Any]:
+    return {"step": step, "sampler": {"epoch": 0, "consumed": 1}, "model": {"a": torch.full((50,), float(step))}}
+
+
+def opened(tmp_path: Path, pod: str = "pod", incarnation: int = 1, **settings: Any) -> CheckpointFolder:
+    """A start, on the disk of a pod, with the one bucket."""
+    config = CheckpointConfig(url=f"file://{tmp_path / 'store'}", shared=False, **settings)
+    made = CheckpointFolder(config, tmp_path / pod, Group())
+    made.claim(Claim(0, incarnation, incarnation))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """Where a pod has left steps 7 and 9 on its disk and in the bucket."""
+    first = opened(tmp_path)
+    for step in (7, 9):
+        first.save(lambda step=step: snapshot(step), step)
+        first.finish()
+    assert Bucket.open(f"file://{tmp_path / 'store'}").entries() == [Stored(1, 9), Stored(1, 7)]
+    return tmp_path
+
+
+@pytest.mark.parametrize("older", [True, False], ids=["with an older one here", "all that is here is broken"])
+def test_a_broken_one_is_replaced_by_its_copy_and_resumed_from(older: bool, two: Path) -> None:
+    """The file was fetched, and passed over as the broken one that had been in its place."""
+    (two / "pod" / "step-000000009.pt").write_bytes(b"broken")
+    if not older:
+        (two / "pod" / "step-000000007.pt").unlink()
+    found = opened(two, incarnation=2).newest()
+    assert found is not None and found["step"] == 9
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, times: int) -> list[str]:
+    """Has a method of buckets fail so often; returns the names of its calls."""
+    method, calls = getattr(Bucket, name), list[str]()
+
+    def failing(self: Bucket, *arguments: Any) -> Any:
+        calls.append(name)
+        if len(calls) <= times:
+            raise error
+        return method(self, *arguments)
+
+    monkeypatch.setattr(Bucket, name, failing)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["manifest", "fetch", "scores", "entries", "take_term"])
+def test_a_bucket_that_fails_for_a_moment_costs_no_step(name: str, two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next older copy was taken, and the newest deleted as one that had been overtaken."""
+    calls = fails(monkeypatch, name, BucketError("503 Service Unavailable"), 2)
+    found = opened(two, "another", 2).newest()
+    assert found is not None and found["step"] == 9 and len(calls) >= 3
+
+
+@pytest.mark.parametrize("name", ["manifest", "fetch"])
+def test_a_bucket_that_is_away_ends_a_start_and_an_older_copy_does_not_take_the_newest_one_s_place(
+    name: str, two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fails(monkeypatch, name, BucketError("503 Service Unavailable"), 5)
+    with pytest.raises(CheckpointError, match="503 Service Unavailable"):
+        opened(two, "another", 2).newest()
+    assert len(calls) == 5
+    found = opened(two, "another", 3).newest()
+    assert found is not None and found["step"] == 9
+
+
+def test_a_full_disk_ends_a_start_with_the_file_s_name(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback."""
+    fails(monkeypatch, "fetch", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1)
+    with pytest.raises(CheckpointError, match=r"another/step-000000009.pt cannot be fetched: No space left on device"):
+        opened(two, "another", 2).newest()
+
+
+def test_a_damaged_copy_is_passed_over_at_once(
+    two: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fails(monkeypatch, "fetch", Damaged("its size or checksum differs"), 1)
+    found = opened(two, "another", 2).newest()
+    assert found is not None and found["step"] == 7
+    assert "its size or checksum differs; trying the next older one" in capfd.readouterr().err
+
+
+def test_the_best_one_of_the_bucket_stays_where_the_scores_come_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = {"keep": 1, "keep_best": 1}
+    first = opened(tmp_path, **keep)
+    for step, accuracy in ((7, 0.9), (9, 0.5)):
+        first.scored(step, {"accuracy": accuracy})
+        first.save(lambda step=step: snapshot(step), step)
+        first.finish()
+    fails(monkeypatch, "scores", BucketError("503 Service Unavailable"), 1)
+    again = opened(tmp_path, "another", 2, **keep)
+    assert again.newest() is not None
+    again.scored(11, {"accuracy": 0.6})
+    again.save(lambda: snapshot(11), 11)
+    again.finish()
+    assert [entry.step for entry in Bucket.open(f"file://{tmp_path / 'store'}").entries()] == [11, 7]
