@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,18 @@ def test_the_best_one_of_the_bucket_stays_where_the_scores_come_late(
     again.save(lambda: snapshot(11), 11)
     again.finish()
     assert [entry.step for entry in Bucket.open(f"file://{tmp_path / 'store'}").entries()] == [11, 7]
+
+
+def test_the_time_for_the_last_copy_begins_before_the_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pod's grace period: it was counted from when the file was there."""
+    checkpoints, held, write = opened(tmp_path), threading.Event(), module.torch_file.write
+    monkeypatch.setattr(module.torch_file, "write", lambda *a: (time.sleep(1.0), write(*a))[1])
+    monkeypatch.setattr(Bucket, "publish", lambda *a: held.wait(30))
+    began = time.monotonic()
+    checkpoints.save(lambda: snapshot(7), 7)
+    checkpoints.finish(1.2)
+    took = time.monotonic() - began
+    held.set()
+    assert 1.0 <= took < 1.9

@@ -205,7 +205,10 @@ class CheckpointFolder:
         It also waits for the last copy in checkpoint.url, for `seconds` (None: checkpoint.url_wait_seconds, and
         without checkpoint.shared the copy is needed). Raises CheckpointError on all ranks when one failed.
         """
+        began = time.monotonic()
         self._writer.wait()
+        if seconds is not None:
+            seconds = max(0.0, seconds - (time.monotonic() - began))
         failure = self._writer.failure
         if self._parts and self._config.url and not any(self._group.gather(failure is not None)):
             self._wait_for_parts(self._config.url_wait_seconds if seconds is None else seconds)
