@@ -161,7 +161,7 @@ def run_recorded(mode: str, target: str) -> None:
     """Run to the end. An exception is recorded, printed without this file's frames, and ends the process with 1."""
     import os
 
-    process = os.getpid()
+    process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # The program may clear its variables.
     try:
         if mode == "--module":
             run_module(target)
@@ -173,12 +173,12 @@ def run_recorded(mode: str, target: str) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)  # Or whatever main() has returned.
         if code not in (0, EXIT_STEPPED_ASIDE) and os.getpid() == process:
-            record(end)
+            record(end, errors)
         raise
     except BaseException as error:
         trace = own_frames_removed(error)
         if os.getpid() == process:
-            record(error)
+            record(error, errors)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
@@ -283,14 +283,12 @@ def program_frames(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def record(error: BaseException) -> None:
-    """Write torchrun's error file, in torch.distributed.elastic's own format."""
+def record(error: BaseException, path: str) -> None:
+    """Write torchrun's error file, in torch.distributed.elastic's own format. `path`: empty without torchrun."""
     import json
-    import os
     import time
     import traceback
 
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     text = "".join(traceback.format_exception(type(error), error, program_frames(error)))

@@ -123,6 +123,7 @@ def test_ctrl_c_ends_by_the_signal(tmp_path: Path) -> None:
         ),
         ("import argparse, sys\ndef error(self): sys.exit(2)\nerror(argparse)", "SystemExit: 2"),
         ("import sys; sys.exit(0.0)", "SystemExit: 0.0"),
+        ("import os; os.environ.clear(); raise ValueError('no')", "ValueError: no"),
         ("import sys\nclass A(list):\n    def __ne__(self, _): return 1 / 0\nsys.exit(A())", "SystemExit: []"),
         ("import sys; sys.exit(75)", None),
         ("import sys; sys.exit(0)", None),
