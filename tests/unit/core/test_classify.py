@@ -130,6 +130,20 @@ def test_the_launchers_words_are_read() -> None:
     assert "last words" in why_ended(pod(ended(3, message="first\nlast words"))).message, "any program's last line"
 
 
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        (152, "exit code 152 (128 + SIGXCPU): Error"),
+        (137, "exit code 137 (128 + SIGKILL): Error"),
+        (128, "exit code 128: Error"),
+        (3, "exit code 3: Error"),
+        (250, "exit code 250: Error"),
+    ],
+)
+def test_the_signal_that_has_ended_a_program_is_named(code: int, how: str) -> None:
+    assert why_ended(pod(ended(code)), launcher=False).message == f"pod job-0-0 ended with {how}"
+
+
 def waiting(reason: str, message: str = "") -> PodView:
     return pod(ContainerView(waiting_reason=reason, waiting_message=message))
 

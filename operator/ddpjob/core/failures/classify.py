@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -210,10 +211,18 @@ def _by_program(pod: PodView) -> End:
         written = termination_message(main)
         return End(
             Cause.EXIT_CODE,
-            f"pod {pod.name} ended with exit code {main.exit_code}: {written.message or main.reason}".rstrip(": "),
+            f"pod {pod.name} ended with {_code(main.exit_code)}: {written.message or main.reason}".rstrip(": "),
             written.traceback,
         )
     return _never_began(pod)
+
+
+def _code(exit_code: int | None) -> str:
+    """The exit code; where a signal has ended the program, it is 128 and the signal's number."""
+    try:
+        return f"exit code {exit_code} (128 + {signal.Signals((exit_code or 0) - 128).name})"
+    except ValueError:
+        return f"exit code {exit_code}"
 
 
 def _never_began(pod: PodView) -> End:
