@@ -409,6 +409,17 @@ def test_progress_is_reported_when_it_is_news_and_taken_back_at_the_end(
     assert all("of 19.5 KiB" in text for text in reported[:-1])
 
 
+def test_an_authority_that_cannot_be_read_is_a_mistake_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.pem").touch()
+    place = Place.read("s3://bucket/p", "https://127.0.0.1:1", "us-east-1")
+    for name in ("no-such.pem", "empty.pem"):
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / name))
+        with pytest.raises(Refused, match=rf"^AWS_CA_BUNDLE=/.*/{name} cannot be used: ."):
+            list(Reader(place, Credentials({}, place.region)).objects())
+
+
 def test_keys_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in (("URL", "s3://b/p"), ("DIR", str(tmp_path)), ("AWS_ACCESS_KEY_ID", "k"),
                         ("AWS_SECRET_ACCESS_KEY", "s")):  # fmt: skip

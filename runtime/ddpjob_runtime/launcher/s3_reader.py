@@ -305,7 +305,11 @@ def _connection(server: str) -> http.client.HTTPConnection:
     host, port = split.hostname or "", split.port
     if split.scheme == "http":
         return http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
-    context = ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE") or None)
+    authority = os.environ.get("AWS_CA_BUNDLE") or None
+    try:
+        context = ssl.create_default_context(cafile=authority)
+    except OSError as error:
+        raise Refused(f"AWS_CA_BUNDLE={authority} cannot be used: {error.strerror or error}") from None
     proxy = "" if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get("https", "")
     if not proxy:
         return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=context)
