@@ -108,6 +108,7 @@ def restore_checkpoint() -> Path | None:
     Raises:
         ddpjob_bucket.BucketError: the bucket cannot be read, or the image lacks obstore. A start that does not know
             what there is must not begin from scratch.
+        OSError, ValueError: nor where the folder cannot be read or written, or its note of the newest is damaged.
     """
     folder = checkpoint_dir()
     copies = _copies()

@@ -11,7 +11,6 @@ import pickle
 import secrets
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -267,18 +266,34 @@ def record(folder: Path, path: Path, step: int) -> None:
     if not made.is_relative_to(home):
         raise ValueError(f"ddpjob_report.copy_checkpoint: path {path} is not in checkpoint_dir(), which is {folder}")
     name = made.relative_to(home).as_posix()
-    descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=RECORD)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump({"name": name, "step": step}, file)
-    os.replace(temporary, folder / RECORD)  # noqa: PTH105
+    temporary = folder / f"{RECORD}.{secrets.token_hex(4)}"
+    try:
+        with temporary.open("w") as file:
+            json.dump({"name": name, "step": step}, file)
+            file.flush()
+            os.fsync(file.fileno())  # Else a power cut may leave an empty one, which names nothing.
+        temporary.replace(folder / RECORD)
+    except OSError:
+        discard(temporary)
+        raise
 
 
 def recorded(folder: Path) -> Path | None:
-    """The checkpoint that was noted last, if it is still there."""
+    """The checkpoint that was noted last, if it is still there.
+
+    Raises OSError, ValueError: a start that does not know what there is must not begin from scratch.
+    """
     try:
-        path = folder / json.loads((folder / RECORD).read_text())["name"]
-    except (OSError, ValueError, KeyError, TypeError):
+        text = (folder / RECORD).read_text()
+    except FileNotFoundError:
         return None
+    try:
+        path = folder / json.loads(text)["name"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{folder / RECORD}, which names the newest checkpoint, is damaged: to continue from one, write its name"
+            f' there as {{"name": "snapshot.pt"}}; to begin from scratch, remove the file'
+        ) from None
     return path if path.exists() else None
 
 

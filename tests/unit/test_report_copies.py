@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -248,6 +249,47 @@ def test_without_a_bucket_the_folder_itself_keeps_it(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("DDPJOB_CHECKPOINT_SHARED")
     path.unlink()
     assert ddpjob_report.restore_checkpoint() is None
+
+
+def test_a_note_that_cannot_be_read_is_no_start_from_scratch(tmp_path: Path) -> None:
+    """Every rank took it for none, and the script wrote over its checkpoint."""
+    path = saved(tmp_path / "pod", "1")
+    ddpjob_report.copy_checkpoint(path, 1)
+    note = tmp_path / "pod" / copies.RECORD
+    assert note.stat().st_mode & 0o777 == 0o666 & ~umask(), "who may read the checkpoint may read its name"
+    for damaged in ("", "[]", "{}", '{"name": 5}'):
+        note.write_text(damaged)
+        with pytest.raises(ValueError, match=rf"{copies.RECORD}, which names the newest checkpoint, is damaged"):
+            ddpjob_report.restore_checkpoint()
+    note.unlink()
+    note.mkdir()
+    with pytest.raises(IsADirectoryError):
+        ddpjob_report.restore_checkpoint()
+    note.rmdir()
+    assert ddpjob_report.restore_checkpoint() is None
+
+
+def umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before
+
+
+def test_a_note_that_finds_no_room_leaves_the_one_before_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "pod", "1")
+    ddpjob_report.copy_checkpoint(path, 1)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    (other := tmp_path / "pod" / "other.pt").touch()
+    with pytest.raises(OSError, match="No space left"):
+        ddpjob_report.copy_checkpoint(other, 2)
+    assert ddpjob_report.restore_checkpoint() == path
+    assert sorted(entry.name for entry in (tmp_path / "pod").iterdir()) == [copies.RECORD, "other.pt", "snapshot.pt"]
 
 
 @pytest.mark.parametrize(
