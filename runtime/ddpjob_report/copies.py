@@ -50,12 +50,12 @@ def url() -> str:
 def restore(folder: Path) -> Path | None:
     """The newest checkpoint of the bucket, in the folder; None: there is none. The same on all ranks.
 
-    Raises BucketError, OSError.
+    Raises BucketError, OSError, ValueError.
     """
     bucket = _joined()
     entry = _State.restored
-    if entry is None:
-        return None
+    if entry is None:  # A folder that lasts, as on one machine, may have one from before the job got its bucket.
+        return recorded(folder) if os.environ.get("DDPJOB_CHECKPOINT_SHARED") == "1" else None
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         found = _fetched(folder, entry)

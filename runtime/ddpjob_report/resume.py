@@ -19,11 +19,13 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
 
     Of equal numbers the highest version: Lightning adds -v1, -v2, ... where there is a file of that name.
 
-    In a job with a bucket it is the bucket's newest, the same on all ranks. Else None where each node has a folder of
-    its own: the ranks would resume from different steps.
+    In a job with a bucket it is the bucket's newest, the same on all ranks. Else, also while the bucket has none, None
+    where each node has a folder of its own: the ranks would resume from different steps.
     """
     if os.environ.get("DDPJOB_CHECKPOINT_URL"):
-        return restore_checkpoint()
+        found = restore_checkpoint()
+        if found is not None or os.environ.get("DDPJOB_CHECKPOINT_SHARED") != "1":
+            return found
     if os.environ.get("DDPJOB_CHECKPOINT_SHARED") == "0" and os.environ.get("DDPJOB_NODES", "1") != "1":
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(

@@ -15,7 +15,7 @@ from typing import Any
 import ddpjob_report
 import pytest
 from ddpjob_bucket import Bucket, BucketError, Stored
-from ddpjob_report import copies, link
+from ddpjob_report import copies, link, resume
 from machine import slowness
 
 
@@ -290,6 +290,24 @@ def test_a_note_that_finds_no_room_leaves_the_one_before_and_nothing_else(
         ddpjob_report.copy_checkpoint(other, 2)
     assert ddpjob_report.restore_checkpoint() == path
     assert sorted(entry.name for entry in (tmp_path / "pod").iterdir()) == [copies.RECORD, "other.pt", "snapshot.pt"]
+
+
+def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_what_its_folder_has(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It began from scratch, in the folder that it had said it resumes from."""
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "1")
+    url = os.environ.pop("DDPJOB_CHECKPOINT_URL")
+    path = saved(tmp_path / "pod", "before")
+    (tmp_path / "pod" / "model-7.ckpt").touch()
+    ddpjob_report.copy_checkpoint(path, 7)
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_URL", url)
+    assert ddpjob_report.restore_checkpoint() == path
+    assert resume.newest((tmp_path / "pod").glob("*.ckpt"), Path.is_file) == path
+    (tmp_path / "pod" / copies.RECORD).unlink()
+    assert resume.newest((tmp_path / "pod").glob("*.ckpt"), Path.is_file) == tmp_path / "pod" / "model-7.ckpt"
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "0")
+    assert resume.newest((tmp_path / "pod").glob("*.ckpt"), Path.is_file) is None, "the disk of one pod"
 
 
 @pytest.mark.parametrize(
