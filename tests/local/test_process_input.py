@@ -142,6 +142,15 @@ def test_no_free_ports(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) ->
     assert answer.stderr.splitlines()[-1].startswith("no two neighbouring TCP ports between 20000 and 32000 are free")
 
 
+def test_without_ports_no_checkpoints_are_set_aside(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpjob.local.local_platform._is_free", lambda port: False)
+    (machine.runs / "job" / "checkpoints").mkdir(parents=True)
+    (machine.runs / "job" / "checkpoints" / "model.pt").touch()
+    answer = machine.command("run", str(machine.write(manifest(command=["true"]))), "--fresh")
+    assert answer.returncode == 2 and "no two neighbouring TCP ports" in answer.stderr
+    assert (machine.runs / "job" / "checkpoints" / "model.pt").exists()
+
+
 def test_checkpoints_on_a_disk_that_is_not_mounted(machine: SameProcess) -> None:
     """`File exists` was said of a link that leads nowhere."""
     (machine.runs / "job").mkdir(parents=True)

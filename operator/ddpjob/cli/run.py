@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import platform
+import socket
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ddpjob.client.manifest_sources import BadInput, read_job
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
-from ddpjob.local.local_platform import NoFreePorts
+from ddpjob.local.local_platform import NoFreePorts, free_port_pair
 from ddpjob.local.paths import JobFolder, RunFolder, job_folder
 from ddpjob.local.record import AlreadyRunning, held, write_atomically
 from ddpjob.local.runner import Outcome, Runner, new_body, prepare
@@ -67,15 +68,18 @@ def run_command(arguments: RunOptions) -> int:
     with ExitStack() as holding:
         try:
             job = ready(arguments)
-            run = _claim(job, holding, fresh=arguments.fresh)
-        except (BadInput, AlreadyRunning) as error:
+            run, ports = _claim(job, holding, fresh=arguments.fresh)
+        except (BadInput, AlreadyRunning, NoFreePorts) as error:
             print(error, file=sys.stderr)
             return EXIT_BAD_INPUT
-        return _run(job, run)
+        return _run(job, run, ports)
 
 
-def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> RunFolder:
-    """Locks the job and creates the folder of a new run. Raises AlreadyRunning, BadInput."""
+def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, tuple[int, socket.socket]]:
+    """Locks the job, holds ports for it, and creates the folder of a new run.
+
+    Raises AlreadyRunning, BadInput, NoFreePorts.
+    """
     try:
         job.folder.path.mkdir(parents=True, exist_ok=True)
         holding.enter_context(held(job.folder))
@@ -83,8 +87,11 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> RunFolder:
         if fresh and storage.url:
             raise BadInput(
                 f"--fresh: the job would resume from its copies in {storage.url} (spec.storage.checkpoints.url);"
-                " give it another metadata.name, or remove its folder there"
+                " give it another metadata.name, or remove its folder there and"
+                f" {shortest(job.folder.checkpoints)} here"
             )
+        ports = free_port_pair()  # Before checkpoints are set aside: without ports nothing begins.
+        holding.callback(ports[1].close)
         template = storage.claim_template
         disposable = template is not None and template.when_deleted is WhenDeleted.DELETE
         run = prepare(job.folder, fresh=fresh, now=utc_now(), disposable=disposable)
@@ -92,10 +99,10 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> RunFolder:
     except OSError as error:
         at = error.filename or job.folder.path
         raise BadInput(f"{at}: {error.strerror}; DDPJOB_RUNS names another folder for runs") from error
-    return run
+    return run, ports
 
 
-def _run(job: Ready, run: RunFolder) -> int:
+def _run(job: Ready, run: RunFolder, ports: tuple[int, socket.socket]) -> int:
     for warning in job.local_spec.warnings:
         print(f"note: {warning}", file=sys.stderr)
     had_checkpoints = job.folder.has_checkpoints()
@@ -105,10 +112,7 @@ def _run(job: Ready, run: RunFolder) -> int:
     sys.stdout.flush()
     display = open_display()
     try:
-        outcome = asyncio.run(Runner(job.body, job.local_spec, job.folder, run, display).run())
-    except NoFreePorts as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_INPUT
+        outcome = asyncio.run(Runner(job.body, job.local_spec, job.folder, run, ports, display).run())
     finally:
         with suppress(OSError):
             display.close()

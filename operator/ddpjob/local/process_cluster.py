@@ -47,7 +47,7 @@ class TimedEvent:
 class ProcessCluster:
     """Implements `ddpjob.engine.ports.Cluster` for one job. Used from the event loop's thread alone.
 
-    Raises NoFreePorts.
+    `ports`: of the first coordinator, as `free_port_pair` has chosen them.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class ProcessCluster:
         local_spec: LocalSpec,
         folder: RunFolder,
         checkpoints: Path,
+        ports: tuple[int, socket.socket],
         clock: Callable[[], datetime] = utc_now,
     ) -> None:
         self.body, self.local_spec, self.folder, self.clock = body, local_spec, folder, clock
@@ -78,7 +79,7 @@ class ProcessCluster:
         """The signal for which the job was suspended; empty: its user did it, or nobody."""
         self.changed = asyncio.Event()
         self._objects: set[tuple[str, str]] = set()
-        self._ports: dict[int, tuple[int, socket.socket]] = {0: free_port_pair()}
+        self._ports: dict[int, tuple[int, socket.socket]] = {0: ports}
         ranks = local_spec.spec.nodes * local_spec.spec.procs_per_node
         self._inherited = inherited(max(1, len(os.sched_getaffinity(0)) // ranks))
 

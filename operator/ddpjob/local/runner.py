@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -143,9 +144,17 @@ def watched(uid: str) -> Iterator[None]:
 class Runner:
     """One run of one job. `run()` returns after its end, with none of its processes left."""
 
-    def __init__(self, body: Json, local_spec: LocalSpec, folder: JobFolder, run: RunFolder, display: Display) -> None:
+    def __init__(
+        self,
+        body: Json,
+        local_spec: LocalSpec,
+        folder: JobFolder,
+        run: RunFolder,
+        ports: tuple[int, socket.socket],
+        display: Display,
+    ) -> None:
         self.folder, self.run_folder, self.display = folder, run, display
-        self.cluster = ProcessCluster(body, local_spec, run, folder.checkpoints)
+        self.cluster = ProcessCluster(body, local_spec, run, folder.checkpoints, ports)
         self.key = JobKey(body["metadata"]["namespace"], body["metadata"]["name"])
         self.interrupted: signal.Signals | None = None
         self.abandoned = False
