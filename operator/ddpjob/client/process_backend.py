@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -215,9 +216,17 @@ class ProcessBackend:
         name = str(with_defaults(job)["metadata"]["name"])  # which generateName begins
         job = {**job, "metadata": {**job["metadata"], "name": name}}
         folder = job_folder(name)
-        if runner(folder) is not None:
-            raise Mistake(f"job {name} is running already; `ddpjob stop {name}` stops it")
         folder.path.mkdir(parents=True, exist_ok=True)
+        with (folder.path / "submit.lock").open("w") as lock:
+            with suppress(OSError):  # A file system without locks runs no jobs, and `ddpjob run` says so.
+                fcntl.flock(lock, fcntl.LOCK_EX)  # Who submits it at the same moment finds it running.
+            self._start(folder, code, job)
+        return name
+
+    def _start(self, folder: JobFolder, code: list[Json], job: Json) -> None:
+        """`ddpjob run` in the background; returns when it has written its record."""
+        if runner(folder) is not None:
+            raise Mistake(f"job {folder.name} is running already; `ddpjob stop {folder.name}` stops it")
         for file, text in (item for body in code for item in body.get("data", {}).items()):
             folder.code.mkdir(exist_ok=True)
             write_atomically(folder.code / file, text)
@@ -236,7 +245,6 @@ class ProcessBackend:
             if time.monotonic() > deadline:
                 raise Mistake(f"`ddpjob run` (process {run.pid}) has written no record; see {output}")
             time.sleep(0.1)
-        return name
 
     def delete(self, name: str) -> None:
         """Stops the job and removes its record and logs. Data stay, and checkpoints unless all runs said Delete."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import threading
@@ -191,6 +192,50 @@ def test_a_job_of_another_machine_or_container_is_not_stopped_by_its_process_id(
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_of_two_that_submit_a_job_at_one_moment_the_second_finds_it_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wrote into the log of the first, and put its own manifest in the place of the other."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    folder, started, running = job_folder("j"), list[Any](), ExitStack()
+
+    class Started:
+        """`ddpjob run`, which takes its time until its record is there."""
+
+        pid, returncode = 1, None
+
+        def __init__(self, words: list[str], **_: Any) -> None:
+            started.append(json.loads(Path(words[-1]).read_text()))
+            threading.Timer(0.5, self.begin).start()
+
+        def begin(self) -> None:
+            running.enter_context(held(folder))
+            write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": {}})
+
+        def poll(self) -> None:
+            return None
+
+    monkeypatch.setattr(process_backend.subprocess, "Popen", Started)
+    spec = {"image": "i", "nodes": 1, "gpusPerNode": 0, "command": ["true"]}
+    job = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "j"}, "spec": spec}
+    said = list[str]()
+
+    def submit(nodes: int) -> None:
+        try:
+            said.append(ProcessBackend().create([{**job, "spec": {**spec, "nodes": nodes}}]))
+        except Mistake as mistake:
+            said.append(str(mistake))
+
+    threads = [threading.Thread(target=submit, args=(nodes,)) for nodes in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    running.close()
+    assert sorted(said) == ["j", "job j is running already; `ddpjob stop j` stops it"]
+    assert len(started) == 1 and json.loads((tmp_path / "j" / "submitted.json").read_text()) == started[0]
 
 
 def test_a_job_is_deleted_whose_empty_checkpoints_are_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
