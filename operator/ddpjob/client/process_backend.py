@@ -160,16 +160,19 @@ class ProcessBackend:
             raise Mistake(
                 f"pod {pod.name} has no log in the last run of {folder.name}; pods with a log: {known or 'none yet'}"
             )
-        with path.open("rb") as log:
-            if options.tail is not None:
-                yield _last_lines(log, options.tail)
-            while True:
-                running = runner(folder) is not None
-                while piece := log.read(65536):
-                    yield piece
-                if not options.follow or not running or options.stopped:
-                    return
-                time.sleep(_POLL)
+        try:
+            with path.open("rb") as log:
+                if options.tail is not None:
+                    yield _last_lines(log, options.tail)
+                while True:
+                    running = runner(folder) is not None
+                    while piece := log.read(65536):
+                        yield piece
+                    if not options.follow or not running or options.stopped:
+                        return
+                    time.sleep(_POLL)
+        except OSError as error:
+            raise Mistake(f"{path}: {error.strerror}") from error
 
     def metrics(self, name: str) -> str:
         path = self.folder(name).checkpoints / METRICS

@@ -194,6 +194,26 @@ def test_a_job_of_another_machine_or_container_is_not_stopped_by_its_process_id(
         bystander.wait()
 
 
+def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of a run with sudo: it was a traceback of a thread."""
+    folder = recorded(tmp_path, monkeypatch, run="r", pods=[{"name": "j-0-0", "state": "Completed"}])
+    (log := folder.run("r").log("j-0-0", "trainer")).parent.mkdir(parents=True)
+    log.write_text("step 1\n")
+
+    opened = Path.open
+
+    def refused(self: Path, *how: Any, **more: Any) -> Any:
+        if self == log:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return opened(self, *how, **more)
+
+    backend = ProcessBackend()
+    [pod] = backend.pods("j")
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(Mistake, match=f"^{log}: Permission denied$"):
+        list(backend.log(pod, LogOptions()))
+
+
 def test_of_two_that_submit_a_job_at_one_moment_the_second_finds_it_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
