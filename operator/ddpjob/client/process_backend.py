@@ -41,6 +41,8 @@ _POLL = 0.3
 _STARTED_SECONDS = 30.0
 INTERRUPTED = "Interrupted"
 """Phase of a job whose `ddpjob run` was stopped or has died before the job's end."""
+_STOPPED = "its `ddpjob run` was stopped; run the job again to resume"
+"""Of the condition Suspended then: there is nothing whose runPolicy.suspend could be set to false."""
 
 
 def has_jobs() -> bool:
@@ -384,6 +386,11 @@ def _interrupted(status: Json) -> Json:
         done = sum(slot.state is SlotState.SUCCEEDED for slot in JobStatus.read(status).slots)
         gone = {"active": 0, "ready": 0, "spare": 0, "display": f"{done}/{nodes['wanted']}"}
         status["nodes"] = {**nodes, **gone}
+    if isinstance(conditions := status.get("conditions"), list):
+        status["conditions"] = [
+            {**each, "message": _STOPPED} if (each.get("type"), each.get("status")) == ("Suspended", "True") else each
+            for each in conditions
+        ]
     return status
 
 

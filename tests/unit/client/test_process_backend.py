@@ -214,6 +214,18 @@ def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.
         list(backend.log(pod, LogOptions()))
 
 
+def test_a_stopped_run_is_not_resumed_by_a_field_of_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = recorded(tmp_path, monkeypatch)
+    said = "no pods run; set runPolicy.suspend to false to resume"
+    conditions = [{**DONE, "type": "Suspended", "message": said}, {**DONE, "type": "Running", "status": "False"}]
+    status = {"conditions": conditions}
+    write_record(folder, {**ProcessBackend().job("j"), "status": status, "local": {}})
+    messages = [condition["message"] for condition in ProcessBackend().job("j")["status"]["conditions"]]
+    assert messages == ["its `ddpjob run` was stopped; run the job again to resume", ""]
+    with held(folder):
+        assert ProcessBackend().job("j")["status"]["conditions"][0]["message"] == said
+
+
 def test_of_two_that_submit_a_job_at_one_moment_the_second_finds_it_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
