@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -258,11 +258,12 @@ class ProcessBackend:
         spec = (_record(folder) or {}).get("spec") or {}
         template = ((spec.get("storage") or {}).get("checkpoints") or {}).get("claimTemplate") or {}
         delete = template.get("whenDeleted") == WhenDeleted.DELETE and folder.disposable.exists()
-        kept = [folder.data] if delete else [folder.data, folder.checkpoints]
-        for path in folder.path.iterdir():
-            if path in kept:
-                continue
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        kept = [folder.data]
+        if not delete:
+            kept.append(folder.checkpoints)
+        elif folder.checkpoints.is_symlink() and folder.checkpoints.is_dir():
+            _empty(folder.checkpoints)
+        _empty(folder.path, kept, last=folder.status)  # The record last: what fails before can be tried again.
         if folder.checkpoints.is_dir() and not folder.has_checkpoints():
             for path in folder.checkpoints.iterdir():
                 path.unlink()
@@ -323,6 +324,17 @@ class ProcessBackend:
                 f"the process that runs {folder.name} ({runner(folder)}) does not respond; "
                 f"`ddpjob stop --now {folder.name}` kills it"
             )
+
+
+def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) -> None:
+    """Removes what is in a folder, of links the links alone. Raises OSError."""
+    for path in sorted(folder.iterdir(), key=lambda path: path == last):
+        if path in kept:
+            continue
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def _last_lines(log: BinaryIO, lines: int) -> bytes:

@@ -194,6 +194,45 @@ def test_a_job_of_another_machine_or_container_is_not_stopped_by_its_process_id(
         bystander.wait()
 
 
+def test_checkpoints_behind_a_link_go_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in a traceback, with the record gone. What a link in there leads to is not the job's."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
+    (large := tmp_path / "large").mkdir()
+    (data := tmp_path / "data").mkdir()
+    (data / "images").touch()
+    folder = job_folder("j")
+    folder.path.mkdir(parents=True)
+    folder.checkpoints.symlink_to(large)
+    prepare(folder, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC), disposable=True)
+    (large / "model.pt").touch()
+    (large / "step").mkdir()
+    (large / "data").symlink_to(data)
+    spec = {"storage": {"checkpoints": {"claimTemplate": {"whenDeleted": "Delete"}}}}
+    write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": spec, "status": {}, "local": {}})
+    ProcessBackend().delete("j")
+    assert not folder.path.exists() and not any(large.iterdir()) and (data / "images").exists()
+
+
+def test_a_job_that_cannot_be_deleted_can_be_deleted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record went in the order of the disk, and then there was no such job."""
+    folder = recorded(tmp_path, monkeypatch)
+    folder.run("r").pods.mkdir(parents=True)
+    rmtree, listed, fails = process_backend.shutil.rmtree, Path.iterdir, [True]
+
+    def refused(path: Path) -> None:
+        if fails:
+            fails.pop()
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        rmtree(path)
+
+    monkeypatch.setattr(process_backend.shutil, "rmtree", refused)
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter(sorted(listed(path), reverse=True)))
+    with pytest.raises(PermissionError):
+        ProcessBackend().delete("j")
+    ProcessBackend().delete("j")
+    assert not folder.path.exists()
+
+
 def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one of a run with sudo: it was a traceback of a thread."""
     folder = recorded(tmp_path, monkeypatch, run="r", pods=[{"name": "j-0-0", "state": "Completed"}])
