@@ -44,6 +44,7 @@ Differences from a cluster:
   storage.checkpoints  always RUNS/JOB/checkpoints, kept between runs: the next run resumes from there (unless --fresh);
                      copies go to the url's folder local.HOST.RUNS/JOB, with this shell's AWS_* variables
   env valueFrom, envFrom   Secrets and ConfigMaps cannot be read; variables of this shell are used instead
+  stdout, stderr     the pod's log, a file: `> /dev/stderr` in a script empties it, `>&2` does not
   podTemplate        only env of the trainer is used; sidecars, init containers and volumes are not
   ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept   not used: logs are files, and are kept
 
