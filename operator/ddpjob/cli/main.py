@@ -1024,7 +1024,8 @@ def restart(place: Place, job: str, timeout: int) -> int:
 @in_place
 def delete(place: Place, jobs: tuple[str, ...]) -> int:
     """Delete jobs and their pods; none of them where one is not there. Checkpoints on volumes stay, on this machine
-    RUNS/JOB/checkpoints; with storage.checkpoints.claimTemplate.whenDeleted: Delete they go too.
+    RUNS/JOB/checkpoints and what --fresh has moved; with storage.checkpoints.claimTemplate.whenDeleted: Delete they
+    go too.
 
     \b
     Example: ddpjob delete first second

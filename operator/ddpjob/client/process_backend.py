@@ -31,7 +31,7 @@ from ddpjob.client.backend import (
 )
 from ddpjob.core.world import COORDINATOR_CONTAINER
 from ddpjob.local import processes
-from ddpjob.local.paths import RUNS_VARIABLE, JobFolder, job_folder, runs_folder
+from ddpjob.local.paths import RUNS_VARIABLE, JobFolder, RunFolder, holds_checkpoints, job_folder, runs_folder
 from ddpjob.local.pod import UID_VARIABLE
 from ddpjob.local.record import RequestRefused, ask, holds, read_record, runner, write_atomically
 
@@ -252,7 +252,9 @@ class ProcessBackend:
             time.sleep(0.1)
 
     def delete(self, name: str) -> None:
-        """Stops the job and removes its record and logs. Data stay, and checkpoints unless all runs said Delete."""
+        """Stops the job and removes its record and logs. Data stay, and checkpoints unless all runs said Delete, those
+        that --fresh has set aside as well.
+        """
         self.stop(name, now=True)
         folder = self.folder(name)
         spec = (_record(folder) or {}).get("spec") or {}
@@ -263,6 +265,9 @@ class ProcessBackend:
             kept.append(folder.checkpoints)
         elif folder.checkpoints.is_symlink() and folder.checkpoints.is_dir():
             _empty(folder.checkpoints)
+        for run in map(RunFolder, folder.path.iterdir()):
+            if holds_checkpoints(run.earlier) and not (delete and run.disposable.exists()):
+                kept.append(run.earlier)
         _empty(folder.path, kept, last=folder.status)  # The record last: what fails before can be tried again.
         if folder.checkpoints.is_dir() and not folder.has_checkpoints():
             for path in folder.checkpoints.iterdir():
@@ -333,6 +338,8 @@ def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) 
             continue
         if path.is_symlink() or not path.is_dir():
             path.unlink()
+        elif any(path in keep.parents for keep in kept):
+            _empty(path, kept)
         else:
             shutil.rmtree(path)
 

@@ -11,6 +11,7 @@ from ddpjob_runtime.protocol import ROUNDS_FILE
 from ddpjob.core.world import COORDINATOR_CONTAINER
 
 RUNS_VARIABLE = "DDPJOB_RUNS"
+_DISPOSABLE = "checkpoints-go-with-job"
 
 
 def runs_folder() -> Path:
@@ -39,6 +40,16 @@ class RunFolder:
     @property
     def manifest(self) -> Path:
         return self.path / "job.json"
+
+    @property
+    def earlier(self) -> Path:
+        """The checkpoints of the runs before, where this one began from scratch (--fresh)."""
+        return self.path / "earlier-checkpoints"
+
+    @property
+    def disposable(self) -> Path:
+        """A file that is there where the earlier checkpoints were disposable (see `JobFolder`)."""
+        return self.path / _DISPOSABLE
 
     def log(self, pod: str, container: str) -> Path:
         """The log of one container. That of a pod's only container, or of its trainer, has the pod's name."""
@@ -78,14 +89,12 @@ class JobFolder:
 
     def has_checkpoints(self) -> bool:
         """Whether a run has left more there than its record of rounds. Raises OSError."""
-        return self.checkpoints.is_dir() and any(
-            not path.name.startswith(ROUNDS_FILE) for path in self.checkpoints.iterdir()
-        )
+        return holds_checkpoints(self.checkpoints)
 
     @property
     def disposable(self) -> Path:
         """A file that is there while every run with these checkpoints had a claimTemplate with whenDeleted Delete."""
-        return self.path / "checkpoints-go-with-job"
+        return self.path / _DISPOSABLE
 
     @property
     def data(self) -> Path:
@@ -98,6 +107,11 @@ class JobFolder:
 
     def run(self, name: str) -> RunFolder:
         return RunFolder(self.path / name)
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether a run has left more in a folder of checkpoints than its record of rounds. Raises OSError."""
+    return folder.is_dir() and any(not path.name.startswith(ROUNDS_FILE) for path in folder.iterdir())
 
 
 def job_folder(name: str) -> JobFolder:

@@ -103,7 +103,9 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
         run = folder.run(f"{name}-{number}")
     run.pods.mkdir(parents=True)
     if fresh and folder.checkpoints.exists():
-        _set_aside(folder.checkpoints, run.path / "earlier-checkpoints")
+        _set_aside(folder.checkpoints, run.earlier)
+        if folder.disposable.exists():
+            run.disposable.touch()
     if folder.checkpoints.is_symlink() and not folder.checkpoints.exists():
         why = f"a link to {folder.checkpoints.readlink()}, which is not there (is its disk mounted?)"
         raise FileNotFoundError(errno.ENOENT, why, str(folder.checkpoints))

@@ -89,6 +89,9 @@ def test_nothing_of_a_job_runs_whose_run_was_killed(tmp_path: Path, monkeypatch:
         (["Delete", "Retain"], True),
         (["Delete", "", "Delete"], True),
         (["Delete", "Delete --fresh"], False),
+        (["Retain", "Delete --fresh"], True),
+        (["Delete", "Retain --fresh"], True),
+        (["", " --fresh"], True),
     ],
 )
 def test_checkpoints_go_with_a_job_whose_claim_would(
@@ -106,7 +109,11 @@ def test_checkpoints_go_with_a_job_whose_claim_would(
         write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": spec, "status": {}, "local": {}})
     ProcessBackend().delete("j")
     assert folder.path.exists() == stay
-    assert not stay or len(list(folder.checkpoints.iterdir())) == len(runs)
+    left = [path.name for path in folder.path.rglob("*") if path.is_file()]
+    retained = {f"step-{number}.pt" for number in range(len(runs) if stay else 0)}
+    if runs == ["Retain", "Delete --fresh"]:
+        retained = {"step-0.pt"}  # Of the claim that is kept.
+    assert set(left) == retained, "and nothing else"
 
 
 def test_an_event_that_was_cut_off_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
