@@ -3,7 +3,7 @@
     complete/TERM-STEP.json     written last: the files of one checkpoint, with sizes and checksums
     data/TERM-STEP-RANDOM/FILE  what it names; without it, the rest of an upload that was cut off
     terms/TERM                  one per incarnation of a job: who came later has the higher one
-    scores.json                 the evaluations that choose the best
+    scores.json                 the evaluations that choose the best, of one metric
 
 A term orders what incarnations write without any clock: a process that was cut off and comes back puts its
 checkpoints below those of the one that continued, whatever their steps.
@@ -226,14 +226,16 @@ class Bucket:
         if size != expected.size or digest.hexdigest() != expected.sha256:
             raise Damaged(f"{self.url}/{key} is not what was uploaded: its size or checksum differs")
 
-    def scores(self) -> dict[int, float]:
-        """step -> score, as `put_scores` wrote it last; empty where there are none, or what is there is none.
+    def scores(self, metric: str) -> dict[int, float]:
+        """step -> score, as `put_scores` wrote it last; empty where there are none, or of another metric.
 
         Raises BucketError where the bucket does not answer: taken for none, the best would be deleted.
         """
         try:
-            return {int(step): float(value) for step, value in json.loads(self._get(_SCORES)).items()}
-        except (Damaged, ValueError, TypeError, AttributeError):
+            found = json.loads(self._get(_SCORES))
+            of_metric = found["scores"].items() if found.get("metric") == metric else ()
+            return {int(step): float(value) for step, value in of_metric}
+        except (Damaged, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
     # --- writing
@@ -395,8 +397,8 @@ class Bucket:
         found: dict[str, int] = self._try("listed", prefix, listed)
         return found
 
-    def put_scores(self, scores: dict[int, float]) -> None:
-        text = json.dumps({str(step): value for step, value in scores.items()}).encode()
+    def put_scores(self, scores: dict[int, float], metric: str) -> None:
+        text = json.dumps({"metric": metric, "scores": {str(step): value for step, value in scores.items()}}).encode()
         self._try("written", _SCORES, lambda: self._obs.put(self._store, _SCORES, text))
 
     def remove(self, entries: Iterable[Stored]) -> None:

@@ -219,15 +219,16 @@ def test_removal_and_scores(store: Any, tmp_path: Path) -> None:
     bucket.remove([first])
     assert [one.step for one in bucket.entries()] == [6]
     assert not any("000000005" in key for key in keys(store))
-    assert bucket.scores() == {}
-    bucket.put_scores({6: 0.5})
-    assert Bucket(store, "s3://b/p").scores() == {6: 0.5}
+    assert bucket.scores("loss") == {}
+    bucket.put_scores({6: 0.5}, "loss")
+    assert Bucket(store, "s3://b/p").scores("loss") == {6: 0.5}
+    assert Bucket(store, "s3://b/p").scores("accuracy") == {}
 
 
 def test_scores_that_cannot_be_read_are_not_taken_for_none(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its score the best checkpoint was deleted as one among others."""
     bucket = begun(store)
-    bucket.put_scores({6: 0.5})
+    bucket.put_scores({6: 0.5}, "loss")
 
     def away(*_: Any, **__: Any) -> None:
         raise obstore.exceptions.GenericError("503 Service Unavailable")
@@ -235,11 +236,12 @@ def test_scores_that_cannot_be_read_are_not_taken_for_none(store: Any, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(obstore, "get", away)
         with pytest.raises(BucketError, match="503"):
-            bucket.scores()
-    assert bucket.scores() == {6: 0.5}
-    for damaged in (b"{", b"[]", b'{"6": null}', b" " * (2**20 + 1)):
+            bucket.scores("loss")
+    assert bucket.scores("loss") == {6: 0.5}
+    of_loss = (b'{"metric": "loss"}', b'{"metric": "loss", "scores": {"6": null}}', b'{"metric": "loss", "scores": []}')
+    for damaged in (b"{", b"[]", b"null", b" " * (2**20 + 1), *of_loss):
         obstore.put(store, "scores.json", damaged)
-        assert bucket.scores() == {}
+        assert bucket.scores("loss") == {}
 
 
 def test_a_bucket_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from ddpjob_bucket import Bucket, BucketError, Damaged, Stored
 from ddpjob_trainer.checkpoints import bucket as module
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
-from ddpjob_trainer.config.sections import CheckpointConfig
+from ddpjob_trainer.config.sections import CheckpointConfig, Metric
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.lifecycle.fence import Claim
@@ -126,6 +126,23 @@ def test_the_best_one_of_the_bucket_stays_where_the_scores_come_late(
     again.save(lambda: snapshot(11), 11)
     again.finish()
     assert [entry.step for entry in Bucket.open(f"file://{tmp_path / 'store'}").entries()] == [11, 7]
+
+
+def test_scores_of_another_measure_choose_no_best_one(tmp_path: Path) -> None:
+    """An accuracy of 0.2 was the best of all losses."""
+    keep = {"keep": 1, "keep_best": 1}
+    first = opened(tmp_path, **keep)
+    first.scored(7, {"accuracy": 0.2})
+    first.save(lambda: snapshot(7), 7)
+    first.finish()
+    again = opened(tmp_path, "another", 2, best_by=Metric.LOSS, **keep)
+    assert again.newest() is not None
+    for step, loss in ((9, 1.0), (11, 2.0)):
+        again.scored(step, {"loss": loss})
+        again.save(lambda step=step: snapshot(step), step)
+        again.finish()
+    assert [entry.step for entry in Bucket.open(f"file://{tmp_path / 'store'}").entries()] == [11, 9]
+    assert (tmp_path / "another" / "best.pt").resolve().name == "step-000000009.pt"
 
 
 def test_the_time_for_the_last_copy_begins_before_the_file_is_written(

@@ -150,7 +150,7 @@ class Copies:
         self._uploads = Uploads(
             self._bucket, self._tidy, _warn, publish=self._publish, in_turn=in_parts, done=lambda: self.on_copied()
         )
-        return _patiently(self._bucket.scores)
+        return _patiently(lambda: self._bucket.scores(self._config.best_by.value))
 
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
         """The newest complete checkpoint, if it is newer than `step`: a file is downloaded, one in parts is not.
@@ -272,7 +272,7 @@ class Copies:
         """The same retention as in the folder."""
         scores = self._scores
         if scores:
-            self._bucket.put_scores(scores)
+            self._bucket.put_scores(scores, self._config.best_by.value)
         whole = {entry.step: entry for entry in self._bucket.entries()}
         found = [Entry(step, Path(one.key), self._epoch(one)) for step, one in whole.items()]
         self._bucket.remove(whole[entry.step] for entry in expendable(found, scores, self._config))
