@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ddpjob_bucket import Bucket, BucketError, Stored, Uploads, Waiting
+from ddpjob_bucket import Bucket, BucketError, Damaged, Stored, Uploads, Waiting
 from ddpjob_bucket.stored import discard, files_of
 
 from ddpjob_report import link
@@ -62,10 +62,23 @@ def restore(folder: Path) -> Path | None:
         if found is None:
             for leftover in [*folder.glob(".*.fetch.tmp"), *folder.glob(".*.old.tmp")]:
                 discard(leftover)  # Of a process that was killed while it fetched: this one is alone here.
-            found = _patiently(lambda: bucket.fetch(entry, folder))
+            found = _patiently(lambda: _fetch(bucket, entry, folder))
             _note_fetched(folder, entry, found)
             sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")
     return found
+
+
+class _DamagedCopy(BucketError):
+    """To fetch it again would not help."""
+
+
+def _fetch(bucket: Bucket, entry: Stored, folder: Path) -> Path:
+    try:
+        return bucket.fetch(entry, folder)
+    except Damaged as error:
+        raise _DamagedCopy(
+            f"{error}; to continue from the copy before this one, delete {bucket.url}/{entry.key}"
+        ) from error
 
 
 def _joined() -> Bucket:
@@ -95,6 +108,8 @@ def _patiently(act: Callable[[], Any]) -> Any:
     for number in range(_TRIES):
         try:
             return act()
+        except _DamagedCopy:
+            raise
         except BucketError as error:
             if number == _TRIES - 1:
                 raise

@@ -219,6 +219,25 @@ def test_what_was_fetched_in_part_before_a_kill_does_not_stay(
     assert not list(there.glob("*.tmp")) and not list(there.glob(".*.tmp"))
 
 
+def test_a_damaged_copy_is_named_with_what_to_delete(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was downloaded five times, and no start came past it."""
+    for step in (10, 20):
+        ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", f"weights of {step}"), step, wait=True)
+    [data] = (tmp_path / "store").glob("data/*-000000020-*/snapshot.pt")
+    data.write_text("damaged")
+    start(monkeypatch, 1)
+    on_another_node(monkeypatch, tmp_path, "there")
+    monkeypatch.setattr(copies, "_PAUSE", 600.0)
+    with pytest.raises(BucketError, match=r"differs; to .* delete file:///.*/complete/000000001-000000020.json$"):
+        ddpjob_report.restore_checkpoint()
+    (tmp_path / "store" / "complete" / "000000001-000000020.json").unlink()
+    start(monkeypatch, 2)
+    found = ddpjob_report.restore_checkpoint()
+    assert found is not None and found.read_text() == "weights of 10"
+
+
 def test_the_newest_few_stay(bucket: Bucket, tmp_path: Path) -> None:
     for step in range(1, 7):
         ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", str(step)), step, keep=2, wait=True)
