@@ -237,7 +237,7 @@ class Restart:
     message: str
     counted: bool
     index: Annotated[_Number | None, _OMIT_NONE] = None
-    """The slot; None for the coordinator."""
+    """The slot; None for the coordinator, and for what is of the whole group."""
     node: Annotated[str, _OMIT_EMPTY] = ""
     rank: Annotated[_Number | None, _OMIT_NONE] = None
     seconds: Annotated[float | None, _OMIT_NONE] = None

@@ -56,6 +56,9 @@ def test_of_two_pods_out_of_memory_one_counts() -> None:
     found = attribute(status(), ends, [], [])
     assert summary(found) == [("OOMKilled", "job-0-0", True, 1), ("OOMKilled", "job-1-0", False, 1)]
     assert found.restarts[1].message == "why (a consequence of OOMKilled of pod job-0-0)\ntrace"
+    hang = replace(restart(Cause.HANG, 0, "job-0-0", round=1), pod="job", index=None)
+    found_late = attribute(status(hang, broken=True), [end(Cause.EXIT_CODE, 1)], [], [])
+    assert found_late.restarts[0].message == "why (a consequence of Hang)\ntrace", "of the group, not of a pod"
     later = replace(found.restarts[0], seconds=None)
     again = attribute(status(later, broken=True), [ends[0]], [], [])
     assert summary(again) == [("OOMKilled", "job-1-0", False, 1)], "also when they are seen one after the other"

@@ -6,10 +6,11 @@ from dataclasses import replace
 from datetime import timedelta
 
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
+from ddpjob.core.decision import Notify
 from ddpjob.core.failures.classify import without_wait
 from ddpjob.core.status.messages import count
 from ddpjob.core.world import ContainerView
-from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind, MemberState, Overdue, Recovery
+from ddpjob_runtime.protocol import Command, CoordinatorState, Incident, IncidentKind, MemberState, Overdue, Recovery
 from worlds import COORDINATOR, NOW, job_of, later, pod, report, running, seen
 
 
@@ -108,6 +109,26 @@ def test_a_join_is_no_break_and_nothing_has_recovered_before_the_next_step() -> 
         up = report(CoordinatorState.RUNNING, *two, incidents=(incident,), recovery=Recovery(2.75, None))
         job, _ = seen(job, 6, pods, up)
         assert job.status.restarts.recent[-1].seconds == 2.75
+
+
+def test_a_hang_is_of_no_pod_and_of_no_kubernetes_node() -> None:
+    """It was that of pod 0, whose node was avoided after three hangs, and the event said that the pod was replaced."""
+    job, pods = running(2, recovery={"hangAfterSeconds": 60, "maxRestarts": 9})
+    two = [MemberState.RUNNING] * 2
+    step, hangs = {"progress": {"step": 7}}, list[Incident]()
+    for number in (1, 2, 3):
+        at = 100 * number
+        hangs.append(Incident(number, later(at), IncidentKind.HANG, message="no step for 60 s: rank 1 in f (t.py:1)"))
+        broken = report(CoordinatorState.RESTARTING, *[MemberState.READY] * 2, incidents=tuple(hangs))
+        job, decision = seen(job, at, pods, broken)
+        (event,) = [e for e in decision.events if e.reason == "Hang"]
+        assert event.message == f"{hangs[-1].message} (counts against recovery.maxRestarts)"
+        assert not [a for a in decision.actions if isinstance(a, Notify) and a.verb == Command.GONE]
+        again = report(CoordinatorState.RUNNING, *two, incidents=tuple(hangs), recovery=Recovery(2.75, None), **step)
+        job, decision = seen(job, at + 3, pods, again)
+        (event,) = [e for e in decision.events if e.reason == "Running"]
+        assert event.message == "2 nodes train again, 2.75 s after the group broke: Hang"
+    assert {(r.index, r.node) for r in job.status.restarts.recent} == {(None, "")} and not job.status.avoided_nodes
 
 
 def test_what_a_job_had_is_not_changed_after_its_end() -> None:

@@ -28,7 +28,7 @@ def view_of(incident: Incident) -> View:
     return View(job, replace(status, rendezvous=replace(status.rendezvous, generation=0)), World(report=report), NOW)
 
 
-@pytest.mark.parametrize(("index", "node"), [(None, "first"), (1, "second"), (2, ""), (-1, ""), (-3, "")])
+@pytest.mark.parametrize(("index", "node"), [(None, ""), (0, "first"), (1, "second"), (2, ""), (-1, ""), (-3, "")])
 def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> None:
     incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
     assert [f.restart.node for f in new_incidents(view_of(incident)).findings] == [node]

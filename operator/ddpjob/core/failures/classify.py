@@ -18,6 +18,7 @@ from ddpjob_runtime.protocol import (
     EXIT_UNFIT,
 )
 
+from ddpjob.api.job_status import Restart
 from ddpjob.core.world import ContainerView, HostView, PodView, Role, is_down
 
 _TRACEBACK_LIMIT = 3000
@@ -55,6 +56,11 @@ class Cause(StrEnum):
 
 PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED})
 """Restarts that were made on purpose: nothing broke."""
+
+
+def names_pod(restart: Restart) -> bool:
+    """Whether it is of one pod. A hang, or a change of the spec, is of the whole group: there the job's name stands."""
+    return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 
 
 def with_traceback(summary: str, traceback: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart
-from ddpjob.core.failures.classify import Cause
+from ddpjob.core.failures.classify import Cause, names_pod
 
 SAME_BREAK = timedelta(seconds=5)
 """A pod's end and an incident no further apart belong to one break."""
@@ -204,6 +204,6 @@ def _recorded(
 
 def _consequence(finding: Finding, cause: Restart) -> Restart:
     first, newline, rest = finding.restart.message.partition("\n")
-    where = f" of pod {cause.pod}" if cause.pod != finding.restart.pod else ""
+    where = f" of pod {cause.pod}" if names_pod(cause) and cause.pod != finding.restart.pod else ""
     message = f"{first} (a consequence of {cause.reason}{where}){newline}{rest}"
     return replace(finding.restart, counted=False, consequence=True, round=cause.round, message=message)

@@ -65,12 +65,11 @@ def _finding(view: View, incident: Incident) -> Finding:
     first, _, rest = _summary(cause, incident).rstrip(": ").partition("\n")
     if incident.backoff_seconds:
         first += f"; waits {incident.backoff_seconds:g} s"
-    index = incident.index or 0
-    slot = view.status.slot(index)
+    slot = view.status.slot(incident.index)  # None: it is the group's, as a hang is.
     restart = Restart(
         time=incident.time,
         pod=incident.pod or view.job.name,
-        index=index,
+        index=incident.index,
         node=slot.node if slot is not None else "",
         rank=incident.rank,
         reason=cause,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.decision import Event
-from ddpjob.core.failures.classify import PLANNED, Cause, without_wait
+from ddpjob.core.failures.classify import PLANNED, Cause, names_pod, without_wait
 from ddpjob.core.status.describe import STEP_OVERDUE, UNREACHABLE_LONG, last_step
 from ddpjob.core.status.messages import count, event_text, why_held
 from ddpjob.core.view import View
@@ -130,4 +130,5 @@ def _begun(old: JobStatus, new: JobStatus) -> str:
     if last.reason in PLANNED:
         return f"{text} again, after a planned restart: {last.reason}"
     after = f"{last.seconds} s after" if last.seconds is not None else "after"
-    return f"{text} again, {after} {last.pod} broke the group"
+    broke = f"{last.pod} broke the group" if names_pod(last) else f"the group broke: {last.reason}"
+    return f"{text} again, {after} {broke}"
