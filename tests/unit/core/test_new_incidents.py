@@ -11,6 +11,7 @@ from ddpjob.api.job_status import JobStatus, Slot
 from ddpjob.core.failures.new_incidents import new_incidents
 from ddpjob.core.view import View
 from ddpjob.core.world import World
+from ddpjob_runtime.coordinator.first_cause import Failure, Finish, Source, first_cause
 from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind, Report
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -32,6 +33,19 @@ def view_of(incident: Incident) -> View:
 def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> None:
     incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
     assert [f.restart.node for f in new_incidents(view_of(incident)).findings] == [node]
+
+
+def test_workers_that_end_before_the_others_are_named_by_their_pod() -> None:
+    """The coordinator names no rank of them: one with fewer batches than its peers, for instance."""
+    verdict = first_cause(
+        [Failure(Source("job-0-0", 0), 0, 0, 1, None, "Connection reset by peer", "", 9.0)],
+        [],
+        [Finish(Source("job-1-0", 1), 7.0)],
+        None,
+    )
+    assert verdict is not None
+    (finding,) = new_incidents(view_of(Incident(1, NOW, verdict.kind, **verdict.details))).findings
+    assert finding.restart.message == "the workers of pod job-1-0 ended with exit code 0 before the others"
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def _finding(view: View, incident: Incident) -> Finding:
 
 
 def _summary(cause: Cause, incident: Incident) -> str:
+    if cause is Cause.WORKER_FAILED and incident.rank is None and incident.exit_code == 0:
+        return f"the workers of pod {incident.pod} ended with exit code 0 before the others"
     if cause is Cause.WORKER_FAILED:
         name = (incident.signal or "").removeprefix("signal ")  # of the system, or a number that has none
         how = f"signal {name}" if name else f"exit code {incident.exit_code}"
