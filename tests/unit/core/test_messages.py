@@ -51,6 +51,20 @@ def test_a_coordinator_that_cannot_be_reached_is_said_with_its_time_and_once_as_
     assert "port 29401" in events[0].message and "neither counted nor shown" in events[0].message
 
 
+def test_a_coordinator_without_a_kubernetes_node_is_not_called_unreachable() -> None:
+    """The alert and an event would send somebody after the operator's network."""
+    no_room = replace(COORDINATOR, host="", address="", containers={}, phase="Pending", unschedulable="0/3 nodes")
+    for coordinator in ((), (no_room,)):
+        job, events = job_of(2), []
+        for at in range(1, 200, 10):
+            job, decision = seen(job, at, (pod(0), pod(1), *coordinator), None)
+            events += [e for e in decision.events if e.reason == "CoordinatorUnreachable"]
+            condition = job.status.condition(ConditionType.RUNNING)
+            assert condition is not None and condition.reason == "NodesMissing"
+            assert condition.message == "2 of 2 nodes run; the coordinator's pod has no Kubernetes node yet"
+        assert not events
+
+
 def test_an_overdue_step_is_one_event_however_often_its_report_is_lost_and_its_clock_compared() -> None:
     job, pods = running(2)
     events, messages = [], set()

@@ -313,6 +313,9 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
     waits = not_started([coordinator], view.now) if coordinator is not None and not status.rendezvous.endpoint else None
     if report is None and waits is not None and not status.holds(ConditionType.RUNNING):
         return False, waits[0], f"{present}; {waits[1]}"
+    placed = coordinator is not None and coordinator.host
+    if report is None and not placed and not status.holds(ConditionType.RUNNING):
+        return False, NODES_MISSING, f"{present}; the coordinator's pod has no Kubernetes node yet"
     if report is None:
         return status.holds(ConditionType.RUNNING), "CoordinatorUnreachable", f"{present}; {_unreachable(view)}"
     if report.attempt and report.state == CoordinatorState.FORMING and status.holds(ConditionType.RUNNING):
