@@ -134,6 +134,8 @@ def test_so_is_a_lost_coordinator_in_fast(release: str) -> None:
     decision = after(begun(release, recovery={"mode": "Fast"}), *pods(0, 1)[:2])
     assert [(r.reason, r.round) for r in decision.status.restarts.recent] == [("CoordinatorLost", 1)]
     assert decision.status.rendezvous.generation == 1
+    (event,) = [e for e in decision.events if e.reason == "CoordinatorLost"]
+    assert "training continues" not in event.message, "the group begins again"
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -56,7 +56,7 @@ def restart_event(view: View, restart: Restart, *, failed: bool) -> Event:
 
 
 def _what_follows(view: View, restart: Restart) -> str:
-    if restart.reason == Cause.COORDINATOR_LOST and view.job.spec.fast:
+    if restart.reason == Cause.COORDINATOR_LOST and not restart.round:
         return "; training continues, another coordinator takes over"
     slot = view.status.slot(restart.index)
     if slot is None or restart.index is None:
