@@ -26,6 +26,14 @@ def test_numbers_and_their_nouns() -> None:
     assert message(running(2)[0].status, ConditionType.RUNNING) == "2 nodes train as one group"
     job, _ = seen(job_of(1), 1, (pod(0), COORDINATOR), report(CoordinatorState.FORMING, MemberState.READY))
     assert message(job.status, ConditionType.RUNNING) == "1 of 1 node runs and is joining the rendezvous"
+    job, pods = running(1)
+    job, _ = seen(job, 3, pods, replace(report(CoordinatorState.FORMING), attempt=1))
+    said = "1 of 1 node runs and continues to train, while it connects to a new coordinator"
+    assert message(job.status, ConditionType.RUNNING) == said
+    job, _ = seen(job_of(2, elastic={"minNodes": 1}), 1, (), None)
+    assert message(job.status, ConditionType.RUNNING) == "0 of 2 nodes run, 1 is needed"
+    job, _ = seen(job_of(1), 1, (), None)
+    assert message(job.status, ConditionType.SCHEDULED) == "0 of 1 pod is scheduled"
 
 
 def test_a_message_that_is_final_waits_for_nothing() -> None:
@@ -100,9 +108,11 @@ def test_a_job_that_has_finished_is_not_starting() -> None:
 
 def test_a_node_that_ends_early_is_named() -> None:
     job, pods = running(2)
-    reported = report(CoordinatorState.RUNNING, MemberState.RUNNING, MemberState.FINISHED)
-    job, _ = seen(job, 3, pods, reported)
-    assert "pod job-1-0 (node rank 1) has already ended with exit code 0" in message(job.status, ConditionType.RUNNING)
+    for nodes, who in ((2, "pod job-1-0 (node rank 1) has"), (4, "pod job-1-0 (node rank 1) and 2 more have")):
+        job, pods = running(nodes)
+        reported = report(CoordinatorState.RUNNING, MemberState.RUNNING, *[MemberState.FINISHED] * (nodes - 1))
+        job, _ = seen(job, 3, pods, reported)
+        assert f"{who} already ended with exit code 0" in message(job.status, ConditionType.RUNNING)
 
 
 def test_a_join_is_no_break_and_nothing_has_recovered_before_the_next_step() -> None:

@@ -188,6 +188,9 @@ def test_a_lag_that_lasts_is_one_event_with_pod_and_node() -> None:
         "rank 1 (job-1-0 on Kubernetes node host) takes 2.0 times as long for its own work of a step as the median"
         " rank, and all others wait for it"
     )
+    two = shown_stragglers(lagging([{"rank": 1, "slowdown": 2}, {"rank": 2, "slowdown": 2}]))
+    (event,) = change_events(JobStatus(), JobStatus(progress={"stragglers": two}))
+    assert event.message.endswith("for their own work of a step as the median rank, and all others wait for them")
     view = replace(lagging([{"rank": 1, "slowdown": 3}], shown=first), now=NOW + timedelta(hours=1))
     later = shown_stragglers(view)
     assert later[0]["slowdown"] == 3 and later[0]["since"] == first[0]["since"]

@@ -169,8 +169,8 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
         if budget is None and creating and before is not None and before.status and _NO_BUDGET in before.message:
             return status  # As above.
         refused = f"; {budget.object} {_NO_BUDGET}: {budget.message}" if budget is not None else ""
-        return condition(True, "AllPlaced", f"{spec.pods} of {spec.pods} pods are scheduled{refused}")
-    message = f"{placed} of {spec.pods} pods are scheduled{_backing_off(status, view.now)}"
+        return condition(True, "AllPlaced", f"{_are_scheduled(spec.pods, spec.pods)}{refused}")
+    message = f"{_are_scheduled(placed, spec.pods)}{_backing_off(status, view.now)}"
     if by_volcano and alive:
         group = gang_name(view.job, status.rendezvous.generation)
         message += (
@@ -178,6 +178,10 @@ def _scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus
             f"look at the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
         )
     return condition(False, "Placing", message)
+
+
+def _are_scheduled(placed: int, pods: int) -> str:
+    return f"{placed} of {count(pods, 'pod')} {'is' if 1 in (placed, pods) else 'are'} scheduled"
 
 
 def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str, str]:
@@ -301,9 +305,10 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
             return False, held.reason, held.message + _secret_hint(view, held)
     finished = sum(s.state is SlotState.SUCCEEDED for s in status.slots)
     there = min(running_pods, wanted)
-    present = f"{there} of {count(wanted, 'node')} {'runs' if there == 1 else 'run'}"
+    present = f"{there} of {count(wanted, 'node')} {'runs' if 1 in (there, wanted) else 'run'}"
     if there + finished < spec.min_nodes and not (spec.under_torchrun and finished):
-        least = f", {spec.min_nodes} are needed" if spec.min_nodes < wanted else ""
+        needed = f"{spec.min_nodes} {'is' if spec.min_nodes == 1 else 'are'} needed"
+        least = f", {needed}" if spec.min_nodes < wanted else ""
         reason, why = not_started([p for p in view.pods if p is not None], view.now) or (NODES_MISSING, "")
         return False, reason, present + least + (f"; {why}" if why else "")
     if not spec.under_torchrun:
@@ -319,7 +324,8 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
     if report is None:
         return status.holds(ConditionType.RUNNING), "CoordinatorUnreachable", f"{present}; {_unreachable(view)}"
     if report.attempt and report.state == CoordinatorState.FORMING and status.holds(ConditionType.RUNNING):
-        return True, "CoordinatorReplaced", f"{present} and continue to train, while they connect to a new coordinator"
+        trains = "continues to train, while it connects" if there == 1 else "continue to train, while they connect"
+        return True, "CoordinatorReplaced", f"{present} and {trains} to a new coordinator"
     if report.backoff_until is not None and report.backoff_until > view.now:
         until = f"{report.backoff_until:%H:%M:%S} UTC"
         return (
@@ -430,8 +436,8 @@ def _finished_early(view: View) -> str:
     if not finished or len(finished) == len(members):
         return ""
     first = finished[0]
-    others = f" and {len(finished) - 1} more" if len(finished) > 1 else ""
-    return f"; pod {first.pod} (node rank {first.rank}){others} has already ended with exit code 0"
+    others, have = (f" and {len(finished) - 1} more", "have") if len(finished) > 1 else ("", "has")
+    return f"; pod {first.pod} (node rank {first.rank}){others} {have} already ended with exit code 0"
 
 
 def _missing(view: View) -> str:

@@ -107,7 +107,8 @@ def _lagging(old: JobStatus, new: JobStatus) -> list[Event]:
         for entry in new.progress.get("stragglers", ())
         if _episode(entry) not in known
     ]
-    text = "for its own work of a step as the median rank, and all others wait for it"
+    its, it = ("its", "it") if len(named) == 1 else ("their", "them")
+    text = f"for {its} own work of a step as the median rank, and all others wait for {it}"
     return [Event(True, "RankLags", event_text(f"{', '.join(named)} {text}"))] if named else []
 
 
