@@ -131,6 +131,13 @@ def test_what_another_operator_acts_on_is_its_to_count(counted: Counted) -> None
     assert counted() == {} and other.accounts.jobs() == []
 
 
+def test_a_job_that_its_class_refuses_has_failed_for_that_reason(counted: Counted) -> None:
+    one = Job({"phase": "Pending"})
+    one.becomes({"phase": "Failed", "conditions": [condition("Failed", "ClassRefused")]})
+    assert counted() == {"ddpjob_jobs_failed_total ClassRefused": 1}
+    assert scraped(one.accounts)["ddpjob_job_failed"] == {("space", "job", "ClassRefused"): 1}
+
+
 def test_a_restart_counts_once_and_its_recovery_when_it_is_over(counted: Counted) -> None:
     one = Job(running(130))
     broken = running(134, (restart(),), conditions=[condition("Restarting", "OOMKilled")], phase="Restarting")

@@ -36,7 +36,7 @@ OTHER = "Other"
 FAILURES = frozenset(
     {
         *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "ProgramError"),
-        *("InvalidPodTemplate", "InvalidPod", "InvalidClaim"),
+        *("InvalidPodTemplate", "InvalidPod", "InvalidClaim", "ClassRefused"),
         *("DeadlineExceeded", "ErrImagePull", "ImagePullBackOff", "InvalidImageName"),
     }
 )
