@@ -124,6 +124,17 @@ def test_an_operator_that_starts_again_counts_nothing_twice(counted: Counted) ->
     assert counted() == {}
 
 
+def test_a_job_of_another_controller_has_no_series_that_say_it_waits(counted: Counted) -> None:
+    accounts = JobAccounts()
+    theirs = {**SPEC, "managedBy": "kueue.x-k8s.io/multikueue"}
+    metadata = {"name": "job", "namespace": "space", "uid": "uid"}
+    accounts.changed(None, DDPJob.read({"metadata": metadata, "spec": theirs}))
+    accounts.acts_on(KEY, acts=True)
+    found = scraped(accounts)
+    assert not [name for name in found if name.startswith("ddpjob_job_")]
+    assert found["ddpjob_jobs"][("Pending",)] == 0
+
+
 def test_what_another_operator_acts_on_is_its_to_count(counted: Counted) -> None:
     other = Job(acts=False)
     other.becomes({"phase": "Pending"})

@@ -122,8 +122,12 @@ class JobAccounts:
         """Jobs on which this operator acts: another one counts the others."""
 
     def acts_on(self, key: JobKey, *, acts: bool) -> None:
-        """Whether this operator acts on the job, as each reconcile finds out before it writes."""
-        if acts and key in self._accounts:
+        """Whether this operator acts on the job, as each reconcile finds out before it writes.
+
+        Never on one that its spec gives to another controller: what becomes of that one is not known here.
+        """
+        account = self._accounts.get(key)
+        if acts and account is not None and not account.job.spec.managed_elsewhere:
             self._ours.add(key)
         else:
             self._ours.discard(key)
