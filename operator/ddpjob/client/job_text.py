@@ -17,6 +17,7 @@ from ddpjob.client.backend import Happened, PodLine
 from ddpjob.core.status.conditions import QUEUED
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration
+from ddpjob.local.environment import HOST
 
 COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
 WIDE = ("DURATION", "REASON")
@@ -223,8 +224,10 @@ def restart_line(restart: Restart, now: datetime) -> str:
     counted = "counted" if restart.counted else "not counted"
     after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
     consequence = ", a consequence" if restart.consequence else ""
-    ago = _since(restart.time, now)
-    return f"{ago} ago {restart.reason} ({counted}{consequence}{after}): {_first_line(restart.message)}"
+    ago, message = _since(restart.time, now), _first_line(restart.message)
+    named = restart.node in ("", HOST) or restart.node in message
+    where = "" if named else f" on {restart.node}"
+    return f"{ago} ago {restart.reason}{where} ({counted}{consequence}{after}): {message}"
 
 
 def event_line(event: Happened, now: datetime) -> str:
@@ -267,6 +270,10 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
             yield f"This has not changed for {_since(changed, now)}: `ddpjob stacks {name}` shows where each rank is."
         if status.restarts.recent:
             yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
+        for condition in _notable(status):
+            yield f"{condition.type} is {condition.status}: {condition.reason}."
+            yield from (f"  {line}" for line in condition.message.splitlines())
+            yield from _explained(condition)
         return
     suspended = main.type is ConditionType.SUSPENDED and main.reason not in QUEUED
     verb = "failed" if main.type is ConditionType.FAILED else "is suspended" if suspended else ""
@@ -276,23 +283,51 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     held = [pod for pod in pods if pod.message and pod.message not in main.message and not pod.ended]
     for pod in held[:3] if main.type is not ConditionType.FAILED else ():
         yield f"  pod {pod.name} ({pod.state}): {_first_line(pod.message)}"
-    explained = remedies().get(main.reason)
     if suspended:
         yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
-    elif explained is not None:
-        if explained["meaning"]:
-            yield f"What it means: {explained['meaning']}"
-        if explained["remedy"]:
-            yield f"What to do: {explained['remedy']}"
+    else:
+        yield from _explained(main)
+
+
+_BESIDE = (
+    *(ConditionType.FAST_RECOVERY, ConditionType.RANKS_ORDERED, ConditionType.ISOLATED, ConditionType.NODES_HEALTHY),
+    *(ConditionType.CHECKPOINTS_COPIED, ConditionType.NOTIFIES, ConditionType.CLASS_APPLIED),
+)
+"""Conditions with which a job trains although they are false."""
+
+
+def _notable(status: JobStatus) -> Iterator[Condition]:
+    """What the conditions of a job that trains say beside that."""
+    running = status.condition(ConditionType.RUNNING)
+    if running is not None and running.status and running.reason not in ("GroupRuns", "NodesRun"):
+        yield running
+    yield from (c for c in map(status.condition, _BESIDE) if c is not None and not c.status)
+
+
+def _explained(condition: Condition) -> Iterator[str]:
+    """What the page says of a condition's reason. Of a container's that it does not list it says one thing."""
+    found = remedies().get(f"{condition.type} {condition.reason}") or remedies().get(condition.reason)
+    if found is None and condition.type is ConditionType.RUNNING and condition.message.startswith("container "):
+        found = remedies().get("Running ErrImagePull")
+    if found is not None and found["meaning"]:
+        yield f"What it means: {_STATUS.sub('', found['meaning'])}"
+    if found is not None and found["remedy"]:
+        yield f"What to do: {found['remedy']}"
+
+
+_STATUS = re.compile(r"^\([^)]*\) ")
+"""Of a reason whose condition is true the page says so first."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:
     """The condition that keeps a job from training, the first of several; None: it trains or is complete."""
     if status.holds(ConditionType.COMPLETE):
         return None
-    for kind in (ConditionType.FAILED, ConditionType.SUSPENDED):
-        if status.holds(kind):
-            return status.condition(kind)
+    refused, suspended = status.condition(ConditionType.CLASS_APPLIED), status.condition(ConditionType.SUSPENDED)
+    if status.holds(ConditionType.FAILED):
+        return status.condition(ConditionType.FAILED)
+    if suspended is not None and suspended.status:
+        return refused if refused is not None and refused.reason == suspended.reason else suspended
     running, scheduled = status.condition(ConditionType.RUNNING), status.condition(ConditionType.SCHEDULED)
     quiet = ("Placing", "NodesMissing", "GroupForming")
     if running is not None and running.status:
@@ -302,7 +337,8 @@ def main_condition(status: JobStatus) -> Condition | None:
     restarting = status.condition(ConditionType.RESTARTING)
     if not telling and restarting is not None and restarting.status:
         return restarting
-    return next(iter(telling or false), None)
+    lacks_class = refused if refused is not None and not refused.status else None  # Nothing else is looked at then.
+    return next(iter(telling or false), lacks_class)
 
 
 def _without_status(body: Json, now: datetime) -> Iterator[str]:
@@ -332,11 +368,21 @@ _LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 """A link to another page of docs/, which a terminal would show as Markdown."""
 
 
+_CONDITION = re.compile(r"## Condition (\w+)")
+"""The heading above a condition's table."""
+
+
 def read_remedies(page: str) -> dict[str, dict[str, str]]:
-    """The tables of the page: {reason: {meaning, remedy}}."""
+    """The tables of the page: {reason: {meaning, remedy}}; a reason that more conditions have is there again for each
+    further one, as `CONDITION REASON`.
+    """
     found: dict[str, dict[str, str]] = {}
     titles: list[str] = []
+    kind = ""
     for line in page.splitlines():
+        if line.startswith("#"):
+            heading = _CONDITION.match(line)
+            kind = heading[1] if heading is not None else ""
         cells = [_LINK.sub(r"\1 (docs/\2)", cell.strip()) for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
         if not line.startswith("|"):
             titles = []
@@ -346,5 +392,5 @@ def read_remedies(page: str) -> dict[str, dict[str, str]]:
             by_title = dict(zip(titles, cells, strict=False))
             entry = {"meaning": by_title.get("what it means", ""), "remedy": by_title.get("what to do", "")}
             for reason in re.findall(r"`(\w+)`", cells[0]):
-                found.setdefault(reason, entry)
+                found.setdefault(reason if reason not in found else f"{kind} {reason}".strip(), entry)
     return dict(sorted(found.items()))

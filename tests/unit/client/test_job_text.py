@@ -122,6 +122,56 @@ def test_suspended_complete_running_and_interrupted() -> None:
     assert "no end was recorded" in text(job({"image": ""}, phase="Interrupted")), "one of which a folder is left"
 
 
+def test_each_condition_has_the_row_of_its_own_table() -> None:
+    """A registry that denies access is no image that is missing, and a job that has run has created something."""
+    pulling = condition("Running", False, "ImagePullBackOff", "container a of pod j-0-0: ImagePullBackOff: denied")
+    said = text(job(phase="Pending", conditions=[condition("Scheduled", True, "AllPlaced"), pulling]))
+    assert "imagePullSecrets" in said and "no such image" not in said
+    lacks = condition("Running", False, "ErrImageNeverPull", "container trainer of pod j-0-0: ErrImageNeverPull")
+    assert "load the image onto the nodes" in text(job(phase="Pending", conditions=[lacks]))
+    changed = condition("Scheduled", False, "InvalidPodTemplate")
+    said = text(job(phase="Restarting", conditions=[changed, condition("Running", False, "NodesMissing")]))
+    assert "Suspend, correct it, resume." in said and "Nothing was created" not in said
+    said = text(job(phase="Failed", conditions=[condition("Failed", True, "ImagePullBackOff")]))
+    assert "The registry has no such image" in said and "imagePullSecrets" not in said
+
+
+@pytest.mark.parametrize("reason", ["ClassMissing", "ClassRefused"])
+def test_a_job_without_its_class_waits_for_that(reason: str) -> None:
+    """A new one has no other condition, and one that was resumed is called suspended there."""
+    lacks = condition("ClassApplied", False, reason, "spec.className: why")
+    for suspended in ([], [condition("Suspended", True, reason, "2 pods still terminating")]):
+        said = text(job(phase="Suspended" if suspended else "Pending", conditions=[lacks, *suspended]))
+        assert said.startswith(f"j waits: {reason}, for 2m00s.\n  spec.className: why")
+        assert "have the class changed" in said or "Have it added" in said
+        assert "ddpjob resume" not in said
+    asked = [condition("ClassApplied", False, "ClassExceeded"), condition("Suspended", True, "Suspended")]
+    assert text(job(phase="Suspended", conditions=asked)).startswith("j is suspended")
+
+
+def test_what_is_amiss_with_a_job_that_trains_is_said_with_its_row() -> None:
+    stalls = condition("Running", True, "StepOverdue", "the group has made no step: rank 0 in f\nrank 0:\nstack")
+    said = text(job(phase="Running", nodes={"ready": 2}, conditions=[stalls]))
+    assert said.startswith("j trains on 2 nodes.\nRunning is True: StepOverdue.\n  the group has made no step: rank")
+    assert "\n  stack\nWhat it means: No step for 20 times" in said and "delete a pod" in said
+    amiss = condition("CheckpointsCopied", False, "CopiesBehind", "none has reached the bucket")
+    well = [condition("Running", True, "GroupRuns"), condition("NodesHealthy", True, "AllHealthy")]
+    said = text(job(phase="Running", nodes={"ready": 2}, conditions=[*well, amiss]))
+    assert "CheckpointsCopied is False: CopiesBehind.\n  none has reached the bucket" in said
+    assert "GroupRuns" not in said and "AllHealthy" not in said
+
+
+def test_a_restart_names_the_kubernetes_node_once() -> None:
+    one = {"time": "2026-01-01T11:59:00Z", "pod": "j-0-0", "node": "gpu-7", "counted": True}
+    recent = [
+        one | {"reason": "WorkerFailed", "message": "rank 0 in pod j-0-0 ended"},
+        one | {"reason": "NodeLost", "message": "gpu-7"},
+    ]
+    body = job(phase="Pending", restarts={"total": 2, "recent": recent})
+    shown = "\n".join(describe(body, (), (), NOW))
+    assert "WorkerFailed on gpu-7 (counted): rank 0 in pod" in shown and "NodeLost (counted): gpu-7" in shown
+
+
 def test_a_description_of_a_thousand_nodes_fits_a_screen() -> None:
     running = {"attempt": 0, "state": "Running"}
     slots = [{**running, "count": 998}, {"attempt": 3, "state": "Planned", "reason": "OOMKilled"}, running]
