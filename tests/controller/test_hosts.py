@@ -7,6 +7,7 @@ import random
 
 import pytest
 from ddpjob.controller.host_watch import Hosts, HostWatch
+from prometheus_client import REGISTRY
 
 from .api_server import ApiServer, Fault, RandomFaults
 from .virtual_loop import run
@@ -27,6 +28,10 @@ class Reported:
     def ready(self) -> dict[str, bool]:
         """By name."""
         return {name: host.ready for name, host in (self.hosts or {}).items() if not host.deleted}
+
+
+def watch_errors() -> float:
+    return REGISTRY.get_sample_value("ddpjob_operator_watch_errors_total", {"resource": "nodes"}) or 0.0
 
 
 def add(server: ApiServer, name: str, ready: bool = True) -> None:
@@ -159,10 +164,11 @@ def test_nodes_that_may_not_be_read_are_not_known_and_are_asked_for_again() -> N
         async with api_server() as server:
             add(server, "a")
             server.faults = lambda method, path: Fault(403, reason="Forbidden")
-            reported = Reported()
+            reported, errors = Reported(), watch_errors()
             task = await watching(server, reported, 60)
             assert reported.hosts is None
             assert len(server.requests) == 1, "no storm"
+            assert watch_errors() == errors, "the right may be withheld on purpose"
             server.faults = lambda method, path: None
             await asyncio.sleep(600)
             assert reported.ready() == {"a": True}

@@ -109,8 +109,6 @@ class Informer(Generic[View]):
                 self._version = ""
                 pause = _RETRY
                 unserved = self._optional and error.status in (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
-                if error.status != HTTPStatus.GONE and not unserved:
-                    self._errors.inc()
                 if unserved:
                     self._nothing_there()
                 if unserved and error.status == HTTPStatus.NOT_FOUND:
@@ -120,6 +118,8 @@ class Informer(Generic[View]):
                     self.answered.set()
                 elif error.status != HTTPStatus.GONE:
                     log.warning("%s is listed again in %s s: %s", self.path, pause, error)
+                if error.status != HTTPStatus.GONE and pause == _RETRY:
+                    self._errors.inc()  # What may be withheld on purpose is asked for much later, and is no error.
             except Exception as error:  # A proxy's page, for instance: whatever it is, the process stays.
                 self._version = ""
                 pause = _RETRY
