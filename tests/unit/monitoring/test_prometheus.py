@@ -163,7 +163,6 @@ def play_faults(fleet: Fleet) -> None:
     fleet.becomes("good", running(step=21, restarts=1, loss=0.5, epoch=2, samplesPerSecond=100.0, metrics=saved(60)))
     fleet.becomes("old", running(step=9, samplesPerSecond=100.0, metrics=saved(3 * 3600)))
     fleet.becomes("slow", running(step=9, samplesPerSecond=10.0))
-    fleet.becomes("loop", running(restarts=8))
     fleet.becomes("stalled", running("StepOverdue"))
     fleet.becomes("deaf", running("CoordinatorUnreachable"))
     fleet.becomes("bad", {"phase": "Failed", "conditions": [condition("Failed", "RestartBudgetSpent")]})
@@ -220,6 +219,9 @@ def test_queries_have_data_and_alerts_fire_for_their_faults(
     prometheus.wait_for_scrapes(max(4, math.ceil(7 * slowness())))
     assert {name for name, _ in prometheus.firing()} <= {"DDPJobPendingLong", "DDPJobQueueSlow"}
 
+    for restarts in range(1, 9):  # One after the other: those of one moment are one restart.
+        fleet.becomes("loop", running(restarts=restarts))
+        prometheus.wait_for_scrapes(2)  # The first may get a text that was made before.
     play_faults(fleet)
     expected = {
         ("DDPJobFailed", "bad"),
