@@ -194,7 +194,7 @@ _FLEET_BOARD = Dashboard(
             {
                 "stalled": f"ddpjob_job_stalled{{{_FLEET}}} > 0",
                 "failed": f"ddpjob_job_failed{{{_FLEET}}} > 0",
-                "waits": f'ddpjob_job_phase{{{_FLEET}, phase=~"Pending|Starting"}} > 0',
+                "waits": f'ddpjob_job_phase{{{_FLEET}, phase=~"Pending|Starting|Restarting"}} > 0',
                 "coordinator out of reach": f"ddpjob_job_coordinator_unreachable{{{_FLEET}}} > 0",
             },
             kind="table",
