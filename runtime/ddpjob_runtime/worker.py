@@ -59,12 +59,26 @@ def die_with_launcher() -> None:
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     launcher = os.environ.pop("DDPJOB_LAUNCHER_PID", "")
-    if launcher and os.getppid() != int(launcher):
+    if launcher and not descends_from(int(launcher)):
         os._exit(1)  # it died before the kernel was asked to watch it
 
 
 def show_stacks_on_signal() -> None:
     """Write the main thread's stack to a file at a signal that nobody else uses, even while blocked in C++."""
+def descends_from(launcher: int) -> bool:
+    """Whether the launcher has started this process, itself or by a program of PYTHON_EXEC that runs Python."""
+    import os
+
+    process = os.getppid()
+    while process not in (launcher, 0, 1):
+        try:
+            with open(f"/proc/{process}/stat", "rb") as file:  # noqa: PTH123
+                process = int(file.read().rpartition(b")")[2].split()[1])
+        except OSError:
+            return False
+    return process == launcher
+
+
     import os
 
     folder = os.environ.get("DDPJOB_STACKS_DIR")

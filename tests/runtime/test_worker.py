@@ -262,6 +262,20 @@ def mounted(folder: Path) -> Path:
 def test_job_pods_find_it_beside_the_runtime(tmp_path: Path) -> None:
     """In an image that has nothing of DDPJob; also in processes that multiprocessing spawns."""
     folder = mounted(tmp_path)
+def test_a_program_of_python_exec_may_start_it_and_nobody_may_whose_launcher_is_gone(tmp_path: Path) -> None:
+    """Such as a profiler: the worker ended at once, and without a word."""
+    wrapper, script = tmp_path / "wrapper", write(tmp_path, "hello.py", "print('hello')\n")
+    wrapper.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
+    wrapper.chmod(0o755)
+    command = [str(wrapper), "-u", WORKER, "--script", script]
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for launcher, code, said in (os.getpid(), 0, "hello\n"), (gone.pid, 1, ""):
+        env = {**os.environ, "DDPJOB_LAUNCHER_PID": str(launcher)}
+        ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
+
+
     script = tmp_path / "train.py"
     script.write_text(IMPORTS)
     worker = [sys.executable, "-S", "-u", str(folder / "ddpjob_runtime" / "worker.py"), "--script", str(script)]
