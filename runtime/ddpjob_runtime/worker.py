@@ -176,6 +176,7 @@ def run_recorded(mode: str, target: str) -> None:
     import os
 
     process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # The program may clear its variables.
+    failure = None
     try:
         if mode == "--module":
             run_module(target)
@@ -190,12 +191,27 @@ def run_recorded(mode: str, target: str) -> None:
             record(end, errors)
         raise
     except BaseException as error:
-        trace = own_frames_removed(error)
+        failure = error
+    if failure is not None:  # Outside of the handler: what the hook raises has nothing to do with it.
         if os.getpid() == process:
-            record(error, errors)
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+            record(failure, errors)
+        show(failure)
         sys.exit(1)
+
+
+def show(error: BaseException) -> None:
+    """Print an exception as the interpreter does: by the program's own hook, or both where that fails itself."""
+    trace = own_frames_removed(error)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    try:
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except SystemExit:
+        raise
+    except BaseException as problem:
+        for title, shown in ("Error in sys.excepthook:", problem), ("\nOriginal exception was:", error):
+            sys.stderr.write(f"{title}\n")
+            trace = own_frames_removed(shown)
+            sys.__excepthook__(type(shown), shown.with_traceback(trace), trace)
 
 
 def hide_own_frames(error: BaseException) -> None:

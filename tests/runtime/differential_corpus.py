@@ -203,6 +203,14 @@ add(
     "own_hook",
     "import sys\nsys.excepthook = lambda *a: print('own', a[0].__name__, a[2].tb_lineno)\nraise KeyError(1)\n",
 )
+add("hook_fails", """
+    import sys
+    def hook(*_):
+        raise LookupError("in the hook", sys.exc_info())
+    sys.excepthook = hook
+    raise KeyError(1)
+    """)  # fmt: skip
+add("hook_exits", "import sys\nsys.excepthook = lambda *_: sys.exit(5)\nraise KeyError(1)\n")
 add("keyboard_interrupt", """
     import atexit, os, signal, time
     atexit.register(print, "at exit")
