@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 EXIT_STEPPED_ASIDE = 75
+MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
+"""Exceptions before one that is recorded, and characters of each."""
 POST_SECONDS = 0.5
 POSTS_OF_SPEED = 10
 
@@ -63,8 +65,6 @@ def die_with_launcher() -> None:
         os._exit(1)  # it died before the kernel was asked to watch it
 
 
-def show_stacks_on_signal() -> None:
-    """Write the main thread's stack to a file at a signal that nobody else uses, even while blocked in C++."""
 def descends_from(launcher: int) -> bool:
     """Whether the launcher has started this process, itself or by a program of PYTHON_EXEC that runs Python."""
     import os
@@ -79,6 +79,8 @@ def descends_from(launcher: int) -> bool:
     return process == launcher
 
 
+def show_stacks_on_signal() -> None:
+    """Write the main thread's stack to a file at a signal that nobody else uses, even while blocked in C++."""
     import os
 
     folder = os.environ.get("DDPJOB_STACKS_DIR")
@@ -322,13 +324,15 @@ def record(error: BaseException, path: str) -> None:
     if not path:
         return
     text = "".join(traceback.format_exception(type(error), error, program_frames(error)))
-    said = f"{type(error).__name__}: {text_of(error)}{refused_arguments(error)}"
+    said = f"{type(error).__name__}: {text_of(error)}"
+    said += refused_arguments(error) or causes(error, said)
     content: Any = {"message": {"message": said, "extraInfo": {
         "py_callstack": text, "timestamp": str(int(time.time()))}}}  # fmt: skip
     try:
         with open(path) as file:  # noqa: PTH123
             written = json.load(file)  # by the program's own @record
         if isinstance(written["message"]["extraInfo"], dict):
+            written["message"]["message"] += causes(error, written["message"]["message"])
             content = written
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -347,6 +351,26 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "<exception str() failed>"
+
+
+def causes(error: BaseException, said: str) -> str:
+    """What it was raised from, or while handling, that `said` does not say: programs print an exception and call
+    sys.exit(1), or wrap it, and its words tell whether it is only a lost peer's consequence.
+    """
+    found: list[str] = []
+    seen = [error]
+    while len(seen) <= MOST_CAUSES:
+        cause = error.__cause__
+        if cause is None and not error.__suppress_context__:
+            cause = error.__context__
+        if cause is None or any(cause is other for other in seen):
+            break
+        name, words = type(cause).__name__, text_of(cause)
+        if (words or name) not in said:
+            found.append((f"{name}: {words}" if words else name)[:MOST_OF_A_CAUSE])
+        seen.append(cause)
+        error = cause
+    return f" (after {'; '.join(found)})" if found else ""
 
 
 def refused_arguments(error: BaseException) -> str:

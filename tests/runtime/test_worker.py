@@ -125,6 +125,31 @@ def test_ctrl_c_ends_by_the_signal(tmp_path: Path) -> None:
         ("import sys; sys.exit(0.0)", "SystemExit: 0.0"),
         ("import os; os.environ.clear(); raise ValueError('no')", "ValueError: no"),
         ("import sys\nclass A(list):\n    def __ne__(self, _): return 1 / 0\nsys.exit(A())", "SystemExit: []"),
+        (
+            "import argparse; p = argparse.ArgumentParser(); p.add_argument('--n', type=int); p.parse_args(['--n=x'])",
+            "SystemExit: 2: failing.py: error: argument --n: invalid int value: 'x'",
+        ),
+        (
+            "import sys\ntry:\n    1 / 0\nexcept Exception:\n    sys.exit(3)",
+            "SystemExit: 3 (after ZeroDivisionError: division by zero)",
+        ),
+        (
+            "try:\n    try:\n        1 / 0\n    except Exception as e:\n        raise ValueError('a') from e\n"
+            "except Exception:\n    raise KeyError",
+            "KeyError:  (after ValueError: a; ZeroDivisionError: division by zero)",
+        ),
+        ("try:\n    1 / 0\nexcept Exception:\n    raise ValueError('no') from None", "ValueError: no"),
+        (
+            "e = ValueError('no')\ne.__cause__ = KeyError('k')\ne.__cause__.__cause__ = e\nraise e",
+            "ValueError: no (after KeyError: 'k')",
+        ),
+        ("import os\nos.environ.clear()\nraise ValueError('no')", "ValueError: no"),
+        (
+            "import json, os, sys\nkept = {'message': 'ValueError: no', 'extraInfo': {'py_callstack': 'failing.py', "
+            "'timestamp': '1'}}\ntry:\n    raise ValueError('no')\nexcept Exception:\n"
+            "    json.dump({'message': kept}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n    sys.exit(1)",
+            "ValueError: no",
+        ),
         ("import sys; sys.exit(75)", None),
         ("import sys; sys.exit(0)", None),
         ("import os\nif os.fork() == 0:\n    raise ValueError('in a child')\nos.wait()", None),
@@ -235,6 +260,20 @@ def test_a_command_keeps_its_signals_and_dies_with_its_launcher(tmp_path: Path) 
     raise AssertionError("the command outlived its launcher")
 
 
+def test_a_program_of_python_exec_may_start_it_and_nobody_may_whose_launcher_is_gone(tmp_path: Path) -> None:
+    """Such as a profiler: the worker ended at once, and without a word."""
+    wrapper, script = tmp_path / "wrapper", write(tmp_path, "hello.py", "print('hello')\n")
+    wrapper.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
+    wrapper.chmod(0o755)
+    command = [str(wrapper), "-u", WORKER, "--script", script]
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for launcher, code, said in (os.getpid(), 0, "hello\n"), (gone.pid, 1, ""):
+        env = {**os.environ, "DDPJOB_LAUNCHER_PID": str(launcher)}
+        ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
+
+
 # ---- what it may import of DDPJob
 
 IMPORTS = """
@@ -262,20 +301,6 @@ def mounted(folder: Path) -> Path:
 def test_job_pods_find_it_beside_the_runtime(tmp_path: Path) -> None:
     """In an image that has nothing of DDPJob; also in processes that multiprocessing spawns."""
     folder = mounted(tmp_path)
-def test_a_program_of_python_exec_may_start_it_and_nobody_may_whose_launcher_is_gone(tmp_path: Path) -> None:
-    """Such as a profiler: the worker ended at once, and without a word."""
-    wrapper, script = tmp_path / "wrapper", write(tmp_path, "hello.py", "print('hello')\n")
-    wrapper.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
-    wrapper.chmod(0o755)
-    command = [str(wrapper), "-u", WORKER, "--script", script]
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    for launcher, code, said in (os.getpid(), 0, "hello\n"), (gone.pid, 1, ""):
-        env = {**os.environ, "DDPJOB_LAUNCHER_PID": str(launcher)}
-        ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
-
-
     script = tmp_path / "train.py"
     script.write_text(IMPORTS)
     worker = [sys.executable, "-S", "-u", str(folder / "ddpjob_runtime" / "worker.py"), "--script", str(script)]
