@@ -8,6 +8,7 @@ JSON: `{"step": NAME}` before each part, and at the end `{"problem": TEXT, ...}`
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -207,7 +208,7 @@ def _gloo_interface() -> str:
     if named:
         return named
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return "lo"
     own = _interfaces()
@@ -215,10 +216,14 @@ def _gloo_interface() -> str:
 
 
 def _interfaces() -> dict[str, str]:
-    """IPv4 address -> interface."""
+    """Address -> interface."""
     import fcntl
 
     found = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, *_, name = line.split()
+            found[socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))] = name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

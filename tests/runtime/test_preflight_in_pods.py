@@ -153,6 +153,18 @@ def test_what_nccl_chose_is_read_from_its_log() -> None:
     assert hardware_check.nccl_transport("") == "NCCL"
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_interface_of_gloo_is_that_of_the_hosts_own_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cluster of IPv6 alone as well."""
+    interfaces = {**hardware_check._interfaces(), "10.1.2.3": "eth7"}
+    known = address != "::1" or "0" * 31 + "1 " in Path("/proc/net/if_inet6").read_text()
+    assert interfaces.get(address) == ("lo" if known else None)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(hardware_check, "_interfaces", lambda: {**interfaces, address: "eth8"})
+    monkeypatch.setattr(hardware_check.socket, "gethostname", lambda: address)
+    assert hardware_check._gloo_interface() == "eth8"
+
+
 def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
     assert hardware_check.folder_problem(tmp_path, "job-0-0") == ""
     assert list(tmp_path.iterdir()) == []
