@@ -330,7 +330,10 @@ def test_what_no_wait_can_help_ends_the_fetch_at_once(
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (500, ""), (429, ""), (400, "RequestTimeout")])
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(503, "SlowDown"), (500, ""), (429, ""), (400, "RequestTimeout"), (403, "RequestTimeTooSkewed")],
+)
 def test_a_server_that_is_busy_is_asked_again(server: Server, tmp_path: Path, status: int, code: str) -> None:
     server.content = {"a": b"1"}
     busy = [1] * 6

@@ -38,7 +38,10 @@ _ERROR_BYTES = 64 * 1024
 _RENEW_SECONDS = 300.0
 """Before credentials expire."""
 _NO_BODY = hashlib.sha256(b"").hexdigest()
-_PASSING = frozenset({"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted"})
+_PASSING = frozenset(
+    {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
+)
+"""The last one is of a node whose clock is wrong, until it is set: no job should fail by that."""
 _UNRESERVED = "-_.~"
 
 
