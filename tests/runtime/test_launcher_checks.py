@@ -149,6 +149,14 @@ def test_the_termination_log_keeps_the_end_of_a_traceback(tmp_path: Path, monkey
     )
 
 
+def test_what_all_ranks_of_a_node_report_waits_for_the_coordinator() -> None:
+    """The first of them may be the cause."""
+    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    for rank in range(256):
+        client.send("failure", rank=rank)
+    assert [fields["rank"] for _, fields in client._unsent] == list(range(256))
+
+
 def test_a_client_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[tuple[int, str, str]] = []
 

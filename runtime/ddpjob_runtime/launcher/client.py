@@ -23,7 +23,8 @@ LOOKUP_SECONDS = 10.0
 kubelet is dead or the API server does not reach its host, may still run and be heard."""
 FIRST_SECONDS = 60.0
 """Without a coordinator for so long, it is tried less often."""
-MAX_UNSENT = 100
+MAX_UNSENT = 1000
+"""Lines that wait for a connection: a node of many ranks reports each of them, and one may be the cause."""
 GOODBYE_SECONDS = 1.0
 
 
