@@ -190,13 +190,13 @@ def run_recorded(mode: str, target: str) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)  # Or whatever main() has returned.
         if code not in (0, EXIT_STEPPED_ASIDE) and os.getpid() == process:
-            record(end, errors)
+            record(end, errors, code & 0xFF)
         raise
     except BaseException as error:
         failure = error
     if failure is not None:  # Outside of the handler: what the hook raises has nothing to do with it.
         if os.getpid() == process:
-            record(failure, errors)
+            record(failure, errors, 1)
         show(failure)
         sys.exit(1)
 
@@ -315,8 +315,11 @@ def program_frames(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def record(error: BaseException, path: str) -> None:
-    """Write torchrun's error file, in torch.distributed.elastic's own format. `path`: empty without torchrun."""
+def record(error: BaseException, path: str, code: int) -> None:
+    """Write torchrun's error file, in torch.distributed.elastic's own format. `path`: empty without torchrun.
+
+    `code`: the exit code of this process.
+    """
     import json
     import time
     import traceback
@@ -336,6 +339,7 @@ def record(error: BaseException, path: str) -> None:
             content = written
     except (OSError, ValueError, KeyError, TypeError):
         pass
+    content["message"]["extraInfo"]["ddpjob_exit"] = code
     if isinstance(error, (ImportError, SyntaxError)) and not group_exists():
         content["message"]["extraInfo"]["ddpjob_init"] = True
     try:

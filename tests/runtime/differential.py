@@ -191,7 +191,8 @@ def outcome(folder: Path, name: str, side: str, code: int) -> Outcome:
     content = ""
     if error.exists():
         message = json.loads(error.read_text())["message"]
-        message.get("extraInfo", {}).pop("timestamp", None)
+        for name in "timestamp", "ddpjob_exit":
+            message.get("extraInfo", {}).pop(name, None)
         content = normal(json.dumps(message, indent=1).encode(), folder, side)
     return Outcome(code, out, err, content)
 

@@ -188,3 +188,34 @@ def test_a_failure_says_where_its_reason_is(code: int, written: str, message: st
     client: Any = SimpleNamespace(send=lambda _, **fields: sent.append(fields))
     agent_module.send_failure(client, 1, 0, 0, 17, code, str(error_file), out_of_memory=False)
     assert sent[0]["message"].startswith(message) and ("library" in sent[0]["message"]) is ("library" in message)
+
+
+def test_who_has_ended_and_who_is_about_to_is_reported_and_nobody_else(tmp_path: Path) -> None:
+    """Of ranks 10 to 14: one lost its peers; one raised before, and waits for a thread of its own; one has left with 0,
+    one has caught its error, and one trains.
+    """
+    sent, lost, raised, caught = list[dict[str, Any]](), *(tmp_path / f"{name}.json" for name in ("0", "1", "3"))
+    lost.write_text('{"message": {"message": "gloo", "extraInfo": {"ddpjob_exit": 1}}}')
+    raised.write_text('{"message": {"message": "ValueError: bug", "extraInfo": {"ddpjob_exit": 3}}}')
+    caught.write_text('{"message": {"message": "KeyError: caught", "extraInfo": {}}}')
+    client: Any = SimpleNamespace(send=lambda _, **fields: sent.append(fields))
+    kind = agent_module.agent_class(client, Exits(), Mode.FAST, lambda: None)  # type: ignore[arg-type]
+    agent = object.__new__(kind)
+    agent._oom_kills = 1 << 60
+    codes = dict(enumerate((1, None, 0, None, None)))
+    context = SimpleNamespace(
+        error_files={rank: str(tmp_path / f"{rank}.json") for rank in codes},
+        pids=lambda: dict.fromkeys(codes, 17),
+        subprocess_handlers={
+            rank: SimpleNamespace(proc=SimpleNamespace(poll=lambda code=code: code, returncode=code))
+            for rank, code in codes.items()
+        },
+    )
+    agent._note_ended(context)
+    agent._report(context, 1, {rank: 10 + rank for rank in codes})
+    said = {fields["rank"]: (fields["localRank"], fields["exitCode"], fields["message"]) for fields in sent}
+    assert said == {10: (0, 1, "gloo"), 11: (1, 3, "ValueError: bug"), 12: (2, 0, "ended with exit code 0")}
+    sent.clear()
+    agent._ended, agent._ending = dict.fromkeys(codes, 0), {}
+    agent._report(context, 1, {rank: 10 + rank for rank in codes})
+    assert sent == [], "the node has finished"

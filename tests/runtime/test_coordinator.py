@@ -502,6 +502,32 @@ def test_a_member_that_finished_before_the_others_is_the_cause_of_their_connecti
     assert incident["message"] == "rank(s) of job-1-0 ended with exit code 0 before the others"
 
 
+def test_a_rank_that_ended_with_0_is_the_cause_of_connection_errors_on_its_own_node_as_well() -> None:
+    """One of eight calls sys.exit() where a loss is not finite."""
+    world = World(1)
+    [only] = world.form(1)
+    world.fail(only, RESET)
+    world.fail(only, "ended with exit code 0", code=0)
+    world.pass_time(5)
+    assert world.incidents() == [], "no error of anybody's own is known yet"
+    world.ready(only)
+    incident = world.report()["incidents"][0]
+    assert incident["kind"] == "WorkerFailed"
+    assert (incident["rank"], incident["localRank"], incident["exitCode"]) == (0, 0, 0)
+    assert (incident["message"], incident["consequences"]) == ("ended with exit code 0 before the others", 1)
+
+
+def test_a_rank_that_ended_with_0_breaks_nothing_and_hides_no_error() -> None:
+    world = World(2)
+    first, second = world.form()
+    world.fail(first, "ended with exit code 0", code=0)
+    world.pass_time(5)
+    assert world.report()["state"] == "Running" and "restart" not in world.verbs(second)
+    world.fail(first, "ValueError: bug")
+    world.pass_time(1)
+    assert world.report()["incidents"][0]["message"] == "ValueError: bug"
+
+
 def test_an_own_error_counts_although_another_member_has_finished() -> None:
     world = World()
     first, second = world.form()

@@ -128,6 +128,13 @@ class Node:
             self.words.append(lambda: world.coordinator.failure(member, number, failure))
             self.notified = True
 
+    def end_with_0(self) -> None:
+        """One of its workers has left; that is reported beside the errors of others, and is none itself."""
+        if self.working and self.member is not None:
+            member, number, world = self.member, self.place["round"], self.life.world
+            failure = Failure(member.source, 0, 0, 0, None, "ended with exit code 0", "", world.now)
+            self.words.append(lambda: world.coordinator.failure(member, number, failure))
+
     def leave(self) -> None:
         """The pod is asked to end."""
         if self.alive and self.member is not None and not self.leaving:
@@ -265,6 +272,8 @@ class Life:
             node.fail(["ValueError: bug", RESET][which % 2])
         elif what == "aside":
             node.fail("SystemExit: 75", 75)
+        elif what == "zero":
+            node.end_with_0()
         elif what == "die":
             node.die()
         elif what == "gone" and not node.alive:
@@ -326,7 +335,7 @@ class Life:
 
 
 EVENTS = [
-    "read", "deliver", "work", "all", "all", "all", "pass", "pass", "fail", "aside", "die",
+    "read", "deliver", "work", "all", "all", "all", "pass", "pass", "fail", "aside", "zero", "die",
     "gone", "cut", "reconnect", "leave", "stuck",
     "replace", "size", "coordinator", "step", "order",
 ]  # fmt: skip

@@ -158,12 +158,14 @@ def test_ctrl_c_ends_by_the_signal(tmp_path: Path) -> None:
 def test_an_error_is_recorded_without_the_decorator(tmp_path: Path, text: str, message: str | None) -> None:
     script, record = write(tmp_path, "failing.py", text), tmp_path / "error.json"
     env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(record)}
-    subprocess.run([sys.executable, WORKER, "--script", script], cwd=tmp_path, env=env, timeout=30 * slowness())
+    command = [sys.executable, WORKER, "--script", script]
+    ended = subprocess.run(command, cwd=tmp_path, env=env, timeout=30 * slowness(), check=False)
     if message is None:
         assert not record.exists()
         return
     content = json.loads(record.read_text())["message"]
     assert content["message"] == message and int(content["extraInfo"]["timestamp"]) > 0
+    assert content["extraInfo"]["ddpjob_exit"] == ended.returncode
     assert (
         "failing.py" in content["extraInfo"]["py_callstack"] and "worker.py" not in content["extraInfo"]["py_callstack"]
     )

@@ -15,6 +15,7 @@ class Evidence:
     def __init__(self) -> None:
         self._failures: list[Failure] = []
         self._losses: list[Loss] = []
+        self._finishes: list[Finish] = []  # of ranks whose node has not finished
         self._known: Verdict | None = None  # from the beginning: a hang, a planned restart
         self._absent: Verdict | None = None  # somebody never came back: explains all but a failure that is sure
         self._fallback: Verdict | None = None  # where nothing better is known
@@ -24,6 +25,9 @@ class Evidence:
 
     def add_loss(self, loss: Loss) -> None:
         self._losses.append(loss)
+
+    def add_finish(self, finish: Finish) -> None:
+        self._finishes.append(finish)
 
     @property
     def somebody_leaves(self) -> bool:
@@ -59,7 +63,7 @@ class Evidence:
         """The cause as far as it is known; `ended_at`: when the members were first asked to end their workers."""
         if self._known is not None:
             return self._known
-        verdict = first_cause(self._failures, self._losses, finishes, ended_at)
+        verdict = first_cause(self._failures, self._losses, [*finishes, *self._finishes], ended_at)
         if self._absent is not None and (verdict is None or not verdict.sure):
             return self._absent
         return verdict or self._fallback

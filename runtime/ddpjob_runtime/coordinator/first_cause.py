@@ -80,10 +80,12 @@ class Loss:
 
 @dataclass(frozen=True)
 class Finish:
-    """A member all of whose workers ended with exit code 0."""
+    """A member all of whose workers ended with exit code 0, or only the one of this rank."""
 
     source: Source
     time: float
+    rank: int | None = None
+    local_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,16 @@ def _lost(loss: Loss, consequences: int) -> Verdict:
 
 
 def _finished_early(finish: Finish, consequences: int) -> Verdict:
-    message = f"rank(s) of {finish.source.pod} ended with exit code 0 before the others"
-    details = {"pod": finish.source.pod, "index": finish.source.index, "exit_code": 0, "message": message}
-    return Verdict(IncidentKind.WORKER_FAILED, finish.time, details, consequences)
+    ended = "ended with exit code 0 before the others"
+    details = {
+        "pod": finish.source.pod,
+        "index": finish.source.index,
+        "rank": finish.rank,
+        "local_rank": finish.local_rank,
+        "exit_code": 0,
+        "message": f"rank(s) of {finish.source.pod} {ended}" if finish.rank is None else ended,
+    }
+    return Verdict(IncidentKind.WORKER_FAILED, finish.time, details, consequences, sure=False)
 
 
 def _failed(failure: Failure, consequences: int, sure: bool) -> Verdict:

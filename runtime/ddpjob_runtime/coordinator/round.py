@@ -162,7 +162,13 @@ class Round:
     # ---- break
 
     def fail(self, member: Member, failure: Failure) -> None:
-        """A worker of the member ended by itself; the member ends the others and says `ready`."""
+        """A worker of the member ended by itself; the member ends the others and says `ready`.
+
+        With 0 it is no failure, but may be the cause of those that are reported with it.
+        """
+        if failure.exit_code == 0:
+            self._evidence.add_finish(Finish(failure.source, failure.time, failure.rank, failure.local_rank))
+            return
         self._evidence.add_failure(failure)
         if member.state == MemberState.LEAVING:
             return  # as it was asked to; its peers may still save

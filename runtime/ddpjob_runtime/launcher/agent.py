@@ -58,6 +58,7 @@ def agent_class(
             self._remaining_restarts: int
             self._grace = RESTART_GRACE[mode]
             self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that were not ended by us
+            self._ending: dict[int, int] = {}  # the same of those whose program was over, and their process was not
             self._oom_kills = 0
             shutdown.stop_workers = self._stop_for_good
             client.on_dump, client.on_hurry = self._dump, self._hurry
@@ -91,7 +92,7 @@ def agent_class(
             pids: Any = {}
             with shutdown.starting:  # not blocked in here: the shutdown waits for this lock
                 if not shutdown.begun:
-                    self._ended, self._grace = {}, RESTART_GRACE[mode]
+                    self._ended, self._ending, self._grace = {}, {}, RESTART_GRACE[mode]
                     pids = super()._start_workers(worker_group)
                     self._wrap_close(self._pcontext)
             shutdown.block_if_begun()
@@ -117,6 +118,8 @@ def agent_class(
             self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
             if protocol.EXIT_STEPPED_ASIDE in self._ended.values():
                 self._let_step_aside(handlers)
+            left = {rank: read_error_file(path).exit_code for rank, path in _error_files(context).items()}
+            self._ending = {r: code for r, code in left.items() if code is not None and r not in self._ended}
 
         def _let_step_aside(self, handlers: Any) -> None:
             """One worker has saved and left as it was asked; the others of this node may still be saving."""
@@ -181,7 +184,7 @@ def agent_class(
             result = super()._monitor_workers(worker_group)
             shutdown.block_if_begun()
             if result.state == WorkerState.FAILED:
-                self._report(result.failures)
+                self._report(self._pcontext, self._round, _ranks(worker_group))
                 self._remaining_restarts = max(self._remaining_restarts, 1)  # the operator counts restarts
             elif result.state == WorkerState.UNHEALTHY:
                 self._remaining_restarts = max(self._remaining_restarts, 1)
@@ -194,27 +197,27 @@ def agent_class(
 
         def _restart_for_peer(self, worker_group: Any) -> Any:
             log(f"restarts its workers: {client.why}")
-            context, number, ranks = (
-                self._pcontext,
-                self._round,
-                {w.local_rank: w.global_rank for w in worker_group.workers},
-            )
+            context, number, ranks = self._pcontext, self._round, _ranks(worker_group)
             self._stop_workers(worker_group)
-            for local_rank, path in getattr(context, "error_files", {}).items():
-                code = self._ended.get(local_rank)
-                if code or (code is None and Path(path).is_file()):
-                    code = context.subprocess_handlers[local_rank].proc.returncode if code is None else code
-                    self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
+            for local_rank, path in _error_files(context).items():
+                if local_rank not in self._ended and read_error_file(path).exit_code is not None:
+                    self._ending.setdefault(local_rank, context.subprocess_handlers[local_rank].proc.returncode)
+            self._report(context, number, ranks)
             self._initialize_workers(worker_group)
             return RunResult(state=WorkerState.HEALTHY)
 
-        def _report(self, failures: Any) -> None:
-            for rank, failure in failures.items():
-                if self._ended and failure.local_rank not in self._ended:
-                    continue  # ended by us because of its peers
-                self._send_failure(
-                    self._round, rank, failure.local_rank, failure.pid, failure.exitcode, failure.error_file
-                )
+        def _report(self, context: Any, number: Any, ranks: dict[int, int]) -> None:
+            """Report the workers that were not ended by us because of their peers.
+
+            One whose exception is in its error file may still wait for a thread of its own, or for a device. One that
+            has ended with 0 explains the errors of those that it has left.
+            """
+            codes = {**self._ending, **self._ended}
+            if not any(codes.values()) and len(codes) == len(ranks):
+                return  # All have finished, which the coordinator knows.
+            for local_rank, code in codes.items():
+                path = _error_files(context)[local_rank]
+                self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
 
         def _send_failure(self, number: Any, rank: int, local_rank: int, pid: int, code: int, error_file: str) -> None:
             out_of_memory = code == -signal.SIGKILL and oom.oom_kills() > self._oom_kills
@@ -272,6 +275,17 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
         os.kill(handler.proc.pid, number)
     else:
         handler.close(death_sig=number)
+
+
+def _error_files(context: Any) -> dict[int, str]:
+    """By local rank."""
+    files: dict[int, str] = getattr(context, "error_files", {})
+    return files
+
+
+def _ranks(worker_group: Any) -> dict[int, int]:
+    """Local rank -> global rank."""
+    return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
 
 def _wait(handlers: list[Any], until: float) -> bool:
@@ -352,12 +366,15 @@ def signal_name(code: int) -> str | None:
 
 @dataclass(frozen=True)
 class ErrorFile:
-    """What a worker wrote about its end. `init`: it had not begun to train, and a retry would not help."""
+    """What a worker wrote about its end. `init`: it had not begun to train, and a retry would not help. `exit_code`: of
+    a program that is over with this error; None: it may have caught it.
+    """
 
     message: str = ""
     traceback: str = ""
     time: float | None = None
     init: bool = False
+    exit_code: int | None = None
 
 
 def read_error_file(path: str) -> ErrorFile:
@@ -368,12 +385,12 @@ def read_error_file(path: str) -> ErrorFile:
     when = file.stat().st_mtime
     try:
         content = json.loads(file.read_text())["message"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return ErrorFile(f"its error file {path} is not readable: {error}", time=when)
     if not isinstance(content, dict):
         return ErrorFile(str(content), time=when)
     known = content.get("extraInfo")
     extra = known if isinstance(known, dict) else {}
-    return ErrorFile(
-        str(content.get("message", "")), str(extra.get("py_callstack", "")), when, bool(extra.get("ddpjob_init"))
-    )
+    message, trace, code = content.get("message", ""), extra.get("py_callstack", ""), extra.get("ddpjob_exit")
+    is_over = isinstance(code, int)
+    return ErrorFile(str(message), str(trace), when, bool(extra.get("ddpjob_init")), code if is_over else None)

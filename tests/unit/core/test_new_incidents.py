@@ -56,8 +56,15 @@ def test_workers_that_end_before_the_others_are_named_by_their_pod() -> None:
         ("SIGSEGV", "killed by signal SIGSEGV", "ended with signal SIGSEGV"),
         ("SIGABRT", "killed by signal SIGABRT: a library gave up", "ended with signal SIGABRT: a library gave up"),
         ("signal 37", "killed by signal 37", "ended with signal 37"),
+        (None, "ended with exit code 5 before the others", "ended with exit code 5 before the others"),
     ],
 )
 def test_a_failure_is_said_once(signal: str | None, written: str, said: str) -> None:
     ended = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 5, signal, written)
     assert [f.restart.message for f in new_incidents(view_of(ended)).findings] == [f"rank 0 in pod job-0-0 {said}"]
+
+
+def test_a_node_that_has_finished_before_the_others_has_no_rank_to_name() -> None:
+    said = "rank(s) of job-0-0 ended with exit code 0 before the others"
+    ended = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, exit_code=0, message=said)
+    assert [f.restart.message for f in new_incidents(view_of(ended)).findings] == [said]

@@ -82,11 +82,14 @@ def _finding(view: View, incident: Incident) -> Finding:
 def _summary(cause: Cause, incident: Incident) -> str:
     if cause is Cause.WORKER_FAILED and incident.rank is None and incident.exit_code == 0:
         return f"the workers of pod {incident.pod} ended with exit code 0 before the others"
+    if incident.rank is None and cause is not Cause.INIT_FAILURE:
+        return incident.message or f"{incident.kind} in pod {incident.pod}"
     if cause is Cause.WORKER_FAILED:
         name = (incident.signal or "").removeprefix("signal ")  # of the system, or a number that has none
         how = f"signal {name}" if name else f"exit code {incident.exit_code}"
-        why = incident.message.removeprefix(f"ended with {how}").removeprefix(f"killed by {how}").removeprefix(": ")
-        return f"rank {incident.rank} in pod {incident.pod} ended with {how}: {why}"
+        said = incident.message.removeprefix(f"ended with {how}").removeprefix(f"killed by {how}")
+        between = ": " if said == incident.message else ""
+        return f"rank {incident.rank} in pod {incident.pod} ended with {how}{between}{said}"
     if cause is Cause.OOM_KILLED:
         what = "was killed: the container used more memory than spec.resources.limits.memory allows"
         return f"rank {incident.rank} in pod {incident.pod} {what}: {incident.message}"
