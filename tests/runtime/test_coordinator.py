@@ -9,7 +9,7 @@ from coordinator_world import FAST, RESET, STANDARD, World
 from ddpjob_runtime.coordinator import progress
 from ddpjob_runtime.coordinator.drain import DRAIN_SECONDS
 from ddpjob_runtime.coordinator.members import Member
-from ddpjob_runtime.protocol import iso, time_of
+from ddpjob_runtime.protocol import RANK_ENDED, RANK_FAILED, iso, time_of
 
 # ---- forming
 
@@ -873,6 +873,20 @@ def test_a_hang_is_dumped_reported_and_restarted() -> None:
     world.fail(members[0], "killed by signal SIGKILL", code=-9)
     world.ready(*members)
     assert world.round.number == 2 and len(world.incidents()) == 1
+
+
+def test_ranks_that_have_ended_or_failed_are_named_first_in_a_hang() -> None:
+    """The others wait for them, and only eight are named."""
+    world = World(1, hang_after=60.0)
+    [only] = world.form(1)
+    world.pass_time(60.1)
+    texts = {10: f"{RANK_FAILED}ValueError: bug\n{DUMP}", 11: RANK_ENDED}
+    for rank in range(12):
+        world.coordinator.stacks(only, 1, rank, texts.get(rank, DUMP))
+    world.pass_time(4)
+    message = world.report()["incidents"][0]["message"]
+    first = "rank 10 has failed, and its process has not ended (ValueError: bug); rank 11 has ended"
+    assert message.startswith(f"no step for 60 s: {first}; rank 0 in all_reduce (") and "4 more" in message
 
 
 def test_time_in_which_the_coordinator_stood_still_is_no_hang() -> None:

@@ -112,15 +112,28 @@ class HangDump:
             self._loop.later(LAST_STACKS_SECONDS, self._done)
 
     def describe(self) -> tuple[str, str]:
-        """(summary, traceback): where each rank stands, and all stacks within the traceback's limit."""
-        ranks = sorted(self._stacks)
+        """(summary, traceback): where each rank stands, and all stacks within the traceback's limit.
+
+        Ranks that have ended or failed are named first: the others may be waiting for them.
+        """
+        over = protocol.RANK_ENDED, protocol.RANK_FAILED
+        ranks = sorted(self._stacks, key=lambda rank: (not self._stacks[rank].startswith(over), rank))
         if not ranks:
             return "no rank gave its stack", ""
-        named = [f"rank {rank} in {innermost(self._stacks[rank]) or 'no Python frame'}" for rank in ranks[:NAMED_RANKS]]
+        named = [f"rank {rank} {_stands(self._stacks[rank])}" for rank in ranks[:NAMED_RANKS]]
         more = f" and {len(ranks) - NAMED_RANKS} more ranks" if len(ranks) > NAMED_RANKS else ""
         share = max(200, protocol.MAX_TRACEBACK // len(ranks) - 20)
         texts = [f"rank {rank}:\n{protocol.clip(self._stacks[rank].strip(), share)}\n" for rank in ranks]
         return f"{'; '.join(named)}{more}", protocol.clip("\n".join(texts), protocol.MAX_TRACEBACK)
+
+
+def _stands(text: str) -> str:
+    if text == protocol.RANK_ENDED:
+        return "has ended"
+    if text.startswith(protocol.RANK_FAILED):
+        error = text.partition("\n")[0].removeprefix(protocol.RANK_FAILED)
+        return f"has failed, and its process has not ended ({protocol.clip(error, 200)})"
+    return f"in {innermost(text) or 'no Python frame'}"
 
 
 def innermost(text: str) -> str:

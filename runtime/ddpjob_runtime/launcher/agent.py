@@ -235,7 +235,12 @@ def agent_class(
                 return
             pids = context.pids()
             local = {worker.global_rank: worker.local_rank for worker in workers}
-            for rank, text in stacks.collect({rank: pids[i] for rank, i in local.items()}).items():
+            files = _error_files(context)
+            for rank, found in stacks.collect({rank: pids[i] for rank, i in local.items()}).items():
+                error, text = read_error_file(files.get(local[rank], "")), found
+                if error.exit_code is not None and found != protocol.RANK_ENDED:
+                    said = error.message.partition("\n")[0]
+                    text = f"{protocol.RANK_FAILED}{said}\n{found}"
                 client.send(
                     FromMember.STACKS,
                     round=number,

@@ -73,7 +73,7 @@ def collect(ranks: Mapping[int, int]) -> dict[int, str]:
     found = {}
     for rank, path in files.items():
         text = path.read_bytes()[before[rank] :].decode(errors="replace") if path.exists() else ""
-        found[rank] = text or ("(this rank has ended)" if rank in ended else "(this rank has written no stack)")
+        found[rank] = text or (protocol.RANK_ENDED if rank in ended else "(this rank has written no stack)")
         log(f"stacks of rank {rank}:\n{found[rank]}")
     _keep(found)
     return found
