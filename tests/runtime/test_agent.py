@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -186,8 +187,31 @@ def test_a_failure_says_where_its_reason_is(code: int, written: str, message: st
     if written:
         error_file.write_text(written)
     client: Any = SimpleNamespace(send=lambda _, **fields: sent.append(fields))
-    agent_module.send_failure(client, 1, 0, 0, 17, code, str(error_file), out_of_memory=False)
+    agent_module.send_failure(client, 1, 0, 0, 17, code, str(error_file), kernel_killed=False)
     assert sent[0]["message"].startswith(message) and ("library" in sent[0]["message"]) is ("library" in message)
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "oom"),
+    [
+        (-signal.SIGKILL, "", True),
+        (1, "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. ", True),
+        (1, "RuntimeError: DataLoader worker (pid(s) 4711, 4712) exited unexpectedly", True),
+        (1, "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. ", False),
+        (1, "ValueError: bug", False),
+    ],
+)
+def test_a_loaders_process_that_the_memory_limit_killed_is_no_error_of_the_script(
+    code: int, written: str, oom: bool, tmp_path: Path
+) -> None:
+    error_file, sent = tmp_path / "error.json", list[dict[str, Any]]()
+    if written:
+        error_file.write_text(json.dumps({"message": {"message": written, "extraInfo": {}}}))
+    client: Any = SimpleNamespace(send=lambda _, **fields: sent.append(fields))
+    for killed in True, False:
+        agent_module.send_failure(client, 1, 0, 0, 17, code, str(error_file), kernel_killed=killed)
+    assert [fields["oom"] for fields in sent] == [oom, False]
+    assert ("memory limit" in sent[0]["message"]) is oom and "memory limit" not in sent[1]["message"]
 
 
 def test_who_has_ended_and_who_is_about_to_is_reported_and_nobody_else(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -37,6 +38,8 @@ ABORTED = (
     " failed, or a collective took longer than its time-out"
 )
 """After SIGABRT without an exception: its words are only in the worker's output."""
+LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
+"""How torch's DataLoader says in the worker that one of its own processes was killed."""
 GONE_SECONDS = 60.0
 """For workers to be gone after SIGKILL: the kernel takes its time for much memory, or for a device."""
 _COUNTS_PER_ATTEMPT = 1000
@@ -220,8 +223,8 @@ def agent_class(
                 self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
 
         def _send_failure(self, number: Any, rank: int, local_rank: int, pid: int, code: int, error_file: str) -> None:
-            out_of_memory = code == -signal.SIGKILL and oom.oom_kills() > self._oom_kills
-            send_failure(client, number, rank, local_rank, pid, code, error_file, out_of_memory)
+            kernel_killed = oom.oom_kills() > self._oom_kills
+            send_failure(client, number, rank, local_rank, pid, code, error_file, kernel_killed)
 
         # ---- hangs
 
@@ -323,13 +326,18 @@ def send_failure(
     pid: int,
     code: int,
     error_file: str,
-    out_of_memory: bool,
+    kernel_killed: bool,
 ) -> None:
-    """Report a worker that ended by itself, with the content of its error file."""
+    """Report a worker that ended by itself, with the content of its error file. `kernel_killed`: it, or another process
+    of this container, was killed for memory.
+    """
     error = read_error_file(error_file)
     name, message = signal_name(code), error.message
+    of_loader = LOADER_KILLED.search(message) is not None
+    out_of_memory = kernel_killed and (code == -signal.SIGKILL or of_loader)
     if out_of_memory:
         message = "killed by the kernel: the container's memory limit ({}) is used up".format(oom.limit() or "unknown")
+        message = f"a process of its DataLoader was {message}" if of_loader else message
     elif not message:
         message = f"killed by signal {name.removeprefix('signal ')}" if name else f"ended with exit code {code}"
         if code == -signal.SIGABRT:
