@@ -49,6 +49,20 @@ def test_many_jobs_of_a_namespace_ask_once() -> None:
     run(main())
 
 
+def test_namespaces_that_nobody_asks_for_any_more_are_forgotten() -> None:
+    """A namespace for each run of a pipeline: an operator that runs for months would keep something of each."""
+
+    async def main() -> None:
+        async with api_server() as server, connected(server) as rest:
+            claims = NamespaceClaims(rest, "a/operator")
+            for number in range(50):
+                assert await claims.mine(f"run-{number}") and await claims.mine("space")
+                await asyncio.sleep(CLAIM_SECONDS / 10)
+            assert len(claims._namespaces) < 25
+
+    run(main())
+
+
 def test_without_the_right_to_hold_leases_it_acts_as_before() -> None:
     async def main() -> None:
         async with api_server() as server, connected(server) as rest:
@@ -92,6 +106,28 @@ def test_the_operator_touches_no_job_of_a_namespace_that_another_has_claimed() -
             await leader.reconcile_one(JobKey("space", "job"))
             assert list(server.store.all("Pod"))
             assert [account.job.name for account in leader.accounts.jobs()] == ["job"]
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await leader.cluster.coordinators.close()
+
+    run(main())
+
+
+def test_a_job_that_is_gone_is_forgotten_by_the_operator_that_had_left_it_alone() -> None:
+    """Else each job that ever lived in another operator's namespace would be looked at every few seconds, for ever."""
+
+    async def main() -> None:
+        async with api_server() as server, connected(server) as rest:
+            spec = {"image": "image", "script": "train.py", "gpusPerNode": 0}
+            server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "uid"}, "status": {}, "spec": spec})
+            leader = Leader(Settings(key=b"0123456789abcdef", lease_namespace="b"), rest, CoordinatorClient())
+            following = asyncio.create_task(leader.caches.run())
+            await leader.caches.answered()
+            assert await NamespaceClaims(rest, "a/ddpjob-operator").mine("space")
+            assert await leader.reconcile_one(JobKey("space", "job")) == OTHERS_SECONDS
+            server.store.delete("DDPJob", "job")
+            await asyncio.sleep(1)
+            assert await leader.reconcile_one(JobKey("space", "job")) is None
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
             await leader.cluster.coordinators.close()

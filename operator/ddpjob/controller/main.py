@@ -118,9 +118,13 @@ class Leader:
     async def reconcile_one(self, key: JobKey) -> float | None:
         """Reconciles one job and measures it; returns the seconds until its next reconcile."""
         began = time.perf_counter()
-        (self._reconciled.add if self.caches.job(key) is not None else self._reconciled.discard)(key)
+        known = self.caches.job(key) is not None
+        (self._reconciled.add if known else self._reconciled.discard)(key)
         outcomes: list[str] = []
         try:
+            if not known:
+                # Whoever acts in its namespace: it is forgotten, and comes back with its next event if there is one.
+                return await reconcile(self.cluster, key, outcome=outcomes.append)
             if not self.caches.complete_in(key.namespace):
                 outcomes.append("left")
                 return INCOMPLETE_SECONDS

@@ -47,6 +47,9 @@ class NamespaceClaims:
     async def mine(self, name: str) -> bool:
         """Whether this release acts in a namespace; it claims one that nobody has. Raises Unavailable."""
         if name not in self._namespaces:
+            # Those that nobody has asked for lately have no jobs any more, and may be gone.
+            left = time.monotonic() - CLAIM_SECONDS
+            self._namespaces = {n: k for n, k in self._namespaces.items() if k.due > left or k.lock.locked()}
             self._namespaces[name] = _Namespace(_Claim(self.rest, name, CLAIM_NAME, self.release))
         known = self._namespaces[name]
         async with known.lock:
