@@ -198,6 +198,19 @@ def test_pods_that_a_host_rejects_neither_count_nor_end_the_job() -> None:
     assert job.status.slots[0].not_before is not None, "the next pod waits"
 
 
+def test_a_pod_that_is_put_on_a_host_that_is_down_again_and_again_waits() -> None:
+    """It tolerates every taint, and there is no room elsewhere: each is lost as soon as it is placed."""
+    job = running(a_job(), a_pod(0), a_pod(1))
+    down = HostView(name="n0", ready=False, since=NOW - timedelta(hours=1), out_of_service=False)
+    hosts = {"n0": down, "n1": HostView(name="n1", ready=True, since=NOW, out_of_service=False)}
+    for attempt in range(2):
+        assert job.status.slots[0].not_before is None, "one loss says nothing of the next pod"
+        placed = a_pod(0, ContainerView(), attempt=attempt, phase="Pending")
+        job = replace(job, status=after(job, placed, a_pod(1), hosts=hosts).status)
+    assert [(r.reason, r.pod) for r in job.status.restarts.recent] == [("NodeLost", "job-0-0"), ("NodeLost", "job-0-1")]
+    assert job.status.slots[0].not_before is not None, "the next pod waits"
+
+
 def test_a_clock_that_is_set_back_prolongs_no_back_off() -> None:
     job = a_job(nodes=1, command=["train"], recovery={"backoff": {"initialSeconds": 4, "maxSeconds": 60}})
     slot = replace(job.status.slots[0], attempt=2, reason="ExitCode", failures=2, not_before=NOW + timedelta(seconds=4))

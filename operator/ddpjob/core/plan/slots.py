@@ -27,10 +27,11 @@ made sooner takes the room, and is preempted next."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
-        *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED),
+        *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED, Cause.NODE_LOST),
     }
 )
-"""Causes that waiting may help; other causes say nothing about the next pod."""
+"""Causes that waiting may help; other causes say nothing about the next pod. One that tolerates every taint may be put
+on a host that is down, again and again: it is lost as soon as it is there."""
 
 
 @dataclass(frozen=True)
