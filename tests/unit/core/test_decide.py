@@ -350,6 +350,16 @@ def test_a_pod_that_is_gone_ended_for_the_reason_that_was_last_known_of_it() -> 
         assert [(r.reason, r.counted) for r in recorded] == [(reason, counted)]
 
 
+def test_a_pod_that_has_lost_its_labels_is_not_said_to_be_deleted_for_certain() -> None:
+    job = running(a_job(), a_pod(0), a_pod(1))
+    for last, message in (
+        ((a_pod(0),), "pod job-0-0 was deleted, or its labels were removed"),
+        ((a_pod(0, deleted_at=NOW),), "pod job-0-0 was deleted"),
+        ((), "pod job-0-0 was deleted"),
+    ):
+        assert [r.message for r in after(job, a_pod(1), departed=last).status.restarts.recent] == [message]
+
+
 def test_a_suspended_job_is_looked_at_until_its_pods_are_gone() -> None:
     job = running(a_job(), a_pod(0), a_pod(1))
     job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))

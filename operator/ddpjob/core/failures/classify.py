@@ -114,13 +114,15 @@ Hosts = Mapping[str, HostView] | None
 def vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
     """The end of a pod whose object is gone: by the last that was known of it, where that shows a reason.
 
-    Else it was deleted by force, or with its host.
+    Else it was deleted by force, or with its host, or has no longer the labels by which it is known: a watch shows that
+    as the end of a pod whose deletion nobody has asked for.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return why_ended(last, hosts, launcher=launcher)
     if is_down(host, hosts):
         return End(Cause.NODE_LOST, f"pod {name} is gone with its Kubernetes node {host}")
-    return End(Cause.DELETED, f"pod {name} was deleted")
+    asked = last is None or last.deleted_at is not None
+    return End(Cause.DELETED, f"pod {name} was deleted" + ("" if asked else ", or its labels were removed"))
 
 
 def why_ended(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> End:
