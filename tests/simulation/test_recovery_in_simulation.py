@@ -306,6 +306,18 @@ async def test_a_lost_coordinator_costs_no_step_in_mode_fast() -> None:
     assert {p.name for p in running(s)} == pods
     assert [p.name for p in s.pods.values() if p.role is Role.COORDINATOR] == ["job-coordinator-0-1"]
     assert s.pods["job-coordinator-0-1"].body["spec"]["hostname"] == "coordinator"
+async def test_fewer_spares_are_a_restart_where_one_that_goes_has_taken_over() -> None:
+    s = Simulation({"nodes": 2, "spares": 1}, steps=1000)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+    s.force_delete("job-0-0")
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+    s.change_spec({"spares": 0})
+    await s.until(lambda: s.phase == "Restarting", limit=5)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2")
+    assert sorted(p.name for p in running(s)) == ["job-0-1", "job-1-0"]
+    assert reasons(s) == [("Deleted", False), ("Scaled", False)]
+
+
     assert s.pods["job-coordinator-0-1"].argument("attempt") == "1"
     assert (s.status["rendezvous"]["generation"], s.status["rendezvous"]["attempt"], s.status["round"]) == (0, 1, 0)
     assert reasons(s) == [("CoordinatorLost", False)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from ddpjob_runtime.protocol import MemberState
+
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Creation, Decision, DeletePod, Event, Failure
@@ -249,10 +251,15 @@ def _change(view: View) -> tuple[Cause, str]:
 
 
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
-    """Resizes in place. More nodes join by a later restart of the coordinator's; fewer nodes are a restart now."""
+    """Resizes in place. More nodes join by a later restart of the coordinator's; fewer nodes are a restart now, and so
+    are fewer spares where one of the pods that go has taken over.
+    """
     job, status = view.job, view.status
     message = _new_size(view)
-    if job.spec.nodes < status.rendezvous.nodes:
+    members = view.report.members if view.report is not None else ()
+    going = {pod.name for pod in view.pods[job.spec.pods :] if pod is not None}
+    trains = any(member.pod in going and member.state is MemberState.RUNNING for member in members)
+    if job.spec.nodes < status.rendezvous.nodes or trains:
         view = view.with_status(record(status, [_planned(view, Cause.SCALED, message)]))
     return resized(view), [Event(False, Cause.SCALED, message)]
 
