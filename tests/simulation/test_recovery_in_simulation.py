@@ -275,6 +275,22 @@ async def test_patience_changes_in_place() -> None:
     assert s.coordinator().real.rounds == rounds
 
 
+async def test_a_group_that_is_about_to_grow_restarts_and_does_not_start() -> None:
+    """Its workers may save first. That the coordinator has ended the round is seen before it says why."""
+    s = Simulation({"nodes": 2}, steps=1000)
+    await s.until_phase("Running")
+    s.change_spec({"nodes": 3})
+    phases = [s.phase]
+    for _ in range(100):
+        await s.one_pass()
+        phases += [s.phase] if s.phase != phases[-1] else []
+        if phases[-1] == "Restarting":
+            assert conditions(s)["Running"]["message"] == "3 of 3 nodes run, and the group restarts"
+        s.advance(0.25)
+    assert phases == ["Running", "Restarting", "Running"]
+    assert reasons(s) == [("Joined", False)]
+
+
 async def test_more_spares_disturb_nobody() -> None:
     s = Simulation({"nodes": 2}, steps=1000)
     await s.until_phase("Running")
@@ -288,6 +304,18 @@ async def test_more_spares_disturb_nobody() -> None:
         lambda: s.status["nodes"]["display"] == "2/2" and len([p for p in s.nodes() if p.state != "Ended"]) == 2
     )
     assert s.coordinator().real.rounds == rounds
+
+
+async def test_fewer_spares_are_a_restart_where_one_that_goes_has_taken_over() -> None:
+    s = Simulation({"nodes": 2, "spares": 1}, steps=1000)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+    s.force_delete("job-0-0")
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+    s.change_spec({"spares": 0})
+    await s.until(lambda: s.phase == "Restarting", limit=5)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2")
+    assert sorted(p.name for p in running(s)) == ["job-0-1", "job-1-0"]
+    assert reasons(s) == [("Deleted", False), ("Scaled", False)]
 
 
 # --- the coordinator in mode Fast -------------------------------------------------------------------------------
@@ -306,18 +334,6 @@ async def test_a_lost_coordinator_costs_no_step_in_mode_fast() -> None:
     assert {p.name for p in running(s)} == pods
     assert [p.name for p in s.pods.values() if p.role is Role.COORDINATOR] == ["job-coordinator-0-1"]
     assert s.pods["job-coordinator-0-1"].body["spec"]["hostname"] == "coordinator"
-async def test_fewer_spares_are_a_restart_where_one_that_goes_has_taken_over() -> None:
-    s = Simulation({"nodes": 2, "spares": 1}, steps=1000)
-    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
-    s.force_delete("job-0-0")
-    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
-    s.change_spec({"spares": 0})
-    await s.until(lambda: s.phase == "Restarting", limit=5)
-    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2")
-    assert sorted(p.name for p in running(s)) == ["job-0-1", "job-1-0"]
-    assert reasons(s) == [("Deleted", False), ("Scaled", False)]
-
-
     assert s.pods["job-coordinator-0-1"].argument("attempt") == "1"
     assert (s.status["rendezvous"]["generation"], s.status["rendezvous"]["attempt"], s.status["round"]) == (0, 1, 0)
     assert reasons(s) == [("CoordinatorLost", False)]

@@ -10,6 +10,8 @@ from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Phase
 _ORDER = list(ConditionType)
 QUEUED = QUEUE_WAITS, QUEUE_NOT_SERVED = "Queued", "QueueNotServed"
 """Reasons of the condition Suspended of a job that waits in a queue."""
+GROUP_RESTARTS = "GroupRestarts"
+"""Reason of the condition Running from a group's break until its cause is known."""
 MESSAGE_LIMIT = 8192
 """Characters. The API server allows 32768 for a condition's message; a terminal shows less."""
 
@@ -61,6 +63,9 @@ def _phase(status: JobStatus) -> Phase:
         return Phase.QUEUED if suspended.reason in QUEUED else Phase.SUSPENDED
     if status.holds(ConditionType.RESTARTING):
         return Phase.RESTARTING
-    if status.holds(ConditionType.RUNNING):
+    running = status.condition(ConditionType.RUNNING)
+    if running is not None and running.status:
         return Phase.RUNNING
+    if running is not None and running.reason == GROUP_RESTARTS:
+        return Phase.RESTARTING
     return Phase.STARTING if status.ready else Phase.PENDING

@@ -25,7 +25,7 @@ from ddpjob.core.decision import BLOCKED_POLL
 from ddpjob.core.failures.classify import Cause, Stuck, stuck
 from ddpjob.core.failures.node_health import judge_nodes
 from ddpjob.core.rank_order import judge_order
-from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
+from ddpjob.core.status.conditions import GROUP_RESTARTS, with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import count, why_held
 from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
 from ddpjob.core.status.waiting_pods import NODES_MISSING, not_considered, not_started
@@ -339,8 +339,18 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
             "GroupFinished",
             "training has finished; the remaining pods are ending",
         )
+    if report.state == CoordinatorState.RESTARTING and _has_just_broken(view):
+        return False, GROUP_RESTARTS, f"{present}, and the group restarts"
     joining = f"{present} and {'is' if there == 1 else 'are'} joining the rendezvous"
     return False, "GroupForming", joining + _fetching(report)
+
+
+def _has_just_broken(view: View) -> bool:
+    """Whether the group trained until a moment ago, and no restart says yet why it does not any more."""
+    status, before = view.status, view.status.condition(ConditionType.RUNNING)
+    if before is None or status.holds(ConditionType.RESTARTING) or status.round > view.job.status.round:
+        return False
+    return before.status or before.reason == GROUP_RESTARTS
 
 
 def _fetching(report: Report) -> str:

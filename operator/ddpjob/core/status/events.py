@@ -8,6 +8,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.decision import Event
 from ddpjob.core.failures.classify import PLANNED, Cause, names_pod, without_wait
+from ddpjob.core.status.conditions import GROUP_RESTARTS
 from ddpjob.core.status.describe import STEP_OVERDUE, UNREACHABLE_LONG, last_step
 from ddpjob.core.status.messages import count, event_text, why_held
 from ddpjob.core.view import View
@@ -18,8 +19,8 @@ _WARNED = (
     ConditionType.CHECKPOINTS_COPIED,
 )
 """Conditions whose being false is an event."""
-_QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable")
-"""Reasons of false conditions that every start passes through."""
+_QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS)
+"""Reasons of false conditions that every start or restart passes through."""
 
 
 def restart_events(view: View, restarts: tuple[Restart, ...], *, failed: bool) -> list[Event]:
