@@ -899,6 +899,8 @@ def test_throttling_is_waited_for_as_long_as_the_server_says() -> None:
         async with case() as c:
             c.fault_once("PUT", "/ddpjobs/job", Fault(429, {"Retry-After": "7"}))
             assert await c.reconcile() == 7
+            c.fault_once("GET", "/ddpjobs/job", Fault(503, {"Retry-After": "3600"}))
+            assert await c.reconcile() == 60, "not for as long as the page of a proxy says"
             c.fault_once("GET", "/ddpjobs/job", Fault(503))
             assert await c.reconcile() == 2, "what became of the status is read first"
 

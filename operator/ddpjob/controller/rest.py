@@ -21,6 +21,8 @@ from ddpjob.controller.operator_metrics import API_REQUESTS
 from ddpjob.engine.ports import Unavailable
 
 REQUEST_SECONDS = 30
+LONGEST_PAUSE = 60.0
+"""Seconds for which an answer may have us wait: a proxy's page of maintenance names an hour, and is over sooner."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
@@ -158,9 +160,8 @@ def _raise_for_status(response: Any, text: bytes, what: str) -> None:
     message = str(answer.get("message") or text[:300])
     if response.status == 429 or response.status >= 500:
         after = response.headers.get("Retry-After", "")
-        raise Unavailable(
-            f"{what}: {response.status}: {message}", float(after) if after.isdigit() else None, response.status
-        )
+        pause = min(LONGEST_PAUSE, float(after)) if after.isdecimal() else None
+        raise Unavailable(f"{what}: {response.status}: {message}", pause, response.status)
     raise ApiError(response.status, str(answer.get("reason") or ""), message)
 
 
