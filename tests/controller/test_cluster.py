@@ -1062,9 +1062,21 @@ def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_without_a_token() 
     run(main())
 
 
-def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less() -> None:
-    """By an admission policy, for one. The job's other changes are made all the same."""
-    policy = Fault(422, reason="Invalid", message="policy 'nodel' denied request: pods are evidence")
+UNCALLABLE = (
+    'Internal error occurred: failed calling webhook "nodel": Post "https://nodel.svc": context deadline exceeded'
+)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Fault(422, reason="Invalid", message="policy 'nodel' denied request: pods are evidence"),
+        Fault(500, message=UNCALLABLE),
+    ],
+    ids=["policy", "webhook"],
+)
+def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less(policy: Fault) -> None:
+    """By an admission policy, or by a webhook that is away. The job's other changes are made all the same."""
 
     async def main() -> None:
         async with case() as c:
@@ -1079,8 +1091,8 @@ def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less() -> N
             suspended = (await c.job()).status.condition(ConditionType.SUSPENDED)
             assert suspended is not None
             assert suspended.message == (
-                "3 pods still there: the API server refuses the deletion of pod job-0-0: policy 'nodel' denied "
-                "request: pods are evidence; retried within a minute"
+                f"3 pods still there: the API server refuses the deletion of pod job-0-0: {policy.message}; retried "
+                "within a minute"
             )
             assert sum(method == "DELETE" for method, _, _ in c.server.requests) <= 3 * 9
             await c.change(runPolicy={"suspend": False})
@@ -1147,9 +1159,12 @@ def test_a_workload_that_a_policy_keeps_is_tried_again_and_an_event_says_so() ->
     run(main())
 
 
-def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator() -> None:
-    policy = Fault(403, reason="Forbidden", message="policy 'frozen' denied request")
-
+@pytest.mark.parametrize(
+    "policy",
+    [Fault(403, reason="Forbidden", message="policy 'frozen' denied request"), Fault(500, message=UNCALLABLE)],
+    ids=["policy", "webhook"],
+)
+def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator(policy: Fault) -> None:
     async def main() -> None:
         async with case() as c:
             c.server.faults = lambda m, path: policy if m == "PUT" and path.endswith("/status") else None
@@ -1158,15 +1173,22 @@ def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator() -> None:
                     await c.reconcile()
             [event] = c.server.events
             assert event["note"].startswith(
-                "the API server refuses the job's status: 403: policy 'frozen' denied request (an admission policy, or"
+                f"the API server refuses the job's status: {policy.how}: {policy.message} (an admission policy, or"
             )
 
     run(main())
 
 
-def test_a_label_that_is_refused_is_no_error_and_tried_less_and_less() -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here"),
+        Fault(500, message=UNCALLABLE),
+    ],
+    ids=["policy", "webhook"],
+)
+def test_a_label_that_is_refused_is_no_error_and_tried_less_and_less(policy: Fault) -> None:
     """A policy that lets nobody change a pod; which of them trains is known without the label."""
-    policy = Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here")
 
     async def main() -> None:
         async with case() as c:
@@ -1400,6 +1422,33 @@ def test_quota_is_not_given_back_where_kueue_has_judged_again() -> None:
             judged(c, Evicted="True")
             await c.cluster.release_workload(await c.job(), workload["metadata"]["name"], "another")
             assert "admission" in workload["status"], "a Workload of the same name is another one"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(403, reason="Forbidden"), Fault(500, message=UNCALLABLE)], ids=["right", "webhook"]
+)
+def test_what_kueue_cannot_be_let_know_holds_up_nothing_else(fault: Fault) -> None:
+    """Kueue's own webhook judges each change of a Workload, and is away with Kueue: pods are replaced all the same."""
+
+    async def main() -> None:
+        async with case(serves_queues=True) as c:
+            put_into_queue(c)
+            await seen()
+            await c.reconcile()
+            judged(c, admitted=True, QuotaReserved="True", Admitted="True")
+            c.server.faults = lambda m, path: fault if m == "PUT" and "/workloads/" in path else None
+            (workload,) = c.server.store.all("Workload")
+            mark = workload["metadata"]["name"], workload["metadata"]["uid"], "PodsReady", "Started", "the group trains"
+            for _ in range(120):
+                await c.cluster.mark_workload(await c.job(), *mark)
+                await asyncio.sleep(1)
+            assert sum(m == "PUT" and "/workloads/" in path for m, path, _ in c.server.requests) == 4
+            c.server.faults = lambda m, path: None
+            await asyncio.sleep(60)
+            await c.cluster.mark_workload(await c.job(), *mark)
+            assert "PodsReady" in {one["type"] for one in workload["status"]["conditions"] if one["status"] == "True"}
 
     run(main())
 

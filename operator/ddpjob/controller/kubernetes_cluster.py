@@ -25,7 +25,7 @@ from ddpjob.controller.host_watch import NODES
 from ddpjob.controller.notifier import Notifier
 from ddpjob.controller.pod_views import added, read_claim
 from ddpjob.controller.report_watch import ReportWatch
-from ddpjob.controller.rest import MERGE_PATCH, METADATA, STRATEGIC_MERGE_PATCH, ApiError, Rest
+from ddpjob.controller.rest import JSON, MERGE_PATCH, METADATA, STRATEGIC_MERGE_PATCH, ApiError, Rest
 from ddpjob.controller.workqueue import Turns
 from ddpjob.core.decision import BLOCKED_POLL, Event
 from ddpjob.core.status.describe import DELETION_REFUSED
@@ -76,7 +76,7 @@ CREATIONS = 16
 """Objects created at the same time, of all jobs together: a burst must not take the API server for itself."""
 LONGEST_PAUSE = 60.0
 """Seconds between two tries of what was refused, at most."""
-_DELETION, _LABEL = "deletion", "label"
+_DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
 LOOK_AGAIN = 5.0
 """Seconds for which the answer to a look at a Kubernetes node that seems lost is believed."""
 MOST_OWNERS = 1000
@@ -320,7 +320,7 @@ class KubernetesCluster:
         key = JobKey(job.namespace, job.name)
         self._unsure.add(key)
         try:
-            written = await self.rest.request("PUT", f"{_path(KIND, *key)}/status", body=body)
+            written = await self._change("PUT", f"{_path(KIND, *key)}/status", body=body)
         except ApiError as error:
             if error.status in (404, 409):
                 raise Conflict from error
@@ -334,6 +334,17 @@ class KubernetesCluster:
         result = known if known is not None and same else DDPJob.read(written)
         self._follow(key, result)  # A coordinator that runs since now: nothing else may change for a long time.
         return result
+
+    async def _change(self, method: str, path: str, *, body: Json, content_type: str = JSON) -> Json:
+        """Raises as `Rest.request`, and ApiError also where an admission webhook cannot be called: that may last, and
+        must not hold up what else there is to do for the job.
+        """
+        try:
+            return await self.rest.request(method, path, body=body, content_type=content_type)
+        except Unavailable as error:
+            if error.status != HTTPStatus.INTERNAL_SERVER_ERROR or "failed calling webhook" not in str(error):
+                raise
+            raise ApiError(error.status, "InternalError", str(error).partition(": 500: ")[2]) from error
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         kind, pauses = manifest["kind"], self._pauses_of(job)
@@ -617,6 +628,8 @@ class KubernetesCluster:
     ) -> None:
         """Writes the Workload that `change` makes of the present one; None: it needs no change."""
         path = _path(WORKLOAD, job.namespace, name)
+        if self._waits(job, uid, _CHANGE):
+            return
         try:
             found = await self.rest.request("GET", path)
             if found["metadata"]["uid"] != uid:
@@ -624,12 +637,13 @@ class KubernetesCluster:
             changed = change(found, utc_now())
             if changed is None:
                 return
-            self.caches.take(WORKLOAD, await self.rest.request("PUT", f"{path}/status", body=changed))
+            self.caches.take(WORKLOAD, await self._change("PUT", f"{path}/status", body=changed))
+            self._pauses_of(job).pop((uid, _CHANGE), None)
         except ApiError as error:
             if error.status == 409:
                 raise Conflict from error
             if error.status != 404:
-                raise Unavailable(str(error), BLOCKED_POLL) from error
+                self._keep(job, f"Workload {name}", uid, _CHANGE, error)  # Kueue's record; the job runs all the same.
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """The uid in the patch makes the API server reject it for another pod of the same name."""
@@ -638,7 +652,7 @@ class KubernetesCluster:
         if self._waits(job, uid, _LABEL):
             return
         try:
-            self.caches.take("Pod", await self.rest.request("PATCH", path, body=body, content_type=MERGE_PATCH))
+            self.caches.take("Pod", await self._change("PATCH", path, body=body, content_type=MERGE_PATCH))
         except ApiError as error:
             if error.status not in (404, 409):
                 self._keep(job, f"pod {name}", uid, _LABEL, error)  # It trains all the same.
@@ -678,7 +692,7 @@ class KubernetesCluster:
     async def _delete(self, path: str, body: Json) -> Json | None:
         """The answer; None: the object is gone, or is another one by now."""
         try:
-            return await self.rest.request("DELETE", path, body=body)
+            return await self._change("DELETE", path, body=body)
         except ApiError as error:
             if error.status not in (404, 409):
                 raise

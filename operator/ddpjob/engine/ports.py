@@ -104,11 +104,17 @@ class Cluster(Protocol):
         ...
 
     async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
-        """Sets a condition of a Workload to True; one that is gone, or has another uid, is success. Raises Conflict."""
+        """Sets a condition of a Workload to True; one that is gone, or has another uid, is success.
+
+        So is a refusal. Raises Conflict.
+        """
         ...
 
     async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        """Gives back the quota of a Workload; one that is gone, or is not evicted, is success. Raises Conflict."""
+        """Gives back the quota of a Workload; one that is gone, or is not evicted, is success, and so is a refusal.
+
+        Raises Conflict.
+        """
         ...
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:

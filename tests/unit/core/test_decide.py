@@ -10,9 +10,19 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decide import decide
-from ddpjob.core.decision import POLL, CreateBudget, CreateNode, Decision, DeletePod, Notify
+from ddpjob.core.decision import (
+    BLOCKED_POLL,
+    POLL,
+    CreateBudget,
+    CreateNode,
+    Decision,
+    DeletePod,
+    MarkWorkload,
+    Notify,
+)
 from ddpjob.core.plan.slots import protocol_of
-from ddpjob.core.world import ContainerView, HostView, PodView, Rejection, Role, World
+from ddpjob.core.status.conditions import with_condition
+from ddpjob.core.world import ContainerView, HostView, PodView, Rejection, Role, WorkloadView, World
 from ddpjob_runtime.protocol import VERSION, CoordinatorState, Incident, IncidentKind, Report
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -368,6 +378,14 @@ def test_a_suspended_job_is_looked_at_until_its_pods_are_gone() -> None:
     assert ending.wake is not None and suspended is not None
     assert suspended.message == "1 pod still terminating"
     assert after(replace(job, status=ending.status)).wake is None
+
+
+def test_a_job_that_has_ended_does_not_hurry_for_what_kueue_is_to_know() -> None:
+    """Which may be refused for long."""
+    ended = with_condition(a_job().status, ConditionType.COMPLETE, True, "Finished", "", NOW)
+    decision = after(a_job(ended), workloads=(WorkloadView(name="w", uid="u"),))
+    assert [type(action) for action in decision.actions] == [MarkWorkload]
+    assert decision.wake == BLOCKED_POLL
 
 
 def test_a_pod_that_was_gone_before_it_was_seen_does_not_give_its_name_to_another() -> None:

@@ -10,7 +10,18 @@ from ddpjob_runtime.protocol import Command
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import CleanPodPolicy
 from ddpjob.api.job_status import ConditionType, SlotState
-from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Decision, DeleteJob, DeletePod, Event, Failure, Notify
+from ddpjob.core.decision import (
+    BLOCKED_POLL,
+    POLL,
+    Action,
+    Decision,
+    DeleteJob,
+    DeletePod,
+    Event,
+    Failure,
+    MarkWorkload,
+    Notify,
+)
 from ddpjob.core.plan.queue import finish_workloads
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import event_text
@@ -76,7 +87,9 @@ def wind_down(view: View) -> Decision:
     training = [p for p in world.nodes() if not p.ended and p.deleted_at is None]
     overdue = now >= ended_at + timedelta(seconds=STOP_SECONDS)
     actions = _stop(view, training, overdue=overdue) if training else [*_clean(view), *finish_workloads(view)]
-    wake = [POLL] if training or actions else []
+    # What Kueue is to know may be refused for long.
+    soon = training or any(not isinstance(action, MarkWorkload) for action in actions)
+    wake = [POLL] if soon else [BLOCKED_POLL] if actions else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:
         left = (ended_at + timedelta(seconds=ttl) - now).total_seconds()
