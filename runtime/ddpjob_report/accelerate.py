@@ -75,7 +75,8 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
         unfinished.rename(made)
         if os.environ.get("DDPJOB_CHECKPOINT_URL"):
             copy_checkpoint(made, step, keep=keep)
-        for old in sorted(_all(home), key=_step, reverse=True)[keep:]:
+        # And what a save has left in whose middle the pods were killed, now that there is a newer one.
+        for old in [*sorted(_all(home), key=_step, reverse=True)[keep:], *home.glob(f"{_NAME}*{_UNFINISHED}")]:
             shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
 

@@ -477,7 +477,6 @@ def test_accelerate_s_checkpoints_are_kept_apart_from_what_others_put_beside_the
         "accelerate-step-10.bak",
         "accelerate-step-x",
         "accelerate-step-50-copy60",
-        "accelerate-step-70.unfinished",
     }
     for name in others:
         (tmp_path / name).mkdir()
@@ -485,6 +484,18 @@ def test_accelerate_s_checkpoints_are_kept_apart_from_what_others_put_beside_the
         module.save(accelerator, step, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*others, "accelerate-step-10", "accelerate-step-20"}
     assert module.resume(accelerator, tmp_path) == 20 and accelerator.loaded == "accelerate-step-20"
+
+
+def test_what_a_killed_save_of_accelerate_s_has_left_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pod that is killed while it saves leaves one, as large as a checkpoint and of another step."""
+    module, accelerator = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker"), Accelerator()
+    for step in (13, 70):
+        (tmp_path / f"accelerate-step-{step}.unfinished").mkdir()
+    assert module.resume(accelerator, tmp_path) == 0
+    module.save(accelerator, 20, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["accelerate-step-20"]
 
 
 def test_accelerate_must_not_choose_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
