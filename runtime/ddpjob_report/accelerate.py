@@ -25,7 +25,7 @@ from typing import Any
 from accelerate.tracking import GeneralTracker
 
 from ddpjob_report import checkpoint_dir, copy_checkpoint, report
-from ddpjob_report.resume import figures, newest
+from ddpjob_report.resume import check_group, figures, newest
 
 _NAME, _UNFINISHED = "accelerate-step-", ".unfinished"
 
@@ -60,6 +60,7 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
 
     Raises:
         ValueError: Accelerate names its checkpoints by itself.
+        RuntimeError: each rank trains a model of its own, as without a GPU and Accelerator(cpu=True).
     """
     home = _home(accelerator, folder)
     made = home / f"{_NAME}{step}"
@@ -86,6 +87,7 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
 
     Raises:
         ValueError: Accelerate names its checkpoints by itself.
+        RuntimeError: each rank trains a model of its own, as without a GPU and Accelerator(cpu=True).
     """
     found = newest(_all(_home(accelerator, folder)), Path.is_dir)
     accelerator.wait_for_everyone()  # No rank saves, and removes old states, before all have looked.
@@ -96,6 +98,8 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
 
 
 def _home(accelerator: Any, folder: str | Path | None) -> Path:
+    remedy = "without a GPU it needs Accelerator(cpu=True), or the variable ACCELERATE_USE_CPU=true"
+    check_group("Accelerate", accelerator.num_processes, remedy)
     if accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError(
             "ddpjob_report.accelerate: set automatic_checkpoint_naming=False in ProjectConfiguration: "

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ddpjob_report import copy_checkpoint, report, saved_and_leave, should_stop
-from ddpjob_report.resume import figures, newest
+from ddpjob_report.resume import check_group, figures, newest
 
 
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
@@ -27,7 +27,13 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         self._leaving = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Before the first step, on all ranks. Says where the Trainer does not continue in its checkpoint's epoch."""
+        """Before the first step, on all ranks. Says where the Trainer does not continue in its checkpoint's epoch.
+
+        Raises:
+            RuntimeError: each rank trains a model of its own, as without a GPU and `use_cpu=True`.
+        """
+        remedy = "without a GPU it needs TrainingArguments(use_cpu=True), or the variable ACCELERATE_USE_CPU=true"
+        check_group("the Trainer", args.world_size, remedy)
         if args.max_steps > 0 or not (state.global_step and state.max_steps and state.is_world_process_zero):
             return
         left_at, per_step = state.epoch or 0, args.num_train_epochs / state.max_steps

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpjob_report import checkpoint_dir, copy_checkpoint, report, saved_and_leave, should_stop
-from ddpjob_report.resume import figures, newest
+from ddpjob_report.resume import check_group, figures, newest
 
 _OLD_NAME = "lightning" not in sys.modules and (
     "pytorch_lightning" in sys.modules or importlib.util.find_spec("lightning") is None
@@ -42,7 +42,13 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         """Optimizer steps when the ranks last asked whether to stop."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Before the first batch, on all ranks."""
+        """Before the first batch, on all ranks.
+
+        Raises:
+            RuntimeError: each rank trains a model of its own, as without `strategy="ddp"` and `num_nodes`.
+        """
+        given = 'num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"])'
+        check_group("Lightning", trainer.world_size, f'set Trainer(strategy="ddp", {given})')
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

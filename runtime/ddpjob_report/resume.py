@@ -38,6 +38,16 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     return next((path for *_, path in sorted(numbered, reverse=True) if is_whole(path)), None)
 
 
+def check_group(framework: str, processes: int, remedy: str) -> None:
+    """Raise RuntimeError where a framework trains in one process, and the job has more: each would write its own model
+    over that of the others.
+    """
+    world = os.environ.get("WORLD_SIZE", "1")
+    if processes == 1 and world != "1" and os.environ.get("DDPJOB_COORDINATOR"):
+        what = f"{framework} has formed no group, and each of the job's {world} ranks would train a model of its own"
+        raise RuntimeError(f"ddpjob_report: {what}: {remedy}")
+
+
 def figures(values: dict[str, Any]) -> dict[str, Any]:
     """What of a framework's log entries is a figure, by names that do not end it: loggers take anything."""
     read = {str(name)[: protocol.MAX_FIGURES]: as_number(value) for name, value in values.items()}

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -287,7 +287,7 @@ def test_the_installed_lightning_is_used_where_none_was_imported_yet(
 class Trainer:
     """Lightning's, as far as the callback reads it. Outside of `fit` it knows no data to train with."""
 
-    sanity_checking, max_epochs, current_epoch, global_step = False, 2, 1, 45
+    sanity_checking, max_epochs, current_epoch, global_step, world_size = False, 2, 1, 45, 2
 
     def __init__(self, doing: str, steps: float) -> None:
         self.state, self.steps = SimpleNamespace(fn=doing), steps
@@ -428,12 +428,12 @@ def test_a_trainer_that_continues_in_another_epoch_says_so(
 ) -> None:
     """It divides its steps by those that an epoch has with the ranks of today, and skips or repeats the rest."""
     callback = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
-    args = SimpleNamespace(num_train_epochs=10, max_steps=-1)
+    args = SimpleNamespace(num_train_epochs=10, max_steps=-1, world_size=2)
     state = SimpleNamespace(global_step=1250, max_steps=max_steps, epoch=epoch, is_world_process_zero=True)
     callback.on_train_begin(args, state, None)
     said = capsys.readouterr().err
     assert f"of epoch 5.00, and training continues at epoch {warned} of 10" in said if warned else not said
-    callback.on_train_begin(SimpleNamespace(num_train_epochs=10, max_steps=3000), state, None)
+    callback.on_train_begin(SimpleNamespace(num_train_epochs=10, max_steps=3000, world_size=2), state, None)
     state.global_step, state.epoch = 0, 0
     callback.on_train_begin(args, state, None)
     assert not capsys.readouterr().err
@@ -453,7 +453,7 @@ def test_the_last_evaluation_of_the_trainer_is_in_the_curves(curves: Path, monke
 class Accelerator:
     """Accelerate's, of one process."""
 
-    is_main_process = True
+    is_main_process, num_processes = True, 1
 
     def __init__(self, own_names: bool = False) -> None:
         self.project_configuration = SimpleNamespace(automatic_checkpoint_naming=own_names)
@@ -484,6 +484,38 @@ def test_accelerate_s_checkpoints_are_kept_apart_from_what_others_put_beside_the
         module.save(accelerator, step, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*others, "accelerate-step-10", "accelerate-step-20"}
     assert module.resume(accelerator, tmp_path) == 20 and accelerator.loaded == "accelerate-step-20"
+
+
+def test_ranks_that_would_each_train_a_model_of_their_own_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate, and so Hugging Face's Trainer, forms no group on CPUs unless it is asked to, and Lightning none on
+    nodes that have one device each: all ranks save to the same names, and the job would be Complete.
+    """
+    accelerate = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker")
+    trainer = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
+    lightning, alone = imitated_lightning(monkeypatch).DDPJobCallback(tmp_path), Trainer("fit", 100)
+    alone.world_size = 1
+    args, state = SimpleNamespace(world_size=1, max_steps=1), SimpleNamespace()
+    calls: list[tuple[str, Callable[[], object]]] = [
+        (r"Accelerator\(cpu=True\)", lambda: accelerate.resume(Accelerator(), tmp_path)),
+        (r"Accelerator\(cpu=True\)", lambda: accelerate.save(Accelerator(), 1, tmp_path)),
+        (r"use_cpu=True", lambda: trainer.on_train_begin(args, state, None)),
+        (r'strategy="ddp"', lambda: lightning.on_train_start(alone, None)),
+    ]
+    monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for remedy, call in calls:
+        with pytest.raises(RuntimeError, match=rf"job's 2 ranks would train a model of its own: .*{remedy}"):
+            call()
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for _, call in calls:
+        call()
+    monkeypatch.delenv("DDPJOB_COORDINATOR")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for _, call in calls:
+        call()
 
 
 def test_what_a_killed_save_of_accelerate_s_has_left_goes_with_the_next_one(
