@@ -19,7 +19,8 @@ from machine import free_port
 from ranks import TINY, metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
-ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith(("| `", "| no"))]
+OF_TRAINERS = PAGE.partition("## On Kubernetes")[0]
+ROWS = [line.strip("| ").split(" | ") for line in OF_TRAINERS.splitlines() if line.startswith(("| `", "| no"))]
 OURS = [text for row in ROWS for text in re.findall(r"`([^`]*-m ddpjob_trainer [^`]*)`", row[1])]
 FLAGS = sorted({flag for row in ROWS for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row[0])})
 OF_LAUNCHERS = {"-m", "-np", "--multi_gpu", "--main_process_ip", "--local_rank"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,25 @@ def test_an_option_of_the_program_itself_is_shown_where_it_belongs(
 ) -> None:
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+COMING_FROM = (Path(__file__).parents[3] / "docs" / "coming-from.md").read_text()
+TORCHRUN = re.findall(r"`(torchrun [^`]* -m ddpjob_trainer [^`]*)`", COMING_FROM)
+LINES = [
+    *re.findall(r"`(ddpjob (?:submit|convert) --image IMAGE [^`]*train\.py[^`]*)`", COMING_FROM),
+    *(f"ddpjob convert --image IMAGE -- {line}" for line in TORCHRUN),
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_the_page_for_those_who_come_from_elsewhere_makes_a_job(
+    line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").touch()
+    _, command, *words = shlex.split(line.replace("IMAGE", "image"))
+    dry = ["--dry-run", "--cluster"] if command == "submit" else []
+    assert main([command, *dry, *words]) == 0
+    assert read(capsys.readouterr().out)[-1]["kind"] == "DDPJob"
 
 
 def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
