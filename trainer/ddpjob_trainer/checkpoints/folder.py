@@ -67,7 +67,7 @@ class CheckpointFolder:
         """The folder for a loop of one's own, claimed for this incarnation of the job. All ranks together.
 
         `settings`: keys of the configuration's section `checkpoint`, such as every_steps=100, keep=5. Of those not
-        given, `dir` and `shared` come from the job's environment; without a job `dir` is ./checkpoints. Raises
+        given, `dir`, `shared` and `url` come from the job's environment; without a job `dir` is ./checkpoints. Raises
         ConfigError for a setting that is unknown, wrong or of the built-in trainer only (load, load_average,
         load_except), and what `claim` raises.
         """
