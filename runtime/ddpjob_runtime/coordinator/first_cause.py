@@ -158,7 +158,7 @@ def _finished_early(finish: Finish, consequences: int) -> Verdict:
         "rank": finish.rank,
         "local_rank": finish.local_rank,
         "exit_code": 0,
-        "message": f"rank(s) of {finish.source.pod} {ended}" if finish.rank is None else ended,
+        "message": f"the workers of pod {finish.source.pod} {ended}" if finish.rank is None else ended,
     }
     return Verdict(IncidentKind.WORKER_FAILED, finish.time, details, consequences, sure=False)
 

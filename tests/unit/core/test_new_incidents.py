@@ -62,9 +62,3 @@ def test_workers_that_end_before_the_others_are_named_by_their_pod() -> None:
 def test_a_failure_is_said_once(signal: str | None, written: str, said: str) -> None:
     ended = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 5, signal, written)
     assert [f.restart.message for f in new_incidents(view_of(ended)).findings] == [f"rank 0 in pod job-0-0 {said}"]
-
-
-def test_a_node_that_has_finished_before_the_others_has_no_rank_to_name() -> None:
-    said = "rank(s) of job-0-0 ended with exit code 0 before the others"
-    ended = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, exit_code=0, message=said)
-    assert [f.restart.message for f in new_incidents(view_of(ended)).findings] == [said]

@@ -80,8 +80,6 @@ def _finding(view: View, incident: Incident) -> Finding:
 
 
 def _summary(cause: Cause, incident: Incident) -> str:
-    if cause is Cause.WORKER_FAILED and incident.rank is None and incident.exit_code == 0:
-        return f"the workers of pod {incident.pod} ended with exit code 0 before the others"
     if incident.rank is None and cause is not Cause.INIT_FAILURE:
         return incident.message or f"{incident.kind} in pod {incident.pod}"
     if cause is Cause.WORKER_FAILED:
