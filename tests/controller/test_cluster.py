@@ -543,7 +543,7 @@ def test_creations_of_all_jobs_together_are_bounded() -> None:
                 await c.cluster.create(other, build_service(other))
             assert asyncio.get_running_loop().time() - began < 2.5, "the next turn is another namespace's"
             await burst
-            assert most == CREATIONS
+            assert most == 2 * CREATIONS, "behind a webhook that takes a second"
             assert len(c.pods()) == 8 * 41
 
     run(main())

@@ -294,6 +294,29 @@ async def test_a_group_whose_turns_take_long_leaves_half_of_them_to_others() -> 
 
 
 @virtual
+async def test_a_turn_that_takes_long_is_passed_on_and_as_many_as_are_allowed_at_most() -> None:
+    async def most_at_once(seconds: float) -> int:
+        turns, running, most = Turns(4), 0, 0
+
+        async def take(group: int) -> None:
+            nonlocal running, most
+            async with turns.turn(group):
+                running += 1
+                most = max(most, running)
+                await asyncio.sleep(seconds)
+                running -= 1
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(60):
+                tasks.create_task(take(number % 3))
+        assert (turns._free, turns._slow) == (4, 0)
+        return most
+
+    assert await most_at_once(queue_module.SLOW / 2) == 4
+    assert await most_at_once(queue_module.SLOW * 2) == 8
+
+
+@virtual
 async def test_turns_are_never_more_than_allowed_and_none_is_lost_by_a_cancellation() -> None:
     chance, turns, running, most = random.Random(1), Turns(3), 0, 0
 

@@ -73,8 +73,8 @@ NAMESPACE_RETRY = 5.0
 REPORT_RETRY = 1.0
 """The report's arrival wakes the job earlier."""
 CREATIONS = 8
-"""Objects created at the same time, of all jobs together: a burst must not take the API server for itself. Twice as
-many were no faster in `benchmarks.scale`, and another team's new job waited longer, since each of its requests did."""
+"""Objects created at the same time, of all jobs together, and as many again that take long (`Turns`): a burst must not
+take the API server for itself."""
 LONGEST_PAUSE = 60.0
 """Seconds between two tries of what was refused, at most."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"

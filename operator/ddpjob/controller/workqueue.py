@@ -26,6 +26,8 @@ CROWDED_INTERVAL = 1.7
 """The same while work that is more urgent than any second start waits. A status may be late by two seconds."""
 HALF_LIFE = 10.0
 """Seconds until a turn that a group has had counts half."""
+SLOW = 0.3
+"""Seconds after which a turn is passed on although it has not ended."""
 
 
 class DelayQueue(Generic[Key]):
@@ -161,12 +163,16 @@ class DelayQueue(Generic[Key]):
 
 
 class Turns:
-    """At most so many at a time. While several groups wait, the next turn is for the one that has had the least time
-    of late, which makes one that wants little wait for nobody's queue; those that have half of all turns come last.
+    """At most so many at a time, and as many again that have taken longer than SLOW seconds: those wait for something
+    else, such as an admission webhook, and not for each other.
+
+    While several groups wait, the next turn is for the one that has had the least time of late, which makes one that
+    wants little wait for nobody's queue; those that have half of all turns come last.
     """
 
     def __init__(self, most: int) -> None:
         self._most = self._free = most
+        self._slow = 0
         self._taken: Counter[Hashable] = Counter()
         self._had: dict[Hashable, float] = {}
         """Seconds of turns that have ended, halved each HALF_LIFE."""
@@ -185,13 +191,21 @@ class Turns:
             self._taken[group] += 1
         else:
             await self._wait(group)
-        now = asyncio.get_running_loop().time
-        began = now()
+        loop, is_slow = asyncio.get_running_loop(), False
+
+        def pass_on() -> None:
+            nonlocal is_slow
+            if self._slow < self._most:
+                self._slow, is_slow = self._slow + 1, True
+                self._next()
+
+        began, timer = loop.time(), loop.call_later(SLOW, pass_on)
         try:
             yield
         finally:
-            self._count(group, now() - began, now())
-            self._end(group)
+            timer.cancel()
+            self._count(group, loop.time() - began, loop.time())
+            self._end(group, is_slow=is_slow)
 
     def _count(self, group: Hashable, seconds: float, now: float) -> None:
         if now >= self._halved + 1.0:
@@ -210,11 +224,18 @@ class Turns:
                 self._end(group)  # It was given a turn at the same time.
             raise
 
-    def _end(self, group: Hashable) -> None:
-        self._free += 1
+    def _end(self, group: Hashable, *, is_slow: bool = False) -> None:
         self._taken[group] -= 1
         if not self._taken[group]:
             del self._taken[group]
+        if is_slow:
+            self._slow -= 1  # Its turn is another's since long.
+        else:
+            self._next()
+
+    def _next(self) -> None:
+        """A turn is free."""
+        self._free += 1
         while self._free and self._waiting:
             chosen = min(self._waiting, key=self._comes)
             others = self._waiting.pop(chosen)
