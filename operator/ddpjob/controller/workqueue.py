@@ -192,14 +192,18 @@ class Turns:
         else:
             await self._wait(group)
         loop, is_slow = asyncio.get_running_loop(), False
+        timer: asyncio.TimerHandle
 
         def pass_on() -> None:
-            nonlocal is_slow
-            if self._slow < self._most:
-                self._slow, is_slow = self._slow + 1, True
-                self._next()
+            nonlocal is_slow, timer
+            if self._slow == self._most:
+                timer = loop.call_later(SLOW, pass_on)
+                return
+            self._slow, is_slow = self._slow + 1, True
+            self._next()
 
-        began, timer = loop.time(), loop.call_later(SLOW, pass_on)
+        began = loop.time()
+        timer = loop.call_later(SLOW, pass_on)
         try:
             yield
         finally:
