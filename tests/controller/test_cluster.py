@@ -1062,19 +1062,15 @@ def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_without_a_token() 
     run(main())
 
 
-UNCALLABLE = (
-    'Internal error occurred: failed calling webhook "nodel": Post "https://nodel.svc": context deadline exceeded'
-)
+def refused_by(policy: Fault, what: str = "policy") -> pytest.MarkDecorator:
+    """A test's `policy`: this one, and a webhook that cannot be called."""
+    said = (
+        'Internal error occurred: failed calling webhook "nodel": Post "https://nodel.svc": context deadline exceeded'
+    )
+    return pytest.mark.parametrize("policy", [policy, Fault(500, message=said)], ids=[what, "webhook"])
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Fault(422, reason="Invalid", message="policy 'nodel' denied request: pods are evidence"),
-        Fault(500, message=UNCALLABLE),
-    ],
-    ids=["policy", "webhook"],
-)
+@refused_by(Fault(422, reason="Invalid", message="policy 'nodel' denied request: pods are evidence"))
 def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less(policy: Fault) -> None:
     """By an admission policy, or by a webhook that is away. The job's other changes are made all the same."""
 
@@ -1159,11 +1155,7 @@ def test_a_workload_that_a_policy_keeps_is_tried_again_and_an_event_says_so() ->
     run(main())
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [Fault(403, reason="Forbidden", message="policy 'frozen' denied request"), Fault(500, message=UNCALLABLE)],
-    ids=["policy", "webhook"],
-)
+@refused_by(Fault(403, reason="Forbidden", message="policy 'frozen' denied request"))
 def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator(policy: Fault) -> None:
     async def main() -> None:
         async with case() as c:
@@ -1179,14 +1171,7 @@ def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator(policy: Fau
     run(main())
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here"),
-        Fault(500, message=UNCALLABLE),
-    ],
-    ids=["policy", "webhook"],
-)
+@refused_by(Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here"))
 def test_a_label_that_is_refused_is_no_error_and_tried_less_and_less(policy: Fault) -> None:
     """A policy that lets nobody change a pod; which of them trains is known without the label."""
 
@@ -1426,10 +1411,8 @@ def test_quota_is_not_given_back_where_kueue_has_judged_again() -> None:
     run(main())
 
 
-@pytest.mark.parametrize(
-    "fault", [Fault(403, reason="Forbidden"), Fault(500, message=UNCALLABLE)], ids=["right", "webhook"]
-)
-def test_what_kueue_cannot_be_let_know_holds_up_nothing_else(fault: Fault) -> None:
+@refused_by(Fault(403, reason="Forbidden"), "right")
+def test_what_kueue_cannot_be_let_know_holds_up_nothing_else(policy: Fault) -> None:
     """Kueue's own webhook judges each change of a Workload, and is away with Kueue: pods are replaced all the same."""
 
     async def main() -> None:
@@ -1438,7 +1421,7 @@ def test_what_kueue_cannot_be_let_know_holds_up_nothing_else(fault: Fault) -> No
             await seen()
             await c.reconcile()
             judged(c, admitted=True, QuotaReserved="True", Admitted="True")
-            c.server.faults = lambda m, path: fault if m == "PUT" and "/workloads/" in path else None
+            c.server.faults = lambda m, path: policy if m == "PUT" and "/workloads/" in path else None
             (workload,) = c.server.store.all("Workload")
             mark = workload["metadata"]["name"], workload["metadata"]["uid"], "PodsReady", "Started", "the group trains"
             for _ in range(120):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from ddpjob.controller.main import OTHERS_SECONDS, Leader
@@ -11,7 +13,7 @@ from ddpjob.controller.operator_settings import Settings
 from ddpjob.engine.coordinator_client import CoordinatorClient
 from ddpjob.engine.ports import JobKey, Unavailable
 
-from .api_server import Fault
+from .api_server import ApiServer, Fault
 from .virtual_loop import run
 from .world import api_server, connected
 
@@ -89,16 +91,26 @@ def test_an_api_server_that_is_away_gives_no_claim_and_takes_none_before_its_tim
     run(main())
 
 
+@asynccontextmanager
+async def left_alone() -> AsyncIterator[tuple[ApiServer, Leader]]:
+    """An API server with `job` in the namespace `space`, which another release has claimed, and this one's operator."""
+    async with api_server() as server, connected(server) as rest:
+        spec = {"image": "image", "script": "train.py", "gpusPerNode": 0}
+        server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "uid"}, "status": {}, "spec": spec})
+        leader = Leader(Settings(key=b"0123456789abcdef", lease_namespace="b"), rest, CoordinatorClient())
+        following = asyncio.create_task(leader.caches.run())
+        await leader.caches.answered()
+        assert await NamespaceClaims(rest, "a/ddpjob-operator").mine("space")
+        assert await leader.reconcile_one(JobKey("space", "job")) == OTHERS_SECONDS
+        yield server, leader
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await leader.cluster.coordinators.close()
+
+
 def test_the_operator_touches_no_job_of_a_namespace_that_another_has_claimed() -> None:
     async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            spec = {"image": "image", "script": "train.py", "gpusPerNode": 0}
-            server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "uid"}, "status": {}, "spec": spec})
-            leader = Leader(Settings(key=b"0123456789abcdef", lease_namespace="b"), rest, CoordinatorClient())
-            following = asyncio.create_task(leader.caches.run())
-            await leader.caches.answered()
-            assert await NamespaceClaims(rest, "a/ddpjob-operator").mine("space")
-            assert await leader.reconcile_one(JobKey("space", "job")) == OTHERS_SECONDS
+        async with left_alone() as (server, leader):
             assert {path for method, path in server.acted if method != "GET"} == {CLAIMS}
             assert not leader.accounts.jobs(), "the other one counts and exports them"
             server.store.delete("Lease", CLAIM_NAME)
@@ -106,9 +118,6 @@ def test_the_operator_touches_no_job_of_a_namespace_that_another_has_claimed() -
             await leader.reconcile_one(JobKey("space", "job"))
             assert list(server.store.all("Pod"))
             assert [account.job.name for account in leader.accounts.jobs()] == ["job"]
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-            await leader.cluster.coordinators.close()
 
     run(main())
 
@@ -117,19 +126,9 @@ def test_a_job_that_is_gone_is_forgotten_by_the_operator_that_had_left_it_alone(
     """Else each job that ever lived in another operator's namespace would be looked at every few seconds, for ever."""
 
     async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            spec = {"image": "image", "script": "train.py", "gpusPerNode": 0}
-            server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "uid"}, "status": {}, "spec": spec})
-            leader = Leader(Settings(key=b"0123456789abcdef", lease_namespace="b"), rest, CoordinatorClient())
-            following = asyncio.create_task(leader.caches.run())
-            await leader.caches.answered()
-            assert await NamespaceClaims(rest, "a/ddpjob-operator").mine("space")
-            assert await leader.reconcile_one(JobKey("space", "job")) == OTHERS_SECONDS
+        async with left_alone() as (server, leader):
             server.store.delete("DDPJob", "job")
             await asyncio.sleep(1)
             assert await leader.reconcile_one(JobKey("space", "job")) is None
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-            await leader.cluster.coordinators.close()
 
     run(main())

@@ -208,15 +208,15 @@ class Turns:
             yield
         finally:
             timer.cancel()
-            self._count(group, loop.time() - began, loop.time())
+            self._count(group, began, loop.time())
             self._end(group, is_slow=is_slow)
 
-    def _count(self, group: Hashable, seconds: float, now: float) -> None:
+    def _count(self, group: Hashable, began: float, now: float) -> None:
         if now >= self._halved + 1.0:
             left = 0.5 ** ((now - self._halved) / HALF_LIFE)
             self._had = {other: had * left for other, had in self._had.items() if had * left > 0.01}
             self._halved = now
-        self._had[group] = self._had.get(group, 0.0) + seconds
+        self._had[group] = self._had.get(group, 0.0) + now - began
 
     async def _wait(self, group: Hashable) -> None:
         mine = asyncio.get_running_loop().create_future()
