@@ -276,6 +276,28 @@ async def test_a_group_that_wants_little_waits_for_one_turn_and_not_for_a_round(
 
 
 @virtual
+async def test_what_counts_are_turns_and_not_how_long_they_took() -> None:
+    """The first creations of a burst take many times as long as later ones, whoever makes them."""
+    turns, waited, loop = Turns(8), list[float](), asyncio.get_running_loop()
+
+    async def take(group: str, seconds: float) -> None:
+        began = loop.time()
+        async with turns.turn(group):
+            if group == "one":
+                waited.append(loop.time() - began)
+            await asyncio.sleep(seconds)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(3):
+            tasks.create_task(take("one", 2.0))
+        for group in ("a", "b", "c", "d", "e") * 100:
+            tasks.create_task(take(group, 0.02))
+        await asyncio.sleep(0.5)
+        await take("one", 0.02)
+    assert len(waited) == 4 and waited[-1] <= 0.021
+
+
+@virtual
 async def test_a_group_whose_turns_take_long_leaves_half_of_them_to_others() -> None:
     turns, ends, loop = Turns(4), list[float](), asyncio.get_running_loop()
 

@@ -166,8 +166,9 @@ class Turns:
     """At most so many at a time, and as many again that have taken longer than SLOW seconds: those wait for something
     else, such as an admission webhook, and not for each other.
 
-    While several groups wait, the next turn is for the one that has had the least time of late, which makes one that
-    wants little wait for nobody's queue; those that have half of all turns come last.
+    While several groups wait, the next turn is for the one that has had the fewest of late, which makes one that
+    wants little wait for nobody's queue; those that have half of all turns come last. It is turns that count and not
+    their time, which depends on the moment: those of the first seconds of a burst take many times as long.
     """
 
     def __init__(self, most: int) -> None:
@@ -175,7 +176,7 @@ class Turns:
         self._slow = 0
         self._taken: Counter[Hashable] = Counter()
         self._had: dict[Hashable, float] = {}
-        """Seconds of turns that have ended, halved each HALF_LIFE."""
+        """Turns of late: each counts half as much after HALF_LIFE."""
         self._halved = 0.0
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
@@ -187,8 +188,7 @@ class Turns:
     async def turn(self, group: Hashable) -> AsyncIterator[None]:
         """Waits for a turn of the group, which ends with the context."""
         if self._free and not self._waiting:
-            self._free -= 1
-            self._taken[group] += 1
+            self._begin(group)
         else:
             await self._wait(group)
         loop, is_slow = asyncio.get_running_loop(), False
@@ -202,21 +202,12 @@ class Turns:
             self._slow, is_slow = self._slow + 1, True
             self._next()
 
-        began = loop.time()
         timer = loop.call_later(SLOW, pass_on)
         try:
             yield
         finally:
             timer.cancel()
-            self._count(group, began, loop.time())
             self._end(group, is_slow=is_slow)
-
-    def _count(self, group: Hashable, began: float, now: float) -> None:
-        if now >= self._halved + 1.0:
-            left = 0.5 ** ((now - self._halved) / HALF_LIFE)
-            self._had = {other: had * left for other, had in self._had.items() if had * left > 0.01}
-            self._halved = now
-        self._had[group] = self._had.get(group, 0.0) + now - began
 
     async def _wait(self, group: Hashable) -> None:
         mine = asyncio.get_running_loop().create_future()
@@ -227,6 +218,16 @@ class Turns:
             if mine.done() and not mine.cancelled():
                 self._end(group)  # It was given a turn at the same time.
             raise
+
+    def _begin(self, group: Hashable) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._halved + 1.0:
+            left = 0.5 ** ((now - self._halved) / HALF_LIFE)
+            self._had = {other: had * left for other, had in self._had.items() if had * left > 0.5}
+            self._halved = now
+        self._had[group] = self._had.get(group, 0.0) + 1
+        self._free -= 1
+        self._taken[group] += 1
 
     def _end(self, group: Hashable, *, is_slow: bool = False) -> None:
         self._taken[group] -= 1
@@ -248,10 +249,8 @@ class Turns:
                 self._waiting[chosen] = others
             if not first.cancelled():
                 first.set_result(None)
-                self._free -= 1
-                self._taken[chosen] += 1
+                self._begin(chosen)
 
-    def _comes(self, group: Hashable) -> tuple[bool, float, int]:
+    def _comes(self, group: Hashable) -> tuple[bool, float]:
         """The order of groups that wait. Of equal ones the first is it: `_waiting` is in the order of last turns."""
-        taken = self._taken[group]
-        return 2 * taken >= self._most, self._had.get(group, 0.0), taken
+        return 2 * self._taken[group] >= self._most, self._had.get(group, 0.0)
