@@ -133,6 +133,7 @@ async def _create(
 ) -> tuple[Rejection, ...]:
     """Creates what pods need, then the pods: one, then twice as many at a time, until one is rejected.
 
+    A coordinator does not count: it comes with the first node, neither being of use without the other.
     What rejects one pod, a quota or a webhook, mostly rejects them all. Returns what was rejected,
     sorted by name: the order must not depend on chance, since a condition shows the first.
     """
@@ -153,7 +154,8 @@ async def _create(
 
     needed = [a for a in creations if not isinstance(a, CreateCoordinator | CreateNode)]
     await _together(partial(one, action) for action in needed)
-    pods, size = [a for a in creations if a not in needed], 1
+    pods = [a for a in creations if a not in needed]
+    size = 1 + any(isinstance(a, CreateCoordinator) for a in pods)
     while pods and all(r.optional or r.of_queue or r.of_budget for r in rejections):
         await _together(partial(one, action) for action in pods[:size])
         pods, size = pods[size:], min(2 * size, CONCURRENT)
