@@ -1006,7 +1006,7 @@ def test_what_a_pod_was_at_last_is_known_for_a_while() -> None:
     run(main())
 
 
-def test_the_token_s_secret_is_created_and_never_read() -> None:
+def test_the_token_s_secret_is_created_once_and_never_read() -> None:
     """The operator has no right to read Secrets: one that exists is this job's, by its name."""
 
     async def main() -> None:
@@ -1014,15 +1014,16 @@ def test_the_token_s_secret_is_created_and_never_read() -> None:
             await c.reconcile()
             [secret] = c.server.store.all("Secret")
             assert secret["stringData"] == {"token": c.cluster.platform.token(await c.job())}
-            pod = c.server.store.get("Pod", "job-0-0")
-            c.server.store.remove("Pod", pod)
-            await seen()
-            await c.reconcile()
-            await c.reconcile()
-            assert "job-0-1" in c.pods()
-            assert len(list(c.server.store.all("Secret"))) == 1
-            asked = [(method, path) for method, path, _ in c.server.requests if "/secrets" in path]
-            assert asked == [("POST", "/api/v1/namespaces/space/secrets")] * 2
+            for name, created in (("job-0-0", 1), ("job-1-0", 2)):
+                c.server.store.remove("Pod", c.server.store.get("Pod", name))
+                await seen()
+                await c.reconcile()
+                await c.reconcile()
+                assert f"{name[:-1]}1" in c.pods()
+                assert len(list(c.server.store.all("Secret"))) == 1
+                asked = [(method, path) for method, path, _ in c.server.requests if "/secrets" in path]
+                assert asked == [("POST", "/api/v1/namespaces/space/secrets")] * created
+                c.cluster._tokens.clear()  # Another operator does not know it.
 
     run(main())
 
@@ -1043,6 +1044,34 @@ def test_a_quota_of_secrets_that_is_used_up_keeps_no_pod_from_a_job_that_has_its
             await c.reconcile()
             await c.reconcile()
             assert "job-0-1" in c.pods()
+
+    run(main())
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_whose_token_was_deleted(*, restarted: bool) -> None:
+    quota = Fault(403, reason="Forbidden", message="exceeded quota: q, requested: secrets=1")
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            [secret] = c.server.store.all("Secret")
+            c.server.store.remove("Secret", secret)
+            c.server.faults = lambda m, path: quota if m == "POST" and path.endswith("/secrets") else None
+            pod = c.server.store.get("Pod", "job-0-0")
+            message = f'secret "{secret["metadata"]["name"]}" not found'
+            waiting = {"reason": "CreateContainerConfigError", "message": message}
+            main = pod["spec"]["containers"][0]["name"]
+            pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": main, "state": {"waiting": waiting}}]}
+            c.server.store.changed("Pod", pod)
+            await seen()
+            if restarted:
+                c.cluster._tokens.clear()
+            for _ in range(3):
+                await c.reconcile()
+                await seen()
+            scheduled = (await c.job()).status.condition(ConditionType.SCHEDULED)
+            assert scheduled is not None and "exceeded quota" in scheduled.message
 
     run(main())
 

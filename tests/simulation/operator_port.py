@@ -84,6 +84,8 @@ class MemoryCluster:
         self.outcomes: dict[str, Outcome] = {}
         """Of notifications, as this life of the operator knows them."""
         self.receiver_works = True
+        self._token = ""
+        """Name of the Secret that this life of the operator has created, or found."""
         self.classes = JobClasses()
         self.events: list[Event] = []
         self.writes = 0
@@ -110,6 +112,7 @@ class MemoryCluster:
         self._remembered = None
         self._departed.clear()
         self.outcomes.clear()
+        self._token = ""
         self.changed()
 
     # --- reading
@@ -145,6 +148,7 @@ class MemoryCluster:
             policy=policy_name(job, self.platform),
             has_policy=self.store.find("NetworkPolicy", policy_name(job, self.platform)) is not None,
             key_mark=self.platform.key_mark,
+            has_token=self._token == self.platform.token_secret(job),
             receivers=frozenset({"team"}),
             offer=self.classes.offer(job),
             outcomes=dict(self.outcomes),
@@ -250,6 +254,8 @@ class MemoryCluster:
                 owners += [found["metadata"].get("labels", {}).get(LABEL_UID)] if "Claim" in kind else []
                 if job.uid not in owners or "deletionTimestamp" in found["metadata"]:
                     raise NameTaken("an object of this name is still being removed") from None
+            if kind == "Secret":
+                self._token = name
             self.changed()
 
         self._call(f"creates {kind} {name}", act)

@@ -72,7 +72,7 @@ log = logging.getLogger("ddpjob.cluster")
 NAMESPACE_RETRY = 5.0
 REPORT_RETRY = 1.0
 """The report's arrival wakes the job earlier."""
-CREATIONS = 8
+CREATIONS = 16
 """Objects created at the same time, of all jobs together, and as many again that take long (`Turns`): a burst must not
 take the API server for itself."""
 LONGEST_PAUSE = 60.0
@@ -247,6 +247,7 @@ class KubernetesCluster:
             runtime=runtime,
             runtime_offered=runtime_name(),
             key_mark=self.platform.key_mark,
+            has_token=self._tokens.get(JobKey(job.namespace, job.name)) == self.platform.token_secret(job),
             serves_gangs=self.caches.serves_gangs(job),
             gangs=self.caches.gangs(job),
             serves_queues=self.caches.serves_queues(job.namespace),
@@ -442,10 +443,14 @@ class KubernetesCluster:
             return True
         if error.status != HTTPStatus.FORBIDDEN or "exceeded quota" not in error.message:
             return False
+        if self._tokens.get(key) == name:
+            return False  # A pod lacks it: it was deleted.
         same_key = job.status.template_hash.split("-")[1:2] == [self.platform.key_mark]
         generation = job.status.rendezvous.generation
         made_for = same_key and any(pod.generation == generation for pod in self.caches.pods(job))
-        return made_for or self._tokens.get(key) == name
+        if made_for:
+            self._tokens[key] = name
+        return made_for
 
     def _made(self, kind: str, body: Json) -> None:
         if kind == "ConfigMap":

@@ -367,6 +367,8 @@ class World:
     """Name of the one that this version of the operator would create."""
     key_mark: str = ""
     """Identifies the key that the jobs' tokens derive from; pods with tokens of different keys reject each other."""
+    has_token: bool = False
+    """Whether the Secret with the token was seen to exist. It cannot be read, and may have been deleted since."""
     report: Report | None = None
     report_seconds: float = 0.0
     """How old a report may become whose news wake the job by themselves. 0: each reconcile reads it."""

@@ -76,8 +76,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
         actions.append(CreatePolicy())
     if pods and status.gang_waits and gang_name(job, status.rendezvous.generation) not in world.gangs:
         actions.append(CreateGang())
-    if pods or _lacks_token(view):
-        # Not observed, since the operator may not read Secrets: every new pod makes sure of it.
+    if (pods and not world.has_token) or _lacks_token(view):
         actions.append(CreateToken())
     actions += pods
     actions += _removals(view, lost)
