@@ -363,15 +363,10 @@ class Parts:
             return [self._first_seen[pod.uid] - began for pod in new if pod.namespace != self.other]
 
         bare: list[tuple[float, float]] = []
-
-        async def both() -> float:
-            """A job and two bare pods at the same moment."""
-            at = time.monotonic() - began
-            waited, alone = await asyncio.gather(self._probe(), self._bare_probe(probe))
-            bare.append((at, alone))
-            return waited
-
-        async with self._probing(began, both, self.series.probes):
+        async with (
+            self._probing(began, self._probe, self.series.probes),
+            self._probing(began, lambda: self._bare_probe(probe), bare),
+        ):
             await self._delete_nodes_of(jobs)
             deleted = time.monotonic() - began
             await self._until("every lost pod is replaced", lambda: len(replacements()) >= len(victims))
@@ -383,7 +378,7 @@ class Parts:
         self._note(part, "the operator's processor time until then", usage.operator, "s")
         self._note_waits(part, "another team's new job waits", self.series.probes, "<= 1",
                          f"without the storm {statistics.median(quiet):.2f}")  # fmt: skip
-        self._note_waits(part, "two pods of a bare client, created at the same moments, wait", bare)
+        self._note_waits(part, "two pods of a bare client, created one pair after the other, wait", bare)
         self._note(part, "until all jobs are Running again", time.monotonic() - began, "s")
         await self._sweep_bare([self.other])
 
