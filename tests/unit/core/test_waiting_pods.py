@@ -46,6 +46,14 @@ def test_a_scheduler_that_does_not_exist_is_named_with_its_field() -> None:
     assert shown(ConditionType.SCHEDULED, 30, *tried).reason == "Unschedulable"
 
 
+def test_a_pod_that_runs_or_has_ended_waits_for_no_scheduler() -> None:
+    bound_by_hand = replace(pod(0), host="")
+    gone = unplaced(1)
+    for other in (bound_by_hand, replace(gone, phase="Failed")):
+        said = seen(job_of(2), 60, (other, gone, COORDINATOR), None)[1].status.condition(ConditionType.SCHEDULED)
+        assert said is not None and "job-1-0:" in said.message
+
+
 def test_a_gate_is_shown_at_once_with_kubernetes_own_reason() -> None:
     gated = unplaced(0, gated="Scheduling is blocked due to non-empty scheduling gates")
     found = shown(ConditionType.SCHEDULED, 1, gated, placed(1), COORDINATOR)

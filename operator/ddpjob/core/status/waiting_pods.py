@@ -23,7 +23,7 @@ NODES_MISSING = "NodesMissing"
 def not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
     """Reason and message for the first pod that no scheduler tries to place, None where there is none."""
     for pod in pods:
-        if pod.host:
+        if pod.host or pod.ended or pod.main.running:
             continue
         if pod.gated:
             return SCHEDULING_GATED, f"pod {pod.name}: {pod.gated}"
