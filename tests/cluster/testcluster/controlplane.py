@@ -8,7 +8,6 @@ from testcluster import pki
 from testcluster.processes import spawn, succeeds, wait_for
 from testcluster.settings import Settings, of_oldest
 
-
 # Each works in a heap of some 100 MB here, which Go would otherwise collect several times a second.
 _QUICK = {"GOGC": "300"}
 
