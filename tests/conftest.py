@@ -35,9 +35,12 @@ SLOW = (
     "runtime/test_runtime_standard.py",
     "simulation/test_crashes.py",
     "simulation/test_generated.py",
+    "simulation/test_one_coordinator.py",
     "simulation/test_random_faults.py",
     "unit/engine/test_any_report.py",
     "unit/monitoring/test_monitoring.py",
+    "unit/test_chart.py",
+    "unit/test_install_script.py",
     "unit/test_site.py",
 )
 """What takes long, in CPU seconds: other programs, torch's import, and searches through thousands of cases."""

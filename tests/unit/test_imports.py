@@ -45,7 +45,7 @@ runpy.run_module(program, run_name="__main__", alter_sys=True)
     ("package", "program", "extra"),
     [
         ("torch", "ddpjob_trainer", "trainer"),
-        ("numpy", "ddpjob_trainer", "trainer"),
+        pytest.param("numpy", "ddpjob_trainer", "trainer", marks=pytest.mark.slow),  # torch is imported first.
         ("kopf", "ddpjob.controller", "operator"),
         ("aiohttp", "ddpjob.dashboard", "cli"),
     ],
