@@ -733,7 +733,9 @@ MANIFEST = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "job-0-0"}, 
     [
         (Fault(403, reason="Forbidden", message="exceeded quota"), Refused),
         (Fault(422, reason="Invalid"), Refused),
-        (Fault(500, message="failed calling webhook"), Refused),
+        (Fault(500, message="Internal error occurred: failed calling webhook"), Refused),
+        (Fault(500, message='admission webhook "mpod.kb.io" denied the request: not decided'), Refused),
+        (Fault(500, message="Internal error occurred: etcdserver: no leader"), Unavailable),
         (
             Fault(403, reason="Forbidden", message="unable to create: namespace space is being terminated"),
             NamespaceEnding,
@@ -752,6 +754,33 @@ def test_what_a_creation_that_fails_is_called(fault: Fault, raised: type[Excepti
             c.fault_once("POST", "/pods", fault)
             with pytest.raises(raised):
                 await c.cluster.create(job, MANIFEST)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("said", "is_refused"),
+    [("failed calling webhook", True), ("etcdserver: no leader", False)],
+    ids=["webhook", "its own"],
+)
+def test_a_500_is_the_same_for_all_that_is_changed(said: str, *, is_refused: bool) -> None:
+    """A webhook may be away for long, and then holds up nothing else; a fault of the server's own is over soon."""
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            c.server.faults = lambda m, path: Fault(500, message=said) if m != "GET" else None
+            job, uid = await c.job(), c.uid("job-0-0")
+            for change in (
+                c.cluster.label_pod(job, "job-0-0", uid, Role.SPARE),
+                c.cluster.delete_pod(job, "job-0-0", uid, None),
+                c.cluster.record(job, Event(False, "Resumed", "an event")),
+            ):
+                with contextlib.nullcontext() if is_refused else pytest.raises(Unavailable):
+                    await change
+            for write in (c.cluster.create(job, _owned(job)), c.cluster.write_status(job, {"phase": "Pending"})):
+                with pytest.raises(Refused if is_refused else Unavailable, match=rf"^(500: |.*: 500: ){said}$"):
+                    await write
 
     run(main())
 

@@ -337,16 +337,28 @@ class KubernetesCluster:
         self._follow(key, result)  # A coordinator that runs since now: nothing else may change for a long time.
         return result
 
-    async def _change(self, method: str, path: str, *, body: Json, content_type: str = JSON) -> Json:
-        """Raises as `Rest.request`, and ApiError also where an admission webhook cannot be called: that may last, and
-        must not hold up what else there is to do for the job.
+    async def _change(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Json,
+        query: Mapping[str, str] | None = None,
+        content_type: str = JSON,
+        accept: str = JSON,
+    ) -> Json:
+        """Raises as `Rest.request`, and ApiError also where an admission webhook fails or cannot be called: that may
+        last, and must not hold up what else there is to do for the job. Another 500 is one of the API server's own.
         """
         try:
-            return await self.rest.request(method, path, body=body, content_type=content_type)
+            return await self.rest.request(
+                method, path, query=query, body=body, content_type=content_type, accept=accept
+            )
         except Unavailable as error:
-            if error.status != HTTPStatus.INTERNAL_SERVER_ERROR or "failed calling webhook" not in str(error):
+            message = str(error).partition(": 500: ")[2]
+            if error.status != HTTPStatus.INTERNAL_SERVER_ERROR or "webhook" not in message:
                 raise
-            raise ApiError(error.status, "InternalError", str(error).partition(": 500: ")[2]) from error
+            raise ApiError(error.status, "InternalError", message) from error
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         kind, pauses = manifest["kind"], self._pauses_of(job)
@@ -404,12 +416,7 @@ class KubernetesCluster:
     async def _create(self, job: DDPJob, manifest: Json) -> None:
         path = collection(kind_of(manifest), job.namespace)
         try:
-            made = await self.rest.request("POST", path, body=manifest, query={"fieldValidation": "Strict"})
-        except Unavailable as error:
-            if error.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-                # For instance an admission webhook that cannot be called: the user must see it.
-                raise Refused(error.status, str(error)) from error
-            raise
+            made = await self._change("POST", path, body=manifest, query={"fieldValidation": "Strict"})
         except ApiError as error:
             if manifest["kind"] == "Secret" and self._has_token(job, manifest, error):
                 return
@@ -541,9 +548,7 @@ class KubernetesCluster:
         body = {"metadata": {"uid": found.uid, "ownerReferences": owners}}
         path = _path("ConfigMap", job.namespace, name)
         try:
-            patched = await self.rest.request(
-                "PATCH", path, body=body, content_type=STRATEGIC_MERGE_PATCH, accept=METADATA
-            )
+            patched = await self._change("PATCH", path, body=body, content_type=STRATEGIC_MERGE_PATCH, accept=METADATA)
         except ApiError as error:
             if error.status not in (404, 409):
                 raise Refused(error.status, error.message) from error
@@ -737,7 +742,7 @@ class KubernetesCluster:
             "reportingInstance": self.instance[:128],
         }
         try:
-            await self.rest.request("POST", f"/apis/events.k8s.io/v1/namespaces/{job.namespace}/events", body=body)
+            await self._change("POST", f"/apis/events.k8s.io/v1/namespaces/{job.namespace}/events", body=body)
         except ApiError as error:
             if event.once and error.status == HTTPStatus.CONFLICT:
                 return
