@@ -20,7 +20,7 @@ from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType
 from ddpjob.controller.caches import Caches
-from ddpjob.controller.kubernetes_cluster import CREATIONS, LOOK_AGAIN, KubernetesCluster
+from ddpjob.controller.kubernetes_cluster import CREATIONS, FOUND_FOR, LOOK_AGAIN, KubernetesCluster
 from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.core.decision import BLOCKED_POLL, Event
 from ddpjob.core.world import Role
@@ -1077,6 +1077,39 @@ def test_a_quota_of_secrets_that_is_used_up_keeps_no_pod_from_a_job_that_has_its
     run(main())
 
 
+async def delete_token(c: Case) -> None:
+    """The job's Secret, and a pod waits for it."""
+    [secret] = c.server.store.all("Secret")
+    c.server.store.remove("Secret", secret)
+    pod = c.server.store.get("Pod", "job-0-0")
+    message = f'secret "{secret["metadata"]["name"]}" not found'
+    waiting = {"reason": "CreateContainerConfigError", "message": message}
+    main = pod["spec"]["containers"][0]["name"]
+    pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": main, "state": {"waiting": waiting}}]}
+    c.server.store.changed("Pod", pod)
+    await seen()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_token_that_was_deleted_is_made_once_while_the_kubelet_has_not_looked_again(*, restarted: bool) -> None:
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            for _ in range(2):
+                await delete_token(c)
+                if restarted:
+                    c.cluster._tokens.clear()
+                c.server.requests.clear()
+                for _ in range(20):
+                    await c.reconcile()
+                    await asyncio.sleep(1)
+                assert len(list(c.server.store.all("Secret"))) == 1
+                assert sum("/secrets" in path for _, path, _ in c.server.requests) == 1 + restarted
+                await asyncio.sleep(FOUND_FOR)
+
+    run(main())
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_whose_token_was_deleted(*, restarted: bool) -> None:
     quota = Fault(403, reason="Forbidden", message="exceeded quota: q, requested: secrets=1")
@@ -1084,16 +1117,8 @@ def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_whose_token_was_de
     async def main() -> None:
         async with case() as c:
             await c.reconcile()
-            [secret] = c.server.store.all("Secret")
-            c.server.store.remove("Secret", secret)
             c.server.faults = lambda m, path: quota if m == "POST" and path.endswith("/secrets") else None
-            pod = c.server.store.get("Pod", "job-0-0")
-            message = f'secret "{secret["metadata"]["name"]}" not found'
-            waiting = {"reason": "CreateContainerConfigError", "message": message}
-            main = pod["spec"]["containers"][0]["name"]
-            pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": main, "state": {"waiting": waiting}}]}
-            c.server.store.changed("Pod", pod)
-            await seen()
+            await delete_token(c)
             if restarted:
                 c.cluster._tokens.clear()
             for _ in range(3):

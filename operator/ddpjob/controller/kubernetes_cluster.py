@@ -78,6 +78,8 @@ take the API server for itself."""
 LONGEST_PAUSE = 60.0
 """Seconds between two tries of what was refused, at most."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
+FOUND_FOR = 30.0
+"""Seconds for which an object is taken to exist that was made or found, and that nothing shows."""
 LOOK_AGAIN = 5.0
 """Seconds for which the answer to a look at a Kubernetes node that seems lost is believed."""
 MOST_OWNERS = 1000
@@ -139,6 +141,9 @@ class KubernetesCluster:
         refused."""
         self._tokens: dict[JobKey, str] = {}
         """Names of Secrets that are known to exist."""
+        self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
+        """Objects that exist although nothing shows them, by the job's uid, kind and name: until when that is believed
+        (monotonic seconds)."""
         self._looked: dict[str, float] = {}
         """When a Kubernetes node that seemed lost was read, by name."""
         self._checked: dict[str, bool] = {}
@@ -153,7 +158,7 @@ class KubernetesCluster:
             await self._read_again(key)
         job = self.caches.job(key)
         if job is None:
-            for known in (self._pauses, self._tokens):
+            for known in (self._pauses, self._tokens, self._found):
                 known.pop(key, None)
             self._follow(key, None)
             if self.notifier is not None:
@@ -362,6 +367,8 @@ class KubernetesCluster:
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         kind, pauses = manifest["kind"], self._pauses_of(job)
+        if kind == "Secret" and self._is_found(job, kind, manifest["metadata"]["name"]):
+            return  # For a pod that lacks it: the kubelet has not looked again yet.
         user = manifest.get("spec", {}).get("securityContext", {}).get("runAsNonRoot")
         what = f"{kind} {manifest['metadata'].get('labels', {}).get(LABEL_ROLE)} {user}"
         before = pauses.get(what)
@@ -436,7 +443,7 @@ class KubernetesCluster:
                 raise Refused(error.status, error.message) from error
         else:
             if manifest["kind"] == "Secret":
-                self._tokens[JobKey(job.namespace, job.name)] = manifest["metadata"]["name"]
+                self._take_token(job, manifest["metadata"]["name"])
             self._made(kind_of(manifest), made)
 
     def _has_token(self, job: DDPJob, secret: Json, error: ApiError) -> bool:
@@ -446,7 +453,7 @@ class KubernetesCluster:
         """
         key, name = JobKey(job.namespace, job.name), secret["metadata"]["name"]
         if error.status == 409 and error.reason == "AlreadyExists":
-            self._tokens[key] = name  # This job's, by its name.
+            self._take_token(job, name)  # This job's, by its name.
             return True
         if error.status != HTTPStatus.FORBIDDEN or "exceeded quota" not in error.message:
             return False
@@ -458,6 +465,20 @@ class KubernetesCluster:
         if made_for:
             self._tokens[key] = name
         return made_for
+
+    def _take_token(self, job: DDPJob, name: str) -> None:
+        key = JobKey(job.namespace, job.name)
+        if self._tokens.get(key) == name:  # It was made again.
+            self._find(job, "Secret", name)
+        self._tokens[key] = name
+
+    def _find(self, job: DDPJob, kind: str, name: str) -> None:
+        found = self._found.setdefault(JobKey(job.namespace, job.name), {})
+        found[job.uid, kind, name] = time.monotonic() + FOUND_FOR
+
+    def _is_found(self, job: DDPJob, kind: str, name: str) -> bool:
+        found = self._found.get(JobKey(job.namespace, job.name), {})
+        return time.monotonic() < found.get((job.uid, kind, name), 0.0)
 
     def _made(self, kind: str, body: Json) -> None:
         if kind == "ConfigMap":
