@@ -814,6 +814,29 @@ def test_a_name_that_exists_is_its_own_or_taken() -> None:
     run(main())
 
 
+def test_a_service_that_has_lost_its_labels_is_asked_for_now_and_then_and_made_again_when_it_is_gone() -> None:
+    """No watch shows it, and the operator has no right to write it."""
+
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            service = c.server.store.get("Service", "job")
+            del service["metadata"]["labels"]
+            c.server.store.changed("Service", service)
+            c.cluster.caches.forget("Service", "space", "job")  # As the watch shows it.
+            c.server.requests.clear()
+            for _ in range(100):
+                await c.reconcile()
+                await asyncio.sleep(1)
+            assert sum("/services" in path for _, path, _ in c.server.requests) <= 8
+            c.server.store.remove("Service", service)
+            await asyncio.sleep(FOUND_FOR)
+            await c.reconcile()
+            assert c.server.store.find("Service", "job") is not None
+
+    run(main())
+
+
 def _make_a_claim(c: Case, **more: Any) -> None:
     """Have the job make the claim of its checkpoints."""
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}

@@ -245,10 +245,10 @@ class KubernetesCluster:
             pods=pods,
             departed=self.caches.departed(job),
             deletion_refused=self._deletion_refused(job, pods),
-            has_service=self.caches.owned("Service", job, job.name) is not None,
-            has_budget=self.caches.owned("PodDisruptionBudget", job, job.name) is not None,
+            has_service=self._has(job, "Service", job.name),
+            has_budget=self._has(job, "PodDisruptionBudget", job.name),
             policy=policy,
-            has_policy=self.caches.owned("NetworkPolicy", job, policy) is not None,
+            has_policy=self._has(job, "NetworkPolicy", policy),
             runtime=runtime,
             runtime_offered=runtime_name(),
             key_mark=self.platform.key_mark,
@@ -267,6 +267,9 @@ class KubernetesCluster:
             if job.status.template_hash.split("-")[0] != job.spec.template_hash
             else (),
         )
+
+    def _has(self, job: DDPJob, kind: str, name: str) -> bool:
+        return self.caches.owned(kind, job, name) is not None or self._is_found(job, kind, name)
 
     async def _with_flavors(self, job: DDPJob, workload: WorkloadView) -> WorkloadView:
         """An admitted Workload with what its flavors add to pods, which is read once: the status keeps it."""
@@ -507,6 +510,8 @@ class KubernetesCluster:
                 raise NameTaken("it belongs to an earlier job of this name and is still being removed")
             if "deletionTimestamp" in found["metadata"]:
                 raise NameTaken("an object of this name is still being removed")
+            if labels.get(LABEL_MANAGED) != MANAGED_BY:  # A user has removed it, and no watch shows the object.
+                self._find(job, manifest["kind"], manifest["metadata"]["name"])
             return
         raise NameTaken(
             "an object of this name exists and does not belong to this job: remove it, or give the job another name"
