@@ -380,6 +380,23 @@ def test_a_suspended_job_is_looked_at_until_its_pods_are_gone() -> None:
     assert after(replace(job, status=ending.status)).wake is None
 
 
+@pytest.mark.parametrize("suspend", [True, False], ids=["suspended", "another generation"])
+def test_a_pod_that_a_finalizer_keeps_beyond_its_grace_keeps_no_coordinator(*, suspend: bool) -> None:
+    """Such as one that was never placed, which nobody will ever show as ended."""
+    job = running(a_job(), a_pod(0), a_pod(1))
+    policy = replace(job.spec.run_policy, suspend=suspend)
+    rendezvous = replace(job.status.rendezvous, generation=1)
+    job = replace(job, spec=replace(job.spec, run_policy=policy), status=replace(job.status, rendezvous=rendezvous))
+    coordinator = PodView(name="job-coordinator-0", uid="c", role=Role.COORDINATOR, host="n9", phase="Running")
+
+    def is_kept(deleted_at: datetime) -> bool:
+        kept = a_pod(0, ContainerView(), phase="Pending", host="", deleted_at=deleted_at)
+        return DeletePod("job-coordinator-0", "c") not in after(job, kept, coordinator).actions
+
+    assert is_kept(NOW + timedelta(seconds=30))
+    assert not is_kept(NOW - timedelta(seconds=30))
+
+
 def test_a_job_that_has_ended_does_not_hurry_for_what_kueue_is_to_know() -> None:
     """Which may be refused for long."""
     ended = with_condition(a_job().status, ConditionType.COMPLETE, True, "Finished", "", NOW)

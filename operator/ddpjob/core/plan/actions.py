@@ -115,6 +115,11 @@ def _held_until(view: View) -> datetime | None:
     return latest
 
 
+def may_run(pod: PodView, now: datetime) -> bool:
+    """Whether a pod may still run, and save. Beyond its grace only somebody's finalizer keeps it, or a dead host."""
+    return not pod.ended and (pod.deleted_at is None or now < pod.deleted_at + _ENDING_MARGIN)
+
+
 def _lacks_token(view: View) -> bool:
     """Whether a pod cannot start since the Secret with its token was deleted, which no user can make again."""
     containers = (c for p in (view.coordinator, *view.pods) if p is not None for c in p.containers.values())
@@ -131,7 +136,7 @@ def _removals(view: View, lost: frozenset[str]) -> list[Action]:
     job, world, generation = view.job, view.world, view.status.rendezvous.generation
     actions: list[Action] = []
     kept: dict[int, list[PodView]] = {}
-    old_nodes_run = any(p.generation < generation and not p.ended for p in world.nodes())
+    old_nodes_run = any(p.generation < generation and may_run(p, view.now) for p in world.nodes())
     for pod in world.pods:
         if pod.name in view.current_names and pod.name not in lost:
             continue
