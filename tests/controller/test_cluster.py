@@ -1240,6 +1240,29 @@ def test_a_job_that_a_policy_keeps_after_its_time_is_wound_down_and_an_event_say
     run(main())
 
 
+@refused_by(Fault(403, reason="Forbidden", message="policy 'nodel' denied request: pods are evidence"))
+def test_an_ended_job_whose_pod_may_not_be_deleted_is_looked_at_no_more_than_one_that_is_refused_pods(
+    policy: Fault,
+) -> None:
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            await seen()
+            c.server.faults = lambda m, path: policy if m == "DELETE" and "/pods/" in path else None
+            c.finish("job")
+            await seen()
+            await c.reconcile()
+            assert await c.reconcile() == BLOCKED_POLL
+            c.server.faults = lambda m, path: None
+            await asyncio.sleep(60)
+            await c.reconcile()
+            assert "job-coordinator-0" not in c.pods()
+            await seen()
+            assert await c.reconcile() is None
+
+    run(main())
+
+
 def test_a_workload_that_a_policy_keeps_is_tried_again_and_an_event_says_so() -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request")
 

@@ -169,6 +169,7 @@ class KubernetesCluster:
         if job.status.terminal:
             world = World(
                 pods=pods,
+                deletion_refused=self._deletion_refused(job, pods),
                 key_mark=self.platform.key_mark,
                 hosts=self.caches.hosts.hosts,
                 workloads=self.caches.workloads(job),

@@ -87,9 +87,9 @@ def wind_down(view: View) -> Decision:
     training = [p for p in world.nodes() if not p.ended and p.deleted_at is None]
     overdue = now >= ended_at + timedelta(seconds=STOP_SECONDS)
     actions = _stop(view, training, overdue=overdue) if training else [*_clean(view), *finish_workloads(view)]
-    # What Kueue is to know may be refused for long.
+    # What Kueue is to know may be refused for long, and so may the deletion of a pod.
     soon = training or any(not isinstance(action, MarkWorkload) for action in actions)
-    wake = [POLL] if soon else [BLOCKED_POLL] if actions else []
+    wake = [POLL] if soon and not world.deletion_refused else [BLOCKED_POLL] if actions or soon else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:
         left = (ended_at + timedelta(seconds=ttl) - now).total_seconds()
