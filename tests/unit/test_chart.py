@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from ddpjob.api.reader import read_manifests
 from ddpjob.client.manifest_sources import checked
-from ddpjob.controller.operator_settings import Settings
+from ddpjob.controller.operator_settings import Settings, SettingsError
 
 CHART = Path(__file__).parents[2] / "charts" / "ddpjob-operator"
 BUILT = sorted(Path("~/.cache/ddpjob/cluster/bin").expanduser().glob("*/helm"))
@@ -183,6 +184,19 @@ def test_values_that_do_not_go_together_are_named(values: str, words: str) -> No
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", f"key.existingSecret=given,{values}")
     assert words in refused.value.stderr
+
+
+@pytest.mark.parametrize(
+    "key", [f"{'node.kubernetes.io/'[:n]}{end}" for n in range(1, 20) for end in ("", "*")]
+    + ["node.kubernetes.io/unschedulable", "nodes", "node-health*", "node.kubernetes.iox/gpu", "*"],
+)  # fmt: skip
+def test_the_chart_takes_the_taints_that_the_operator_takes(key: str) -> None:
+    """Else it crashes with a name that `helm upgrade` has taken."""
+    signals = json.loads((CHART / "values.schema.json").read_text())["properties"]["nodeHealth"]["properties"]
+    schema = signals["taints"]["items"]
+    is_taken = re.search(schema["pattern"], key) and not re.search(schema["not"]["pattern"], key)
+    with contextlib.nullcontext() if is_taken else pytest.raises(SettingsError):
+        Settings.from_environment({"DDPJOB_OPERATOR_KEY": "k" * 16, "DDPJOB_OPERATOR_NODE_TAINTS": json.dumps([key])})
 
 
 MANY = ["n" * 60] * 20
