@@ -253,6 +253,12 @@ def test_a_stalled_job_trains_nothing() -> None:
     assert found["ddpjob_job_pod_seconds"] == {own: 100} and found["ddpjob_job_training_seconds"] == {own: 0}
 
 
+@pytest.mark.parametrize(("reason", "shown"), [("Queued", 0), ("QueueNotServed", 1)])
+def test_a_queue_that_the_cluster_does_not_serve_is_not_one_that_is_full(reason: str, shown: int) -> None:
+    found = scraped(Job({"phase": "Queued", "conditions": [condition("Suspended", reason)]}).accounts)
+    assert found["ddpjob_job_queue_not_served"] == {("space", "job"): shown}
+
+
 def test_progress_of_a_hostile_script_makes_no_labels_and_no_other_series() -> None:
     hostile = {"step": "many", "loss": float("inf"), "epoch": True, "metrics": {f"m{n}": n for n in range(100)}}
     progress = {**hostile, "samplesPerSecond": 10.5, "checkpointTime": 1}

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, Restart, SlotState, known_time
 from ddpjob.core.failures.classify import PLANNED, Cause
+from ddpjob.core.status.conditions import QUEUE_NOT_SERVED
 from ddpjob.core.status.describe import STEP_OVERDUE
 from ddpjob.core.view import is_number
 from ddpjob.engine.ports import JobKey
@@ -340,6 +341,11 @@ def _families() -> _Families:
             "1 while the job's coordinator does not answer the operator, else 0",
             labels=own,
         ),
+        gauge(
+            "ddpjob_job_queue_not_served",
+            "1 while a job waits in a queue and the cluster serves none (reason QueueNotServed), else 0",
+            labels=own,
+        ),
         counter("ddpjob_job_restarts", "Restarts of a job since it began, of any cause", labels=own),
         gauge("ddpjob_job_budget_spent_restarts", "Restarts that count now against recovery.maxRestarts", labels=own),
         gauge("ddpjob_job_budget_restarts", "Restarts that recovery.maxRestarts allows", labels=own),
@@ -383,6 +389,7 @@ def _add(families: _Families, job: DDPJob, pod_seconds: float, training_seconds:
     add("ddpjob_job_nodes_training", _usage(status)[1])
     add("ddpjob_job_stalled", _is_stalled(status))
     add("ddpjob_job_coordinator_unreachable", _reason(status, ConditionType.RUNNING) == "CoordinatorUnreachable")
+    add("ddpjob_job_queue_not_served", _reason(status, ConditionType.SUSPENDED) == QUEUE_NOT_SERVED)
     add("ddpjob_job_budget_spent_restarts", status.restarts.counted)
     add("ddpjob_job_budget_restarts", job.spec.recovery.max_restarts)
     own = status.progress.get("metrics")
