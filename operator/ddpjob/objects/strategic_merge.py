@@ -87,13 +87,16 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     if terms := _machine_terms(spec):
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
         taken["affinity"] = {"nodeAffinity": required}
-    if volumes := _local_volumes(spec):
+    containers = _coordinator_containers(spec)
+    mounted = {mount.get("name") for container in containers for mount in container.get("volumeMounts", ())}
+    # The kubelet waits for the others too: those of a sidecar, such as a fast network's. One without a name is refused.
+    if volumes := [v for v in _local_volumes(spec) if v.get("name") in {None, *mounted}]:
         taken["volumes"] = volumes
     metadata = template.get("metadata") or {}
     given = (metadata.get("annotations") or {}).items()
     annotations = {k: v for k, v in given if k not in _FAST_NETWORKS and not k.startswith(_OF_A_CONTAINER)}
     kept = {**template, "metadata": {**metadata, "annotations": annotations}}
-    return _merged(pod, kept, {**taken, "containers": _coordinator_containers(spec)})
+    return _merged(pod, kept, {**taken, "containers": containers})
 
 
 def trainer_of(spec: Mapping[str, Any]) -> Json:

@@ -409,13 +409,17 @@ def test_the_coordinator_waits_for_nothing_that_only_a_training_pod_has(
     """The kubelet starts no container before its volumes are there, and none whose subPathExpr lacks a variable."""
     mounts = [{"name": "own", "mountPath": "/own", **mount}, {"name": "tools", "mountPath": "/opt/tools"}]
     volumes = [{"name": "own", **volume}, {"name": "tools", "hostPath": {"path": "/opt/tools", "type": "Directory"}}]
-    template = {"spec": {"volumes": volumes, "containers": [{"name": "trainer", "volumeMounts": mounts}]}}
+    volumes += [{"name": "daemon", "hostPath": {"path": "/var/lib/tcpx", "type": "Directory"}}]
+    daemon = {"name": "daemon", "image": "i", "volumeMounts": [{"name": "daemon", "mountPath": "/daemon"}]}
+    template = {"spec": {"volumes": volumes, "containers": [{"name": "trainer", "volumeMounts": mounts}, daemon]}}
     assert problems(template) == ()
     made = job(podTemplate=template, rendezvous={"placement": placement})
     pod = build_node(made, made.status, PLATFORM, 0, 0)
     assert [m for m in container(pod)["volumeMounts"] if m in mounts] == mounts
     host = pod if placement == "Master" else build_coordinator(made, made.status, PLATFORM)
     assert [m["name"] for m in container(host, "coordinator")["volumeMounts"]] == ["ddpjob-runtime", "tools"]
+    if placement == "Dedicated":
+        assert [v["name"] for v in host["spec"]["volumes"]] == ["ddpjob-runtime", "tools"]
 
 
 def test_the_coordinator_s_pod_asks_for_no_sysctl_that_its_kubelet_may_refuse() -> None:
