@@ -144,6 +144,9 @@ def _merge_list(old: list[Json], new: list[Json], key: str, *, whole: bool) -> l
 
 
 def _key_of(item: Json, key: str) -> Any:
-    """An item's key: /data and /data/ are one folder."""
-    value = item.get(key)
-    return value.rstrip("/") if key == "mountPath" and isinstance(value, str) else value
+    return mounted_at(item) if key == "mountPath" else item.get(key)
+
+
+def mounted_at(mount: Mapping[str, Any]) -> str:
+    """Where a mount is: /data and /data/ are one folder."""
+    return str(mount.get("mountPath", "")).rstrip("/")

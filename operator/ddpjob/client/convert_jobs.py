@@ -10,6 +10,7 @@ from typing import Any
 
 from ddpjob.api.job import API_VERSION, KIND
 from ddpjob.api.job_spec import Json
+from ddpjob.api.merging import mounted_at
 from ddpjob.client.backend import Mistake
 
 _GPUS = re.compile(
@@ -297,7 +298,7 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
 def _shared_memory(made: Conversion, pod: Json, container: Json) -> None:
     """A memory volume at /dev/shm becomes storage.sharedMemory."""
     mounts = container.get("volumeMounts") or []
-    shm = next((m for m in mounts if str(m.get("mountPath", "")).rstrip("/") == "/dev/shm"), None)
+    shm = next((m for m in mounts if mounted_at(m) == "/dev/shm"), None)
     if shm is None:
         return
     volume: Json = next((v for v in pod.get("volumes") or () if v.get("name") == shm.get("name")), {})

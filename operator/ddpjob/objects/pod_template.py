@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpjob.api.merging import mounted_at
 from ddpjob.api.schema import without_nulls
 from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
 
@@ -94,7 +95,7 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str) -> 
         if _OWNED_VARIABLES.fullmatch(str(variable.get("name"))):
             yield f"{path}.env[{position}].name: {variable['name']} is set by the operator; remove it"
     for position, mount in enumerate(container.get("volumeMounts") or ()):
-        owner = _OWNED_MOUNTS.get(str(mount.get("mountPath", "")).rstrip("/"))
+        owner = _OWNED_MOUNTS.get(mounted_at(mount))
         if owner:
             yield f"{path}.volumeMounts[{position}].mountPath: {mount['mountPath']} holds {owner}; choose another path"
 

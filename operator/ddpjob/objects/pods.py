@@ -8,6 +8,7 @@ from typing import Any
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import DataVolume, JobSpec, Json, Placement, Preflight, PreflightScope, Volume
 from ddpjob.api.job_status import JobStatus, PodChanges
+from ddpjob.api.merging import mounted_at
 from ddpjob.api.schema import default_of
 from ddpjob.core.world import (
     ANNOTATION_GROUP,
@@ -355,7 +356,7 @@ def _checkpoints_shared(job: DDPJob) -> bool:
     if storage.url:
         return False
     for mount in trainer_of(pod).get("volumeMounts") or ():
-        if str(mount.get("mountPath")).rstrip("/") == storage.checkpoint_path.rstrip("/"):
+        if mounted_at(mount) == storage.checkpoint_path.rstrip("/"):
             volume: Json = next((v for v in pod.get("volumes") or () if v.get("name") == mount.get("name")), {})
             return not _NETWORK_SOURCES.isdisjoint(volume) and "subPathExpr" not in mount
     return storage.checkpoints is not None and storage.checkpoints.seen_by_every_node
