@@ -155,6 +155,44 @@ async def test_a_job_that_was_created_suspended_and_is_resumed_without_its_class
     await s.until_phase("Complete")
 
 
+@pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
+async def test_a_job_is_of_the_class_that_it_names_although_nobody_saw_its_suspension(gone: bool) -> None:
+    """It was suspended, changed and resumed while no operator looked."""
+    other = {"a100": {**H100, "spec": {"image": "team/other:1"}}}
+    s = classed(h100=H100, steps=200, **({} if gone else other))
+    await s.until_phase("Running")
+    s.change_spec({"className": "a100"})
+    await passes(s, 60)
+    if gone:
+        assert s.phase == "Suspended" and conditions(s)["Suspended"]["reason"] == "ClassMissing"
+        assert not [p for p in s.pods.values() if not p.ended]
+        platform_team_sets(s, h100=H100, **other)
+    await s.until_phase("Complete")
+    assert s.status["jobClass"]["name"] == "a100" and conditions(s)["ClassApplied"]["status"] == "True"
+    now = str(s.status["rendezvous"]["generation"])
+    pods = [body for body in s.store.all("Pod") if body["metadata"]["labels"]["ddpjob.io/generation"] == now]
+    assert {c["image"] for body in pods for c in body["spec"]["containers"]} == {"team/other:1"}
+    assert s.status["restarts"]["counted"] == 0
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+async def test_a_pod_template_is_judged_with_what_the_class_gives(suspended: bool) -> None:
+    """The job adds a variable to a container whose image is the class's."""
+    theirs = {"spec": {"initContainers": [{"name": "fetch", "image": "team/fetch:1"}]}}
+    given = {**H100, "spec": {**H100["spec"], "podTemplate": theirs}}
+    own = {"spec": {"initContainers": [{"name": "fetch", "env": [{"name": "FROM", "value": "b"}]}]}}
+    s = classed({"podTemplate": own, "runPolicy": {"suspend": suspended}}, h100=given)
+    await passes(s, 3)
+    assert s.phase == ("Suspended" if suspended else "Starting")
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await passes(s, 3)
+    made = [c for body in s.store.all("Pod") for c in body["spec"].get("initContainers", ())]
+    assert len(made) == 2 and {c["image"] for c in made} == {"team/fetch:1"} and made[0]["env"][0]["name"] == "FROM"
+    faulty = classed({"podTemplate": {"spec": {"hostname": "mine"}}}, h100=given)
+    await passes(faulty, 3)
+    assert conditions(faulty)["Failed"]["reason"] == "InvalidPodTemplate"
+
+
 # --- limits
 
 

@@ -68,9 +68,15 @@ class JobClasses:
         return Offer(given, known, (*violations(job, given), *_unfit(job, given)))
 
 
+def lacks_class(job: DDPJob) -> bool:
+    """Whether the job names a class that it has not taken: a new job's, or another one than before."""
+    taken = job.status.job_class
+    return bool(job.spec.class_name) and (taken is None or taken.name != job.spec.class_name)
+
+
 def begins(job: DDPJob) -> bool:
-    """Whether the job has a class, and no pods that have been made with what it held before."""
-    fresh = not job.status.slots or job.status.holds(ConditionType.SUSPENDED)
+    """Whether the job has a class, and no pods that have been made with what this one held before."""
+    fresh = not job.status.slots or job.status.holds(ConditionType.SUSPENDED) or lacks_class(job)
     return bool(job.spec.class_name) and fresh and not (job.spec.run_policy.suspend or job.status.terminal)
 
 

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from ddpjob_runtime.protocol import MemberState
 
 from ddpjob.api.job import DDPJob
+from ddpjob.api.job_classes import lacks_class
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Creation, Decision, DeletePod, Event, Failure
 from ddpjob.core.failures.classify import Cause
@@ -69,7 +70,8 @@ def _decide(job: DDPJob, world: World, now: datetime) -> Decision:
     view = View(job, status, world, now)
     if status.terminal:
         return wind_down(view.with_status(replace(job.status, observed_generation=job.generation)))
-    if world.problems and not view.has_run and not (job.spec.run_policy.suspend and status.slots):
+    judged = not lacks_class(job)  # The class may give what podTemplate lacks.
+    if world.problems and judged and not view.has_run and not (job.spec.run_policy.suspend and status.slots):
         return fail(view, Failure("InvalidPodTemplate", "; ".join(world.problems)))
     if job.spec.run_policy.suspend:
         return _suspend(view)
