@@ -42,11 +42,15 @@ def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
     """What keeps a job that fits the schema from running anywhere; with paths into the manifest."""
     spec = manifest["spec"]
     template = spec.get("podTemplate") or {}
-    faulty = [Problem(*fault.split(": ", 1)) for fault in problems(template)] if template else []
+    whole = "className" not in spec  # What a class gives is known to a cluster's operator alone.
+    faulty = [Problem(*fault.split(": ", 1)) for fault in problems(template, whole=whole)] if template else []
     pod = without_nulls(template).get("spec") or {}
     found = [*_metadata(manifest["metadata"], "metadata"), *_spec(spec)]
     if not faulty:
-        found += [*_pod(pod), *_metadata(without_nulls(template).get("metadata") or {}, "spec.podTemplate.metadata")]
+        found += [
+            *_pod(pod, whole=whole),
+            *_metadata(without_nulls(template).get("metadata") or {}, "spec.podTemplate.metadata"),
+        ]
     return sorted({*faulty, *found})
 
 
@@ -147,7 +151,7 @@ def _quantity(value: Any, path: str) -> Iterator[Problem]:
         yield Problem(path, f"{value} is less than 0")
 
 
-def _pod(pod: Json) -> Iterator[Problem]:
+def _pod(pod: Json, *, whole: bool) -> Iterator[Problem]:
     yield from _name(pod.get("serviceAccountName"), f"{_TEMPLATE}.serviceAccountName")
     if pod.get("ephemeralContainers"):
         yield Problem(f"{_TEMPLATE}.ephemeralContainers", "no new pod may have them; use `kubectl debug` once it runs")
@@ -170,7 +174,7 @@ def _pod(pod: Json) -> Iterator[Problem]:
             yield Problem(at, f"has {len(sources)} sources ({', '.join(sources)}); a volume has one")
     for position, toleration in enumerate(pod.get("tolerations") or ()):
         yield from _toleration(toleration, f"{_TEMPLATE}.tolerations[{position}]")
-    yield from _containers(pod, volumes)
+    yield from _containers(pod, volumes, whole=whole)
 
 
 def _toleration(toleration: Json, path: str) -> Iterator[Problem]:
@@ -186,7 +190,7 @@ def _toleration(toleration: Json, path: str) -> Iterator[Problem]:
         yield Problem(f"{path}.key", "missing; without a key the operator must be Exists")
 
 
-def _containers(pod: Json, volumes: set[str]) -> Iterator[Problem]:
+def _containers(pod: Json, volumes: set[str], *, whole: bool) -> Iterator[Problem]:
     names: set[str] = {COORDINATOR_CONTAINER}
     for kind in ("initContainers", "containers"):
         for position, container in enumerate(pod.get(kind) or ()):
@@ -197,22 +201,22 @@ def _containers(pod: Json, volumes: set[str]) -> Iterator[Problem]:
             elif not _LABEL_NAME.fullmatch(name):
                 yield Problem(f"{at}.name", f"{name!r} is not a name of lower-case letters, digits and '-'")
             names.add(name)
-            if name != TRAINER_CONTAINER:
+            if name != TRAINER_CONTAINER and container.get("image"):
                 yield from _image(container["image"], f"{at}.image")
             yield from _resources(container.get("resources") or {}, f"{at}.resources")
-            yield from _mounts(container, volumes, at)
+            yield from _mounts(container, volumes, at, whole=whole)
             for number, variable in enumerate(container.get("env") or ()):
                 if not variable.get("name"):
                     yield Problem(f"{at}.env[{number}].name", "missing; name the variable")
 
 
-def _mounts(container: Json, volumes: set[str], path: str) -> Iterator[Problem]:
+def _mounts(container: Json, volumes: set[str], path: str, *, whole: bool) -> Iterator[Problem]:
     places: set[str] = set()
     for position, mount in enumerate(container.get("volumeMounts") or ()):
         at, name, place = f"{path}.volumeMounts[{position}]", mount.get("name"), mount.get("mountPath")
         if not name:
             yield Problem(f"{at}.name", "missing; name one of the volumes")
-        elif name not in volumes:
+        elif whole and name not in volumes:
             others = ", ".join(sorted(v for v in volumes if v and v not in _OWN_VOLUMES)) or "none"
             yield Problem(f"{at}.name", f"there is no volume {name}; volumes of podTemplate: {others}")
         if not place:

@@ -42,14 +42,17 @@ _OWNED_METADATA = ("name", "generateName", "namespace", "ownerReferences", "fina
 _OWNED_MOUNTS = {"/opt/ddpjob": "the runtime", "/dev/shm": "spec.storage.sharedMemory"}
 
 
-def problems(template: Mapping[str, Any]) -> tuple[str, ...]:
-    """One sentence for each fault of a podTemplate, with its path and what to write instead."""
+def problems(template: Mapping[str, Any], *, whole: bool = True) -> tuple[str, ...]:
+    """One sentence for each fault of a podTemplate, with its path and what to write instead.
+
+    Not `whole`: a class of jobs may give what it lacks.
+    """
     template = without_nulls(template)
     unknown = tuple(_unknown_fields(template, "V1PodTemplateSpec", "spec.podTemplate"))
-    return unknown or tuple(_overrides(template))
+    return unknown or tuple(_overrides(template, whole=whole))
 
 
-def _overrides(template: Mapping[str, Any]) -> Iterator[str]:
+def _overrides(template: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
     metadata, spec = template.get("metadata") or {}, template.get("spec") or {}
     for field in _OWNED_METADATA:
         if field in metadata:
@@ -64,7 +67,7 @@ def _overrides(template: Mapping[str, Any]) -> Iterator[str]:
     yield from _volume_overrides(spec)
     for kind in ("containers", "initContainers"):
         for position, container in enumerate(spec.get(kind) or ()):
-            yield from _container_overrides(container, f"spec.podTemplate.spec.{kind}[{position}]", kind)
+            yield from _container_overrides(container, f"spec.podTemplate.spec.{kind}[{position}]", kind, whole=whole)
 
 
 def _volume_overrides(spec: Mapping[str, Any]) -> Iterator[str]:
@@ -74,7 +77,7 @@ def _volume_overrides(spec: Mapping[str, Any]) -> Iterator[str]:
             yield f"{path}: names that begin with ddpjob- belong to the operator; choose another"
 
 
-def _container_overrides(container: Mapping[str, Any], path: str, kind: str) -> Iterator[str]:
+def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, whole: bool) -> Iterator[str]:
     name = container.get("name")
     if not name:
         remedy = f"name it {TRAINER_CONTAINER} to change the training container, anything else for a sidecar"
@@ -83,7 +86,7 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str) -> 
     if name == COORDINATOR_CONTAINER or (name == TRAINER_CONTAINER and kind == "initContainers"):
         yield f"{path}.name: {name} belongs to the operator; choose another name"
     if name != TRAINER_CONTAINER:
-        if not container.get("image"):
+        if whole and not container.get("image"):
             yield f"{path}.image: missing for the sidecar {name} (the training container's name is {TRAINER_CONTAINER})"
         return
     for field, remedy in _OWNED_CONTAINER.items():

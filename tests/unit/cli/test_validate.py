@@ -154,6 +154,16 @@ def test_what_a_template_may_hold(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert code == 2 and len(err.splitlines()) == 1 and "volumes[1].name: names that begin with ddpjob-" in err
 
 
+def test_what_a_class_may_give_is_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mount, sidecar = "volumeMounts: [{name: datasets, mountPath: /d}]", "env: [{name: LEVEL, value: debug}]"
+    template = TEMPLATE % f"containers: [{{name: trainer, {mount}}}, {{name: logger, {sidecar}}}]"
+    (tmp_path / "job.yaml").write_text(in_spec("className: h100") + template)
+    code, out, err = checked(capsys, str(tmp_path / "job.yaml"))
+    assert (code, err) == (0, "") and "ddpjob t is valid" in out
+    (tmp_path / "job.yaml").write_text(JOB + template)
+    assert "missing for the sidecar logger" in checked(capsys, str(tmp_path / "job.yaml"))[2]
+
+
 def test_all_documents_of_all_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
