@@ -243,6 +243,33 @@ async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
     assert not [c for c in conditions(s).values() if "suspended" in c["message"] or c["reason"] == "Suspended"]
 
 
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_a_job_that_is_resumed_in_another_mode_says_nothing_of_the_one_before(mode: str) -> None:
+    s = Simulation({"recovery": {"mode": "Fast"}}, steps=10**6)
+    await s.until(lambda: "FastRecovery" in conditions(s))
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    assert "FastRecovery" not in conditions(s), "what its pods could do is gone with them"
+    s.change_spec({"runPolicy": {"suspend": False}, "recovery": {"mode": mode}})
+    await s.one_pass()
+    assert "FastRecovery" not in conditions(s)
+    await s.until_phase("Running")
+    await s.one_pass()
+    assert ("FastRecovery" in conditions(s)) == (mode == "Fast")
+
+
+async def test_a_job_that_is_not_to_be_isolated_any_more_does_not_say_that_it_is_not() -> None:
+    """As the condition itself advises."""
+    s = Simulation({"podTemplate": {"spec": {"hostNetwork": True}}}, steps=10**6)
+    await s.until_phase("Running")
+    assert "set spec.network.isolate to false" in conditions(s)["Isolated"]["message"]
+    s.change_spec({"runPolicy": {"suspend": True}, "network": {"isolate": False}})
+    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await s.until_phase("Running")
+    assert "Isolated" not in conditions(s)
+
+
 async def test_a_policy_that_denies_a_replacement_does_not_end_a_job() -> None:
     s = Refusing({}, steps=200)
     await s.until_phase("Running")

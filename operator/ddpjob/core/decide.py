@@ -343,12 +343,14 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
         else waits or "no pods run; set runPolicy.suspend to false to resume"
     )
     status = with_condition(status, ConditionType.SUSPENDED, True, reason, message, now)
-    for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.FAST_RECOVERY):
+    for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.RESTARTING):
         if status.condition(kind) is not None:
             status = with_condition(status, kind, False, "Suspended", "the job is suspended", now)
-    status = without_condition(status, ConditionType.NODES_HEALTHY)
-    status = without_condition(status, ConditionType.RANKS_ORDERED)
-    status = without_condition(status, ConditionType.CHECKPOINTS_COPIED)
+    for kind in (
+        *(ConditionType.FAST_RECOVERY, ConditionType.NODES_HEALTHY, ConditionType.RANKS_ORDERED),
+        ConditionType.CHECKPOINTS_COPIED,
+    ):
+        status = without_condition(status, kind)
     progress = shown_progress(status.progress, view.reported_progress, now, at_once=True)
     status = with_phase(replace(status, start_time=None, active=0, ready=0, spare=0, progress=progress))
     if reason not in QUEUED:

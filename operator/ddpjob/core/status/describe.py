@@ -519,7 +519,9 @@ def _timed(view: View) -> tuple[Restart, ...]:
 def _fast_recovery(view: View) -> JobStatus:
     """In mode Fast, once the coordinator has reported: whether every pod can do what the mode promises."""
     status, report = view.status, view.report
-    if not view.job.spec.fast or report is None or not report.members:
+    if not view.job.spec.fast:
+        return without_condition(status, ConditionType.FAST_RECOVERY)
+    if report is None or not report.members:
         return status
     notes = [note for note in report.notes if note.kind not in (PREFLIGHT, DATA)]
     if notes:
@@ -564,6 +566,8 @@ def _isolated(view: View) -> JobStatus:
     if spec.network.isolate and spec.on_host_network:
         why = "with podTemplate.spec.hostNetwork no NetworkPolicy applies to the job's pods"
         return condition(False, "HostNetwork", f"{why}; if this is intended, set spec.network.isolate to false")
+    if not world.policy:
+        return without_condition(status, ConditionType.ISOLATED)
     if world.has_policy and status.condition(ConditionType.ISOLATED) is not None:
         return condition(True, "PolicyExists", f"NetworkPolicy {world.policy}")
     return status
