@@ -20,7 +20,7 @@ from ddpjob.core.plan.gang import is_outdated, with_placed, yields
 from ddpjob.core.plan.job_class import CLASS_REFUSED, class_fault, takes_class, with_class_applied
 from ddpjob.core.plan.queue import drop_workloads, is_queued, queue_actions, waits_for, with_admitted, with_grant
 from ddpjob.core.plan.slots import can_replace, fits, new_generation, resized, with_rounds
-from ddpjob.core.plan.wind_down import complete, fail, wind_down
+from ddpjob.core.plan.wind_down import complete, fail, has_leftovers, wind_down
 from ddpjob.core.status.conditions import QUEUED, with_condition, with_phase, without_condition
 from ddpjob.core.status.describe import deletion_refused, describe, preflight_passed
 from ddpjob.core.status.events import change_events, restart_events
@@ -29,7 +29,7 @@ from ddpjob.core.status.notifications import with_notifications
 from ddpjob.core.status.shown_progress import shown_progress
 from ddpjob.core.view import View
 from ddpjob.core.volumes import FIELD
-from ddpjob.core.world import LABEL_ROLE, LABEL_UID, Role, World
+from ddpjob.core.world import LABEL_ROLE, LABEL_UID, PodView, Role, World, is_down
 
 
 def decide(job: DDPJob, world: World, now: datetime) -> Decision:
@@ -125,7 +125,7 @@ def _queue(view: View) -> Decision:
     elif not view.status.holds(ConditionType.SUSPENDED):
         events.append(Event(False, reason, message))
     decision = _suspend(view, reason, message, events)
-    if decision.status.terminal or any(not pod.ended for pod in view.world.pods):
+    if decision.status.terminal or any(_stays(pod, view.world) for pod in view.world.pods):
         return decision
     actions = queue_actions(view.with_status(decision.status))
     blocked = view.world.rejections or not view.world.serves_queues
@@ -310,6 +310,11 @@ def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
     return replace(status, restarts=replace(counts, counted=0)), [Event(False, "BudgetRestored", message)]
 
 
+def _stays(pod: PodView, world: World) -> bool:
+    """Whether anything in a pod still runs, such as a sidecar of a program that has ended, and its host will end it."""
+    return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
+
+
 def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
     """Deletes all pods with their grace, so that scripts can save; the slots are planned again for the resume.
 
@@ -329,7 +334,7 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     if created or any(state is not SlotState.PLANNED for state in states):
         # Also for pods that no status shows yet: their names are used up. The spec is looked at when the job resumes.
         status = replace(new_generation(view), template_hash=status.template_hash, runtime=status.runtime)
-    leaving = [p for p in view.world.pods if not p.ended]
+    leaving = [p for p in view.world.pods if _stays(p, view.world)]
     if events is None:
         already = status.condition(ConditionType.SUSPENDED)
         fresh = already is None or not already.status or already.reason != reason

@@ -450,3 +450,23 @@ def test_a_sidecar_that_outlives_the_program_is_ended_with_its_pod() -> None:
     sidecar = replace(ended, containers={**ended.containers, "logger": ContainerView(started=NOW)})
     world = World(pods=(sidecar,), runtime=OFFERED, runtime_offered=OFFERED)
     assert DeletePod(ended.name, ended.uid) in decide(job, world, NOW + timedelta(seconds=5)).actions
+
+
+def test_a_sidecar_beside_a_program_that_has_ended_does_not_outlive_a_suspension() -> None:
+    """It would hold the pod's GPUs, in a job of which no pods are said to run."""
+    job = running(a_job(command=["train"]), a_pod(0), a_pod(1))
+    job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
+    ended = a_pod(0, EXITED_WELL)
+    sidecar = replace(ended, containers={**ended.containers, "logger": ContainerView(started=NOW)})
+    suspended = after(job, sidecar, a_pod(1))
+    assert {a.name for a in suspended.actions if isinstance(a, DeletePod)} == {"job-0-0", "job-1-0"}
+    job = replace(job, status=suspended.status)
+
+    def said(pod: PodView, **world: Any) -> str:
+        condition = after(job, pod, **world).status.condition(ConditionType.SUSPENDED)
+        return condition.message if condition is not None else ""
+
+    assert said(replace(sidecar, deleted_at=NOW)) == "1 pod still terminating"
+    down = {"n0": HostView(name="n0", ready=False, since=NOW, out_of_service=False)}
+    assert said(replace(sidecar, deleted_at=NOW), hosts=down).startswith("no pods run"), "nobody would confirm its end"
+    assert said(ended).startswith("no pods run")
