@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ddpjob.api.job import DDPJob
-from ddpjob.api.job_status import Restart, SlotState
+from ddpjob.api.job_status import PodChanges, QueueStatus, Restart, SlotState
 from ddpjob.controller.operator_settings import Settings, SettingsError
 from ddpjob.core.failures.node_health import LASTS, judge_nodes, next_judgement
 from ddpjob.core.view import View
@@ -196,6 +196,18 @@ def test_a_node_takes_the_pod_only_if_its_taints_are_tolerated(toleration: dict[
     assert taints == (("dedicated", "gpu", "NoSchedule"),)
     nodes = {name: host if name in ("n0", "n1") else replace(host, taints=taints) for name, host in hosts(1).items()}
     assert judged(job, pods, nodes) == [(1, "" if fits else "NoOtherNode")]
+
+
+def test_what_the_queues_flavor_adds_to_pods_counts_as_what_the_template_has() -> None:
+    job, pods = running(2, gpusPerNode=8)
+    taints = (("pool", "h100", "NoSchedule"),)
+    nodes = {name: replace(host, labels={"pool": "h100"}, taints=taints) for name, host in hosts(1).items()}
+    assert judged(job, pods, nodes) == [(1, "NoOtherNode")]
+    added = PodChanges(node_selector={"pool": "h100"}, tolerations=({"key": "pool", "operator": "Exists"},))
+    queued = replace(job, status=replace(job.status, queue=QueueStatus(workload="w", uid="w", pods=2, node=added)))
+    assert judged(queued, pods, nodes) == [(1, "")]
+    others = {name: host if name in ("n0", "n1") else replace(host, labels={}) for name, host in nodes.items()}
+    assert judged(queued, pods, others) == [(1, "NoOtherNode")], "its quota is for machines of another flavor"
 
 
 def test_a_node_with_more_taints_than_are_looked_at_takes_nothing() -> None:

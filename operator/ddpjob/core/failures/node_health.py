@@ -16,7 +16,7 @@ from typing import Any
 from ddpjob_runtime.protocol import CoordinatorState, MemberState
 
 from ddpjob.api.job_spec import JobSpec
-from ddpjob.api.job_status import SlotState
+from ddpjob.api.job_status import PodChanges, QueueStatus, SlotState
 from ddpjob.core.failures.avoided_nodes import RECENT, WINDOW
 from ddpjob.core.failures.classify import Cause, End
 from ddpjob.core.view import View
@@ -63,7 +63,7 @@ def judge_nodes(view: View) -> list[Verdict]:
     often = len({r.round for r in recent}) >= MOVES or len(within) >= RECENT  # Others may have pushed moves out.
     left = {r.node for r in recent}
     left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}
-    wants = Wants.of(view.job.spec)
+    wants = Wants.of(view.job.spec, view.status.queue)
     own = {host.name for _, _, host, _ in found}
     kin = [host for host in hosts.values() if not host.deleted and (host.name in own or wants.kind(host))]
     storm = sum(bool(host.unhealthy) for host in kin) > max(1, SHARE * len(kin))
@@ -164,7 +164,9 @@ class Wants:
     """Whether there is anything that is not judged here, so that nobody but the scheduler can tell."""
 
     @classmethod
-    def of(cls, spec: JobSpec) -> Wants:
+    def of(cls, spec: JobSpec, queue: QueueStatus | None) -> Wants:
+        """`queue`: the quota that the job runs with, whose flavor adds to its pods."""
+        added = queue.node if queue is not None else PodChanges()
         pod = _dict(spec.pod_template.get("spec"))
         affinity = _dict(pod.get("affinity"))
         rules = any(name.startswith("required") and v for kind in affinity.values() for name, v in _dict(kind).items())
@@ -178,9 +180,9 @@ class Wants:
                 more = True
             amounts |= asked
         return cls(
-            labels={str(key): str(value) for key, value in _dict(pod.get("nodeSelector")).items()},
+            labels={str(k): str(v) for k, v in {**_dict(pod.get("nodeSelector")), **added.node_selector}.items()},
             devices={name: int(n) for name, n in amounts.items() if str(n).isdecimal()},
-            tolerations=tuple(_dicts(pod.get("tolerations"))),
+            tolerations=(*_dicts(pod.get("tolerations")), *added.tolerations),
             more=more or not all(str(n).isdecimal() for n in amounts.values()),
         )
 
