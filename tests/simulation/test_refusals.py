@@ -129,6 +129,11 @@ async def test_pods_that_train_hold_nothing_idle() -> None:
     await s.settle()
     scheduled = conditions(s)["Scheduled"]
     assert scheduled["reason"] == "CreationRefused" and "meanwhile" not in scheduled["message"]
+    await s.one_pass()
+    said = conditions(s)["Running"]["message"]
+    assert said.startswith(
+        "2 of 3 nodes train as one group; the missing pods are not created: CreationRefused: Pod job-2"
+    )
 
 
 async def test_a_name_that_another_has_is_reported() -> None:
@@ -468,6 +473,22 @@ async def test_a_claim_stays_or_goes_with_its_job(when_deleted: str) -> None:
     assert claim["metadata"]["labels"]["ddpjob.io/job-uid"] == s.job_body["metadata"]["uid"]
     s.store.remove("DDPJob", s.job_body)
     assert (s.store.find("PersistentVolumeClaim", "job-checkpoints") is not None) == (when_deleted == "Retain")
+
+
+async def test_a_job_that_is_scaled_beyond_what_its_claim_can_serve_says_so_and_trains_on() -> None:
+    s = Simulation({"nodes": 1, "storage": {"checkpoints": {"claimName": "disk"}}}, steps=10**6)
+    s.store.create("PersistentVolumeClaim", {"metadata": {"name": "disk"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
+    await s.until_phase("Running")
+    s.change_spec({"nodes": 2})
+    for _ in range(30):
+        await s.one_pass()
+        s.advance(1)
+    scheduled = conditions(s)["Scheduled"]
+    assert scheduled["reason"] == "VolumeSingleNode" and "but spec.nodes is 2" in scheduled["message"]
+    assert [p.name for p in s.nodes()] == ["job-0-0"] and s.status["restarts"]["total"] == 0
+    assert "the missing pods are not created: VolumeSingleNode" in conditions(s)["Running"]["message"]
+    s.change_spec({"nodes": 1})
+    await s.until(lambda: conditions(s)["Running"]["message"] == "1 node trains")
 
 
 async def test_a_kept_claim_is_used_again() -> None:

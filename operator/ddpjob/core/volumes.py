@@ -66,15 +66,17 @@ def claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
     """Names of the claims that this reconcile must know: those that a pod to be created would mount.
 
     A claim's access modes do not change, but one that the job has made may be removed under it: it is
-    looked at again wherever a pod is missing, since the next pod would train from nothing.
+    looked at again wherever a pod is missing, since the next pod would train from nothing. All are looked
+    at where a single pod is placed and there shall be more: what serves one may not serve two.
     """
-    if not job.status.active:
+    slots = job.status.slots
+    wanted = {node_pod_name(job, i, s.attempt) for i, s in enumerate(slots) if s.state is not SlotState.SUCCEEDED}
+    there = wanted & {p.name for p in pods if p.host and not p.ended and p.deleted_at is None}
+    done = len(slots) - len(wanted)
+    if not job.status.active or len(there) < 2 <= job.spec.pods - done:
         return job.claims
     if not job.made_claim:
         return ()
-    there = {p.name for p in pods if p.host and not p.ended and p.deleted_at is None}
-    slots = enumerate(job.status.slots)
-    wanted = {node_pod_name(job, i, s.attempt) for i, s in slots if s.state is not SlotState.SUCCEEDED}
     return () if job.status.claim_made and wanted <= there else (job.made_claim,)
 
 

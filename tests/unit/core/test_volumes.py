@@ -73,7 +73,19 @@ def test_the_made_claim_is_looked_at_whenever_a_pod_is_missing() -> None:
     assert claims_to_read(unseen, (first, second)) == ("job-checkpoints",), "until it is noted"
     named = job_with(storage={"checkpoints": {"claimName": "a"}})
     assert claims_to_read(named, ()) == ("a",), "before the first pod"
-    assert claims_to_read(replace(named, status=job.status), (first,)) == ()
+    three = replace(named, spec=replace(named.spec, nodes=3), status=job.status)
+    assert claims_to_read(three, (first, second)) == (), "it serves two"
+
+
+def test_a_claim_of_a_job_that_grows_from_one_node_is_looked_at() -> None:
+    one = job_with(nodes=1, storage={"checkpoints": {"claimName": "a"}})
+    one = replace(one, status=replace(one.status, active=1, slots=(Slot(state=SlotState.RUNNING),)))
+    first = PodView(name="job-0-0", uid="1", role=Role.NODE, index=0, host="n1")
+    assert claims_to_read(one, (first,)) == ()
+    two = replace(one, spec=replace(one.spec, nodes=2))
+    assert claims_to_read(two, (first,)) == ("a",), "before the second pod is made"
+    planned = replace(two, status=replace(two.status, slots=(*two.status.slots, Slot(attempt=1))))
+    assert claims_to_read(planned, (first,)) == ("a",), "and as long as it is not"
 
 
 def test_the_jobs_own_and_one_kept_for_it_serve() -> None:

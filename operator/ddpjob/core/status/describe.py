@@ -470,6 +470,9 @@ def _missing(view: View) -> str:
     spare = view.status.spare
     if spare:
         return f"{spare} more {'joins' if spare == 1 else 'join'} at the next restart"
+    scheduled = view.status.condition(ConditionType.SCHEDULED)
+    if scheduled is not None and not scheduled.status and scheduled.reason != "Placing":
+        return f"the missing pods are not created: {scheduled.reason}: {scheduled.message}"
     return "the missing pods are being created"
 
 
