@@ -222,6 +222,19 @@ async def test_a_larger_job_trains_at_its_old_size_until_there_is_quota() -> Non
     assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
 
 
+async def test_a_larger_job_keeps_its_spares_until_there_is_quota() -> None:
+    s, kueue = queued({"spares": 1}, pods=3, steps=10**6)
+    await s.until_phase("Running")
+    s.change_spec({"nodes": 4})
+    await passes(s, 100)
+    assert s.status["nodes"]["display"] == "2/4 +1" and s.phase == "Running" and s.status["restarts"]["total"] == 0
+    assert "Scaled" not in events(s), "nothing has changed yet"
+    kueue.pods = 5
+    await s.until(lambda: s.status["nodes"]["display"] == "4/4 +1" and s.phase == "Running")
+    [scaled] = [e.message for e in s.cluster.events if e.reason == "Scaled"]
+    assert scaled == "spec.nodes changed from 2 to 4"
+
+
 async def test_a_smaller_job_gives_quota_back_without_a_stop() -> None:
     s, kueue = queued({"nodes": 3}, pods=3, steps=200)
     await s.until_phase("Running")

@@ -63,10 +63,14 @@ class DDPJob:
         )
 
     def granted(self, status: JobStatus) -> DDPJob:
-        """The job at the size that its queue has granted, which may be less than its spec asks for."""
+        """The job at the size that its queue has granted, which may be less than its spec asks for.
+
+        It keeps as many nodes as it has, and its spares with them: what it asks for comes with the quota.
+        """
         if status.queue is None or status.queue.pods >= self.spec.pods:
             return self
-        nodes = max(1, min(self.spec.nodes, status.queue.pods))
+        least = self.spec.elastic.min_nodes if self.spec.elastic else 1
+        nodes = min(self.spec.nodes, status.queue.pods, max(least, status.rendezvous.nodes or self.spec.nodes))
         return replace(self, spec=replace(self.spec, nodes=nodes, spares=max(0, status.queue.pods - nodes)))
 
     @property
