@@ -302,6 +302,19 @@ async def test_a_queue_is_chosen_again_while_the_job_waits() -> None:
     assert workload["spec"]["queueName"] == "other"
 
 
+async def test_it_is_the_queue_that_had_granted_the_quota_that_takes_it_back() -> None:
+    s, kueue = queued(steps=10**6)
+    await s.until_phase("Running")
+    s.job_body["metadata"]["labels"][QUEUE_LABEL] = "other"
+    kueue.pods = 0
+    kueue.evict()
+    await s.until_phase("Queued")
+    [evicted] = [e.message for e in s.cluster.events if e.reason == "Evicted"]
+    assert evicted.startswith("queue team takes the quota back: preempted")
+    await passes(s, 60)
+    assert conditions(s)["Suspended"]["message"].startswith("waits in queue other for the quota of 2 pods")
+
+
 async def test_a_label_does_not_stop_what_runs_without_a_queue() -> None:
     s = Simulation({}, steps=1000)
     s.cluster.serves_queues = True

@@ -115,12 +115,14 @@ def _queue(view: View) -> Decision:
     if had is not None:
         held = next((w for w in view.world.workloads if w.uid == had.uid), None)
         lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
+        # The label may name another queue by now.
+        queue = next((w.asks[0] for w in (held, lost) if w is not None and w.asks[0]), view.job.queue)
         if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):
-            why = f"the quota that queue {view.job.queue} has granted does not suit the job's spec any more"
+            why = f"the quota that queue {queue} has granted does not suit the job's spec any more"
             events.append(Event(False, Cause.SPEC_CHANGED, f"{why}: it asks again; checkpoints are kept"))
         else:
             why = lost.message if lost is not None else "its Workload is gone"
-            evicted = f"queue {view.job.queue} takes the quota back: {why}; checkpoints are kept"
+            evicted = f"queue {queue} takes the quota back: {why}; checkpoints are kept"
             events.append(Event(True, "Evicted", evicted))
     elif not view.status.holds(ConditionType.SUSPENDED):
         events.append(Event(False, reason, message))
