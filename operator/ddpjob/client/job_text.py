@@ -260,7 +260,8 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield from _without_status(body, now)
         return
     if status.holds(ConditionType.COMPLETE):
-        yield f"{name} is complete: it ran for {took(body, now)}."
+        ran = took(body, now)  # Not known of one that made its last step while it was suspended.
+        yield f"{name} is complete{f': it ran for {ran}' if ran else ''}."
         return
     if main is None:
         spare = f" and {count(status.spare, 'spare')}" if status.spare else ""

@@ -112,6 +112,8 @@ def test_suspended_complete_running_and_interrupted() -> None:
     times = {"startTime": "2026-01-01T11:00:00Z", "completionTime": "2026-01-01T11:30:00Z"}
     done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], **times)
     assert text(done) == "j is complete: it ran for 30m00s."
+    del done["status"]["startTime"]
+    assert text(done) == "j is complete.", "it was suspended at its last step"
     running = job(phase="Running", nodes={"ready": 2, "spare": 1}, conditions=[condition("Running", True, "GroupRuns")])
     assert text(running) == "j trains on 2 nodes and 1 spare."
     for moment, quiet in {"11:59:31": False, "11:58:00": True}.items():

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 from ddpjob.api.job_spec import Placement
 from ddpjob.api.job_status import ConditionType, GangStatus, JobStatus, Slot, SlotState
+from ddpjob.core.status.messages import count
 from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_GROUP
 
@@ -95,6 +96,7 @@ def yields(view: View) -> str:
     if now - max(running.since, scheduled.since, first.created or now) < YIELD:
         return ""
     return (
-        f"{len(held)} of {spec.min_nodes} nodes were held for {YIELD.seconds} s without training, and there is no room "
-        f"for pod {first.name}: the job gives them up and waits for all of them at once"
+        f"{count(len(held), 'pod')} {'has' if len(held) == 1 else 'have'} held a node for {YIELD.seconds} s without "
+        f"training, and there is no room for pod {first.name}: the job gives up what it holds and waits for "
+        f"{spec.min_nodes} nodes at once"
     )

@@ -137,7 +137,7 @@ def _why(job: DDPJob, status: JobStatus, event: NotifyEvent) -> tuple[str, str]:
         condition = status.condition(ConditionType(event))
         return (condition.reason, condition.message) if condition is not None else (str(event), "")
     counts, allowed = status.restarts, job.spec.recovery.max_restarts
-    used = f"{counts.counted} of recovery.maxRestarts = {allowed} are used up"
+    used = f"{counts.counted} of recovery.maxRestarts = {allowed} {'is' if counts.counted == 1 else 'are'} used up"
     last = next((r for r in reversed(counts.recent) if r.counted), None)
     return str(event), f"{used}; the last one: {last.reason}: {last.message}" if last is not None else used
 
