@@ -185,8 +185,10 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         if until > since:
             spans.append(Span(since / whole * 1000, (until - since) / whole * 1000, kind, title))
 
-    at, lost, number = 0.0, 0.0, 0
-    unlisted = status.restarts.total > len(status.restarts.recent)
+    # A suspension ends a time: what is listed from before is no part of this one.
+    earlier = [restart.round for restart in status.restarts.recent if restart.time < begin]
+    at, lost, number = 0.0, 0.0, max(earlier, default=0)
+    unlisted = status.restarts.total > len(status.restarts.recent) and not earlier
     for position, restart in enumerate(restarts):
         broke = (restart.time - begin).total_seconds()
         kind = "unknown" if unlisted and position == 0 else "round"

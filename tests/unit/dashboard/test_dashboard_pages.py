@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ddpjob.dashboard.fleet import Fleet, Samples, fleet_row
 from ddpjob.dashboard.gate import own_host
 from ddpjob.dashboard.job_views import Choice, listed, plain, reported_curves, timeline, trained_curves
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder
-from ddpjob.local.record import write_record
+from ddpjob.local.record import held, write_record
 from machine import slowness
 
 from benchmarks.dashboard_views import record, runs, served
@@ -181,6 +181,24 @@ async def test_what_a_job_has_written_is_text(folder: Path) -> None:
             page = await web.get(path)
             assert "<img src=x" not in page and "<script>" not in page and "\x1b" not in page, path
         assert "&lt;img src=x" in page or "&lt;img src=x" in await web.get("/")
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_restart_that_a_suspension_cut_short_is_not_awaited(before: bool, folder: Path) -> None:
+    now = datetime.now(UTC)
+    body = next(b for n in range(60) if (b := record(n, now))["status"].get("phase") == "Running")
+    begin = DDPJob.read(body).status.start_time
+    assert begin is not None
+    at = begin - timedelta(minutes=1) if before else begin + (now - begin) / 2
+    one = {"time": format_time(at), "pod": "a-0-0", "reason": "Evicted", "message": "", "counted": False, "round": 1}
+    body["status"]["restarts"] = {"counted": 0, "uncounted": 1, "total": 1, "recent": [one]}
+    name = body["metadata"]["name"]
+    (folder / name).mkdir()
+    write_record(JobFolder(folder / name), body)
+    with held(JobFolder(folder / name)):  # As by the process that runs it.
+        async with opened() as web:
+            page = text(await web.get(f"/jobs/default/{name}"))
+        assert "Evicted" in page and ("not yet" in page) is not before
 
 
 async def test_a_message_that_only_commands_a_terminal_is_empty(folder: Path) -> None:
@@ -462,6 +480,23 @@ def test_a_lost_spare_begins_no_round_in_the_timeline() -> None:
     drawn = timeline(DDPJob.read(body | {"status": body["status"] | {"restarts": restarts}}), "Running", NOW)
     assert drawn is not None
     assert [span.title.partition(":")[0] for span in drawn.spans] == ["round 0", "round 1", "round 1"]
+
+
+def test_the_timeline_of_a_resumed_job_begins_with_the_round_that_it_was_in() -> None:
+    """Of its last restarts some are from before: none is missing since."""
+    body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
+    begin = DDPJob.read(body).status.start_time
+    assert begin is not None
+    moments = [(begin - timedelta(minutes=5), 11), (begin + (NOW - begin) / 2, 12)]
+    recent = [
+        {"time": format_time(time), "pod": "a-0-0", "index": 0, "reason": "Evicted", "message": "", "counted": False}
+        | {"seconds": 1.0, "round": number}
+        for time, number in moments
+    ]
+    restarts = {"counted": 0, "uncounted": 12, "total": 12, "recent": recent}
+    drawn = timeline(DDPJob.read(body | {"status": body["status"] | {"restarts": restarts}}), "Running", NOW)
+    assert drawn is not None and drawn.trained is not None
+    assert [span.title.partition(":")[0] for span in drawn.spans] == ["round 11", "Evicted", "round 12"]
 
 
 def test_curves_keep_their_peaks_and_leave_out_what_is_no_number() -> None:
