@@ -405,6 +405,17 @@ def test_a_job_that_has_ended_does_not_hurry_for_what_kueue_is_to_know() -> None
     assert decision.wake == BLOCKED_POLL
 
 
+def test_quota_is_given_back_when_the_pods_of_a_job_that_has_ended_are_over() -> None:
+    failed = with_condition(a_job().status, ConditionType.FAILED, True, "DeadlineExceeded", "", NOW)
+    job, request = a_job(failed), (WorkloadView(name="w", uid="u"),)
+    ending = after(job, a_pod(0, deleted_at=NOW + timedelta(seconds=30)), workloads=request)
+    assert not ending.actions and ending.wake == POLL
+    silent = after(job, a_pod(0, deleted_at=NOW), workloads=request)
+    assert [type(action) for action in silent.actions] == [MarkWorkload], "its host does not say that it has ended"
+    over = a_pod(0, EXITED_WELL, phase="Failed", deleted_at=NOW + timedelta(seconds=30))
+    assert [type(action) for action in after(job, over, workloads=request).actions] == [MarkWorkload]
+
+
 def test_a_pod_that_was_gone_before_it_was_seen_does_not_give_its_name_to_another() -> None:
     job = a_job()
     assert {a.attempt for a in after(job).actions if isinstance(a, CreateNode)} == {0}

@@ -22,6 +22,7 @@ from ddpjob.core.decision import (
     MarkWorkload,
     Notify,
 )
+from ddpjob.core.plan.actions import may_run
 from ddpjob.core.plan.queue import finish_workloads
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import event_text
@@ -86,9 +87,14 @@ def wind_down(view: View) -> Decision:
     ended_at = view.status.completion_time or now
     training = [p for p in world.nodes() if not p.ended and p.deleted_at is None]
     overdue = now >= ended_at + timedelta(seconds=STOP_SECONDS)
-    actions = _stop(view, training, overdue=overdue) if training else [*_clean(view), *finish_workloads(view)]
+    actions = _stop(view, training, overdue=overdue) if training else _clean(view)
+    # Others must not use what is still in use.
+    ending = [p for p in world.nodes() if p.deleted_at is not None and may_run(p, now)]
+    quota = finish_workloads(view)
+    if not training and not ending:
+        actions += quota
     # What Kueue is to know may be refused for long, and so may the deletion of a pod.
-    soon = training or any(not isinstance(action, MarkWorkload) for action in actions)
+    soon = training or (ending and quota) or any(not isinstance(action, MarkWorkload) for action in actions)
     wake = [POLL] if soon and not world.deletion_refused else [BLOCKED_POLL] if actions or soon else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:
