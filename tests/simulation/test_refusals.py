@@ -210,17 +210,20 @@ async def test_a_job_that_has_made_its_last_step_does_not_begin_again(change: st
     assert s.status["restarts"]["display"] == "0/10"
 
 
+@pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_that_makes_its_last_step_while_it_is_suspended_is_complete(mode: str) -> None:
-    s = Simulation({"recovery": {"mode": mode}}, steps=8)
+async def test_a_job_that_makes_its_last_step_while_it_is_suspended_is_complete(mode: str, elastic: bool) -> None:
+    size = {"nodes": 3, "elastic": {"minNodes": 2}} if elastic else {}
+    s = Simulation({"recovery": {"mode": mode}, **size}, steps=8)
+    s.machines.capacity = 2
     await s.until_phase("Running")
     await s.until(lambda: s.training.made == 7)
-    for pod in s.nodes():
+    for pod in s.running():
         assert pod.launcher is not None
         pod.launcher.terminate = lambda saves: None  # type: ignore[method-assign]
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.until_phase("Complete", limit=30)
-    assert conditions(s)["Complete"]["message"] == "all 2 nodes have finished"
+    assert conditions(s)["Complete"]["message"] == f"all {'' if elastic else '2 '}nodes have finished"
     assert conditions(s)["Suspended"]["status"] == "False"
     await s.until(lambda: s.wake is None, limit=30)
 

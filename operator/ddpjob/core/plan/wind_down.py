@@ -48,10 +48,12 @@ def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Dec
 
 def complete(view: View, events: list[Event]) -> Decision:
     """The decision for a job whose group has finished: every node has ended with exit code 0."""
-    nodes = view.job.spec.nodes
+    nodes, least = view.job.spec.nodes, view.job.spec.min_nodes
     finished = sum(slot.state in (SlotState.SUCCEEDED, SlotState.RUNNING) for slot in view.status.slots)
     done = min(finished, nodes) or nodes
     message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
+    if not finished and least < nodes:
+        message = "all nodes have finished"  # Of a group that a suspension took with it: it may have been smaller.
     status = with_condition(view.status, ConditionType.COMPLETE, True, "Finished", message, view.now)
     return _end(view.with_status(status), [*events, Event(False, "Complete", message)], "Complete")
 
