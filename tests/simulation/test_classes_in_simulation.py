@@ -228,7 +228,10 @@ async def test_a_running_job_that_is_scaled_beyond_its_class_grows_as_far_as_it_
     await passes(s, 30)
     assert s.phase == "Running" and len(s.status["slots"]) == 3 and s.status["restarts"]["counted"] == 0
     condition = conditions(s)["ClassApplied"]
-    assert condition["reason"] == "ClassExceeded" and "spec.nodes: 8 with the spares" in condition["message"]
+    assert condition["reason"] == "ClassExceeded"
+    assert "spec.nodes: 8, and class h100 allows at most 3; lower nodes" in condition["message"]
+    [scaled] = [e.message for e in s.cluster.events if e.reason == "Scaled"]
+    assert scaled == "spec.nodes changed from 2 to 8, of which class h100 allows 3"
     s.change_spec({"nodes": 2})
     await s.until(lambda: conditions(s)["ClassApplied"]["status"] == "True")
     await s.until_phase("Complete")

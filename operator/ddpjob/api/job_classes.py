@@ -102,7 +102,8 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
     limits, spec = given.limits, JobSpec.read(classed(job.written, given))
     of_class = f"class {given.name} allows at most"
     if limits.max_nodes is not None and spec.pods > limits.max_nodes:
-        yield f"spec.nodes: {spec.pods} with the spares, and {of_class} {limits.max_nodes}; lower nodes or spares"
+        spares, remedy = (" with the spares", "lower nodes or spares") if spec.spares else ("", "lower nodes")
+        yield f"spec.nodes: {spec.pods}{spares}, and {of_class} {limits.max_nodes}; {remedy}"
     gpus = _gpus_of_pod(spec)
     if limits.max_gpus_per_node is not None and gpus > limits.max_gpus_per_node:
         yield f"spec.gpusPerNode: {gpus}, and {of_class} {limits.max_gpus_per_node}; lower gpusPerNode"

@@ -272,6 +272,9 @@ def _new_size(view: View) -> str:
     spec, before = view.job.spec, view.status.rendezvous.nodes
     if spec.nodes == before:
         return f"spec.spares changed from {len(view.status.slots) - before} to {spec.spares}"
+    asked = view.job.written.get("nodes", spec.nodes)
+    if asked > spec.nodes:
+        return f"spec.nodes changed from {before} to {asked}, of which class {spec.class_name} allows {spec.nodes}"
     return f"spec.nodes changed from {before} to {spec.nodes}"
 
 
