@@ -327,6 +327,8 @@ async def test_a_resumed_job_waits_as_a_gang() -> None:
     await s.until_phase("Running")
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    await passes(s, 2)
+    assert not groups(s), "a scheduler's queue would show it as one that waits"
     s.machines.capacity = 1
     s.change_spec({"runPolicy": {"suspend": False}})
     await passes(s, 60)

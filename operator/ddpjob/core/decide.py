@@ -10,7 +10,7 @@ from ddpjob_runtime.protocol import MemberState
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_classes import lacks_class
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
-from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Creation, Decision, DeletePod, Event, Failure
+from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Creation, Decision, DeleteGang, DeletePod, Event, Failure
 from ddpjob.core.failures.classify import Cause
 from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.node_health import next_judgement
@@ -371,6 +371,7 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     # A host that does not answer will never confirm the end of its pods: nothing waits for them.
     actions: list[Action] = [DeletePod(p.name, p.uid, 0) for p in lost]
     actions += [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]
-    if not leaving and reason not in QUEUED:
-        actions += drop_workloads(view)
+    if not leaving:
+        actions += [DeleteGang(name, uid) for name, uid in view.world.gangs.items() if uid]
+        actions += drop_workloads(view) if reason not in QUEUED else []
     return Decision(status, tuple(actions), tuple(events), BLOCKED_POLL if leaving or actions else None)
