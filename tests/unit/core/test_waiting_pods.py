@@ -9,7 +9,8 @@ import pytest
 from ddpjob.api.job_status import Condition, ConditionType
 from ddpjob.controller.pod_views import read_pod
 from ddpjob.core.world import ContainerView, PodView
-from worlds import COORDINATOR, job_of, later, pod, seen
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
+from worlds import COORDINATOR, job_of, later, pod, report, running, seen
 
 CREATING = ContainerView(waiting_reason="ContainerCreating")
 
@@ -129,3 +130,18 @@ def test_what_a_pod_s_conditions_say_is_read() -> None:
     assert (read(there).scheduled, read(there).prepared, read(there).gated) == (later(0), None, "")
     assert read(there, {"type": "PodReadyToStartContainers", "status": "False"}).prepared is False
     assert read(there, {"type": "PodReadyToStartContainers", "status": "True"}).prepared is True
+
+
+@pytest.mark.parametrize(
+    ("waiting", "says"),
+    [
+        (placed(1, prepared=False), "pod job-1-0 on Kubernetes node n1 has waited for its volumes or its network"),
+        (unplaced(1, gated="scheduling is blocked"), "pod job-1-0: scheduling is blocked"),
+        (unplaced(1), "pod job-1-0: no scheduler has said anything of it since 2026-01-01T00:00:00Z"),
+    ],
+)
+def test_a_smaller_group_says_what_its_missing_pod_waits_for(waiting: PodView, says: str) -> None:
+    job, pods = running(2, elastic={"minNodes": 1})
+    job, _ = seen(job, 60, (pods[0], waiting, pods[-1]), report(CoordinatorState.RUNNING, MemberState.RUNNING))
+    condition = job.status.condition(ConditionType.RUNNING)
+    assert condition is not None and condition.message.startswith(f"1 of 2 nodes trains; {says}")

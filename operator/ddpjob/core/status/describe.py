@@ -466,7 +466,8 @@ def _missing(view: View) -> str:
             return held.message
         if pod.unschedulable:
             return f"pod {pod.name} is not scheduled: {pod.unschedulable}"
-        return f"pod {pod.name} is starting"
+        waits = not_considered([pod], view.job.spec.scheduling, view.now) or not_started([pod], view.now)
+        return waits[1] if waits is not None else f"pod {pod.name} is starting"
     spare = view.status.spare
     if spare:
         return f"{spare} more {'joins' if spare == 1 else 'join'} at the next restart"
