@@ -196,7 +196,11 @@ def test_an_equal_class_has_an_equal_mark_and_another_content_another() -> None:
     ("spec", "given", "says"),
     [
         ({"image": "b"}, {"spec": {"image": "a"}, "fixed": ["image"]}, "spec.image: is set by class c, and a job may"),
-        ({"podTemplate": {"spec": {"hostNetwork": True}}}, {"fixed": ["podTemplate"]}, "spec.podTemplate: is set by"),
+        (
+            {"podTemplate": {"spec": {"hostNetwork": True}}},
+            {"fixed": ["podTemplate"]},
+            "spec.podTemplate: no job of class c",
+        ),
         (
             {"env": [{"name": "A", "value": "2"}, {"name": "B", "value": "2"}]},
             {"spec": {"env": [{"name": "A", "value": "1"}]}, "fixed": ["env"]},
@@ -205,7 +209,7 @@ def test_an_equal_class_has_an_equal_mark_and_another_content_another() -> None:
         (
             {"scheduling": {"priorityClassName": "high"}},
             {"fixed": ["scheduling.priorityClassName"]},
-            "spec.scheduling.priorityClassName: is set by class c",
+            "spec.scheduling.priorityClassName: no job of class c may set it; remove it, or have the platform team",
         ),
         ({"nodes": 2, "spares": 1}, {"limits": {"maxNodes": 2}}, "spec.nodes: 3 with the spares, and class c allows"),
         ({"gpusPerNode": 8}, {"limits": {"maxGpusPerNode": 4}}, "spec.gpusPerNode: 8, and class c allows at most 4"),

@@ -95,7 +95,9 @@ def _fixed(job: DDPJob, given: JobClass) -> Iterator[str]:
                 if variable["name"] in names:
                     yield f"spec.env: class {given.name} sets {variable['name']}, which a job may not set; {remedy}"
         elif path != QUEUE and not is_empty(path, mine) and mine != at(given.spec, path):
-            yield f"spec.{path}: is set by class {given.name}, and a job may not set it; {remedy}"
+            sets = at(given.spec, path) is not None
+            what = f"is set by class {given.name}, and a job may not" if sets else f"no job of class {given.name} may"
+            yield f"spec.{path}: {what} set it; {remedy}"
 
 
 def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
