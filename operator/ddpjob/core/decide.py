@@ -12,10 +12,10 @@ from ddpjob.api.job_classes import lacks_class
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Creation, Decision, DeleteGang, DeletePod, Event, Failure
 from ddpjob.core.failures.classify import Cause
-from ddpjob.core.failures.liveness import given_up, lost_since
+from ddpjob.core.failures.liveness import given_up, is_overdue, lost_since
 from ddpjob.core.failures.node_health import next_judgement
 from ddpjob.core.group import finished_while_ending, follow, record
-from ddpjob.core.plan.actions import may_run, notifications, plan_actions
+from ddpjob.core.plan.actions import notifications, plan_actions
 from ddpjob.core.plan.gang import is_outdated, with_placed, yields
 from ddpjob.core.plan.job_class import CLASS_REFUSED, class_fault, takes_class, with_class_applied
 from ddpjob.core.plan.queue import drop_workloads, is_queued, queue_actions, waits_for, with_admitted, with_grant
@@ -367,7 +367,7 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
         status = without_condition(replace(status, queue=None), ConditionType.ADMITTED)
     lost = [p for p in leaving if given_up(view, p, lost_since(p, view.world, now))]
     alive = [p for p in leaving if p not in lost]
-    nodes_first = [p for p in alive if p.role is not Role.COORDINATOR and may_run(p, now)] or alive
+    nodes_first = [p for p in alive if p.role is not Role.COORDINATOR and not is_overdue(p, now)] or alive
     # A host that does not answer will never confirm the end of its pods: nothing waits for them.
     actions: list[Action] = [DeletePod(p.name, p.uid, 0) for p in lost]
     actions += [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]

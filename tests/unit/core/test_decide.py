@@ -410,7 +410,7 @@ def test_quota_is_given_back_when_the_pods_of_a_job_that_has_ended_are_over() ->
     job, request = a_job(failed), (WorkloadView(name="w", uid="u"),)
     ending = after(job, a_pod(0, deleted_at=NOW + timedelta(seconds=30)), workloads=request)
     assert not ending.actions and ending.wake == POLL
-    silent = after(job, a_pod(0, deleted_at=NOW), workloads=request)
+    silent = after(job, a_pod(0, deleted_at=NOW - timedelta(seconds=5)), workloads=request)
     assert [type(action) for action in silent.actions] == [MarkWorkload], "its host does not say that it has ended"
     over = a_pod(0, EXITED_WELL, phase="Failed", deleted_at=NOW + timedelta(seconds=30))
     assert [type(action) for action in after(job, over, workloads=request).actions] == [MarkWorkload]

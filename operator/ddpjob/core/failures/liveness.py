@@ -7,6 +7,9 @@ from datetime import datetime, timedelta
 from ddpjob.core.view import View
 from ddpjob.core.world import PodView, World
 
+ENDING_MARGIN = timedelta(seconds=5)
+"""How long a pod may take to end beyond its grace."""
+
 
 def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
     """The moment from which a pod that has not ended has been silent; None while it is alive, or has ended.
@@ -32,6 +35,16 @@ def given_up(view: View, pod: PodView, since: datetime | None) -> bool:
     """
     patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
     return since is not None and (view.now >= since + patience or out_of_service(pod, view.world))
+
+
+def is_overdue(pod: PodView, now: datetime) -> bool:
+    """Whether a pod is beyond its grace: only somebody's finalizer keeps it, or a dead host."""
+    return pod.deleted_at is not None and now >= pod.deleted_at + ENDING_MARGIN
+
+
+def may_run(pod: PodView, now: datetime) -> bool:
+    """Whether a pod may still run, and save."""
+    return not pod.ended and not is_overdue(pod, now)
 
 
 def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:

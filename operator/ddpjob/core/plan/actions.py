@@ -26,7 +26,7 @@ from ddpjob.core.decision import (
     LabelPod,
     Notify,
 )
-from ddpjob.core.failures.liveness import given_up, lost_since
+from ddpjob.core.failures.liveness import ENDING_MARGIN, given_up, lost_since, may_run
 from ddpjob.core.plan.gang import not_served
 from ddpjob.core.plan.slots import ROOM, can_replace, protocol_of
 from ddpjob.core.plan.wind_down import end_leftovers, has_leftovers
@@ -35,7 +35,6 @@ from ddpjob.core.view import View
 from ddpjob.core.volumes import missing_claim
 from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
-_ENDING_MARGIN = timedelta(seconds=5)
 LISTS_SINCE = 3
 """Version of the protocol from which on a coordinator takes notice of several pods at once."""
 
@@ -109,15 +108,10 @@ def _held_until(view: View) -> datetime | None:
     for pod in view.world.nodes():
         if pod.generation >= view.status.rendezvous.generation or pod.ended:
             continue
-        until = (pod.deleted_at or view.now + timedelta(seconds=pod.grace_seconds)) + _ENDING_MARGIN
+        until = (pod.deleted_at or view.now + timedelta(seconds=pod.grace_seconds)) + ENDING_MARGIN
         if until > view.now and (latest is None or until > latest):
             latest = until
     return latest
-
-
-def may_run(pod: PodView, now: datetime) -> bool:
-    """Whether a pod may still run, and save. Beyond its grace only somebody's finalizer keeps it, or a dead host."""
-    return not pod.ended and (pod.deleted_at is None or now < pod.deleted_at + _ENDING_MARGIN)
 
 
 def _lacks_token(view: View) -> bool:

@@ -22,7 +22,7 @@ from ddpjob.core.decision import (
     MarkWorkload,
     Notify,
 )
-from ddpjob.core.plan.actions import may_run
+from ddpjob.core.failures.liveness import may_run
 from ddpjob.core.plan.queue import finish_workloads
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import event_text
