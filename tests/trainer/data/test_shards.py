@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from datasets import write_image_folder
 from ddpjob_trainer import __main__, config
 from ddpjob_trainer.commands import pack_shards
@@ -28,6 +29,7 @@ from ddpjob_trainer.data.dataset import DataSet
 from ddpjob_trainer.errors import ConfigError, DataError
 from ranks import final_losses, good
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIG = ["data.image_size=16", "data.workers=0", "data.batch=6"]
 
 
@@ -460,3 +462,11 @@ def test_as_many_shards_can_be_open_as_the_system_allows(packed: Path) -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_example_of_a_bucket_reads_shards(folder: Path, tmp_path: Path) -> None:
+    """A folder of ImageNet's 1.3 million images has more objects than a job fetches."""
+    pack_shards.main([str(folder), str(tmp_path / "out")])
+    _, name, *keys = yaml.safe_load((EXAMPLES / "data-bucket.yaml").read_text())["spec"]["args"]
+    settings = config.load(name, [*keys, *CONFIG, f"data.dir={tmp_path / 'out'}"])
+    assert open_data(settings.data, torch.device("cpu")).train_size == 16
