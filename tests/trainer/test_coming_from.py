@@ -50,6 +50,19 @@ def test_torchvisions_average_moves_as_far_in_a_step() -> None:
     assert 1 - read.optim.ema_decay == pytest.approx(moved, rel=0.01)
 
 
+def test_randaugment_is_as_strong_as_timms() -> None:
+    """Whose level is from 0 to 10, and torchvision's from 0 to 30; timm's table gives the angle in degrees."""
+    from torchvision.transforms import v2
+
+    angle = pytest.importorskip("timm.data.auto_augment")._rotate_level_to_arg
+    (ours,) = (command for command in OURS if "randaugment_magnitude" in command)
+    page, recipe = config.load("imagenet", ours.split("imagenet ")[1].split()), config.load("imagenet-lamb", [])
+    magnitudes, _ = v2.RandAugment._AUGMENTATION_SPACE["Rotate"]
+    for keys, level in ((page, 9), (recipe, 7)):
+        found = magnitudes(31, 224, 224)[keys.data.randaugment_magnitude]
+        assert float(found) == pytest.approx(abs(angle(level, {})[0]))
+
+
 @pytest.mark.parametrize("flag", sorted(set(FLAGS) - OF_LAUNCHERS))
 def test_a_flag_of_theirs_is_answered(flag: str) -> None:
     """By its own entry, or since it is the last part of a key's name."""

@@ -64,7 +64,10 @@ KEYS: dict[str, tuple[str, str]] = {
     "save_steps save_every_n_steps": ("checkpoint.every_steps", ""),
     "save_total_limit checkpoint_hist": ("checkpoint.keep", ""),
     "image_size img_size train_crop_size input_size": ("data.image_size", ""),
-    "auto_augment aa randaugment": ("data.randaugment_ops", " (2 is usual, with data.randaugment_magnitude)"),
+    "auto_augment aa randaugment": (
+        "data.randaugment_ops",
+        " (2 is usual, with data.randaugment_magnitude from 0 to 30: timm's m9, of 10, is 27)",
+    ),
     "mixup_alpha": ("data.mixup", ""),
     "random_erase reprob random_erasing": ("data.erase", " (a probability, such as 0.1)"),
     "aug_repeats ra_reps ra_sampler repeated_aug": ("data.repeats", " (versions of a sample, such as 3)"),

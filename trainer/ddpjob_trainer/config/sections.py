@@ -103,7 +103,7 @@ class DataConfig:
     randaugment_ops: int = 0
     """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019), usually 2; 0: none."""
     randaugment_magnitude: int = 9
-    """RandAugment's strength, 0 to 30."""
+    """RandAugment's strength, 0 to 30, as torchvision's; timm's is from 0 to 10: three times its number."""
     trivialaugment: bool = False
     """CIFAR, image folders, shards: TrivialAugment, one random operation of random strength per image (Mueller, Hutter,
     2021); not with RandAugment."""
