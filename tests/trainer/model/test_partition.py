@@ -42,6 +42,43 @@ def test_the_parts_of_a_chain_give_what_the_model_gives(name: str, parts: int) -
     assert sorted(names) == sorted(model.state_dict()), "under the model's names, each in one part"
 
 
+def test_a_sequence_keeps_a_module_in_both_of_its_places() -> None:
+    """An activation that is made once and used twice, of which named_children tells the first place alone."""
+    activation = nn.ReLU()
+    model = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4), activation, nn.Linear(4, 2))
+    layers = to_sequential(model)
+    assert [layer.name for layer in layers] == ["0", "1", "2", "3", "4"]
+    values = inputs = torch.randn(16, 4)
+    for part in split(layers, [1.0] * 5, 3, "parts"):
+        values = Stage(part)(values)
+    assert torch.equal(values, model(inputs))
+
+
+class Residual(nn.Sequential):
+    """Adds what its modules compute to the input."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = input + super().forward(input)
+        return added
+
+
+def twice(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4), module)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Residual(nn.Linear(4, 4), nn.Linear(4, 4)), "a Residual cannot be split into stages"),
+        (twice(nn.Linear(4, 4)), "layers 1 and 3 of the model share weights"),
+        (twice(nn.BatchNorm1d(4, affine=False)), "layers 1 and 3 of the model share weights"),
+    ],
+)
+def test_what_is_more_than_its_modules_one_after_the_other_is_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        to_sequential(model)
+
+
 @pytest.mark.parametrize("name", ["resnet18_cifar", "torchvision:resnet50", "torchvision:vgg16"])
 def test_two_parts_cost_nearly_the_same(name: str) -> None:
     with torch.device("meta"):

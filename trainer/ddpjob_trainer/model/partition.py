@@ -56,13 +56,28 @@ def to_sequential(model: nn.Module) -> list[Layer]:
         return [*_layers(model, *layers), flatten, *_layers(model, "fc")]
     if kind in ("torchvision.models.vgg.VGG", "torchvision.models.alexnet.AlexNet"):
         return [*_layers(model, "features.*", "avgpool"), flatten, *_layers(model, "classifier.*")]
-    if isinstance(model, nn.Sequential):
-        return _layers(model, *(name for name, _ in model.named_children()))
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        # Not its named_children, which leave out a module's second place, as of an activation that is used twice.
+        found = [Layer(name, module) for name, module in zip(model._modules, model, strict=True)]
+        _check_own_weights(found)
+        return found
     raise ConfigError(
         f"a {type(model).__name__} cannot be split into stages, because its modules are no sequence: set model.name to"
         " small_cnn, resnet18_cifar, or a ResNet, VGG or AlexNet of torchvision; or set strategy=fsdp, which shards any"
         " model"
     )
+
+
+def _check_own_weights(layers: list[Layer]) -> None:
+    """Raises ConfigError where two layers share weights or running statistics: they may be in different stages."""
+    owners: dict[torch.Tensor, str] = {}
+    for layer in layers:
+        for value in (*layer.module.parameters(), *layer.module.buffers()):
+            if (owner := owners.setdefault(value, layer.name)) != layer.name:
+                raise ConfigError(
+                    f"layers {owner} and {layer.name} of the model share weights, and a stage has its own; set"
+                    " strategy=ddp"
+                )
 
 
 def _layers(model: nn.Module, *names: str) -> list[Layer]:
