@@ -39,6 +39,18 @@ def net(shape, classes):
     return Net(shape, classes)
 
 
+class Idle(Net):
+    """With a head that its forward pass does not use."""
+
+    def __init__(self, shape, classes):
+        super().__init__(shape, classes)
+        self.old = nn.Linear(3, 3)
+
+
+def idle(shape, classes):
+    return Idle(shape, classes)
+
+
 def nothing(shape, classes):
     return "a model"
 '''
@@ -64,6 +76,17 @@ def test_it_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> 
     losses = [final_losses(tmp_path / folder / "run") for folder in ("alone", "walk")]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-4)
     assert len(losses[0]) == 16
+
+
+def test_a_weight_without_a_gradient_is_refused_before_the_first_update(own: str, tmp_path: Path) -> None:
+    """DDP would leave all gradients that it sends with it to their ranks, and fail in the step after that."""
+    keys = [*TINY, f"model.name={own}:idle", "train.epochs=1", f"checkpoint.dir={tmp_path}"]
+    for ended in run(2, keys):
+        assert ended.error.startswith("ConfigError"), ended
+        assert "old.weight, old.bias got no gradient" in ended.error
+        assert "model.freeze=old.weight,old.bias" in ended.error
+    assert not list(tmp_path.glob("step-*"))
+    good(2, [*keys, "model.freeze=old.weight,old.bias"])
 
 
 def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: str) -> None:

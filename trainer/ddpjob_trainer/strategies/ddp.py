@@ -34,6 +34,8 @@ class Ddp(Strategy):
     divides = True
     _forget: Callable[[], None] | None = None
     """Clears the memory of the communication hook, where it has any."""
+    _checked = False
+    """Whether every weight is known to get gradients."""
 
     @property
     def waits_apart(self) -> bool:
@@ -91,7 +93,9 @@ class Ddp(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """With ddp.ordered each micro-batch's gradients are kept apart until all ranks' are here."""
         if not self.config.ddp.ordered or self.group.world == 1:  # Autograd adds each micro-batch's to those before.
-            return super().backward(micro_batches, count)
+            losses = super().backward(micro_batches, count)
+            self._check_gradients()
+            return losses
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         own: list[tuple[int, torch.Tensor]] = []
         for micro, batch in micro_batches:
@@ -108,3 +112,19 @@ class Ddp(Strategy):
             summed += part
         set_gradients(weights, summed)
         return total
+
+    def _check_gradients(self) -> None:
+        """Raise ConfigError in the first step where a weight got no gradient: DDP has then not exchanged those that
+        would be sent with it, and says so in the next step, by their numbers.
+        """
+        if self._checked or not isinstance(self.network, DistributedDataParallel):
+            return
+        self._checked = True
+        named = self.model.named_parameters()
+        if idle := [name for name, weight in named if weight.requires_grad and weight.grad is None]:
+            shown, keys = ", ".join(idle[:3]) + ", ..." * (len(idle) > 3), self.config
+            raise ConfigError(
+                f"model.name={keys.model.name}: {shown} got no gradient, and strategy={keys.strategy.value} waits for"
+                " that of every parameter; remove what the forward pass does not use, or set strategy=ddp"
+                f" model.freeze={','.join(idle)}"
+            )
