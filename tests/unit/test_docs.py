@@ -255,6 +255,8 @@ def test_examples_are_accepted_by_the_definition_and_the_trainer(example: Path) 
     spec = read_job(example)["spec"]
     if spec.get("module") == "ddpjob_trainer":
         read_settings(spec["args"])
+        if "digits" in spec["args"]:
+            assert spec["gpusPerNode"] == 0, "they need none, and a cluster to try things on may have none"
 
 
 def test_the_tests_named_in_the_trainer_s_page_exist() -> None:
