@@ -58,7 +58,7 @@ class Residual(nn.Sequential):
     """Adds what its modules compute to the input."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = input + super().forward(input)
+        added: torch.Tensor = input + super().forward(input)  # type: ignore[no-untyped-call]
         return added
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,17 +15,20 @@ class MovingAverage:
     """Averages of tensors that training changes, by name: weights, and running statistics of normalization.
 
     average = decay * average + (1 - decay) * weights after each step; it starts as the weights after the first step, as
-    in torch's AveragedModel. In float32, on each rank, since the weights are the same on all. Raises ConfigError when
-    `decay` is not between 0 and 1.
+    in torch's AveragedModel. In float32, on each rank, since the weights are the same on all. `others`: the other names
+    of tensors that the model has under several, which averages have in a checkpoint too, where they replace its weights
+    by name. Raises ConfigError when `decay` is not between 0 and 1.
     """
 
-    def __init__(self, decay: float, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, decay: float, tensors: list[tuple[str, torch.Tensor]], others: Mapping[str, str] | None = None
+    ) -> None:
         if not 0 < decay < 1:
             raise ConfigError(
                 f"optim.ema_decay: {decay} is not between 0 and 1; write for example 0.999, or 0 for no average"
             )
         self._decay, self._updates = decay, 0
-        self._names = [name for name, _ in tensors]
+        self._names, self._others = [name for name, _ in tensors], others or {}
         self._whole = [tensor.detach().float().clone() for _, tensor in tensors]
         self._averages = [local(average) for average in self._whole]
         self._tensors = [local(tensor.detach()) for _, tensor in tensors]
@@ -66,7 +70,9 @@ class MovingAverage:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: `{"updates": n, "averages": {name: tensor}}`."""
-        return {"updates": self._updates, "averages": dict(zip(self._names, self._whole, strict=True))}
+        averages = dict(zip(self._names, self._whole, strict=True))
+        shared = {name: averages[known] for name, known in self._others.items() if known in averages}
+        return {"updates": self._updates, "averages": averages | shared}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint. Raises KeyError or RuntimeError when it is of another model."""

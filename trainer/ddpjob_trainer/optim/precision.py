@@ -204,7 +204,9 @@ class Precision:
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's state dict, with the weights that the optimizer works on: another level can resume from it."""
         state: dict[str, torch.Tensor] = model.state_dict()
-        return {**state, **{name: master.detach() for name, (_, master) in self._masters.items()}}
+        masters = {short: master.detach() for short, master in self._masters.values()}
+        named = model.named_parameters(remove_duplicate=False)  # Two modules may share one.
+        return {**state, **{name: masters[short] for name, short in named if short in masters}}
 
     def load_model(self, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
         """The reverse. Raises RuntimeError when it does not fit."""

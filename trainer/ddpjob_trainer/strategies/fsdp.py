@@ -4,8 +4,10 @@ gathered to compute (FSDP2).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,7 +56,10 @@ class Fsdp(Strategy):
         if self.config.amp.level is AmpLevel.O2:
             gathered = MixedPrecisionPolicy(param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
         plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-        for block in [*blocks(model), model]:  # The model last: the rest of it. Its backward pass follows at once.
+        places = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
+        # A weight that several modules share belongs to one set of weights: to the rest of the model.
+        apart = [block for block in blocks(model) if all(places[weight] == 1 for weight in block.parameters())]
+        for block in [*apart, model]:  # The model last: the rest of it. Its backward pass follows at once.
             reshard = self.config.fsdp.reshard and block is not model
             norms: list[nn.Module] = [
                 module
@@ -93,16 +98,21 @@ class Fsdp(Strategy):
 
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
         """Weights and what belongs to them: as the weights."""
-        own = dict(self.parameters)
+        own = self._weights
         found = next((own[name] for name in place if name in own), None)
         return found if found is not None and is_sharded(found) and found.shape == shape else None
+
+    @cached_property
+    def _weights(self) -> dict[str | int, nn.Parameter]:
+        """By all names that the model's state has for them: of a weight that two modules share, both."""
+        return dict(self.model.named_parameters(remove_duplicate=False))
 
     def load(self, state: State) -> None:
         """Each rank takes its shard of whole tensors."""
         if self.group.world == 1:
             super().load(state)
             return
-        parameters = dict(self.parameters)
+        parameters = self._weights
         model = {name: _shard(value, parameters.get(name)) for name, value in state["model"].items()}
         moments = {
             name: {key: _shard(value, parameters.get(name)) for key, value in values.items()}

@@ -117,7 +117,10 @@ class Strategy:
     def moving_average(self) -> MovingAverage:
         """Of the weights, and of running statistics."""
         running = [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.is_floating_point()]
-        return MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running])
+        first: dict[torch.Tensor, str] = {}
+        named = self.model.named_parameters(remove_duplicate=False)
+        others = {name: known for name, weight in named if (known := first.setdefault(weight, name)) != name}
+        return MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running], others)
 
     def batch_statistics(self) -> BatchStatistics:
         """Of the model, over the ranks that compute it."""
