@@ -51,6 +51,21 @@ def idle(shape, classes):
     return Idle(shape, classes)
 
 
+class Scaled(Net):
+    """By a factor that is trained."""
+
+    def __init__(self, shape, classes):
+        super().__init__(shape, classes)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images):
+        return super().forward(images) * getattr(self, "scale", 1)
+
+
+def scaled(shape, classes):
+    return Scaled(shape, classes)
+
+
 def nothing(shape, classes):
     return "a model"
 '''
@@ -87,6 +102,14 @@ def test_a_weight_without_a_gradient_is_refused_before_the_first_update(own: str
         assert "model.freeze=old.weight,old.bias" in ended.error
     assert not list(tmp_path.glob("step-*"))
     good(2, [*keys, "model.freeze=old.weight,old.bias"])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_a_parameter_without_a_dimension_cannot_be_sharded(strategy: str, own: str, tmp_path: Path) -> None:
+    if strategy == "deepspeed":
+        pytest.importorskip("deepspeed")
+    for ended in run(2, [*TINY, f"model.name={own}:scaled", f"strategy={strategy}", f"checkpoint.dir={tmp_path}"]):
+        assert ended.error.startswith("ConfigError") and "scale of the model has none; make it" in ended.error, ended
 
 
 def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: str) -> None:

@@ -19,7 +19,7 @@ from ddpjob_trainer.config.sections import AmpLevel
 from ddpjob_trainer.distributed.dtensors import is_sharded, spread
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.optim.precision import Precision
-from ddpjob_trainer.strategies.strategy import State, Strategy, require_torch
+from ddpjob_trainer.strategies.strategy import State, Strategy, refuse_scalars, require_torch
 
 
 class Fsdp(Strategy):
@@ -47,6 +47,7 @@ class Fsdp(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        refuse_scalars(model, "fsdp")
         self.precision.over_parts = self.group.sum
         for parameter in model.parameters():
             # fully_shard refuses weights in channels_last; images and activations may be.

@@ -43,6 +43,15 @@ def require_torch(minimum: str, what: str) -> None:
         )
 
 
+def refuse_scalars(model: nn.Module, strategy: str) -> None:
+    """Raises ConfigError for a parameter without a dimension, along which it would be sharded."""
+    if names := [name for name, weight in model.named_parameters() if not weight.dim()]:
+        raise ConfigError(
+            f"strategy={strategy}: shards parameters along their first dimension, and {', '.join(names[:3])} of the"
+            " model has none; make it one of shape (1,), or set strategy=ddp"
+        )
+
+
 class Strategy:
     """The training of a model on one process; subclasses override only what differs."""
 

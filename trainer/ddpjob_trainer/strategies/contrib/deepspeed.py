@@ -28,7 +28,7 @@ from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.optimizers import set_learning_rate
 from ddpjob_trainer.optim.precision import Autocasting, Precision, Update
-from ddpjob_trainer.strategies.strategy import State, Strategy
+from ddpjob_trainer.strategies.strategy import State, Strategy, refuse_scalars
 
 _DECIDED = {
     "train_batch_size": "data.batch",
@@ -70,6 +70,7 @@ class DeepSpeed(Strategy):
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
         """DeepSpeed's engine around the model and the optimizer."""
+        refuse_scalars(model, "deepspeed")
         super().prepare(model, shape)
         network = Autocasting(self.model, self.precision)  # The engine leaves autocast before it calls its model.
         engine, *_ = self._deepspeed.initialize(
