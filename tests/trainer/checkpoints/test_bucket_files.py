@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,17 @@ def test_the_time_for_the_last_copy_begins_before_the_file_is_written(
     took = time.monotonic() - began
     held.set()
     assert 1.0 <= took < 1.9
+
+
+def test_while_the_last_copy_is_waited_for_the_ranks_agree_that_it_takes_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They waited in a collective, which failed when train.timeout_seconds were over, and with it the upload."""
+    checkpoints, gather, agreed = opened(tmp_path), Group.gather, list[float]()
+    publish = Bucket.publish
+    monkeypatch.setattr(Bucket, "publish", lambda *given: (time.sleep(2.0), publish(*given))[1])
+    checkpoints.save(lambda: snapshot(7), 7)
+    monkeypatch.setattr(Group, "gather", lambda *given: (agreed.append(time.monotonic()), gather(*given))[1])
+    checkpoints.finish()
+    assert agreed[-1] - agreed[0] > 1 and max(b - a for a, b in pairwise(agreed)) < 1
+    assert Bucket.open(f"file://{tmp_path / 'store'}").entries() == [Stored(1, 7)]

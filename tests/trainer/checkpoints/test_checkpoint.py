@@ -10,7 +10,9 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,21 @@ def test_training_continues_while_the_disk_works_and_the_copy_is_of_the_moment(
     found = checkpoints.newest()
     assert found is not None and torch.equal(found["model"]["w"], torch.ones(1000))
     assert found["optimizer"] == {"layer": {"step": torch.tensor(3.0), "list": [1, 2]}}
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["to save the next", "to end"])
+def test_who_waits_for_a_disk_agrees_with_the_others_that_it_takes_longer(
+    again: bool, tmp_path: Path, slow_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They waited in a collective, which failed after train.timeout_seconds: a large checkpoint was never complete."""
+    checkpoints, gather, agreed = opened(tmp_path), Group.gather, list[float]()
+    monkeypatch.setattr(Group, "gather", lambda *given: (agreed.append(time.monotonic()), gather(*given))[1])
+    checkpoints.save(lambda: state(1), 1)
+    threading.Timer(2.0, slow_disk.set).start()
+    agreed.clear()
+    save(checkpoints, 2) if again else checkpoints.finish()
+    assert agreed[-1] - agreed[0] > 1 and max(b - a for a, b in pairwise(agreed)) < 1
+    checkpoints.finish()
 
 
 def test_what_is_due_meanwhile_waits_for_a_later_step_and_is_not_dropped(

@@ -229,19 +229,18 @@ class Copies:
         found = self._uploads.figures() if self._uploads is not None else {}
         return {"copyStep": self._there, **found} if self._there >= 0 else found
 
-    def finish(self, scores: dict[int, float], seconds: float | None = None, *, waited: bool = False) -> bool:
-        """Wait for the last upload, at most `seconds`; None: checkpoint.url_wait_seconds. Says what is missing.
+    def finish(self, scores: dict[int, float], waited: float) -> bool:
+        """Whether the bucket has the last checkpoint, after its upload was waited for, for `waited` seconds at most.
 
-        `waited`: the caller has done so. Returns whether the bucket has it.
+        Says what is missing.
         """
         if self._uploads is None:
             return True
         self._scores = scores
-        wait = self._config.url_wait_seconds if seconds is None else seconds
-        if not self._uploads.wait(0.0 if waited else wait):
+        if not self._uploads.wait(0.0):
             newest = self._uploads.newest
             there = "none of this process is" if newest is None else f"the newest is of step {newest}"
-            _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {wait:.0f} s: {there} there")
+            _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {waited:.0f} s: {there} there")
             return False
         try:
             self._tidy()

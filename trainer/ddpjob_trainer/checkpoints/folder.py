@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -181,7 +182,7 @@ class CheckpointFolder:
         if step == self._saved_step:
             return
         began = time.monotonic()
-        self._writer.wait()
+        self._wait_for_the_disk()
         snapshot = make()
         snapshots.check(snapshot)
         self._saved_step, self._owed = step, False
@@ -206,18 +207,21 @@ class CheckpointFolder:
         without checkpoint.shared the copy is needed). Raises CheckpointError on all ranks when one failed.
         """
         began = time.monotonic()
-        self._writer.wait()
+        self._wait_for_the_disk()
         if seconds is not None:
             seconds = max(0.0, seconds - (time.monotonic() - began))
-        failure = self._writer.failure
+        failure, wait = self._writer.failure, self._config.url_wait_seconds if seconds is None else seconds
         if self._parts and self._config.url and not any(self._group.gather(failure is not None)):
-            self._wait_for_parts(self._config.url_wait_seconds if seconds is None else seconds)
+            self._wait_for_parts(wait)
         if failure is None and self.writes and self._unmarked:
             self._writer.start(self._try_to_tidy, self.path, self._saved_step, 0.0)
             self._writer.wait()
             self._writer.completed()
-        if failure is None and self.copies is not None:
-            copied = self.copies.finish(self._scores, seconds, waited=self._parts)
+        copies = self.copies if failure is None else None
+        if self._config.url and not self._parts:
+            self._wait_together(lambda pause: copies is None or copies.wait(pause), wait)
+        if copies is not None:
+            copied = copies.finish(self._scores, wait)
             if not copied and seconds is None and not self._config.shared:
                 failure = CheckpointError(
                     f"the last checkpoint is not in checkpoint.url={self._config.url} (the warnings say why), and"
@@ -228,14 +232,30 @@ class CheckpointFolder:
             raise failure or self.failure(2 in ends)
 
     def _wait_for_parts(self, seconds: float) -> None:
-        """Offer the last checkpoint to the bucket, and wait until it is there. All ranks together, who agree twice a
-        second: a rank alone would wait for longer than a collective may take.
-        """
+        """Offer the last checkpoint to the bucket, and wait until it is there. All ranks together."""
         if self._uncopied is not None:
             self._offer(*self._uncopied)
-        copying, until, states = self.copies or self._share, time.monotonic() + seconds, [1]
+        copying = self.copies or self._share
+        self._wait_together(lambda pause: copying is None or copying.wait(pause), seconds)
+
+    def _wait_for_the_disk(self) -> None:
+        """Until no rank is saving. All ranks together."""
+
+        def written(pause: float) -> bool:
+            self._writer.wait(pause)
+            return not self._writer.busy
+
+        self._wait_together(written)
+
+    def _wait_together(self, done: Callable[[float], bool], seconds: float = math.inf) -> None:
+        """Wait until `done`, which waits for as long as it is given, is true on every rank, for `seconds` at most.
+
+        All ranks together, who agree twice a second: a rank alone would wait for longer than a collective may take, and
+        the others would end with an error.
+        """
+        until, states = time.monotonic() + seconds, [1]
         while any(states) and 2 not in states:
-            waits = copying is not None and not copying.wait(min(0.5, max(0.0, until - time.monotonic())))
+            waits = not done(min(0.5, max(0.0, until - time.monotonic())))
             states = self._group.gather(0 if not waits else 1 if time.monotonic() < until else 2)
 
     def release(self) -> None:
