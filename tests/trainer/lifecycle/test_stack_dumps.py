@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
 from ranks import TINY, finish, good, metrics, start, until
 
 
@@ -73,6 +75,19 @@ def test_all_ranks_dump_before_a_hanging_collective_fails(tmp_path: Path, capfd:
     assert "Timeout" in stacks(tmp_path, 0) and "in _train_epoch" in stacks(tmp_path, 0)
     assert "in step_and_sleep" in stacks(tmp_path, 1)
     assert "rank 1: no step for 2.7 s" in capfd.readouterr().err
+
+
+def test_the_signal_ends_no_rank_that_is_about_to_leave(tmp_path: Path) -> None:
+    """It did: what faulthandler restored was the default."""
+
+    def leave() -> None:
+        StackDumps(tmp_path, 0, 60).close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    rank = multiprocessing.get_context("fork").Process(target=leave)
+    rank.start()
+    rank.join()
+    assert rank.exitcode == 0
 
 
 def test_a_training_that_goes_well_leaves_no_stacks(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class StackDumps:
         self._closing = threading.Event()
         self._file: IO[bytes] | None = self._open()
         self._copied = self._size()
+        signal.signal(SIGNAL, signal.SIG_IGN)  # What `unregister` restores.
         # Other threads run on while the handler reads, and reading their frames crashes a healthy process now and then.
         faulthandler.register(SIGNAL, file=self._file or sys.stderr, all_threads=False)
         self._arm()
@@ -52,7 +53,6 @@ class StackDumps:
         self._closing.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        signal.signal(SIGNAL, signal.SIG_IGN)
         faulthandler.unregister(SIGNAL)
         if self._file is not None:
             # Another rank's stacks may be in the folder, or the volume may be gone: that must not hide why
