@@ -21,7 +21,7 @@ import torch
 from ddpjob_trainer import config
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError, TrainerError
-from ddpjob_trainer.preflight import command, conduct, exchange, peers
+from ddpjob_trainer.preflight import command, conduct, exchange, facts, peers
 from ddpjob_trainer.preflight.results import Report
 from machine import free_port, slowness
 from networks import Network, drop_packets, need_namespaces, network, own_mount
@@ -412,6 +412,12 @@ def test_space_for_the_checkpoints_that_are_there(tmp_path: Path) -> None:
 
     flown = fly(tmp_path, 2, "checkpoint.shared=false", "preflight.free_gb=0.001", prepare=on(1, mount_and_fill))
     flown.assert_only("checkpoint folder", "WARN", "node-b", "12 MiB free", "16 MiB are wanted")
+
+
+def test_generated_data_and_those_of_a_store_need_no_folder() -> None:
+    for keys in (["data.name=shapes"], ["data.name=shards", "data.url=s3://b/x", "data.dir=/nowhere"]):
+        context = facts.Context(config.load(None, keys), Group(), 1, "", "")
+        assert facts.data_folder(context).value.startswith("not needed")
 
 
 def test_data_folder_missing_on_one_rank(tmp_path: Path) -> None:

@@ -131,9 +131,10 @@ def _size(path: Path) -> int:
 def data_folder(context: Context) -> Finding:
     """List the folder, read a byte of one file, and count files for half a step's time at most."""
     data = context.config.data
-    own = data.dir is None and (data.url or ":" in data.name)
-    if data.name in (DataName.DIGITS, DataName.SYNTHETIC) or own:
-        return Finding(f"not needed ({data.url or data.name})")
+    url = data.url if data.name == DataName.SHARDS else None
+    own = data.dir is None and ":" in data.name
+    if url or own or data.name in (DataName.DIGITS, DataName.SHAPES, DataName.SYNTHETIC):
+        return Finding(f"not needed ({url or data.name})")
     if data.dir is None:
         raise PreflightError(f"no folder: data.name={data.name} needs data.dir")
     if data.download and not data.dir.exists():
