@@ -144,7 +144,7 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
     if config.name == "resnet18_cifar":
         return ResNet18Cifar(shape[0], classes)
     if kind == "torchvision" and name:
-        return _torchvision_model(name, classes)
+        return _torchvision_model(name, shape, classes)
     if kind == "timm" and name:
         return _timm_model(name, shape, classes)
     if name:
@@ -204,7 +204,7 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
     return False
 
 
-def _torchvision_model(name: str, classes: int) -> nn.Module:
+def _torchvision_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     import torchvision
 
     names = torchvision.models.list_models(module=torchvision.models)
@@ -212,6 +212,11 @@ def _torchvision_model(name: str, classes: int) -> nn.Module:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean torchvision:{near[0]}?" if near else ""
         raise ConfigError(f"model.name: torchvision has no classification model {name!r}{hint}")
+    if shape[0] != 3:
+        raise ConfigError(
+            f"model.name=torchvision:{name}: torchvision's models take images of 3 channels, and the data's have"
+            f" {shape[0]}; take small_cnn, resnet18_cifar or timm:NAME, or a model of your own"
+        )
     # These two also return the scores of their auxiliary heads.
     plain = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **plain)
