@@ -191,7 +191,7 @@ class Trainer:
         """Raise ConfigError where loss, evaluation, checkpoints, mixing or strategy are not for such data."""
         self._check_inputs()
         criterion, keys = self.strategy.criterion, self.config.checkpoint
-        criterion.check(self.config.data, self.data.targets)
+        criterion.check(self.config.data, self.data.targets, self.data.classes)
         self._accumulator()
         has_accuracy = self.data.targets is Targets.CLASSES or criterion.of_decisions
         if keys.keep_best and keys.best_by is Metric.ACCURACY and not has_accuracy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from ddpjob_trainer.config.sections import ModelConfig
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.models import build_model, is_tied_to_micro_batches
 from ddpjob_trainer.model.shared_parts import can_be_shared
-from ranks import TINY, final_losses, good, run, stop_at
+from ranks import TINY, final_losses, good, metrics, run, stop_at
 from torch import nn
 
 SOURCE = '''
@@ -68,6 +69,19 @@ def scaled(shape, classes):
 
 def nothing(shape, classes):
     return "a model"
+
+
+def of_1000_classes(shape, classes):
+    return Net(shape, 1000)
+
+
+def named(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes), Wrapped())
+
+
+class Wrapped(nn.Module):
+    def forward(self, scores):
+        return {"scores": scores}
 '''
 
 
@@ -135,6 +149,20 @@ def test_mistakes_are_named(name: str, message: str, own: str, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ConfigError, match=message):
         build_model(ModelConfig(name=name), (1, 8, 8), 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("of_1000_classes", r"output has the shape \(200, 1000\) for 200 samples of 10 classes; give a model whose"),
+        ("named", r"the model returns dict; return a tensor of scores"),
+    ],
+)
+def test_another_output_ends_the_first_step(name: str, message: str, own: str, tmp_path: Path) -> None:
+    """It was seen in the first evaluation, after epochs of training on classes that do not exist."""
+    (end,) = run(1, [*TINY, f"model.name={own}:{name}", "train.eval_every=2", f"checkpoint.dir={tmp_path}"])
+    assert end.code == 1 and re.search(message, end.error), end
+    assert not metrics(tmp_path / "run", "step")
 
 
 def test_timms_models_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def _evaluated(
     network: nn.Module = model.to(device).eval()
     own, stop = DataShare(group.rank, group.world), StopRequest(group)  # Not listening: SIGTERM ends the process.
     criterion = Loss(settings.optim)
-    criterion.check(settings.data, data.targets)
+    criterion.check(settings.data, data.targets, data.classes)
     adding = open_accumulator(
         data.targets, data.classes, criterion.each, settings.eval, decisions=criterion.of_decisions
     )

@@ -42,6 +42,7 @@ class Loss:
         """Raises ConfigError for a name that is not known."""
         self.name, self._smoothing = config.loss, config.label_smoothing
         self._own = load_function("optim.loss", config.loss) if ":" in config.loss else None
+        self._classes = 0
         if self._own is None and self.name not in _NAMES:
             near = difflib.get_close_matches(self.name, _NAMES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -54,8 +55,11 @@ class Loss:
         """Whether float targets are probabilities, mostly 0 or 1."""
         return self.name == "bce"
 
-    def check(self, data: DataConfig, targets: Targets) -> None:
-        """Raise ConfigError for targets that the loss has no meaning for, and for settings that it does not use."""
+    def check(self, data: DataConfig, targets: Targets, classes: int) -> None:
+        """Raise ConfigError for targets that the loss has no meaning for, and for settings that it does not use.
+
+        From then on `sum` refuses scores of another number of `classes`.
+        """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(
                 f"optim.label_smoothing={self._smoothing}: spreads a class over the others, which"
@@ -82,9 +86,14 @@ class Loss:
                 f"optim.loss={self.name}: the targets of data.name={data.name} are {targets.value}; set optim.loss to"
                 f" {', '.join([*fitting, 'package.module:function'])}"
             )
+        self._classes = classes if targets is Targets.CLASSES and self._own is None else 0
 
     def sum(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The losses of a micro-batch's samples, added up in float32. One that could not be read weighs nothing."""
+        """The losses of a micro-batch's samples, added up in float32. One that could not be read weighs nothing.
+
+        Raises what `each` raises, and TrainingError for scores that the first evaluation would refuse, hours later.
+        """
+        self._check_scores(scores)
         targets = batch.labels[: len(scores)]
         if self.name == "cross_entropy":
             return loss_sum(scores, targets, self._smoothing)
@@ -116,6 +125,15 @@ class Loss:
         if self.of_decisions and targets.device.type == "cpu":  # Elsewhere it would wait for the device.
             check_probabilities(targets)
         return _OF_VALUES[self.name](scores, targets).mean(1)
+
+    def _check_scores(self, scores: object) -> None:
+        if not isinstance(scores, torch.Tensor):
+            raise TrainingError(f"the model returns {type(scores).__name__}; return a tensor of scores (n, classes)")
+        if self._classes and scores.shape[1:] != (self._classes,):
+            raise TrainingError(
+                f"the model's output has the shape {tuple(scores.shape)} for {len(scores)} samples of {self._classes}"
+                f" classes; give a model whose last layer has {self._classes} outputs"
+            )
 
     def _checked(self, losses: object, count: int) -> torch.Tensor:
         if isinstance(losses, torch.Tensor) and losses.shape == (count,):
