@@ -303,6 +303,16 @@ def test_the_dynamic_scale_falls_and_grows_as_gradscaler_says() -> None:
     )
 
 
+def test_another_window_counts_from_a_resume_on() -> None:
+    """The checkpoint's was taken, without a word."""
+    keys = "amp.level=O1", "amp.dtype=float16"
+    before, after = opened(*keys, "amp.scale_window=2000"), opened(*keys, "amp.scale_window=3")
+    steps(before, range(2))
+    after.load(before.state())
+    steps(after, range(1))
+    assert after.precision.state()["scaler"]["scale"] == 2 * 65536.0
+
+
 def overflow_on_the_last_rank(step: int, folder: Path, defect: bool) -> object:
     """In one step one rank's loss is not finite; each rank writes down which steps it left out.
     With the defect rank 0 does not look.

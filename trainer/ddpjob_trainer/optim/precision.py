@@ -223,6 +223,8 @@ class Precision:
         """Continue from a checkpoint; a dynamic scale starts over when it holds none."""
         if self._scaler is not None and self.scale_is_dynamic and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
+            # The window is the configuration's, which may have changed.
+            self._scaler.set_growth_interval(self.config.scale_window)
 
 
 class Autocasting(nn.Module):
