@@ -118,7 +118,7 @@ def test_every_colour_mode_becomes_three_planes(photograph: Image.Image, mode: s
         assert torch.equal(crop(content, box(0, 0, 32, 32), 32), by_pillow(content)[:, :32, :32])
 
 
-@pytest.mark.parametrize(("kind", "order"), [("PNG", "<"), ("TIFF", "<"), ("TIFF", ">")])
+@pytest.mark.parametrize(("kind", "order"), [("PNG", "<"), ("TIFF", "<"), ("TIFF", ">"), ("PPM", "<")])
 def test_grey_of_16_bits_is_the_picture_that_8_bits_show(photograph: Image.Image, kind: str, order: str) -> None:
     """Pillow's own conversion cuts values at 255, which makes a picture of 16 bits white all over."""
     grey = photograph.resize((64, 48)).convert("L")

@@ -115,7 +115,8 @@ def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
     broken = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
     try:
         with Image.open(io.BytesIO(content)) as image:
-            if image.mode.startswith("I;16"):  # Pillow's conversion would cut these at 255: white all over.
+            sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")  # Scaled to 65535.
+            if sixteen:  # Pillow's conversion would cut these at 255: white all over.
                 grey = (np.asarray(image) >> 8).astype(np.uint8)
                 return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
             if image.mode in ("I", "F"):
