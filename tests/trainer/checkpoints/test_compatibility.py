@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from ddpjob_trainer.checkpoints import torch_file
 from ddpjob_trainer.checkpoints.compatibility import differences, load_weights, read_whole, weights_in
+from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.config.sections import CheckpointConfig
+from ddpjob_trainer.data.sampler import ElasticSampler
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 from ranks import TINY, good, metrics, run
@@ -70,6 +73,15 @@ def test_another_seed_is_refused(trained: Path) -> None:
         r"the checkpoint of step 8 in .* was made with data.seed=0, and now it is 3: .* To resume set data.seed=0;"
     )
     refused(message, f"checkpoint.dir={trained}", "data.seed=3")
+
+
+def test_a_checkpoint_of_a_loop_of_ones_own_is_refused(tmp_path: Path) -> None:
+    snapshot = {"step": 3, "model": {}, "optimizer": {}, "sampler": ElasticSampler(10, 4).state_dict()}
+    torch_file.write(tmp_path / "step-000000003.pt", snapshot, Metadata(3))
+    message = (
+        r"the newest checkpoint in .* has no config: a training loop of your own has saved it, .* to another folder"
+    )
+    refused(message, f"checkpoint.dir={tmp_path}")
 
 
 def test_every_rank_ends_with_the_message(trained: Path) -> None:

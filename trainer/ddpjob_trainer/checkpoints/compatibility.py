@@ -41,6 +41,11 @@ def differences(saved: Tensors, wanted: Tensors) -> list[str]:
 
 def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping[str, Any], folder: Path) -> None:
     """Raise CheckpointError when a training with these settings and tensors cannot resume from a snapshot."""
+    if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
+        raise CheckpointError(
+            f"the newest checkpoint in {folder} has no {min(missing)}: a training loop of your own has saved it, which"
+            " alone can continue from it; set checkpoint.dir to another folder"
+        )
     for key, before in (("data.seed", settings["data.seed"]), ("data.repeats", 1)):
         now = settings[key]
         if (was := snapshot["config"].get(key, before)) != now:
