@@ -54,3 +54,17 @@ def test_the_models_buffers_stay_the_same_tensors() -> None:
         != values["0.running_mean"].tolist()
     )
     assert [int(layer.num_batches_tracked) for layer in model] == [8, 8, 8]
+
+
+def test_instance_normalization_has_the_statistics_of_all_samples() -> None:
+    """On several ranks each kept those of its own: evaluations and checkpoints depended on the rank."""
+    images = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    whole, parts = (nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True)) for _ in range(2))
+    whole(images)
+    statistics = BatchStatistics(parts, Group())
+    for micro, part in enumerate(images.split([2, 4])):
+        with statistics.of_micro(Micro(micro, list(range(len(part))), 1), 6):
+            parts(part)
+    statistics.exchange()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(parts.state_dict()[name], value)

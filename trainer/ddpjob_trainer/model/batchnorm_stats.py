@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ddpjob_trainer.data.sampler import Micro
 from ddpjob_trainer.distributed.process_group import Group
@@ -39,12 +39,17 @@ class BatchStatistics:
 
     def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:
         self._group, self._ordered = group, ordered
-        layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+        # Instance normalization too, where a model of the user's keeps its running statistics.
+        layers = [module for module in model.modules() if isinstance(module, _NormBase) and module.track_running_stats]
         self._running = _flattened(
             [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
         )
         self._counters = _flattened(
-            [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
+            [
+                layer.num_batches_tracked
+                for layer in layers
+                if isinstance(layer, _BatchNorm) and layer.num_batches_tracked is not None
+            ]
         )
         self._before: list[torch.Tensor] | None = None
         self._total: torch.Tensor | None = None
