@@ -201,6 +201,12 @@ def test_missing_files_are_named() -> None:
         config.load("digit", [])
 
 
+def test_a_folder_of_data_may_have_the_name_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cifar10").mkdir()
+    assert config.load("cifar10", ["data.dir=cifar10"]).train.name == "cifar10"
+
+
 @pytest.mark.parametrize("name", config.shipped())
 def test_shipped_configurations_load(name: str) -> None:
     assert config.load(name, []).train.name == name

@@ -136,7 +136,7 @@ def shipped() -> list[str]:
 
 def _find(name: str) -> Path:
     path = Path(name)
-    if path.exists() or "/" in name or "." in name:
+    if path.is_file() or "/" in name or "." in name:  # A folder may have the name of a configuration, such as cifar10.
         return path
     if name not in shipped():
         names = ", ".join(shipped())
