@@ -194,6 +194,13 @@ def test_bad_files_are_named(text: str, message: str, tmp_path: Path) -> None:
         config.load(str(tmp_path / "c.yaml"), [])
 
 
+def test_parts_of_a_batch_are_given_once() -> None:
+    with pytest.raises(
+        ConfigError, match=r"train.accumulate=2: has no effect beside data.micro_batches=4, .* raise that"
+    ):
+        config.load(None, ["train.accumulate=2", "data.micro_batches=4"])
+
+
 def test_missing_files_are_named() -> None:
     with pytest.raises(ConfigError, match=r"configuration file nothing.yaml does not exist"):
         config.load("nothing.yaml", [])

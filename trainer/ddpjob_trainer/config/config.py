@@ -108,6 +108,12 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
         )
     if not -(2**63) <= config.data.seed < 2**63:
         raise ConfigError(f"data.seed: {config.data.seed} has more than 64 bits; write a smaller number")
+    if config.train.accumulate > 1 and config.data.micro_batches:
+        raise ConfigError(
+            f"train.accumulate={config.train.accumulate}: has no effect beside"
+            f" data.micro_batches={config.data.micro_batches}, the parts of a global batch; raise that, and leave out"
+            " train.accumulate"
+        )
     if config.model.sync_batchnorm:
         _check_synchronized(config)
     if config.model.drop_path and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP):
