@@ -70,8 +70,8 @@ class DataConfig:
     dir: Path | None = field(default=None, metadata=from_env("DDPJOB_DATA_DIR"))
     """Folder of the data set (not needed for digits, shapes and synthetic)."""
     url: str | None = None
-    """shards: where train/ and val/ are when data.dir does not hold them, such as s3://bucket/imagenet or
-    https://host/imagenet; s3 and gs need s3fs or gcsfs installed. Images are read by byte range."""
+    """shards: where train/ and val/ are in place of data.dir, such as s3://bucket/imagenet or https://host/imagenet; s3
+    and gs need s3fs or gcsfs installed. Images are read by byte range."""
     index: Path | None = None
     """shards, imagefolder: folder for the index of all images, which the first start on a node builds, and builds again
     when a shard or a folder has changed. Default: beside local shards, else ~/.cache/ddpjob_trainer. An index beside
@@ -99,7 +99,7 @@ class DataConfig:
     the set: each of its versions once. It cannot change at a resume."""
     augment: bool = True
     """Random shift for digits, crop and flip for CIFAR and shapes, random resized crop and flip for image folders and
-    shards. Data of your own augment themselves."""
+    shards. false: none of these, nor RandAugment or TrivialAugment. Data of your own augment themselves."""
     randaugment_ops: int = 0
     """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019), usually 2; 0: none."""
     randaugment_magnitude: int = 9
@@ -133,7 +133,8 @@ class DataConfig:
     test set; 0: the training process does."""
     decoder: Decoder = Decoder.AUTO
     """imagefolder, shards: auto: libjpeg-turbo in the workers. dali: NVIDIA DALI in data.workers threads, on the GPU
-    where there is one; the same crops, different rounding. Not with RandAugment."""
+    where there is one; the same crops, different rounding. Not with RandAugment, and without effect where there are no
+    random crops (data.augment=false)."""
     corrupt: Corrupt = Corrupt.SKIP
     """imagefolder, shards: an image that cannot be decoded is named and has weight zero (skip), or ends the training
     (stop)."""
