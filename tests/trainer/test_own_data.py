@@ -83,6 +83,15 @@ def nothing(folder):
     return 3
 
 
+def arrays(folder):
+    x, y = X.numpy(), (Y[:, 0] > 0).long().numpy()
+    return (x[:101], y[:101]), (x[101:], y[101:]), y.max() + 1
+
+
+def flags(folder):
+    return (X, Y.long()), (X, Y.long()), np.array([True, False])
+
+
 def uneven(folder):
     return (X[:5], Y[:4]), (X, Y)
 
@@ -347,6 +356,14 @@ def test_a_tensor_dataset_is_converted_as_its_tensors_would_be() -> None:
     assert batch.images.dtype is torch.float32 and batch.labels.dtype is torch.int64
 
 
+def test_numpys_arrays_and_numbers_are_taken_as_torchs() -> None:
+    """A pair of arrays was taken for a Dataset of two samples."""
+    data = open_data(DataConfig(name="somebodys_data:arrays"))
+    assert (data.train_size, data.shape, data.classes) == (101, (6,), 2)
+    batch = next(data.train_batches([[3, 5]], 0))
+    assert batch.images.dtype is torch.float32 and batch.labels.dtype is torch.int64
+
+
 def test_a_subclass_of_tensor_dataset_has_the_targets_that_it_returns() -> None:
     data = open_data(DataConfig(name="somebodys_data:pairs", workers=0))
     assert next(data.train_batches([[3, 4]], 0)).labels.tolist() == [1, 0]
@@ -384,6 +401,7 @@ def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
         ("somebodys_data:nothing", r"returned 3; return \(train, test\), or \(train, test, classes\)"),
         ("somebodys_data:uneven", r"train is a pair of tensors of shapes \(5, 6\) and \(4, 2\); give as many targets"),
         ("somebodys_data:unnamed", r"returned no classes, .*; return \(train, test, classes\) with the number"),
+        ("somebodys_data:flags", r"returned array\(\[ True, False\]\) as classes, .*; return \(train, test, classes\)"),
         ("somebodys_data:outside", r"the target of train\[100\] is outside of 0..99: correct it"),
         ("somebodys_data:bytes_", r"the input of a sample of train is torch.uint8; give .*x.float\(\) / 255"),
         (

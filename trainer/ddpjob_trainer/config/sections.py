@@ -65,7 +65,7 @@ class DataConfig:
     ddpjob_trainer shards` makes them. shapes: ten classes of shapes, generated, 16x16 pixels in colour, the same on any
     machine; hard enough to compare recipes. synthetic: a pattern per class and noise, generated; easy, of any shape.
     Or package.module:function of your own, which is called with data.dir (a Path, or None) and returns (train, test)
-    or (train, test, classes): each set a torch Dataset with a length, or a pair of tensors (inputs, targets); targets
+    or (train, test, classes): each set a torch Dataset with a length, or a pair of arrays (inputs, targets); targets
     are class numbers, or float values."""
     dir: Path | None = field(default=None, metadata=from_env("DDPJOB_DATA_DIR"))
     """Folder of the data set (not needed for digits, shapes and synthetic)."""

@@ -6,6 +6,7 @@ the same on any number of ranks, in whatever worker process.
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
@@ -43,7 +44,7 @@ class Samples(NamedTuple):
 class OwnData(DataSet):
     """What a function of the user returns: (train, test) or (train, test, classes).
 
-    A pair of tensors is held on the device; a Dataset is read by `data.workers` processes.
+    A pair of tensors (or numpy arrays) is held on the device; a Dataset is read by `data.workers` processes.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
@@ -89,7 +90,8 @@ class OwnData(DataSet):
         """A Dataset; tensors as a TensorDataset of float32 and int64."""
         if type(found) is TensorDataset and len(found.tensors) == 2:
             found = found.tensors
-        if isinstance(found, tuple | list) and len(found) == 2 and all(isinstance(it, torch.Tensor) for it in found):
+        arrays = torch.Tensor, np.ndarray
+        if isinstance(found, tuple | list) and len(found) == 2 and all(isinstance(it, arrays) for it in found):
             if found[0].ndim == 0 or found[1].ndim == 0 or len(found[0]) != len(found[1]):
                 shapes = " and ".join(str(tuple(each.shape)) for each in found)
                 raise ConfigError(
@@ -119,8 +121,8 @@ class OwnData(DataSet):
                     " (train, test), or targets that are whole numbers"
                 )
             return max(1, self._first[1].numel()), None
-        if isinstance(names, int) and not isinstance(names, bool) and names > 0:
-            return names, None
+        if not isinstance(names, bool) and (number := _whole(names)) > 0:
+            return number, None
         if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
             return len(names), list(names)
         raise ConfigError(
@@ -259,6 +261,14 @@ class OwnData(DataSet):
 
 
 _PARTS = ("input", "target")
+
+
+def _whole(value: Any) -> int:
+    """A whole number, also of numpy or torch, such as targets.max() + 1; 0 for anything else."""
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):
+        return 0
 
 
 @contextmanager
