@@ -27,6 +27,11 @@ def build_model(
 
     Raises ConfigError.
     """
+    if config.channels_last and len(shape) != 3:
+        raise ConfigError(
+            f"model.channels_last: a layout of images (channels, height, width), and the data's samples have the shape"
+            f" {shape}; leave it out"
+        )
     torch.manual_seed(seed)
     device = device or torch.device("cpu")
     model = _network(config, shape, classes).to(device)
