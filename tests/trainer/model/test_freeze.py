@@ -39,6 +39,24 @@ def test_it_keeps_its_values_and_the_rest_trains_alike_on_1_2_1_ranks(keys: list
     assert all(name.startswith("head.") for name in last["optimizer"]["state"])
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_it_may_change_at_a_resume(name: str, tmp_path: Path) -> None:
+    """As where the head is trained first. Momenta of some weights and none of others ended in a traceback."""
+    keys = [*TINY, f"optim.name={name}", "optim.lr=0.01", "optim.ema_decay=0.5", f"checkpoint.dir={tmp_path}"]
+    for world, more, stop in ((1, ["model.freeze=features.*"], 3), (2, [], 12), (1, ["model.freeze=features.*"], None)):
+        ended = run(world, [*keys, *more], prepare=stop_at(stop) if stop else None)
+        assert [end.code for end in ended] == [75 if stop else 0] * world, ended
+    first = build_model(config.load(None, keys).model, (1, 8, 8), 10, 0).state_dict()
+    middle, last = (torch.load(tmp_path / f"step-{step:09d}.pt", weights_only=True) for step in (12, 16))
+    for weight, value in first.items():
+        moved = [
+            not torch.equal(*pair)
+            for pair in ((value, middle["model"][weight]), (middle["model"][weight], last["model"][weight]))
+        ]
+        assert moved == [True, weight.startswith("head.")], weight
+        torch.testing.assert_close(middle["average"]["averages"][weight], middle["model"][weight], rtol=1, atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [

@@ -184,7 +184,7 @@ class ModelConfig:
     """small_cnn: dropout probability before the last layer."""
     freeze: tuple[str, ...] = ()
     """Names of parameters (with * and ?) that keep their values, such as features.*, for fine-tuning; strategy=single,
-    dp or ddp. Running statistics of batch normalization still move."""
+    dp or ddp. Running statistics of batch normalization still move. May change at a resume."""
     zero_init_residual: bool = False
     """ResNets: the last normalization of each block begins at 0, so that the block passes its input on at first (Goyal
     et al., 2017)."""

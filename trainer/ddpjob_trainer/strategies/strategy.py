@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -254,8 +254,11 @@ class Strategy:
         """
         self.precision.load_model(self.model, state["model"])
         if self.average is not None and "average" in state:
-            self.average.load(state["average"])
-        load_named_optimizer_state(self.optimizer, self.parameters, state["optimizer"])
+            # What was frozen has no average beside its value.
+            averages = {**state["model"], **state["average"]["averages"]}
+            self.average.load({**state["average"], "averages": averages})
+        frozen = {name for name, weight in self.model.named_parameters() if not weight.requires_grad}
+        load_named_optimizer_state(self.optimizer, self.parameters, state["optimizer"], frozen)
         self.precision.load(state["precision"])
 
     def close(self) -> None:
@@ -270,22 +273,32 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[tup
 
 
 def load_named_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]], state: State
+    optimizer: torch.optim.Optimizer,
+    parameters: list[tuple[str, nn.Parameter]],
+    state: State,
+    frozen: Collection[str] = (),
 ) -> None:
-    """The reverse. Raises KeyError or ValueError when names differ."""
+    """The reverse, without the state of weights that are `frozen` now.
+
+    Raises KeyError or ValueError when names differ.
+    """
     names = {parameter: name for name, parameter in parameters}
     numbered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    if unknown := set(state["state"]) - set(numbered):
+    saved = {name: values for name, values in state["state"].items() if name not in frozen}
+    if unknown := set(saved) - set(numbered):
         raise KeyError(f"the optimizer's state has {', '.join(sorted(unknown)[:3])}, which the model does not have")
     groups, first = [], 0  # Learning rates, decays and so on are the configuration's, which may have changed.
     for group in optimizer.param_groups:
         groups.append({**group, "params": list(range(first, first + len(group["params"])))})
         first += len(group["params"])
     own = dict(parameters)
+    if any(isinstance(values.get("momentum_buffer"), torch.Tensor) for values in saved.values()):
+        # One that was frozen has none, and fused SGD takes all of them or none: zero is what it begins with.
+        saved = {name: saved.get(name) or {"momentum_buffer": torch.zeros_like(own[name])} for name in numbered}
     by_number = {
-        number: {key: laid_out_as(value, own[name]) for key, value in state["state"][name].items()}
+        number: {key: laid_out_as(value, own[name]) for key, value in saved[name].items()}
         for number, name in enumerate(numbered)
-        if name in state["state"]
+        if name in saved
     }
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
