@@ -82,11 +82,17 @@ class ClusterBackend:
         place = "all namespaces" if self.everywhere else f"namespace {self.namespace}"
         return f"{place}, context {self.api.context}"
 
-    def path(self, plural: str, name: str = "", *, everywhere: bool = False) -> str:
-        """The path of a collection or an object of the namespace; of DDPJobs, events or a kind of the core API."""
+    def path(self, plural: str, name: str | None = None, *, everywhere: bool = False) -> str:
+        """The path of an object of the namespace, or of the collection; of DDPJobs, events or a kind of the core API.
+
+        Raises Mistake for what is no name: an empty one, of a shell's variable that is not set, would make a request to
+        delete one job a request to delete all.
+        """
+        if name is not None and (name in ("", ".", "..") or "/" in name or "%" in name):
+            raise Mistake(f"{name!r} is not the name of an object")
         root = f"/apis/{API_VERSION}" if plural == PLURAL else "/api/v1"
         scope = "" if everywhere else f"/namespaces/{quote(self.namespace, safe='')}"
-        return f"{root}{scope}/{plural}" + (f"/{quote(name, safe='')}" if name else "")
+        return f"{root}{scope}/{plural}" + (f"/{quote(name, safe='')}" if name is not None else "")
 
     # --- reading
 

@@ -280,3 +280,23 @@ def test_a_pod_that_cannot_be_prepared_has_the_kubelet_s_last_warning() -> None:
     assert server.asked[0] == "involvedObject.kind=Pod,involvedObject.name=j-0-0,type=Warning"
     server.refuses = True
     assert [line.message for line in ClusterBackend(server).pods("j")] == [""] * 5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/status", "a%2f"])
+def test_what_is_no_name_never_becomes_the_path_of_all_jobs(name: str) -> None:
+    """`ddpjob delete "$JOB"` without a value asked for the deletion of the whole collection."""
+
+    class Asked:
+        namespace, context = "ml", "test"
+
+        def request(self, method: str, path: str, **_: Any) -> Json:
+            raise AssertionError(f"{method} {path}")
+
+        def optional(self, path: str) -> Json | None:
+            raise AssertionError(f"GET {path}")
+
+    backend = ClusterBackend(Asked())  # type: ignore[arg-type]
+    acts = (backend.job, backend.delete, backend.kill, lambda name: backend.patch(name, {"nodes": 1}))
+    for act in acts:
+        with pytest.raises(Mistake, match="is not the name of an object"):
+            act(name)
