@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,9 @@ class ApiServer:
     ) -> Json:
         """The JSON response."""
         response = self._send(method, path, query or {}, body, content_type, SECONDS)
-        return self._parsed(response, response.read())
+        with self._answering():
+            text = response.read()
+        return self._parsed(response, text)
 
     def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
         """The JSON response to GET; None where the object does not exist or must not be read."""
@@ -107,7 +110,9 @@ class ApiServer:
         response = self._send("GET", path, query, None, "application/json", (SECONDS, silence))
         raw = response.response
         if response.status >= 400:
-            self._parsed(response, raw.read())
+            with self._answering():
+                text = raw.read()
+            self._parsed(response, text)
         try:
             while piece := raw.read1(65536):
                 yield piece
@@ -126,19 +131,27 @@ class ApiServer:
     def _send(
         self, method: str, path: str, query: Mapping[str, str], body: Json | None, content_type: str, timeout: Any
     ) -> Any:
-        import urllib3
-
         headers = {"Content-Type": content_type, "Accept": "application/json, */*"}
         method, url, headers, *_ = self.client.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
         )
-        try:
+        with self._answering():
             return self.client.call_api(method, url, headers, body=body, _request_timeout=timeout)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            host = self.client.configuration.host
-            raise NoAnswer(
-                f"the API server at {host} (context {self.context}) does not answer: {_short(error)}"
-            ) from error
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Raises NoAnswer where a request or its answer breaks off."""
+        import urllib3
+        from kubernetes.client import ApiException  # which the client makes of TLS's faults
+
+        try:
+            yield
+        except (urllib3.exceptions.HTTPError, OSError, ApiException) as error:
+            raise NoAnswer(f"the API server at {self._where} does not answer: {_short(error)}") from error
+
+    @property
+    def _where(self) -> str:
+        return f"{self.client.configuration.host} (context {self.context})"
 
     @staticmethod
     def _parsed(response: Any, text: bytes | None) -> Json:
@@ -169,6 +182,10 @@ class BearerServer(ApiServer):
         self._open = WeakSet[Any]()
         self._closed = False
 
+    @property
+    def _where(self) -> str:
+        return self._url
+
     def close(self) -> None:
         """Ends what is being read, also in other threads, and refuses what is asked later."""
         self._closed = True
@@ -187,13 +204,11 @@ class BearerServer(ApiServer):
         seconds = urllib3.Timeout(*timeout) if isinstance(timeout, tuple) else urllib3.Timeout(timeout, timeout)
         headers = {**self._headers, "Content-Type": content_type, "Accept": "application/json, */*"}
         url = self._url + path + (f"?{urlencode(query)}" if query else "")
-        try:
+        with self._answering():
             response = self._pool.request(
                 method, url, headers=headers, body=None if body is None else json.dumps(body), timeout=seconds,
                 redirect=False, preload_content=False,
             )  # fmt: skip
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise NoAnswer(f"the API server at {self._url} does not answer: {_short(error)}") from error
         self._open.add(response)
         return SimpleNamespace(response=response, status=response.status, read=response.read)
 
@@ -208,9 +223,13 @@ def _trusting(ca: str) -> ssl.SSLContext:
     return context
 
 
+_OF_TLS = re.compile(r"\[SSL: \w+\] ")
+
+
 def _short(error: BaseException) -> str:
-    """The innermost reason: urllib3 wraps it several times."""
-    text = str(getattr(error, "reason", None) or error)
+    """The innermost reason: urllib3 wraps it several times, and the official client a fault of TLS once more."""
+    wrapped = error.__context__ if getattr(error, "status", None) == 0 else None
+    text = _OF_TLS.sub("", str(wrapped or getattr(error, "reason", None) or error))
     return (
         text.rpartition(">: ")[2].rpartition("object at 0x")[2].partition(": ")[2] or text.rpartition(": ")[2] or text
     )

@@ -1,0 +1,58 @@
+"""Answers that break off, and a server that is not trusted: a line for the user, and patience where it may pass."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import certifi
+import pytest
+from ddpjob.cli.main import main
+from ddpjob.client.api_server import ApiServer, BearerServer
+from ddpjob.client.backend import NoAnswer
+
+
+def served(answer: bytes) -> int:
+    """The port of a server that gives this answer to one request, and hangs up."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def opened(url: str, folder: Path) -> ApiServer:
+    (folder / "config").write_text(
+        f'{{"clusters": [{{"name": "c", "cluster": {{"server": "{url}"}}}}], "users": [{{"name": "u", "user": {{}}}}],'
+        ' "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}], "current-context": "c"}'
+    )
+    return ApiServer.open(str(folder / "config"))
+
+
+@pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error"])
+def test_an_answer_that_breaks_off_is_none(status: str, tmp_path: Path) -> None:
+    """As when the API server is restarted: it was a traceback, also of `wait` and `logs -f`, which bear an outage."""
+    cut = f'HTTP/1.1 {status}\r\nContent-Length: 1000\r\n\r\n{{"items": ['.encode()
+    with pytest.raises(NoAnswer, match=r"\(context c\) does not answer: "):
+        opened(f"http://127.0.0.1:{served(cut)}", tmp_path).request("GET", "/a")
+    with pytest.raises(NoAnswer, match=r"127.0.0.1:\d+ does not answer: "):
+        BearerServer(f"http://127.0.0.1:{served(cut)}", certifi.where(), "token").request("GET", "/a")
+
+
+def test_a_log_that_is_refused_by_an_answer_that_breaks_off(tmp_path: Path) -> None:
+    cut = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 1000\r\n\r\nno"
+    with pytest.raises(NoAnswer, match="does not answer: "):
+        list(opened(f"http://127.0.0.1:{served(cut)}", tmp_path).stream("/a", {}))
+
+
+def test_a_fault_of_tls_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of these alone the official client makes an exception of its own: `ddpjob get` ended in a traceback."""
+    opened(f"https://127.0.0.1:{served(b'HTTP/1.1 400 Bad Request')}", tmp_path)  # It does not speak TLS.
+    assert main(["--kubeconfig", str(tmp_path / "config"), "get"]) == 3
+    [line] = capsys.readouterr().err.splitlines()
+    assert "(context c) does not answer: wrong version number" in line
