@@ -63,7 +63,7 @@ def read_left_behind(folder: Path) -> LeftBehind:
     """Of a checkpoint folder, or one of `ddpjob run`. Raises Mistake."""
     if not folder.is_dir():
         raise Mistake(f"{folder}: no such folder here; give the folder of the job's checkpoints")
-    place = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    place = _place(folder)
     text = _end_of(place / f"{ROUNDS_FILE}.1") + _end_of(place / ROUNDS_FILE)
     metrics = _end_of(place / METRICS)
     found, unread = list[tuple[tuple[str, str, str], Line]](), 0
@@ -81,6 +81,13 @@ def read_left_behind(folder: Path) -> LeftBehind:
     lines = tuple(line for job, line in found if job == identity)
     others = len({job for job, _ in found} - {identity})
     return LeftBehind(*identity, lines, unread, others, metrics)
+
+
+def _place(folder: Path) -> Path:
+    """Where the job has written: in the folder, or where it is a job's of `ddpjob run`, in the checkpoints in it."""
+    names = (ROUNDS_FILE, f"{ROUNDS_FILE}.1", METRICS)
+    inside = folder / "checkpoints"
+    return inside if inside.is_dir() and not any((folder / name).exists() for name in names) else folder
 
 
 def _end_of(path: Path) -> str:

@@ -113,3 +113,10 @@ def test_the_last_progress_is_that_of_the_coordinator_that_knew_one(tmp_path: Pa
     assert "Progress:  step 700, loss 0.5" in list(in_words(read_left_behind(tmp_path)))
     progress = PastJobs(tmp_path).job("first")["status"]["progress"]
     assert (progress["step"], progress["updatedAt"]) == (700, "2026-01-02T03:06:00Z")
+
+
+def test_a_script_may_keep_its_checkpoints_in_a_folder_of_that_name(tmp_path: Path) -> None:
+    (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-7.pt").touch()
+    assert read_left_behind(tmp_path).name == "first"
