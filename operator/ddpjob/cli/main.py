@@ -485,9 +485,10 @@ def _foreign(source: str) -> list[Any]:
     """The manifests that can be converted; those that cannot are named."""
     from ddpjob.api.reader import CONVERTIBLE
     from ddpjob.api.yamltext import YamlError, read_documents
+    from ddpjob.client.manifest_sources import standard_input
 
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        text = standard_input() if source == "-" else Path(source).read_text(encoding="utf-8")
         items = [item.value for document in read_documents(text) for item in document.items()]
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error

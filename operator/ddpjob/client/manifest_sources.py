@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
+from io import TextIOWrapper
 from pathlib import Path
 
 from ddpjob.api.job_spec import Json
@@ -24,13 +25,26 @@ def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
     for source in sources:
         try:
             yield from _read(str(source))
+        except BadInput as error:
+            yield error
         except ManifestError as error:
             yield BadInput(str(error))
 
 
+def standard_input() -> str:
+    """All of it, which is UTF-8 as a file is, whatever the terminal's encoding. Raises BadInput."""
+    if not isinstance(sys.stdin, TextIOWrapper):
+        return str(sys.stdin.read())
+    try:
+        text: str = sys.stdin.buffer.read().decode("utf-8-sig")
+        return text
+    except UnicodeDecodeError as error:
+        raise BadInput(f"standard input: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
+
+
 def _read(source: str) -> Iterator[Manifest | BadInput]:
     if source == "-":
-        yield from read_manifests(sys.stdin.read(), "standard input")
+        yield from read_manifests(standard_input(), "standard input")
     elif source.startswith(("http://", "https://")):
         yield BadInput(f"{source}: is not fetched; write `curl -fsSL {source} | ddpjob ... -`")
     elif source.endswith(".py"):

@@ -209,3 +209,14 @@ def test_nothing_to_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert code == 2 and "curl -fsSL https://example.com/job.yaml | ddpjob" in err
     code, _, err = checked(capsys)
     assert code == 2 and "name a FILE" in err
+
+
+def test_standard_input_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["validate", "-"], ["submit", "--dry-run", "--cluster", "-"], ["run", "-"], ["convert", "-"]):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(JOB.encode() + b"# \xff\n"), encoding="utf-8"))
+        assert main(words) == 2
+        assert "not UTF-8" in capsys.readouterr().err
+    utf8 = io.BytesIO(b"\xef\xbb\xbf" + JOB.replace("b.py", "b.py\r\n  args: [über]").encode())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(utf8, encoding="latin-1"))
+    assert main(["submit", "--dry-run", "--cluster", "-"]) == 0
+    assert "über" in capsys.readouterr().out, "a manifest is UTF-8 whatever the terminal's encoding"
