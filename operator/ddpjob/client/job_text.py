@@ -249,7 +249,7 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     status = JobStatus.read(body.get("status") or {})
     name, state = body["metadata"]["name"], phase(body)
     main = main_condition(status)
-    if state == "Interrupted" and not body["spec"]["image"]:  # What it has left in its folder is all there is.
+    if state == "Interrupted" and body["spec"].get("image") == "":  # What it has left in its folder is all there is.
         yield f"{name}: no end was recorded. It was suspended, deleted or cut off, or it still trains."
         return
     if state == "Interrupted":

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ParamSpec, TypeVar
 
 from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.api.job_status import JobStatus, SlotState, parse_time
@@ -52,8 +54,29 @@ def has_jobs() -> bool:
 
 _ALIVE = ("Running", "Pending", "Terminating")
 """States of pods."""
+_OF_POD = re.compile(rf"(\d+-\d+|coordinator-\d+(-\d+)?)(\.{COORDINATOR_CONTAINER})?")
+"""What follows a job's name in the names of its pods and of their logs."""
 _Known = tuple[tuple[int, int, int] | None, Json, bool]
 """A record: its file's inode, time and size, its content, and whether its job has ended."""
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _named(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes a Mistake of what the disk refuses: programs expect no OSError of `Client`."""
+
+    @functools.wraps(method)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(*args, **kwargs)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise Mistake(f"{error.filename}: {error.strerror}") from error
+
+    return wrapped
 
 
 class ProcessBackend:
@@ -73,6 +96,7 @@ class ProcessBackend:
 
     # --- reading
 
+    @_named
     def jobs(self) -> list[Json]:
         root = runs_folder()
         folders = [JobFolder(path) for path in sorted(root.iterdir())] if root.is_dir() else []
@@ -90,6 +114,7 @@ class ProcessBackend:
         found.sort(key=lambda each: str(each[1]["metadata"].get("creationTimestamp")))
         return [_object(*each) for each in found]
 
+    @_named
     def job(self, name: str) -> Json:
         folder = self.folder(name)
         record = _record(folder) or {}
@@ -121,6 +146,7 @@ class ProcessBackend:
                 return
             time.sleep(_POLL)
 
+    @_named
     def pods(self, name: str) -> list[PodLine]:
         job = self.folder(name)
         record = _record(job) or {}
@@ -140,6 +166,7 @@ class ProcessBackend:
             lines.append(PodLine(pod, role, None if role == "coordinator" else index, state, "local", ended=ended))
         return sorted(lines, key=lambda pod: (-1 if pod.index is None else pod.index, pod.name))
 
+    @_named
     def events(self, name: str) -> list[Happened]:
         folder = self.folder(name)
         path = folder.run((_record(folder) or {})["local"]["run"]).events
@@ -188,18 +215,20 @@ class ProcessBackend:
             raise Mistake(f"{path}: {error.strerror}") from error
 
     def job_of_pod(self, pod: str) -> tuple[JobFolder, Json]:
-        """The job whose name the pod's name begins with, the longest: one job's name may begin with another's."""
+        """The job whose name the pod's name begins with: of exp and exp-1, exp-1-0 is a pod of exp."""
         jobs = [job["metadata"]["name"] for job in self.jobs()]
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
         if not fitting:
             if pod in jobs:
                 raise Mistake(f"{pod} is a job; name one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
             raise Mistake(f"no job {pod.rsplit('-', 2)[0]} was run in {runs_folder()}")
-        folder = job_folder(max(fitting, key=len))
+        exact = [name for name in fitting if _OF_POD.fullmatch(pod.removeprefix(f"{name}-"))]
+        folder = job_folder(max(exact or fitting, key=len))
         return folder, _record(folder) or {}
 
     # --- acting: the runner does it
 
+    @_named
     def patch(self, name: str, spec: Json) -> None:
         folder = self._running(name)
         old = _record(folder) or {}
@@ -215,6 +244,7 @@ class ProcessBackend:
         else:
             raise Mistake(f"{', '.join(spec)}: cannot be changed in a job that runs on this machine; run it again")
 
+    @_named
     def create(self, manifests: list[Json]) -> str:
         """Starts `ddpjob run` in the background. ConfigMaps before the job become files of its folder `code`."""
         *code, job = manifests
@@ -251,6 +281,7 @@ class ProcessBackend:
                 raise Mistake(f"`ddpjob run` (process {run.pid}) has written no record; see {output}")
             time.sleep(0.1)
 
+    @_named
     def delete(self, name: str) -> None:
         """Stops the job and removes its record and logs. Data stay, and checkpoints unless all runs said Delete, those
         that --fresh has set aside as well.
@@ -276,6 +307,7 @@ class ProcessBackend:
             if path.is_dir() and not any(path.iterdir()):
                 path.unlink() if path.is_symlink() else path.rmdir()
 
+    @_named
     def kill(self, pod: str) -> None:
         folder, record = self.job_of_pod(pod)
         self._running(folder.name)

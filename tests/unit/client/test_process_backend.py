@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from ddpjob.client import process_backend
 from ddpjob.client.backend import LogOptions, Mistake
+from ddpjob.client.job_text import why
 from ddpjob.client.process_backend import ProcessBackend
 from ddpjob.local.paths import JobFolder, job_folder
 from ddpjob.local.record import held, write_record
@@ -234,7 +235,7 @@ def test_a_job_that_cannot_be_deleted_can_be_deleted_again(tmp_path: Path, monke
 
     monkeypatch.setattr(process_backend.shutil, "rmtree", refused)
     monkeypatch.setattr(Path, "iterdir", lambda path: iter(sorted(listed(path), reverse=True)))
-    with pytest.raises(PermissionError):
+    with pytest.raises(Mistake, match="Permission denied"):
         ProcessBackend().delete("j")
     ProcessBackend().delete("j")
     assert not folder.path.exists()
@@ -327,3 +328,40 @@ def test_a_job_is_deleted_whose_empty_checkpoints_are_a_link(tmp_path: Path, mon
     write_record(folder, {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {}, "local": {}})
     ProcessBackend().delete("j")
     assert not folder.path.exists() and large.is_dir()
+
+
+def test_a_pod_is_of_the_job_whose_name_and_number_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of j and j-1: j-1-0 is node 1 of j, and was taken for a pod of j-1."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    for name in ("j", "j-1", "j-1-coordinator"):
+        folder = job_folder(name)
+        run = prepare(folder, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC))
+        pods = [
+            {"name": f"{name}-{end}", "role": "node", "state": "Completed"} for end in ("0-0", "1-0", "coordinator-0")
+        ]
+        write_record(
+            folder, {"metadata": {"name": name}, "spec": {}, "status": {}, "local": {"run": run.name, "pods": pods}}
+        )
+        for pod in pods:
+            run.log(pod["name"], "trainer").write_text(f"of {name}\n")
+        run.log(f"{name}-0-0", "coordinator").write_text(f"of {name}\n")
+    backend = ProcessBackend()
+    for name in ("j", "j-1", "j-1-coordinator"):
+        for pod in backend.pods(name):
+            assert b"".join(backend.log(pod, LogOptions())) == f"of {name}\n".encode(), pod.name
+
+
+def test_a_stopped_job_whose_class_names_its_image_is_explained() -> None:
+    body = {"metadata": {"name": "j"}, "spec": {"className": "gpu"}, "status": {"phase": "Interrupted"}}
+    said = list(why(body, (), datetime(2026, 1, 1, tzinfo=UTC)))
+    assert said[0] == "j: its `ddpjob run` was stopped before the end of the job."
+
+
+def test_what_the_disk_refuses_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of programs, which expect no OSError of Client; the command prints the same line."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "file" / "runs"))
+    job = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "j"},
+           "spec": {"image": "i", "script": "a.py"}}  # fmt: skip
+    with pytest.raises(Mistake, match=f"^{tmp_path / 'file' / 'runs'}.*: Not a directory$"):
+        ProcessBackend().create([job])
