@@ -16,7 +16,16 @@ import click
 from click.core import ParameterSource
 
 from ddpjob.api.job_spec import Json
-from ddpjob.cli.output import PathTemplate, abandon_output, document, listed, printable, printed_rows, usable_streams
+from ddpjob.cli.output import (
+    PathTemplate,
+    abandon_output,
+    document,
+    documents,
+    listed,
+    printable,
+    printed_rows,
+    usable_streams,
+)
 from ddpjob.cli.places import (
     EXIT_MISTAKE,
     EXIT_NEGATIVE,
@@ -359,30 +368,36 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
     """
 
     local = place.is_local()
-    for bodies in _bodies(program, args, options, local=local):
-        output = options["output"] or ("yaml" if options["dry_run"] else None)
-        backend: Backend | None = None
-        name = bodies[-1]["metadata"].get("name") or bodies[-1]["metadata"]["generateName"]
-        if not options["dry_run"]:
-            backend = place.backend()
-            if not local and not place.namespace and bodies[-1]["metadata"].get("namespace"):
-                backend = Place(bodies[-1]["metadata"]["namespace"], place.context, place.kubeconfig, None).backend()
-            name = backend.create(bodies)
-        if output == "name":
-            click.echo(f"ddpjob.ddpjob.io/{name}")
-        elif output:
-            click.echo("---\n".join(document(body, output) for body in bodies), nl=False)
-        elif backend is not None:
-            _say(f"ddpjob {name} created", backend)
-        if not local and not _keeps_files(bodies[-1]["spec"]):
-            _note(
-                "note: spec.storage.checkpoints is not set: what a pod saves is gone with the pod, and training begins"
-                " again when the one that saved is lost; set claimTemplate, claimName or url there"
-                + ("" if _is_manifest(program) else " (--set)")
-            )
-        if backend is not None and options["waits"] and (code := _wait(backend, name, "end", None)):
-            return code
-    return 0
+    output = options["output"] or ("yaml" if options["dry_run"] else None)
+    shown, created = list[Any](), list[tuple[Backend, str]]()
+    try:
+        for bodies in _bodies(program, args, options, local=local):
+            name = bodies[-1]["metadata"].get("name") or bodies[-1]["metadata"]["generateName"]
+            if not options["dry_run"]:
+                backend = place.backend()
+                if not local and not place.namespace and bodies[-1]["metadata"].get("namespace"):
+                    backend = Place(
+                        bodies[-1]["metadata"]["namespace"], place.context, place.kubeconfig, None
+                    ).backend()
+                name = backend.create(bodies)
+                created.append((backend, name))
+            if output == "name":
+                click.echo(f"ddpjob.ddpjob.io/{name}")
+            elif output:
+                shown += bodies
+            else:
+                _say(f"ddpjob {name} created", backend)
+            if not local and not _keeps_files(bodies[-1]["spec"]):
+                _note(
+                    "note: spec.storage.checkpoints is not set: what a pod saves is gone with the pod, and training"
+                    " begins again when the one that saved is lost; set claimTemplate, claimName or url there"
+                    + ("" if _is_manifest(program) else " (--set)")
+                )
+    finally:  # Also of the first ones, when a later one is refused.
+        if shown:
+            click.echo(documents(shown, str(output)), nl=False)
+    codes = [_wait(backend, name, "end", None) for backend, name in created] if options["waits"] else []
+    return next(filter(None, codes), 0)
 
 
 def _is_manifest(program: str) -> bool:

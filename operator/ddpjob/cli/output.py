@@ -46,6 +46,13 @@ def document(body: Json, kind: str) -> str:
     return write_document(body)
 
 
+def documents(bodies: Sequence[Json], kind: str) -> str:
+    """Several objects as documents of YAML, or as a List in JSON, which has no documents; a single one as it is."""
+    if kind == "json" and len(bodies) > 1:
+        return document(listed(bodies), kind)
+    return "---\n".join(document(body, kind) for body in bodies)
+
+
 _ESCAPED = re.compile(r"\.((?:[^.\[\]\\\s]|\\.)*\\.(?:[^.\[\]\\\s]|\\.)*)")
 r"""A name with escaped dots, as in `.metadata.labels.ddpjob\.io/job`."""
 _PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([^{}]+)|(.)""", re.DOTALL)

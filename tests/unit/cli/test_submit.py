@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import yaml
 from ddpjob.api.yamltext import read_documents, write_document
 from ddpjob.cli.main import main
+from ddpjob.cli.places import Place
 from ddpjob.client.process_backend import ProcessBackend
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,3 +189,55 @@ def test_convert_without_an_image_says_only_that_one_is_missing(capsys: pytest.C
     assert (
         note == "# converted: spec.image: a command line has none; write an image with Python, PyTorch and the script"
     )
+
+
+TWO = f"{JOB}---\n{JOB.replace('name: t', 'name: u')}"
+
+
+def test_what_is_printed_of_several_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two jobs stood in one document, and a line --- between objects of JSON."""
+    Path("two.yaml").write_text(TWO)
+    Path("train.py").write_text("")
+    script = ["--image", "x", "--name", "t", "train.py"]
+    for words, names in ((["two.yaml"], ["t", "u"]), (script, ["t-code", "t"])):
+        assert main(["submit", "--cluster", "--dry-run", *words]) == 0
+        made = read(capsys.readouterr().out)
+        assert [body["metadata"]["name"][:6] for body in made] == names
+        assert main(["submit", "--cluster", "--dry-run", "-o", "json", *words]) == 0
+        assert json.loads(capsys.readouterr().out) == {
+            "apiVersion": "v1",
+            "kind": "List",
+            "metadata": {},
+            "items": made,
+        }
+    assert main(["submit", "--local", "--dry-run", "-o", "json", *script]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "DDPJob", "a single object is no list"
+
+
+def test_all_jobs_of_a_manifest_are_created_before_one_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second was created when the first had ended, and not at all when that had failed."""
+    Path("two.yaml").write_text(TWO)
+    done = list[str]()
+
+    class Jobs:
+        where = "here"
+
+        def create(self, bodies: list[Any]) -> str:
+            done.append(f"create {bodies[-1]['metadata']['name']}")
+            return str(bodies[-1]["metadata"]["name"])
+
+        def changes(self, name: str, seconds: float | None = None) -> Iterator[tuple[Any, bool]]:
+            done.append(f"wait {name}")
+            body = {
+                "metadata": {"name": name},
+                "spec": {},
+                "status": {"phase": "Failed" if name == "t" else "Complete"},
+            }
+            yield body, False
+
+    monkeypatch.setattr(Place, "backend", lambda place: Jobs())
+    assert main(["submit", "--cluster", "--wait", "two.yaml"]) == 1
+    assert done == ["create t", "create u", "wait t", "wait u"]
+    assert "u is Complete" in capsys.readouterr().out
