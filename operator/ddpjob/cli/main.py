@@ -557,6 +557,8 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
     from ddpjob.client.job_text import header
     from ddpjob.engine.reconcile import utc_now
 
+    if everywhere and job is not None:
+        raise click.UsageError("-A lists jobs; name the job's namespace with -n")
     backend = place.backend(everywhere=everywhere)
     bodies = [backend.job(job)] if job is not None else backend.jobs()
     for note in backend.notes:
@@ -792,6 +794,8 @@ def logs(
     length = None if since is None else int(since) if since.isdigit() else seconds(since)
     if since is not None and length is None:
         raise click.UsageError(f"--since {since}: write a length of time, such as 30s, 5m or 2h")
+    if follow and previous:
+        raise click.UsageError("--previous: a container that has ended writes nothing more; leave --follow out")
     backend, options = place.backend(), LogOptions(follow=follow, tail=tail, since=length, previous=previous)
     body, pod = _job_or_pod(backend, job)
     name = body["metadata"]["name"]

@@ -154,3 +154,17 @@ def test_names_may_stand_as_they_are_printed(
     monkeypatch.setattr(OneJob, "delete", lambda backend, name: deleted.append(name), raising=False)
     assert called(monkeypatch, backend, "delete", "ddpjob.ddpjob.io/j", "k") == 0
     assert deleted == ["j", "k"]
+
+
+def test_a_job_is_not_looked_for_by_name_in_all_namespaces(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was looked for in one of them, and the answer was that it is in none."""
+    assert called(monkeypatch, OneJob("Running"), "get", "-A", "j") == 2
+    assert "-A lists jobs; name the job's namespace with -n" in capsys.readouterr().err
+
+
+def test_a_previous_log_is_not_followed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there was none it was asked for each second, without a word."""
+    assert called(monkeypatch, OneJob("Running"), "logs", "j", "-f", "--previous") == 2
+    assert "--previous: " in capsys.readouterr().err
