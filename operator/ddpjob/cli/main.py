@@ -720,13 +720,18 @@ def describe(place: Place, job: str) -> int:
     \b
     Example: ddpjob describe first
     """
+    from ddpjob.client.job_client import if_allowed
     from ddpjob.client.job_text import describe as described
     from ddpjob.engine.reconcile import utc_now
 
     backend = place.backend()
     body = backend.job(job)
-    for line in described(body, backend.pods(job), backend.events(job), utc_now()):
+    faults = list[str]()
+    pods, events = if_allowed(backend.pods, job, faults), if_allowed(backend.events, job, faults)
+    for line in described(body, pods, events, utc_now()):
         _print(line)
+    for fault in faults:
+        _note(fault)
     return 0
 
 
@@ -740,14 +745,18 @@ def why(place: Place, job: str) -> int:
     Exit code: 1 if it has failed, else 0.
     Example: ddpjob why first
     """
+    from ddpjob.client.job_client import if_allowed
     from ddpjob.client.job_text import phase
     from ddpjob.client.job_text import why as explained
     from ddpjob.engine.reconcile import utc_now
 
     backend = place.backend()
     body = backend.job(job)
-    for line in explained(body, backend.pods(job), utc_now()):
+    faults = list[str]()
+    for line in explained(body, if_allowed(backend.pods, job, faults), utc_now()):
         _print(line)
+    for fault in faults:
+        _note(fault)
     return EXIT_NEGATIVE if phase(body) == "Failed" else 0
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ddpjob.api.job_spec import JobSpec, Json
 from ddpjob.api.job_status import Condition, JobStatus
-from ddpjob.client.backend import Backend, Happened, LogOptions, Mistake, PodLine
+from ddpjob.client.backend import Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
 from ddpjob.client.build_manifest import Request, build
 from ddpjob.client.job_text import phase
 from ddpjob.core.view import is_number
@@ -116,6 +116,22 @@ def change(backend: Backend, name: str, spec: Json) -> None:
     if state in ENDED:
         raise Mistake(f"{name} is {state} and does not start again; delete it and submit it again")
     backend.patch(name, spec)
+
+
+_Item = TypeVar("_Item")
+
+
+def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) -> list[_Item]:
+    """What is read of a job; nothing where the user may not, and `faults` says so: its status says most of it."""
+    try:
+        return read(job)
+    except Unreachable:
+        raise
+    except Mistake as mistake:
+        if not mistake.denied:
+            raise
+        faults.append(f"{getattr(read, '__name__', 'it')}: {mistake}")
+        return []
 
 
 class Client:
@@ -291,7 +307,7 @@ class Client:
         from ddpjob.engine.reconcile import utc_now
 
         body = self._backend.job(_name(job))
-        return "\n".join(why(body, self._backend.pods(_name(job)), utc_now()))
+        return "\n".join(why(body, if_allowed(self._backend.pods, _name(job), []), utc_now()))
 
     def pods(self, job: str | Job) -> Sequence[PodLine]:
         """The job's pods: the coordinator's, then those of each slot."""

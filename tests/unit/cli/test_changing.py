@@ -10,6 +10,7 @@ import pytest
 from ddpjob.cli import main as cli
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
+from ddpjob.client.api_server import ApiRefusal
 from ddpjob.client.backend import Happened, Mistake, NoAnswer, NoSuchJob, PodLine
 from ddpjob.client.job_client import Client
 
@@ -162,6 +163,29 @@ def test_a_job_is_not_looked_for_by_name_in_all_namespaces(
     """It was looked for in one of them, and the answer was that it is in none."""
     assert called(monkeypatch, OneJob("Running"), "get", "-A", "j") == 2
     assert "-A lists jobs; name the job's namespace with -n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("describe", "j"), ("why", "j")])
+def test_who_may_read_jobs_alone_learns_what_their_status_says(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on the dashboard's page."""
+    failed = {"type": "Failed", "status": "True", "reason": "WorkerFailed", "message": "rank 1 ended: ValueError",
+              "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
+    body = {"metadata": {"name": "j", "uid": "1"}, "spec": {"image": "a", "script": "x"},
+            "status": {"phase": "Failed", "conditions": [failed]}}  # fmt: skip
+
+    def forbidden(name: str) -> Any:
+        raise ApiRefusal(403, "Forbidden", "User may not list it")
+
+    backend = OneJob("Failed")
+    monkeypatch.setattr(backend, "job", lambda name: body)
+    monkeypatch.setattr(backend, "pods", forbidden)
+    monkeypatch.setattr(backend, "events", forbidden, raising=False)
+    assert called(monkeypatch, backend, *words) == (words[0] == "why")
+    out, err = capsys.readouterr()
+    assert "rank 1 ended: ValueError" in out and "User may not list it" in err
+    assert "rank 1 ended: ValueError" in Client(backend).why("j")  # type: ignore[arg-type]
 
 
 def test_a_previous_log_is_not_followed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
