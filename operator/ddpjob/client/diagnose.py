@@ -12,7 +12,6 @@ from ddpjob.api.job import GROUP, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import load_crd
 from ddpjob.client.api_server import ApiRefusal, ApiServer
-from ddpjob.client.backend import Unreachable
 
 SUPPORTED_MINOR = 29
 """Of Kubernetes 1, the oldest that the chart accepts."""
@@ -46,11 +45,11 @@ def client_version() -> str:
 
 
 def checks(api: ApiServer, namespace: str) -> Iterator[Check]:
-    """All checks of a cluster, in the order in which the first failure explains the others."""
+    """All checks of a cluster, in the order in which the first failure explains the others. Raises Unreachable."""
     yield Check(True, f"client {client_version()}, Python {platform.python_version()}")
     try:
         version = api.request("GET", "/version")
-    except (Unreachable, ApiRefusal) as error:
+    except ApiRefusal as error:
         yield Check(False, f"the API server: {error}")
         return
     minor = "".join(c for c in str(version.get("minor", "")) if c.isdigit())
