@@ -779,7 +779,9 @@ def why(place: Place, job: str) -> int:
 @click.option("--coordinator", is_flag=True, help="The coordinator's pods too.")
 @click.option("--previous", is_flag=True, help="Of the container before the present one.")
 @click.option("--since", metavar="5m", help="Only lines of so long ago, such as 30s, 5m or 2h.")
-@click.option("--tail", type=click.IntRange(0), help="Only the last lines of each pod.")
+@click.option(
+    "--tail", type=click.IntRange(0), help="Only the last lines of each pod; with -f, all of pods that come later."
+)
 @click.option(
     "--prefix/--no-prefix", default=None, help="INDEX-ATTEMPT and ranks before each line; default for a whole job."
 )

@@ -285,9 +285,9 @@ class Client:
         """(pod, line) of the training pods.
 
         `rank`: of the pod that has this global rank, without lines that another rank is known to have written.
-        `index`: of one slot's pods. `tail`: the last lines of each pod. `follow`: continue until the job has ended,
-        also with pods that replace others. Raises Mistake when nothing can be read, as of a `rank` or an
-        `index` that no pod has; warns of each pod that could not be read.
+        `index`: of one slot's pods. `tail`: the last lines of each pod that is there. `follow`: continue until the job
+        has ended, also with pods that replace others, in whole. Raises Mistake when nothing can be read, as of a
+        `rank` or an `index` that no pod has; warns of each pod that could not be read.
         """
         from ddpjob.client.log_follower import Chosen, LogFollower
 

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
@@ -168,7 +168,7 @@ class LogFollower:
                 yield LogLine(pod, text, ranks, rank)
 
     def _all_lines(self) -> Iterator[tuple[PodLine, bytes]]:
-        patience = Patience()
+        patience, looked = Patience(), False
         while not self.options.stopped:
             over, pods = False, list[PodLine]()
             try:
@@ -180,7 +180,9 @@ class LogFollower:
                 patience.bear(mistake)
             for pod in pods:
                 if pod.name not in self._begun and pod.state not in _NOT_STARTED:
-                    self._start(pod)
+                    # One that came later may have said everything before this look at the pods.
+                    self._start(pod, replace(self.options, tail=None) if looked else self.options)
+            looked = looked or bool(pods)
             deadline = time.monotonic() + _POLL
             while (left := deadline - time.monotonic()) > 0 and (self._reading or not over):
                 try:
@@ -256,21 +258,21 @@ class LogFollower:
         status = self._body.get("status") or {}
         return JobStatus.read(status).terminal or status.get("phase") == "Interrupted"
 
-    def _start(self, pod: PodLine) -> None:
+    def _start(self, pod: PodLine, options: LogOptions) -> None:
         self._begun.add(pod.name)
         self._reading += 1
-        threading.Thread(target=self._read_all, args=(pod,), name=f"log of {pod.name}", daemon=True).start()
+        threading.Thread(target=self._read_all, args=(pod, options), name=f"log of {pod.name}", daemon=True).start()
 
-    def _read_all(self, pod: PodLine) -> None:
+    def _read_all(self, pod: PodLine, options: LogOptions) -> None:
         try:
-            self._read(pod)
+            self._read(pod, options)
         finally:
             self._put(pod, None)
 
-    def _read(self, pod: PodLine) -> None:
-        rest, limit, cut = b"", self.options.line_bytes, False
+    def _read(self, pod: PodLine, options: LogOptions) -> None:
+        rest, limit, cut = b"", options.line_bytes, False
         try:
-            for piece in self.backend.log(pod, self.options):
+            for piece in self.backend.log(pod, options):
                 lines = (rest + piece).split(b"\n")
                 cut = cut or any(len(line) > limit for line in lines)
                 *whole, rest = (_shortened(line, limit) for line in lines)

@@ -257,3 +257,22 @@ def test_a_slot_that_no_pod_has_is_not_waited_for(
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
     assert main(["logs", "j", "--index", "9"]) == 0
     assert capsys.readouterr().err == "no pod of slot 9 of j; the slots are 0 to 2\n"
+
+
+def test_of_a_pod_that_comes_later_all_lines_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a replacement that fails at once, the last line alone was left of its traceback."""
+    backend = TwoNodes()
+    whole = [b"begins\n", b"fails\n", b"last\n"]
+    monkeypatch.setattr(backend, "log", lambda pod, options: iter(whole[-(options.tail or 0) :]))
+    assert follow("logs j -f --tail 1 --no-prefix --index 1", backend, capsys, monkeypatch) == {
+        "begins",
+        "fails",
+        "last",
+    }
+    lines = list[str]()
+    backend = TwoNodes()
+    monkeypatch.setattr(backend, "log", lambda pod, options: lines.append(f"{pod.name} {options.tail}") or iter(()))
+    follow("logs j -f --tail 1", backend, capsys, monkeypatch)
+    assert sorted(lines) == ["j-0-0 1", "j-1-0 1", "j-1-1 None", "j-2-0 1"]
