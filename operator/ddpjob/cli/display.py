@@ -43,15 +43,21 @@ def open_display() -> Display:
 
 def summary(job: DDPJob, status: JobStatus) -> str:
     """State, nodes and progress in one line."""
+    return "  ".join(
+        [f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display(job.spec)}", *_figures(status)]
+    )
+
+
+def _figures(status: JobStatus) -> list[str]:
+    """The progress, loss, time left, speed and accuracy that are known."""
     progress = status.progress
-    words = [f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display(job.spec)}"]
-    words += [str(progress[name]) for name in ("display",) if name in progress]
+    words = [str(progress[name]) for name in ("display",) if name in progress]
     words += [
         f"{label} {progress[name]}" for label, name in (("loss", "lossDisplay"), ("eta", "eta")) if name in progress
     ]
     words += [str(progress[name]) for name in ("speedDisplay",) if name in progress]
     words += [f"accuracy {accuracy:.2%}" for accuracy in [reported_accuracy(status)] if accuracy is not None]
-    return "  ".join(words)
+    return words
 
 
 def reported_accuracy(status: JobStatus) -> float | None:
@@ -185,7 +191,7 @@ def _bar(shown: Shown) -> RenderableType:
     row = Table.grid(padding=(0, 2))
     percent = progress.get("percent")
     cells: list[RenderableType] = [] if percent is None else [ProgressBar(total=100, completed=percent, width=30)]
-    cells += [escape(printable(word)) for word in summary(shown.job, shown.status).split("  ")[2:] if word]
+    cells += [escape(printable(word)) for word in _figures(shown.status)]
     row.add_row(*cells)
     return row
 

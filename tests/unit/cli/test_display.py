@@ -89,3 +89,12 @@ def test_the_panel_names_state_progress_and_pods() -> None:
         word in text
         for word in ("Running", "2/2", "1m15s", "epoch 3/8 40 %", "1,200/s", "97.12%", "j-1-0", "Error (1)")
     )
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_the_bar_has_the_whole_progress_in_each_phase_and_the_nodes_once(phase: Phase) -> None:
+    """Words were cut from a padded line: the epoch was missing while it restarted, the nodes were there twice."""
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(panel(shown(75, progress=PROGRESS, phase=phase)))
+    text = console.export_text()
+    assert all(text.count(word) == 1 for word in ("epoch 3/8 40 %", "loss 0.25", "nodes 2/2")), text
