@@ -313,11 +313,11 @@ class ClusterBackend:
         try:
             for body in needed:
                 self._create_map({**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
-        except Mistake as mistake:
+        except (Mistake, KeyboardInterrupt) as mistake:
             try:
                 self.delete(name)
             except Mistake as other:
-                left = f"{mistake}; job {name} was created before and could not be deleted: {other}"
+                left = f"{str(mistake) or 'Ctrl-C'}; job {name} was created before and could not be deleted: {other}"
                 raise Mistake(f"{left}; `ddpjob delete {name}` deletes it") from mistake
             raise
         return name

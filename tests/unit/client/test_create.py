@@ -87,6 +87,19 @@ def test_a_refused_job_leaves_nothing(job: list[Json]) -> None:
         assert store.kinds() == []
 
 
+def test_ctrl_c_before_the_code_is_there_leaves_nothing(job: list[Json], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pods would wait for the ConfigMap for ever."""
+    store = Store()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ClusterBackend, "_create_map", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        create(store, job)
+    assert store.kinds() == []
+
+
 def test_a_job_that_cannot_be_taken_back_is_named(job: list[Json]) -> None:
     refused = {("POST", "configmaps"): ApiRefusal(403, "Forbidden", "exceeded quota"),
                ("DELETE", "ddpjobs"): ApiRefusal(403, "Forbidden", "may not delete")}  # fmt: skip
