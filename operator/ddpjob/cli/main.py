@@ -473,7 +473,7 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
     from ddpjob.client.convert_jobs import convert_command
     from ddpjob.client.manifest_sources import BadInput, checked
 
-    if len(words) > 1 or (" " in words[0] and not Path(words[0]).exists()):
+    if len(words) > 1 or (" " in words[0] and not _exists(words[0])):
         made = [convert_command(words, name, image)]
     else:
         made = [convert_manifest(value) for value in _foreign(words[0])]
@@ -494,6 +494,13 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
             for line in lines:
                 _note(f"# {line}")
     return EXIT_NEGATIVE if faulty else 0
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # Too long for a name.
+        return False
 
 
 def _foreign(source: str) -> list[Any]:

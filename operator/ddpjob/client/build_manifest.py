@@ -58,8 +58,10 @@ class Request:
 
 def build(request: Request, *, local: bool) -> list[Json]:
     """The objects to create, the job last. `local`: code is used where it is, and no image is needed."""
-    spec: Json = {"image": request.image or ("local" if local else "")}
-    if not spec["image"]:
+    image = request.image or ("local" if local else "")
+    of_class = any(request.settings.get(path) for path in ("className", "spec.className"))
+    spec: Json = {} if of_class and not image else {"image": image}
+    if not image and not of_class:
         raise Mistake("image (--image): missing; name any image with Python and PyTorch")
     name = request.name or _name(request)
     needed = _program(request, name, spec, local=local)

@@ -241,3 +241,19 @@ def test_all_jobs_of_a_manifest_are_created_before_one_is_waited_for(
     assert main(["submit", "--cluster", "--wait", "two.yaml"]) == 1
     assert done == ["create t", "create u", "wait t", "wait u"]
     assert "u is Complete" in capsys.readouterr().out
+
+
+def test_a_long_command_line_in_quotes_is_no_path(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "torchrun --nnodes=2 train.py " + "--name " * 50
+    assert main(["convert", "--image", "x", line]) == 0
+    assert read(capsys.readouterr().out)[0]["spec"]["args"] == ["--name"] * 50
+
+
+def test_an_image_that_the_class_names_need_not_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text("")
+    for field in ("className", "spec.className"):
+        assert main(["submit", "--cluster", "--dry-run", "--name", "j", "--set", f"{field}=gpu", "train.py"]) == 0
+        spec = read(capsys.readouterr().out)[-1]["spec"]
+        assert spec["className"] == "gpu" and "image" not in spec
+    assert main(["submit", "--cluster", "--dry-run", "train.py"]) == 2
+    assert "image (--image): missing" in capsys.readouterr().err
