@@ -58,6 +58,13 @@ def main() -> int:
     except BadInput as error:
         print(error, file=sys.stderr)
         return 2
+    try:
+        return _demo(arguments, manifest)
+    except KeyboardInterrupt:  # while it is judged: the run itself has its own
+        return 130
+
+
+def _demo(arguments: argparse.Namespace, manifest: Json) -> int:
     folder = job_folder(manifest["metadata"]["name"])
     nodes = manifest["spec"]["nodes"]
     print(

@@ -52,7 +52,8 @@ def ready(arguments: RunOptions) -> Ready:
     """Makes all checks that need no folder. Raises BadInput."""
     if platform.system() != "Linux":
         raise BadInput(
-            f"jobs run on Linux (on Windows in WSL 2), not on {platform.system()}; `ddpjob validate` works everywhere"
+            f"jobs run on Linux (on Windows in WSL 2), not on {platform.system()}; `ddpjob validate` and the commands"
+            " for a cluster need none"
         )
     body = new_body(read_job(arguments.file, arguments.name), utc_now())
     job = DDPJob.read(body)

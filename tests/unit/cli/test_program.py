@@ -6,8 +6,10 @@ import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ddpjob.cli import demo
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
@@ -57,3 +59,30 @@ def test_ctrl_c_while_it_starts_is_quiet(program: EntryPoint, monkeypatch: pytes
     monkeypatch.delitem(sys.modules, "ddpjob.cli.main", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
     assert program.load()() == 130
+
+
+def test_a_module_of_python_that_the_system_lacks_is_not_installed_by_pip(
+    program: EntryPoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As fcntl on Windows."""
+
+    def main() -> int:
+        raise ModuleNotFoundError(name="fcntl")
+
+    monkeypatch.setattr("ddpjob.cli.main.main", main)
+    assert program.load()() == 2
+    said = capsys.readouterr().err
+    assert "pip" not in said and "on Windows in WSL 2" in said and "fcntl" in said
+
+
+def test_ctrl_c_while_the_demo_is_judged_is_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its ledger and its plot take some seconds."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_judge", interrupted)
+    monkeypatch.setattr(demo.subprocess, "Popen", lambda words: SimpleNamespace(wait=lambda: 0, poll=lambda: 0))
+    monkeypatch.setattr(sys, "argv", ["demo", str(PYPROJECT.parent / "examples" / "digits.yaml")])
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    assert demo.main() == 130
