@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,3 +160,19 @@ def test_checkpoints_on_a_disk_that_is_not_mounted(machine: SameProcess) -> None
     assert answer.returncode == 2 and "checkpoints: a link to /no/such/disk, which is not there" in answer.stderr, (
         answer
     )
+
+
+def test_a_folder_of_any_name_and_modules(
+    machine: SameProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name of Latin-1 is no UTF-8; what lies in the folder is the script's own, not the command's."""
+    folder = machine.folder / os.fsdecode(b'K\xfcnstler "x"')
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("DDPJOB_RUNS", str(folder / "runs"))
+    machine.write(manifest(nodes=1, command=["bash", "-c", "echo at work"]))
+    (folder / "click.py").write_text("raise SystemExit(3)\n")
+    submitted = machine.command("submit", "--wait", str(machine.folder / "job.yaml"))
+    assert submitted.returncode == 0, submitted.stderr
+    main(["logs", "job", "--no-prefix"])
+    assert capsys.readouterr().out == "at work\n"

@@ -94,7 +94,7 @@ def draw(text: str, job: str, output: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / job / METRICS  # the picture's title is the folder's name
         metrics.parent.mkdir(parents=True)
-        metrics.write_text(text)
+        metrics.write_text(text, encoding="utf-8")
         made = subprocess.run(
             [sys.executable, "-m", "ddpjob_trainer", "plot", str(metrics.parent), "--output", str(output)],
             capture_output=True, text=True, check=False,

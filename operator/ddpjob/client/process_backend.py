@@ -270,7 +270,8 @@ class ProcessBackend:
         before = (_record(folder) or {}).get("metadata", {}).get("uid")
         with output.open("wb") as log:
             run = subprocess.Popen(
-                [sys.executable, "-m", "ddpjob.cli", "run", str(manifest)],
+                # -P: what lies in this folder is the job's, as it is for the command `ddpjob` itself.
+                [sys.executable, "-P", "-m", "ddpjob.cli", "run", str(manifest)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         deadline = time.monotonic() + _STARTED_SECONDS
@@ -320,7 +321,7 @@ class ProcessBackend:
         _, record = self.job_of_pod(pod.name)
         environment = {**os.environ, "DDPJOB_STACKS_POD": pod.name, "DDPJOB_STACKS_UID": record["metadata"]["uid"]}
         ran = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
         )
         return ran.stdout + ran.stderr
 

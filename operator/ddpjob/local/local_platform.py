@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import re
 import socket
@@ -29,7 +30,7 @@ class LocalPlatform(Platform):
         the job of this name in a cluster or in another folder.
         """
         machine = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())
-        runs = hashlib.sha256(str(self.checkpoint_path).encode()).hexdigest()[:8]
+        runs = hashlib.sha256(os.fsencode(str(self.checkpoint_path))).hexdigest()[:8]
         return f"local.{machine}.{runs}/{job.name}"
 
     @property

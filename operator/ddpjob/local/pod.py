@@ -96,7 +96,7 @@ class Pod:
                 self.views[name] = ContainerView(started=now)
             except OSError as error:
                 message = f"{words[0]!r} in {self._working_dir}: {error.strerror}"
-                output.write(f"cannot start {message}\n".encode())
+                output.write(f"cannot start {message}\n".encode(errors="backslashreplace"))
                 self.views[name] = ContainerView(
                     started=now, exit_code=_CANNOT_START, reason="StartError", message=message, finished=now
                 )

@@ -40,7 +40,7 @@ def find(marks: Mapping[str, str]) -> list[int]:
 
     The environment of zombies and of other users' processes cannot be read: they are not found.
     """
-    wanted = {f"{name}={value}".encode() for name, value in marks.items()}
+    wanted = {os.fsencode(f"{name}={value}") for name, value in marks.items()}
     found = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():

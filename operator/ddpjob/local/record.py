@@ -113,7 +113,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Writes a file in whole, or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bo
             return False
         time.sleep(0.05)
     with suppress(FileNotFoundError):
-        reason = _refusal(path).read_text()
+        reason = _refusal(path).read_text(encoding="utf-8")
         _refusal(path).unlink()
         raise RequestRefused(reason)
     return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -42,3 +44,14 @@ def test_a_run_makes_the_folder_of_its_requests(tmp_path: Path) -> None:
         prepare(folder, fresh=False, now=datetime.now(UTC))
         assert folder.requests.stat().st_uid == os.geteuid() and not any(folder.requests.iterdir())
         (folder.requests / "1-1.json").write_text("left by a run that was killed")
+
+
+def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    """As Python reads the script that a function was submitted as."""
+    code = (
+        "from pathlib import Path; from ddpjob.local.record import write_atomically; "
+        "write_atomically(Path('f'), 'gr\\u00fc\\u00dfe \\u2713')"
+    )
+    other = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    subprocess.run([sys.executable, "-c", code], env=other, cwd=tmp_path, check=True)
+    assert (tmp_path / "f").read_text(encoding="utf-8") == "grüße ✓"
