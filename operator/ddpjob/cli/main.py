@@ -770,7 +770,10 @@ def why(place: Place, job: str) -> int:
 @root.command()
 @click.argument("job", metavar="JOB|POD", shell_complete=_complete_job, callback=_bare)
 @click.option(
-    "-f", "--follow", is_flag=True, help="Keep printing, also of pods that replace others, until the job ends."
+    "-f",
+    "--follow",
+    is_flag=True,
+    help="Keep printing, also of pods that replace others, until the job ends; a POD's log until the pod ends.",
 )
 @click.option(
     "--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot, the first number in a pod's name."

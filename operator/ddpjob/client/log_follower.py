@@ -168,12 +168,14 @@ class LogFollower:
                 yield LogLine(pod, text, ranks, rank)
 
     def _all_lines(self) -> Iterator[tuple[PodLine, bytes]]:
-        patience, looked = Patience(), False
+        patience, looked, gone = Patience(), False, 0
         while not self.options.stopped:
             over, pods = False, list[PodLine]()
             try:
                 over, pods = self._is_over(), self._pods()
                 patience.answered()
+                # A pod of which only the log is there may be one that this machine is just starting: look twice.
+                gone = gone + 1 if self._chosen.pod in self._begun and all(pod.ended for pod in pods) else 0
             except Mistake as mistake:
                 if not self.options.follow:
                     raise
@@ -183,19 +185,22 @@ class LogFollower:
                     # One that came later may have said everything before this look at the pods.
                     self._start(pod, replace(self.options, tail=None) if looked else self.options)
             looked = looked or bool(pods)
-            deadline = time.monotonic() + _POLL
+            deadline, quiet = time.monotonic() + _POLL, True
             while (left := deadline - time.monotonic()) > 0 and (self._reading or not over):
                 try:
                     pod, text = self._lines.get(timeout=left)
                 except queue.Empty:
                     break
                 if text is not None:
+                    quiet = False
                     yield pod, text
                     continue
                 self._reading -= 1
                 if not self._reading:
                     break
-            if over and not self._reading:
+            if (over or gone > 1) and not self._reading:
+                return
+            if gone > 1 and quiet and self.backend.local:  # whose logs end with the run
                 return
 
     def _pods(self) -> list[PodLine]:

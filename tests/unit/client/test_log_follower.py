@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -276,3 +277,31 @@ def test_of_a_pod_that_comes_later_all_lines_are_printed(
     monkeypatch.setattr(backend, "log", lambda pod, options: lines.append(f"{pod.name} {options.tail}") or iter(()))
     follow("logs j -f --tail 1", backend, capsys, monkeypatch)
     assert sorted(lines) == ["j-0-0 1", "j-1-0 1", "j-1-1 None", "j-2-0 1"]
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("then", [[], [pod("j-1-0", state="Error (1)"), pod("j-1-1")]])
+def test_a_pod_that_is_followed_ends_before_its_job(
+    then: list[PodLine], local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of its name comes again: the command stood there until the job ended. Here a log ends with its run."""
+    backend, asked = TwoNodes(), list[str]()
+
+    def pods(name: str) -> list[PodLine]:
+        asked.append(name)
+        return [pod("j-1-0")] if len(asked) < 4 else then
+
+    def log(pod: PodLine, options: LogOptions) -> Iterator[bytes]:
+        yield b"%s\n" % pod.name.encode()
+        while local and len(asked) < 100:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(backend, "job", lambda name: backend.body)
+    monkeypatch.setattr(backend, "pods", pods)
+    monkeypatch.setattr(backend, "log", log)
+    monkeypatch.setattr(backend, "local", local, raising=False)
+    options, chosen = LogOptions(follow=True), log_follower.Chosen("j-1-0")
+    follower = log_follower.LogFollower(backend, backend.body, options, chosen)  # type: ignore[arg-type]
+    monkeypatch.setattr("ddpjob.client.log_follower._POLL", 0.05)
+    assert [line.text for line in follower.lines()] == [b"j-1-0"]
+    assert 4 <= len(asked) < 20
