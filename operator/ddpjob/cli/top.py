@@ -16,12 +16,12 @@ from rich.text import Text
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import Phase
+from ddpjob.api.job_status import JobStatus, Phase
 from ddpjob.cli.display import PHASE_COLOURS, reported_accuracy
 from ddpjob.cli.output import printable, printed_rows
 from ddpjob.cli.terminal_curves import sparkline
 from ddpjob.client.backend import Backend, Mistake, Patience, PodLine
-from ddpjob.client.job_text import header, phase, restart_counts, restart_line, slot_lines, took, why
+from ddpjob.client.job_text import header, phase, readable, restart_counts, restart_line, slot_lines, took, why
 from ddpjob.client.log_follower import ranks_of_pods
 from ddpjob.core.status.messages import count
 from ddpjob.engine.reconcile import utc_now
@@ -59,7 +59,8 @@ class JobScreen:
 
     def frame(self, body: Json, pods: list[PodLine], now: datetime) -> RenderableType:
         """The screen of this look."""
-        job = DDPJob.read(body)
+        with readable(body):
+            job = DDPJob.read(body)
         status, progress = job.status, job.status.progress
         reported = (progress.get("step"), progress.get("updatedAt"))
         if reported != self._reported:
@@ -132,7 +133,7 @@ def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> No
             rows = printed_rows(header(), backend.jobs(), utc_now(), wide=False, namespaces=False)
             return Group(*map(_text, rows)), False
         body = backend.job(job)
-        ended = DDPJob.read(body).status.terminal or phase(body) == "Interrupted"
+        ended = JobStatus.read(body.get("status") or {}).terminal or phase(body) == "Interrupted"
         return screen.frame(body, backend.pods(job), utc_now()), ended
 
     frame, ended = look()

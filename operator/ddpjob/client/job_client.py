@@ -15,7 +15,7 @@ from ddpjob.api.job_spec import JobSpec, Json
 from ddpjob.api.job_status import Condition, JobStatus
 from ddpjob.client.backend import Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
 from ddpjob.client.build_manifest import Request, build
-from ddpjob.client.job_text import phase
+from ddpjob.client.job_text import phase, readable
 from ddpjob.core.view import is_number
 
 if TYPE_CHECKING:
@@ -89,9 +89,11 @@ class Job:
 
     @classmethod
     def read(cls, body: Json) -> Job:
-        """Of a DDPJob as an object of the API."""
+        """Of a DDPJob as an object of the API. Raises Mistake for one of a newer release that cannot be read."""
         meta = body["metadata"]
-        spec, status = JobSpec.read(body["spec"]), JobStatus.read(body.get("status") or {})
+        with readable(body):
+            spec = JobSpec.read(body["spec"])
+        status = JobStatus.read(body.get("status") or {})
         return cls(meta["name"], str(meta.get("namespace", "")), phase(body), spec, status, body)
 
     @property

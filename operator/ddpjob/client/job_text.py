@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
 from importlib import resources
 from itertools import groupby
 
+from pydantic import ValidationError
+
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import MANAGER, Json
 from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, known_time, parse_time
-from ddpjob.client.backend import Happened, PodLine
+from ddpjob.client.backend import Happened, Mistake, PodLine
 from ddpjob.core.status.conditions import QUEUED
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration
@@ -71,12 +74,24 @@ def _since(then: datetime | None, now: datetime) -> str:
     return duration((now - then).total_seconds()) if then is not None else ""
 
 
+@contextmanager
+def readable(body: Json) -> Iterator[None]:
+    """Around what reads a job. Raises Mistake for one of a newer release, with values that this one does not know."""
+    try:
+        yield
+    except ValidationError as error:
+        fields = ", ".join(dict.fromkeys(".".join(["spec", *map(str, fault["loc"])]) for fault in error.errors()))
+        unread = f"this client cannot read {fields}, as of a newer release; `ddpjob doctor` compares the two"
+        raise Mistake(f"{body['metadata']['name']}: {unread}") from error
+
+
 # --- describe ---------------------------------------------------------------------------------------------------
 
 
 def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], now: datetime) -> Iterator[str]:
     """Everything that matters of a job, on one screen however many nodes it has."""
-    job = DDPJob.read(body)
+    with readable(body):
+        job = DDPJob.read(body)
     status, spec, meta = job.status, job.spec, body["metadata"]
     yield from _pairs(
         ("Name", job.name),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpjob.client.backend import Happened, PodLine
+from ddpjob.cli.top import JobScreen
+from ddpjob.client.backend import Happened, Mistake, PodLine
+from ddpjob.client.job_client import Job
 from ddpjob.client.job_text import describe, read_remedies, remedies, row, table, why
 
 ROOT = Path(__file__).parents[3]
@@ -210,3 +213,18 @@ def test_a_remedy_names_a_page_as_a_terminal_shows_it() -> None:
     page = "| reason | what to do |\n| --- | --- |\n| `Hang` | Have it [report](own-scripts.md) meanwhile. |\n"
     assert read_remedies(page)["Hang"]["remedy"] == "Have it report (docs/own-scripts.md) meanwhile."
     assert "](" not in str(remedies())
+
+
+def test_a_job_of_a_newer_release_is_a_line() -> None:
+    """It was a traceback of pydantic, and of Client.list() for one such job of many."""
+    body = {"metadata": {"name": "j", "uid": "1"},
+            "spec": {"image": "a", "script": "s", "recovery": {"mode": "Turbo"}, "runPolicy": {"cleanPodPolicy": "x"}},
+            "status": {"phase": "Running"}}  # fmt: skip
+    says = r"^j: this client cannot read spec\.recovery\.mode, spec\.runPolicy\.cleanPodPolicy, as of a newer release"
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: list(describe(body, (), (), NOW)), lambda: Job.read(body), lambda: JobScreen().frame(body, [], NOW),
+    )  # fmt: skip
+    for read in reads:
+        with pytest.raises(Mistake, match=says):
+            read()
+    assert row(body, NOW)[1] == "Running"
