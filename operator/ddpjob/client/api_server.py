@@ -153,11 +153,12 @@ class ApiServer:
     def _where(self) -> str:
         return f"{self.client.configuration.host} (context {self.context})"
 
-    @staticmethod
-    def _parsed(response: Any, text: bytes | None) -> Json:
+    def _parsed(self, response: Any, text: bytes | None) -> Json:
         try:
             answer = json.loads(text or b"{}")
         except ValueError:
+            if response.status < 400:
+                raise Unreachable(f"the server at {self._where} is no API server: it answers no JSON") from None
             answer = {}
         if response.status >= 400:
             message = str(answer.get("message") or (text or b"")[:300].decode(errors="replace"))

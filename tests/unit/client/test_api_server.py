@@ -1,4 +1,4 @@
-"""Answers that break off, and a server that is not trusted: a line for the user, and patience where it may pass."""
+"""Answers that break off, and servers that are none: a line for the user, and patience where it may pass."""
 
 from __future__ import annotations
 
@@ -56,3 +56,12 @@ def test_a_fault_of_tls_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["--kubeconfig", str(tmp_path / "config"), "get"]) == 3
     [line] = capsys.readouterr().err.splitlines()
     assert "(context c) does not answer: wrong version number" in line
+
+
+def test_a_page_is_no_empty_list_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a proxy's login, or of another server at the address: `ddpjob get` said that there are no jobs."""
+    page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"
+    for words in (["get"], ["get", "j"]):
+        opened(f"http://127.0.0.1:{served(page)}", tmp_path)
+        assert main(["--kubeconfig", str(tmp_path / "config"), *words]) == 3
+        assert "(context c) is no API server: it answers no JSON" in capsys.readouterr().err
