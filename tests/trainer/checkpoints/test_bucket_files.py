@@ -173,3 +173,16 @@ def test_while_the_last_copy_is_waited_for_the_ranks_agree_that_it_takes_longer(
     checkpoints.finish()
     assert agreed[-1] - agreed[0] > 1 and max(b - a for a, b in pairwise(agreed)) < 1
     assert Bucket.open(f"file://{tmp_path / 'store'}").entries() == [Stored(1, 7)]
+
+
+def test_while_a_checkpoint_is_downloaded_the_ranks_agree_that_it_takes_longer(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone knew of it: each start of a large model by a slow line ended after train.timeout_seconds."""
+    fetch, gather, agreed = Bucket.fetch, Group.gather, list[float]()
+    monkeypatch.setattr(Bucket, "fetch", lambda *given: (time.sleep(2.0), fetch(*given))[1])
+    another = opened(two, "another", 2)
+    monkeypatch.setattr(Group, "gather", lambda *given: (agreed.append(time.monotonic()), gather(*given))[1])
+    found = another.newest()
+    assert found is not None and found["step"] == 9
+    assert agreed[-1] - agreed[0] > 1.9 and max(b - a for a, b in pairwise(agreed)) < 1

@@ -6,10 +6,13 @@ import datetime
 import io
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,7 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, Tra
 from ddpjob_trainer.lifecycle.fence import Claim, Ownership, agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import Due, SaverState
 
+_T = TypeVar("_T")
 _LARGE_BYTES = 2**18
 _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
@@ -258,6 +262,23 @@ class CheckpointFolder:
             waits = not done(min(0.5, max(0.0, until - time.monotonic())))
             states = self._group.gather(0 if not waits else 1 if time.monotonic() < until else 2)
 
+    def _in_thread(self, function: Callable[[], _T] | None) -> _T | None:
+        """What `function` returns or raises; None: it is another rank's. All ranks together, who wait for it."""
+        answer: Future[_T | None] = Future()
+
+        def work(function: Callable[[], _T]) -> None:
+            try:
+                answer.set_result(function())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        if function is None:
+            answer.set_result(None)
+        else:  # A daemon: it does not keep a process that ends, as by the loss of a peer.
+            threading.Thread(target=work, args=(function,), name="checkpoint", daemon=True).start()
+        self._wait_together(lambda pause: bool(wait([answer], pause).done))
+        return answer.result()
+
     def release(self) -> None:
         """Training is complete: let another job continue from this folder."""
         if self.writes and self._config.shared:
@@ -418,11 +439,10 @@ class CheckpointFolder:
         while True:
             offered: Offered | None = None
             unread: CheckpointError | None = None
-            if self.copies is not None:
-                try:
-                    offered = self.copies.fetch_newer(self.path, newest)
-                except CheckpointError as error:
-                    unread = error
+            try:
+                offered = self._in_thread(partial(self.copies.fetch_newer, self.path, newest) if self.copies else None)
+            except CheckpointError as error:
+                unread = error
             if offered is not None and not offered.in_parts:
                 self._index.replaced(self.path / offered.manifest.name)
                 offered = None
