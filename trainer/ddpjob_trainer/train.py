@@ -532,7 +532,9 @@ class Trainer:
         self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
         if not self.config.data.micro_batches and not self.config.model.sync_batchnorm:
-            self.micro_batches = int(snapshot["micro_batches"]) or self.micro_batches
+            # Another number of ranks changes nothing. Another train.accumulate does: it is set for want of memory.
+            kept, before = int(snapshot["micro_batches"]), int(snapshot["config"].get("train.accumulate", 1))
+            self.micro_batches = max(1, kept * self.config.train.accumulate // before) if kept else self.micro_batches
         self.sampler.dealing = self._dealing()
         self._check_smallest_micro_batch()
 

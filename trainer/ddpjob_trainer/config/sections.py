@@ -345,7 +345,8 @@ class TrainConfig:
     """Test samples per rank and forward pass."""
     accumulate: int = 1
     """Gradient accumulation steps: a rank computes its share of a global batch in this many parts, which takes less
-    memory; gradients are exchanged once for all of them. Not with data.micro_batches, which are such parts."""
+    memory; gradients are exchanged once for all of them. May change at a resume. Not with data.micro_batches, which
+    are such parts."""
     nonfinite_limit: int = 3
     """A step whose loss or gradient is not finite is skipped on all ranks, with a warning; this many in a row end the
     training."""
