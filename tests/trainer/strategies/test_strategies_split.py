@@ -210,7 +210,7 @@ def test_a_defect_shows(what: str, world: int, keys: list[str], alone: Path, tmp
         (2, ["strategy=pipeline", "pipeline.micro_batches=0"], "pipeline.micro_batches: 0 is less than 1"),
         (
             2,
-            ["strategy=pipeline", "train.accumulate=2"],
+            ["strategy=pipeline", "train.accumulate=2", "data.micro_batches=0"],
             "train.accumulate: strategy=pipeline has pipeline.micro_batches",
         ),
         (2, ["strategy=pipeline", "ddp.ordered=true"], "ddp.ordered: strategy=pipeline has no rank"),
@@ -221,7 +221,7 @@ def test_a_defect_shows(what: str, world: int, keys: list[str], alone: Path, tmp
         ),
         (
             2,
-            ["strategy=pipeline", "model.name=torchvision:mobilenet_v3_small"],
+            ["strategy=pipeline", "model.name=torchvision:mobilenet_v3_small", "data.name=synthetic"],
             "a MobileNetV3 cannot be split into stages",
         ),
         (
