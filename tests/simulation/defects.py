@@ -68,7 +68,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "the names of dropped slots are used again": Defect("core", ("scale",), slots, "_unused", lambda status: 0, 0),
     "a suspended job forgets the pods that no status shows": Defect(
-        "core", ("suspend", "kill-operator", "template"), decide, "_suspend", _no_new_generation, 363
+        "core", ("suspend", "kill-operator", "template"), decide, "_suspend", _no_new_generation, 77
     ),
     "a move to another node counts as a failure": Defect(
         "core", ("agent",), node_health, "End", lambda _, message: End(Cause.WORKER_FAILED, message), 1
