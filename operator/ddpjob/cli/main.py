@@ -813,13 +813,15 @@ def logs(
     from ddpjob.client.log_follower import Chosen, LogFollower
 
     length = None if since is None else int(since) if since.isdigit() else seconds(since)
-    if since is not None and length is None:
+    if since is not None and not length:
         raise click.UsageError(f"--since {since}: write a length of time, such as 30s, 5m or 2h")
     if follow and previous:
         raise click.UsageError("--previous: a container that has ended writes nothing more; leave --follow out")
     backend, options = place.backend(), LogOptions(follow=follow, tail=tail, since=length, previous=previous)
     body, pod = _job_or_pod(backend, job)
     name = body["metadata"]["name"]
+    if pod and index:
+        raise click.UsageError(f"{job} is a pod; --index chooses pods of a job: ddpjob logs {name} --index ...")
     follower = LogFollower(backend, body, options, Chosen(pod, index, rank, coordinator))
     printed = prefix if prefix is not None else not pod
     for line in follower.lines():

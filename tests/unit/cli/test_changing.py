@@ -188,6 +188,21 @@ def test_who_may_read_jobs_alone_learns_what_their_status_says(
     assert "rank 1 ended: ValueError" in Client(backend).why("j")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--since", "0"), "--since 0: write a length"),
+        (("--index", "1"), "j-0-0 is a pod; --index chooses pods of a job"),
+    ],
+)
+def test_logs_say_which_choice_means_nothing(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_job_or_pod", lambda backend, name: ({"metadata": {"name": "j"}}, name))
+    assert called(monkeypatch, OneJob("Running"), "logs", "j-0-0", *words) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_previous_log_is_not_followed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Where there was none it was asked for each second, without a word."""
     assert called(monkeypatch, OneJob("Running"), "logs", "j", "-f", "--previous") == 2
