@@ -1080,15 +1080,19 @@ def test_the_token_s_secret_is_created_once_and_never_read() -> None:
     run(main())
 
 
+def use_up_the_quota_of_secrets(c: Case) -> None:
+    quota = Fault(403, reason="Forbidden", message="exceeded quota: q, requested: secrets=1")
+    c.server.faults = lambda m, path: quota if m == "POST" and path.endswith("/secrets") else None
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_quota_of_secrets_that_is_used_up_keeps_no_pod_from_a_job_that_has_its_token(*, restarted: bool) -> None:
     """It is judged before the name: a Secret that exists is refused like one that does not."""
-    quota = Fault(403, reason="Forbidden", message="exceeded quota: q, requested: secrets=1")
 
     async def main() -> None:
         async with case() as c:
             await c.reconcile()
-            c.server.faults = lambda m, path: quota if m == "POST" and path.endswith("/secrets") else None
+            use_up_the_quota_of_secrets(c)
             c.server.store.remove("Pod", c.server.store.get("Pod", "job-0-0"))
             await seen()
             if restarted:
@@ -1135,12 +1139,10 @@ def test_a_token_that_was_deleted_is_made_once_while_the_kubelet_has_not_looked_
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_whose_token_was_deleted(*, restarted: bool) -> None:
-    quota = Fault(403, reason="Forbidden", message="exceeded quota: q, requested: secrets=1")
-
     async def main() -> None:
         async with case() as c:
             await c.reconcile()
-            c.server.faults = lambda m, path: quota if m == "POST" and path.endswith("/secrets") else None
+            use_up_the_quota_of_secrets(c)
             await delete_token(c)
             if restarted:
                 c.cluster._tokens.clear()
@@ -1154,11 +1156,9 @@ def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_whose_token_was_de
 
 
 def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_without_a_token() -> None:
-    quota = Fault(403, reason="Forbidden", message="exceeded quota: q, requested: secrets=1")
-
     async def main() -> None:
         async with case() as c:
-            c.server.faults = lambda m, path: quota if m == "POST" and path.endswith("/secrets") else None
+            use_up_the_quota_of_secrets(c)
             await c.reconcile()
             await seen()
             assert c.pods() == []

@@ -91,12 +91,11 @@ def wind_down(view: View) -> Decision:
     overdue = now >= ended_at + timedelta(seconds=STOP_SECONDS)
     actions = _stop(view, training, overdue=overdue) if training else _clean(view)
     # Others must not use what is still in use.
-    ending = [p for p in world.nodes() if p.deleted_at is not None and may_run(p, now)]
-    quota = finish_workloads(view)
-    if not training and not ending:
+    quota, in_use = finish_workloads(view), any(may_run(p, now) for p in world.nodes())
+    if not in_use:
         actions += quota
     # What Kueue is to know may be refused for long, and so may the deletion of a pod.
-    soon = training or (ending and quota) or any(not isinstance(action, MarkWorkload) for action in actions)
+    soon = training or (in_use and quota) or any(not isinstance(action, MarkWorkload) for action in actions)
     wake = [POLL] if soon and not world.deletion_refused else [BLOCKED_POLL] if actions or soon else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:
