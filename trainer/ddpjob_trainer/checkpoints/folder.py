@@ -6,13 +6,12 @@ import datetime
 import io
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,11 @@ from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, Staging, map_t
 from ddpjob_trainer.checkpoints.writer import CompletedSave, Writer
 from ddpjob_trainer.config import loader
 from ddpjob_trainer.config.sections import CheckpointConfig, Format
-from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.distributed.process_group import Group, in_thread
 from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, TrainerError
 from ddpjob_trainer.lifecycle.fence import Claim, Ownership, agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import Due, SaverState
 
-_T = TypeVar("_T")
 _LARGE_BYTES = 2**18
 _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
@@ -262,23 +260,6 @@ class CheckpointFolder:
             waits = not done(min(0.5, max(0.0, until - time.monotonic())))
             states = self._group.gather(0 if not waits else 1 if time.monotonic() < until else 2)
 
-    def _in_thread(self, function: Callable[[], _T] | None) -> _T | None:
-        """What `function` returns or raises; None: it is another rank's. All ranks together, who wait for it."""
-        answer: Future[_T | None] = Future()
-
-        def work(function: Callable[[], _T]) -> None:
-            try:
-                answer.set_result(function())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        if function is None:
-            answer.set_result(None)
-        else:  # A daemon: it does not keep a process that ends, as by the loss of a peer.
-            threading.Thread(target=work, args=(function,), name="checkpoint", daemon=True).start()
-        self._wait_together(lambda pause: bool(wait([answer], pause).done))
-        return answer.result()
-
     def release(self) -> None:
         """Training is complete: let another job continue from this folder."""
         if self.writes and self._config.shared:
@@ -439,8 +420,11 @@ class CheckpointFolder:
         while True:
             offered: Offered | None = None
             unread: CheckpointError | None = None
+            fetch = partial(self.copies.fetch_newer, self.path, newest) if self.copies is not None else None
+            fetching = [in_thread("checkpoint", fetch)] if fetch is not None else []
+            self._wait_together(partial(_is_over, fetching))
             try:
-                offered = self._in_thread(partial(self.copies.fetch_newer, self.path, newest) if self.copies else None)
+                offered = fetching[0].result() if fetching else None
             except CheckpointError as error:
                 unread = error
             if offered is not None and not offered.in_parts:
@@ -559,3 +543,7 @@ class CheckpointFolder:
 
 def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() > _LARGE_BYTES
+
+
+def _is_over(work: list[Future[Any]], seconds: float) -> bool:
+    return not wait(work, seconds).not_done

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+_T = TypeVar("_T")
 _LAST_TENSORS_SECONDS = 0.05
 
 
@@ -134,6 +138,20 @@ class Reduction:
             self._work.wait()
             self._work = None
         return self._values
+
+
+def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
+    """`function()` in a thread, while this rank answers the others. It keeps no process that ends from ending."""
+    answer: Future[_T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return answer
 
 
 def wanted_world() -> int:

@@ -7,10 +7,9 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ddpjob_trainer.distributed.init_method import meeting, open_store
-from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.distributed.process_group import Group, in_thread
 from ddpjob_trainer.errors import PreflightError, RendezvousError, TrainerError, first_line
 
 T = TypeVar("T")
@@ -30,15 +29,7 @@ def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
 
     Raises PreflightError when the time is over, and what the function raises.
     """
-    answer: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(function())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=work, name=f"preflight: {doing}", daemon=True).start()
+    answer = in_thread(f"preflight: {doing}", function)
     if not wait([answer], seconds).done:
         raise PreflightError(f"no answer within {seconds:.0f} s while {doing}")
     return answer.result()
