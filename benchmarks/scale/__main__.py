@@ -33,6 +33,7 @@ from benchmarks.scale.chart import draw
 from benchmarks.scale.floor import BARE, BareClient
 from benchmarks.scale.hollow import Hollow
 from benchmarks.scale.measure import Figure, Meter, Operator
+from benchmarks.scale.onlooker import Onlooker
 from benchmarks.scale.parts import BenchmarkError, Options, Parts, prepare
 from benchmarks.testbed import KEY, Cluster, OperatorProcess, install_crd, prerequisites
 
@@ -65,13 +66,14 @@ async def measure(options: Options, cluster: Cluster, shared: bool, log: Path) -
     namespaces = [f"scale-{token}-{name}" for name in (*range(TEAMS), "other")]
     hollow, others = Hollow(rest, KEY, namespaces), Hollow(rest, KEY, namespaces, BARE)
     operator = Operator(OperatorProcess(cluster, log), tuple(namespaces) if shared else (), namespaces[-1])
-    following = [asyncio.create_task(it.run()) for it in (hollow, others)]
+    onlooker = Onlooker(cluster.kubeconfig, namespaces[-1])
+    following = [asyncio.create_task(it.run()) for it in (hollow, others, onlooker)]
     try:
         await prepare(rest, namespaces)
         for it in (hollow, others):
             await it.ready()
         bare = BareClient(rest, others)
-        parts = Parts(options, rest, hollow, bare, operator, Meter(cluster, operator), namespaces)
+        parts = Parts(options, rest, hollow, bare, onlooker, operator, Meter(cluster, operator), namespaces)
         try:
             await parts.run()
         except BenchmarkError as error:

@@ -32,6 +32,7 @@ from ddpjob.engine.ports import Unavailable
 from benchmarks.scale.floor import BARE, BareClient
 from benchmarks.scale.hollow import ENDED, HOSTILE, PORT, Hollow, Pod, pods_of
 from benchmarks.scale.measure import Figure, Meter, Operator, Usage, requests
+from benchmarks.scale.onlooker import Onlooker
 
 NO_SCHEDULER = "nobody"
 TIMEOUT = 600.0
@@ -93,7 +94,7 @@ class _Burst:
 class Parts:
     """One run. `namespaces`: the teams'; the last one is another team's, whose jobs are the probes.
 
-    `bare`: creates pods that are no job's.
+    `bare`: creates pods that are no job's. `onlooker`: sees the pods of the last namespace.
     """
 
     def __init__(
@@ -102,11 +103,13 @@ class Parts:
         rest: Rest,
         hollow: Hollow,
         bare: BareClient,
+        onlooker: Onlooker,
         operator: Operator,
         meter: Meter,
         namespaces: list[str],
     ) -> None:
         self.options, self.rest, self.hollow, self.bare = options, rest, hollow, bare
+        self.onlooker = onlooker
         self.operator, self.meter = operator, meter
         self.teams, self.other = namespaces[:-1], namespaces[-1]
         self.figures: list[Figure] = []
@@ -188,7 +191,13 @@ class Parts:
         began = time.monotonic()
         job = await self._create_job(self.other, 1, "probe")
         await self._until(f"the pods of {job}", lambda: len(pods_of(self.hollow, job)) == 2)
-        return max(self._first_seen[pod.uid] for pod in pods_of(self.hollow, job)) - began
+        return await self._seen(pod.name for pod in pods_of(self.hollow, job)) - began
+
+    async def _seen(self, names: Iterable[str]) -> float:
+        """When the onlooker has seen the last of these pods."""
+        pods, seen = tuple(names), self.onlooker.seen
+        await self._until("the onlooker has seen the pods", lambda: all(name in seen for name in pods))
+        return max(seen[name] for name in pods)
 
     async def _operator_acts(self) -> None:
         await self._probe()
@@ -379,6 +388,8 @@ class Parts:
         self._note_waits(part, "another team's new job waits", self.series.probes, "<= 1",
                          f"without the storm {statistics.median(quiet):.2f}")  # fmt: skip
         self._note_waits(part, "two pods of a bare client, created one pair after the other, wait", bare)
+        late = max((seconds for at, seconds in self.onlooker.late if at >= began), default=0.0)
+        self._note(part, "a process that only sleeps wakes too late by (worst)", late, "s", "", "what the machine adds")
         self._note(part, "until all jobs are Running again", time.monotonic() - began, "s")
         await self._sweep_bare([self.other])
 
@@ -428,8 +439,7 @@ class Parts:
         """Seconds until a bare client's creations of these pods are seen."""
         began = time.monotonic()
         created = await asyncio.gather(*(self.bare.create(pod, 1) for pod in pods))
-        await self._until("the bare client's probe", lambda: all(key in self.bare.seen for key in created))
-        return max(self.bare.seen[key] for key in created) - began
+        return await self._seen(name for _, name in created) - began
 
     async def _delete_nodes_of(self, jobs: list[str]) -> None:
         """By few requests, so that deleting does not take the processors. Replacements stay, if one is repeated."""

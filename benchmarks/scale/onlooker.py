@@ -1,0 +1,74 @@
+"""Another process that watches one namespace: when its pods are seen by somebody who has nothing else to do.
+
+The process that plays a thousand kubelets may be half a second behind in a storm, which would count as a job's wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ddpjob.api.job_spec import Json
+from ddpjob.controller.informer import Informer
+from ddpjob.controller.rest import Rest
+from kubernetes.aio import client, config
+
+NAP = 0.01
+
+
+class Onlooker:
+    """Starts the process and reads what it has seen."""
+
+    def __init__(self, kubeconfig: Path, namespace: str) -> None:
+        self._command = (sys.executable, "-m", __name__, str(kubeconfig), namespace)
+        self.seen: dict[str, float] = {}
+        """When the watch has shown each pod for the first time (monotonic seconds, the same clock for all processes of
+        a machine), by its name."""
+        self.late: list[tuple[float, float]] = []
+        """When the process was to wake from a sleep, and by how many seconds the machine was late with that."""
+
+    async def run(self) -> None:
+        """Runs until cancelled, or until the process ends."""
+        process = await asyncio.create_subprocess_exec(*self._command, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                word, value, at = line.decode().split()
+                if word == "pod":
+                    self.seen.setdefault(value, float(at))
+                else:
+                    self.late.append((float(at), float(value)))
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _watch(kubeconfig: str, namespace: str) -> None:
+    """Prints `pod NAME WHEN` for each pod that it sees, and `late SECONDS WHEN` where a sleep took longer."""
+    settings = client.Configuration()
+    await config.load_kube_config(config_file=kubeconfig, client_configuration=settings)
+    rest = Rest.open(settings, connections=1)
+
+    def name(body: Json) -> str:
+        return str(body["metadata"]["name"])
+
+    def see(before: str | None, now: str | None) -> None:
+        if before is None:
+            print("pod", now, time.monotonic(), flush=True)
+
+    async def sleep() -> None:
+        while True:
+            due = time.monotonic() + NAP
+            await asyncio.sleep(NAP)
+            if (late := time.monotonic() - due) > NAP:
+                print("late", late, due, flush=True)
+
+    await asyncio.gather(Informer(rest, f"/api/v1/namespaces/{namespace}/pods", name, see).run(), sleep())
+
+
+if __name__ == "__main__":
+    asyncio.run(_watch(*sys.argv[1:]))
