@@ -101,12 +101,12 @@ def follow(view: View) -> Followed:
     ends = _with_preflights_judged(view, ends)
     gone = [*ends.values(), *([coordinator] if coordinator else [])]
     lost = frozenset(e.name for e in gone if e.end.cause is Cause.NODE_LOST)
-    if _finished(view):
+    if _finished(view, ends):
         return Followed(view.status, complete=True, done=True)
     incidents = new_incidents(view)
     findings = [_finding_of_end(view, index, ended, incidents) for index, ended in ends.items()]
     attributed = attribute(view.status, _one_for_command(view.job, findings), incidents.findings, incidents.lost)
-    if _let_go(view):
+    if _let_go(view, ends):
         status = with_seen(view.status, incidents, attributed.seen_round)
         return Followed(_give_up_lost(status, ends), done=True, lost=lost)
     restarts, faults = list(attributed.restarts), tuple[Restart, ...]()
@@ -401,7 +401,7 @@ def _no_coordinator(view: View, ended: Ended | None) -> Failure | None:
     return Failure(Cause.INIT_FAILURE, with_traceback(message, end.traceback))
 
 
-def _finished(view: View) -> bool:
+def _finished(view: View, ends: Ends) -> bool:
     """Whether the job is complete.
 
     Under torchrun a node ends with 0 only when every node of the group has finished (the launcher's
@@ -412,7 +412,7 @@ def _finished(view: View) -> bool:
         return True
     if not view.job.spec.under_torchrun or (SlotState.RUNNING in states and not _overdue(view)):
         return False
-    return _let_go(view)
+    return _let_go(view, ends)
 
 
 def _overdue(view: View) -> bool:
@@ -421,10 +421,16 @@ def _overdue(view: View) -> bool:
     return any(end is not None and view.now >= end + FINISH for end in ends)
 
 
-def _let_go(view: View) -> bool:
-    """Whether the launchers were let go, which is when every one of the group has finished."""
+def _let_go(view: View, ends: Ends) -> bool:
+    """Whether the launchers were let go, which is when every one of the group has finished.
+
+    A slot that was given up earlier says it too: the coordinator may be gone since, and its report with it.
+    """
+    if not view.job.spec.under_torchrun:
+        return False
     reported = view.report is not None and view.report.state == CoordinatorState.SUCCEEDED
-    return view.job.spec.under_torchrun and (reported or any(s.state is SlotState.SUCCEEDED for s in view.status.slots))
+    given_up = (s.state is SlotState.LOST and i not in ends for i, s in enumerate(view.status.slots))
+    return reported or any(given_up) or any(s.state is SlotState.SUCCEEDED for s in view.status.slots)
 
 
 def _give_up_lost(status: JobStatus, ends: Ends) -> JobStatus:

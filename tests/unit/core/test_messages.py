@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
-from ddpjob.core.decision import Notify
+from ddpjob.core.decision import Creation, Notify
 from ddpjob.core.failures.classify import without_wait
 from ddpjob.core.status.messages import count
 from ddpjob.core.world import ContainerView
@@ -104,6 +104,14 @@ def test_a_job_that_has_finished_is_not_starting() -> None:
     assert not stuck.status.terminal
     stuck, _ = seen(stuck, 64, (pod(0, done, phase="Succeeded"), *pods[1:]), None)
     assert stuck.status.phase is Phase.COMPLETE, "exit code 0 of one means that all have finished"
+
+
+def test_a_job_that_has_finished_stays_so_when_all_that_said_it_is_gone() -> None:
+    job, pods = running(2)
+    job, _ = seen(job, 3, pods[1:], replace(report(CoordinatorState.SUCCEEDED), world=2))
+    assert [slot.state for slot in job.status.slots] == [SlotState.LOST, SlotState.RUNNING], "no replacement"
+    job, decision = seen(job, 4, (), None)
+    assert job.status.phase is Phase.COMPLETE and not any(isinstance(a, Creation) for a in decision.actions)
 
 
 def test_a_node_that_ends_early_is_named() -> None:
