@@ -286,7 +286,7 @@ ALLOWED = {
     "ddpjobs.ddpjob.io/status": {"update"},
     "pods": {"get", "list", "watch", "create", "delete", "patch"},
     "services": {"get", "list", "watch", "create"},
-    "configmaps": {"get", "list", "watch", "create", "patch"},
+    "configmaps": {"get", "list", "watch", "create", "patch", "delete"},  # delete: to change owners
     "secrets": {"create"},
     "networkpolicies.networking.k8s.io": {"get", "list", "watch", "create"},
     "poddisruptionbudgets.policy": {"get", "list", "watch", "create"},

@@ -362,6 +362,16 @@ def test_no_page_upgrades_without_the_values_of_the_new_chart() -> None:
 
 
 @needs_helm
+@pytest.mark.parametrize(("values", "kind"), [("queues.kueue=true", "ClusterRole"), ("watchNamespaces={one}", "Role")])
+def test_whoever_changes_owners_may_delete(values: str, kind: str) -> None:
+    """OpenShift refuses each job of a namespace but the first else: OwnerReferencesPermissionEnforcement is on."""
+    rendered = yaml.safe_load_all(template("--set", f"key.existingSecret=given,{values}"))
+    (role,) = [b for b in rendered if b and (b["kind"], b["metadata"]["name"]) == (kind, "ddpjob-operator")]
+    (verbs,) = [rule["verbs"] for rule in role["rules"] if rule["resources"] == ["configmaps"]]
+    assert {"patch", "delete"} <= set(verbs)
+
+
+@needs_helm
 def test_the_security_page_has_every_right_to_write() -> None:
     text = (
         (CHART.parents[1] / "SECURITY.md").read_text().partition("### A compromised operator")[2].partition("RBAC")[0]

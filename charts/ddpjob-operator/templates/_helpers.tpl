@@ -83,10 +83,12 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, watch, create]
-# Jobs of a namespace share the ConfigMap of the runtime: each adds itself to its owners.
+# Jobs of a namespace share the ConfigMap of the runtime: each adds itself to its owners. The operator deletes none, but
+# the admission plugin OwnerReferencesPermissionEnforcement (on in OpenShift) lets only those change an object's owners
+# who may delete it.
 - apiGroups: [""]
   resources: [configmaps]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, list, watch, create, patch, delete]
 # The jobs' tokens; the operator never reads a Secret.
 - apiGroups: [""]
   resources: [secrets]

@@ -87,7 +87,8 @@ def _api_flags(settings: Settings) -> list[str]:
         f"--service-account-signing-key-file={folder}/sa.key",
         "--service-account-issuer=https://kubernetes.default.svc",
         "--authorization-mode=Node,RBAC",
-        "--enable-admission-plugins=NodeRestriction",
+        # The second is on in OpenShift: it judges who changes an object's owners.
+        "--enable-admission-plugins=NodeRestriction,OwnerReferencesPermissionEnforcement",
         "--allow-privileged=true",
         # Webhooks are asked by a pod's address: no kube-proxy beside the API server makes a Service's lead to it.
         "--enable-aggregator-routing=true",
