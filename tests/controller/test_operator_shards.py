@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -271,13 +272,23 @@ def test_three_shards_one_killed_and_nothing_is_done_twice(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("shards", "namespace", "message"),
-    [("0", "space", "SHARDS is 0; it must be from 1 to 10"), ("3", "", "needs DDPJOB_OPERATOR_LEASE_NAMESPACE")],
+    ("given", "message"),
+    [
+        ({"SHARDS": "0", "LEASE_NAMESPACE": "space"}, "SHARDS is 0; it must be from 1 to 10"),
+        ({"SHARDS": "3"}, "needs DDPJOB_OPERATOR_LEASE_NAMESPACE"),
+        ({"LOG_LEVEL": "loud"}, "LOG_LEVEL is 'LOUD'; it must be DEBUG, INFO"),
+    ],
 )
-def test_wrong_settings_are_refused(shards: str, namespace: str, message: str) -> None:
-    values = {"KEY": "k" * 16, "SHARDS": shards, "LEASE_NAMESPACE": namespace}
+def test_wrong_settings_are_refused(given: dict[str, str], message: str) -> None:
+    values = {"KEY": "k" * 16, **given}
     with pytest.raises(SettingsError, match=message):
         Settings.from_environment({f"DDPJOB_OPERATOR_{name}": value for name, value in values.items()})
+
+
+def test_a_key_may_be_any_bytes() -> None:
+    """As `openssl rand 32` makes them; the environment shows what is no UTF-8 as surrogates."""
+    shown = {"DDPJOB_OPERATOR_KEY": os.fsdecode(b"\xff" * 32)}
+    assert Settings.from_environment(shown).key == b"\xff" * 32
 
 
 DEFECTS = {

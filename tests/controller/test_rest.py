@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,6 +236,18 @@ def test_the_api_server_is_reached_by_the_proxy_of_the_environment(
         await rest.close()
 
     asyncio.run(main())
+
+
+def test_without_credentials_the_operator_ends_with_a_line_that_says_what_is_missing(tmp_path: Path) -> None:
+    """As in a pod to which a policy of the cluster gives no token."""
+    service = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    given = {**os.environ, **service, "KUBECONFIG": str(tmp_path / "none"), "DDPJOB_OPERATOR_KEY": "k" * 16}
+    command = [sys.executable, "-m", "ddpjob.controller"]
+    ended = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    said = ended.stderr.splitlines()[-1]
+    assert said.startswith("ddpjob-operator: it cannot sign in")
+    assert "Service token file does not exist." in said and "kubeconfig (" in said
 
 
 def test_events_that_arrive_at_once_hold_up_nothing_else() -> None:

@@ -30,7 +30,7 @@ from ddpjob.controller.notifier import Notifier
 from ddpjob.controller.operator_settings import Settings, SettingsError
 from ddpjob.controller.operator_shards import Shards, shard_of
 from ddpjob.controller.report_watch import ReportWatch
-from ddpjob.controller.rest import Rest
+from ddpjob.controller.rest import NoCredentials, Rest
 from ddpjob.controller.served_schema import REMEDY, ServedSchema
 from ddpjob.controller.workqueue import DelayQueue
 from ddpjob.core.world import Role
@@ -294,7 +294,7 @@ async def run_until_signal(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Returns the exit code: 2 for wrong settings."""
+    """Returns the exit code: 2 for wrong settings, and without credentials."""
     try:
         settings = Settings.from_environment()
     except SettingsError as error:
@@ -310,5 +310,9 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, limit), most))
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
-    asyncio.run(run_until_signal(settings))
+    try:
+        asyncio.run(run_until_signal(settings))
+    except NoCredentials as error:
+        print(f"ddpjob-operator: {error}", file=sys.stderr)
+        return 2
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -88,7 +89,7 @@ class Settings:
                 raise SettingsError(f"{PREFIX}{name} is {found!r}; it must be at most {MOST_SIGNALS} names")
             return tuple(found)
 
-        key = text("KEY", "").encode()
+        key = text("KEY", "").encode(errors="surrogateescape")  # A Secret may hold any bytes.
         if len(key) < 16:
             raise SettingsError(
                 f"{PREFIX}KEY must be a secret of at least 16 characters, the same at every start: with another one, "
@@ -99,6 +100,10 @@ class Settings:
             raise SettingsError(f"{PREFIX}SHARDS is {shards}; it must be from 1 to {MOST_SHARDS}")
         if shards > 1 and not lease_namespace:
             raise SettingsError(f"{PREFIX}SHARDS is {shards}; more than one needs {PREFIX}LEASE_NAMESPACE")
+        log_level = text("LOG_LEVEL", cls.log_level).upper()
+        if log_level not in logging.getLevelNamesMapping():
+            remedy = "it must be DEBUG, INFO, WARNING, ERROR or CRITICAL"
+            raise SettingsError(f"{PREFIX}LOG_LEVEL is {log_level!r}; {remedy}")
         return cls(
             key=key,
             namespaces=tuple(n.strip() for n in text("NAMESPACES", "").split(",") if n.strip()),
@@ -112,7 +117,7 @@ class Settings:
             address=text("ADDRESS", cls.address) or cls.address,
             health_port=number("HEALTH_PORT", cls.health_port),
             metrics_port=number("METRICS_PORT", cls.metrics_port),
-            log_level=text("LOG_LEVEL", cls.log_level).upper(),
+            log_level=log_level,
             receivers=_receivers(peers("RECEIVERS", dict, "{}"), text("RECEIVERS_FOLDER", ""), text("NOTIFY_LINK", "")),
             node_health=_signals(words("NODE_CONDITIONS"), words("NODE_TAINTS")),
             classes=_classes(peers("CLASSES", dict, "{}")),

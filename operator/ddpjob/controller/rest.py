@@ -42,6 +42,10 @@ class ApiError(Exception):
         self.status, self.reason, self.message = status, reason, message
 
 
+class NoCredentials(Exception):
+    """There is neither a service account's token nor a kubeconfig; the message says what is missing of each."""
+
+
 class Rest:
     """Requests to one API server."""
 
@@ -50,11 +54,20 @@ class Rest:
 
     @classmethod
     async def connect(cls, connections: int = 64) -> Rest:
-        """Connects with the service account inside a cluster, else with the kubeconfig of the environment."""
+        """Connects with the service account inside a cluster, else with the kubeconfig of the environment.
+
+        Raises NoCredentials.
+        """
         try:
             config.load_incluster_config()
-        except config.ConfigException:
-            await config.load_kube_config()
+        except config.ConfigException as inside:
+            try:
+                await config.load_kube_config()
+            except config.ConfigException as outside:
+                raise NoCredentials(
+                    "it cannot sign in at an API server: in a pod it needs the token of the pod's service account "
+                    f"({inside}), elsewhere a kubeconfig ({outside})"
+                ) from outside
         return cls.open(client.Configuration.get_default_copy(), connections)
 
     @classmethod
