@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import create_namespace, remove_namespace
 from ddpjob.controller.operator_shards import shard_of
-from install_fixtures import CHART, Release, helm
+from install_fixtures import CHART, Release, helm, restricted_namespace
 from jobs import FAST, Jobs, job, steps_job
 from machine import slowness
 from testcluster import processes
@@ -493,6 +493,34 @@ def test_another_name_keeps_the_key(installed_operator: Release) -> None:
     renamed = release.json("get", "secret", "renamed-key")["data"]["key"]
     release.install()
     assert base64.b64decode(renamed) == key_of(release) == key
+
+
+def test_an_operator_that_has_moved_with_its_key_continues_with_the_same_pods(
+    installed_operator: Release, jobs: Jobs, tmp_path: Path
+) -> None:
+    """To another namespace and name, as docs/upgrade.md says."""
+    first = installed_operator
+    jobs.apply(steps_job("long", 300, nodes=1, recovery=FAST))
+    jobs.wait_phase("long", "Running")
+    pods = {name: pod["metadata"]["uid"] for name, pod in jobs.pods().items()}
+    second = Release(first.cluster, first.image, f"{first.namespace}-new", "moved")
+    restricted_namespace(second.cluster, second.namespace)
+    try:
+        (tmp_path / "key").write_bytes(key_of(first))
+        second.kubectl("create", "secret", "generic", "ddpjob-key", f"--from-file={tmp_path / 'key'}")
+        first.uninstall()
+        step = jobs.step("long")
+        second.install("--skip-crds", "--set", "key.existingSecret=ddpjob-key")
+        chosen = ("--field-selector", "metadata.name=ddpjob-jobs")
+        second.cluster.kubectl("delete", "lease", "--all-namespaces", *chosen)
+        jobs.wait("progress of the same pods", lambda: jobs.step("long") > step + 20)
+        jobs.wait_phase("long", "Complete")
+        assert {name: pod["metadata"]["uid"] for name, pod in jobs.pods().items()} == pods
+        assert jobs.status("long")["restarts"]["counted"] == 0
+    finally:
+        second.uninstall()
+        second.cluster.kubectl("delete", "namespace", second.namespace, "--wait=false")
+        first.install()
 
 
 def test_a_second_operator_for_the_whole_cluster_is_refused(installed_operator: Release, namespace: str) -> None:
