@@ -126,7 +126,7 @@ def test_a_replica_that_dies_is_replaced_after_its_lease() -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault("hang"), Fault("reset"), Fault(503), Fault(401, reason="Unauthorized")])
-def test_an_api_server_that_is_away_for_a_minute_ends_nothing(fault: Fault) -> None:
+def test_an_api_server_that_is_away_for_a_minute_ends_nothing(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with api_server() as server:
             replicas = Candidates(server)
@@ -144,6 +144,7 @@ def test_an_api_server_that_is_away_for_a_minute_ends_nothing(fault: Fault) -> N
             await replicas.stop("a")
 
     run(main())
+    assert caplog.messages and not [said for said in caplog.messages if said.rstrip().endswith(":")], "each says why"
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -211,7 +211,7 @@ async def _release(lease: Lease) -> None:
             lease.namespace,
             lease.name,
             LEASE_SECONDS,
-            error,
+            str(error) or "no answer in time",
         )
 
 
