@@ -10,6 +10,7 @@ import pytest
 from ddpjob.api.job_spec import JobSpec
 from ddpjob.core.failures.classify import Cause, names_entry_point, stuck, vanished, why_ended
 from ddpjob.core.failures.policy import evaluate_rules
+from ddpjob.core.status.messages import event_text
 from ddpjob.core.world import ContainerView, HostView, PodView, Role
 
 TOLD = json.dumps({"kind": "Error", "message": "ValueError: lunch", "traceback": "Traceback\nValueError: lunch"})
@@ -233,3 +234,11 @@ def test_a_taint_is_a_lost_node_where_the_node_is_not_ready() -> None:
     )
     assert vanished("job-0-0", "n1", down).cause is Cause.NODE_LOST
     assert vanished("job-0-0", "n1", None).cause is Cause.DELETED
+
+
+def test_half_a_character_in_a_termination_message_is_escaped() -> None:
+    """Python writes it for a byte of a file name that is not UTF-8, and no event can hold it."""
+    written = json.dumps({"kind": "Error", "message": "no file caf\udce9", "traceback": "open('caf\udce9')"})
+    end = why_ended(pod(ended(1, message=written)))
+    assert end.message.endswith("no file caf\\udce9") and end.traceback == "open('caf\\udce9')"
+    event_text(end.message, "counts")

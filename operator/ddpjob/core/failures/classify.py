@@ -275,7 +275,10 @@ class TerminationMessage:
 
 
 def termination_message(container: ContainerView) -> TerminationMessage:
-    """Reads a termination message: the launcher writes JSON, any other program its last lines."""
+    """Reads a termination message: the launcher writes JSON, any other program its last lines.
+
+    Halves of surrogate pairs (of file names that are not UTF-8) are escaped: no API takes them.
+    """
     text = container.message.strip()
     try:
         written = json.loads(text)
@@ -284,7 +287,8 @@ def termination_message(container: ContainerView) -> TerminationMessage:
         return TerminationMessage(lines[-1] if lines else "", text if len(lines) > 1 else "")
     if not isinstance(written, dict):
         return TerminationMessage(text, "")
-    return TerminationMessage(str(written.get("message") or ""), str(written.get("traceback") or ""))
+    texts = (str(written.get(part) or "") for part in ("message", "traceback"))
+    return TerminationMessage(*(text.encode(errors="backslashreplace").decode() for text in texts))
 
 
 _NO_SUCH_IMAGE = re.compile(r"(^|: )not found|manifest unknown|invalid reference", re.IGNORECASE)
