@@ -194,7 +194,8 @@ _FLEET_BOARD = Dashboard(
             {
                 "stalled": f"ddpjob_job_stalled{{{_FLEET}}} > 0",
                 "failed": f"ddpjob_job_failed{{{_FLEET}}} > 0",
-                "waits": f'ddpjob_job_phase{{{_FLEET}, phase=~"Pending|Starting|Restarting"}} > 0',
+                "waits": f'ddpjob_job_phase{{{_FLEET}, phase=~"Pending|Starting|Restarting"}} > 0'
+                f" or ddpjob_job_queue_not_served{{{_FLEET}}} > 0",
                 "coordinator out of reach": f"ddpjob_job_coordinator_unreachable{{{_FLEET}}} > 0",
             },
             kind="table",
@@ -229,7 +230,7 @@ _JOB_BOARD = Dashboard(
         ),
         Panel(
             "Progress",
-            {"done": f"{of_job('ddpjob_train_step')} / {of_job('ddpjob_train_planned_steps')}"},
+            {"done": f"{of_job('ddpjob_train_step')} / ({of_job('ddpjob_train_planned_steps')} > 0)"},
             "percentunit",
             "stat",
             4,
@@ -244,10 +245,14 @@ _JOB_BOARD = Dashboard(
         ),
         Panel(
             "Newest checkpoint",
-            {"ago": f"time() - {of_job('ddpjob_train_checkpoint_timestamp_seconds')}"},
+            {
+                "on disk": f"time() - {of_job('ddpjob_train_checkpoint_timestamp_seconds')}",
+                "in the bucket": f"time() - {of_job('ddpjob_train_copy_timestamp_seconds')}",
+            },
             "s",
             "stat",
             4,
+            text="Its age. With a bucket only a copy there outlives the pods.",
         ),
         Panel("Loss", {"loss": of_job("ddpjob_train_loss")}),
         Panel("Speed", {"samples/s": of_job("ddpjob_train_samples_per_second")}),

@@ -160,7 +160,7 @@ def play_faults(fleet: Fleet) -> None:
     """What befalls jobs between two scrapes."""
     fleet.becomes("good", running(step=30, restarts=1, broke=True))
     fleet.becomes("good", running(step=30, restarts=1))
-    fleet.becomes("good", running(step=21, restarts=1, loss=0.5, epoch=2, samplesPerSecond=100.0, metrics=saved(60)))
+    fleet.becomes("good", running(step=21, restarts=1, loss=0.5, epoch=2, samplesPerSecond=100.0, metrics=copied(60)))
     fleet.becomes("old", running(step=9, samplesPerSecond=100.0, metrics=saved(3 * 3600)))
     fleet.becomes("slow", running(step=9, samplesPerSecond=10.0))
     fleet.becomes("stalled", running("StepOverdue"))
@@ -189,6 +189,10 @@ def play_faults_of_the_operator() -> None:
 
 def saved(seconds_ago: float) -> dict[str, float]:
     return {"checkpointTime": time.time() - seconds_ago}
+
+
+def copied(seconds_ago: float) -> dict[str, float]:
+    return saved(seconds_ago) | {"copyTime": time.time() - seconds_ago}
 
 
 def concrete(query: str) -> str:
