@@ -253,6 +253,17 @@ def test_a_stalled_job_trains_nothing() -> None:
     assert found["ddpjob_job_pod_seconds"] == {own: 100} and found["ddpjob_job_training_seconds"] == {own: 0}
 
 
+def test_a_job_that_does_not_train_has_no_speed() -> None:
+    """A sum over jobs would count what they did before they broke, or were suspended."""
+    progress = {"step": 4, "samplesPerSecond": 10.5}
+    one = Job(running(4, progress=progress))
+    assert scraped(one.accounts)["ddpjob_train_samples_per_second"] == {("space", "job"): 10.5}
+    for away in ([condition("Running"), condition("Restarting")], [condition("Suspended")]):
+        one.becomes(running(4, conditions=away, progress=progress))
+        found = scraped(one.accounts)
+        assert "ddpjob_train_samples_per_second" not in found and found["ddpjob_train_step"] == {("space", "job"): 4}
+
+
 @pytest.mark.parametrize(("reason", "shown"), [("Queued", 0), ("QueueNotServed", 1)])
 def test_a_queue_that_the_cluster_does_not_serve_is_not_one_that_is_full(reason: str, shown: int) -> None:
     found = scraped(Job({"phase": "Queued", "conditions": [condition("Suspended", reason)]}).accounts)

@@ -264,7 +264,10 @@ _PROGRESS = {
     "step": ("ddpjob_train_step", "Step that the script has reported; falls back to the checkpoint's after a break"),
     "steps": ("ddpjob_train_planned_steps", "Steps that the whole training takes, as reported"),
     "loss": ("ddpjob_train_loss", "Training loss that the script has reported"),
-    "samplesPerSecond": ("ddpjob_train_samples_per_second", "Samples per second over all ranks, as reported"),
+    "samplesPerSecond": (
+        "ddpjob_train_samples_per_second",
+        "Samples per second over all ranks, as reported; only while nodes train",
+    ),
 }
 _COPIES = {
     protocol.COPY_TIME: (
@@ -386,7 +389,8 @@ def _add(families: _Families, job: DDPJob, pod_seconds: float, training_seconds:
     if status.terminal:
         return
     add("ddpjob_job_nodes_wanted", job.spec.nodes)
-    add("ddpjob_job_nodes_training", _usage(status)[1])
+    training = _usage(status)[1]
+    add("ddpjob_job_nodes_training", training)
     add("ddpjob_job_stalled", _is_stalled(status))
     add("ddpjob_job_coordinator_unreachable", _reason(status, ConditionType.RUNNING) == "CoordinatorUnreachable")
     add("ddpjob_job_queue_not_served", _reason(status, ConditionType.SUSPENDED) == QUEUE_NOT_SERVED)
@@ -402,7 +406,7 @@ def _add(families: _Families, job: DDPJob, pod_seconds: float, training_seconds:
             add(metric, value)
     for name, (metric, _) in _PROGRESS.items():
         value = status.progress.get(name)
-        if is_number(value):
+        if is_number(value) and (training or name != "samplesPerSecond"):
             add(metric, value)
 
 

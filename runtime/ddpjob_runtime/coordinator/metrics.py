@@ -36,7 +36,10 @@ FAMILIES = {
     ),
     "ddpjob_train_planned_steps": ("gauge", "Steps that the whole training takes, as reported"),
     "ddpjob_train_loss": ("gauge", "Training loss that the script has reported"),
-    "ddpjob_train_samples_per_second": ("gauge", "Samples per second over all ranks, as reported"),
+    "ddpjob_train_samples_per_second": (
+        "gauge",
+        "Samples per second over all ranks, as reported; only while nodes train",
+    ),
     "ddpjob_train_eta_seconds": ("gauge", "Time until training is done, as reported"),
     "ddpjob_train_checkpoint_timestamp_seconds": (
         "gauge",
@@ -75,7 +78,8 @@ def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
     own = dict(report.progress.get("metrics", {}))
     moments = {name: own.pop(metric, None) for metric, name in SAVED.items()}
     _family(lines, "ddpjob_nodes", report.nodes)
-    _family(lines, "ddpjob_world_nodes", report.world if report.state == CoordinatorState.RUNNING else 0)
+    trains = report.state == CoordinatorState.RUNNING
+    _family(lines, "ddpjob_world_nodes", report.world if trains else 0)
     _labelled(lines, "ddpjob_members", {s: states.count(s) for s in MemberState if s is not MemberState.LOST})
     _family(lines, "ddpjob_generation", report.generation)
     _family(lines, "ddpjob_rendezvous_round", report.round)
@@ -84,7 +88,7 @@ def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
     _family(lines, "ddpjob_training_overdue", int(report.overdue is not None))
     _family(lines, "ddpjob_last_recovery_seconds", report.recovery.last_seconds)
     for name, metric in PROGRESS.items():
-        _family(lines, metric, report.progress.get(name))
+        _family(lines, metric, report.progress.get(name) if trains or name != "samplesPerSecond" else None)
     for name, value in moments.items():
         _family(lines, name, value)
     _labelled(lines, "ddpjob_progress_metric", own)

@@ -192,7 +192,8 @@ def test_a_dashboard_is_what_its_program_makes(board: Any) -> None:
 def test_the_links_that_notifications_are_given_choose_the_job_on_its_dashboard() -> None:
     made = json.loads((MONITORING / "dashboards" / "job.json").read_text())
     chosen = {variable["name"] for variable in made["templating"]["list"]} - {"datasource"}
-    for page in (MONITORING.parent / "values.yaml", MONITORING.parent / "README.md", ROOT / "docs" / "notifications.md"):
+    chart = MONITORING.parent
+    for page in (chart / "values.yaml", chart / "README.md", ROOT / "docs" / "notifications.md"):
         (query,) = re.findall(rf"/d/{made['uid']}\?([^\s\"]+)", page.read_text())
         assert set(re.findall(r"var-(\w+)=", query)) == chosen, page
 
