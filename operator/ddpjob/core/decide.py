@@ -9,7 +9,7 @@ from ddpjob_runtime.protocol import MemberState
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_classes import lacks_class
-from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
+from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState, format_time
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Creation, Decision, DeleteGang, DeletePod, Event, Failure
 from ddpjob.core.failures.classify import Cause
 from ddpjob.core.failures.liveness import given_up, is_overdue, lost_since
@@ -320,6 +320,15 @@ def _stays(pod: PodView, world: World) -> bool:
     return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
 
 
+def _overdue(leaving: list[PodView], now: datetime) -> str:
+    """What keeps the first of the pods that should have ended."""
+    pod = next((p for p in leaving if is_overdue(p, now)), None)
+    if pod is None:
+        return ""
+    host = f", or its Kubernetes node {pod.host} does not answer" if pod.host else ""
+    return f"; pod {pod.name} should have ended by {format_time(pod.deleted_at)}: a finalizer holds it{host}"
+
+
 def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
     """Deletes all pods with their grace, so that scripts can save; the slots are planned again for the resume.
 
@@ -348,7 +357,7 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     message = (
         f"{count(len(leaving), 'pod')} still there: {deletion_refused(view.world)}"
         if leaving and view.world.deletion_refused
-        else f"{count(len(leaving), 'pod')} still terminating"
+        else f"{count(len(leaving), 'pod')} still terminating{_overdue(leaving, now)}"
         if leaving
         else waits or "no pods run; set runPolicy.suspend to false to resume"
     )
@@ -358,7 +367,7 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
             status = with_condition(status, kind, False, "Suspended", "the job is suspended", now)
     for kind in (
         *(ConditionType.FAST_RECOVERY, ConditionType.NODES_HEALTHY, ConditionType.RANKS_ORDERED),
-        ConditionType.CHECKPOINTS_COPIED,
+        *(ConditionType.CHECKPOINTS_COPIED, ConditionType.PREFLIGHT_PASSED),
     ):
         status = without_condition(status, kind)
     progress = shown_progress(status.progress, view.reported_progress, now, at_once=True)

@@ -380,6 +380,32 @@ def test_a_suspended_job_is_looked_at_until_its_pods_are_gone() -> None:
     assert after(replace(job, status=ending.status)).wake is None
 
 
+@pytest.mark.parametrize(
+    ("placed", "why"),
+    [
+        ({"host": "", "phase": "Pending"}, "a finalizer holds it"),
+        ({}, "a finalizer holds it, or its Kubernetes node n0 does not answer"),
+    ],
+)
+def test_a_suspended_job_says_which_pod_should_have_ended(placed: dict[str, str], why: str) -> None:
+    job = running(a_job(), a_pod(0), a_pod(1))
+    job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
+    held = a_pod(0, deleted_at=NOW - timedelta(seconds=9), **placed)
+    suspended = after(job, a_pod(1, deleted_at=NOW), held).status.condition(ConditionType.SUSPENDED)
+    assert suspended is not None
+    said = "2 pods still terminating; pod job-0-0 should have ended by 2025-12-31T23:59:51Z"
+    assert suspended.message == f"{said}: {why}"
+
+
+def test_a_suspended_job_has_passed_no_preflight() -> None:
+    """The group that forms at its resume has other pods, and its own check."""
+    job = running(a_job(preflight={}), a_pod(0), a_pod(1))
+    passed = with_condition(job.status, ConditionType.PREFLIGHT_PASSED, True, "LinksChecked", "12 GB/s", NOW)
+    policy = replace(job.spec.run_policy, suspend=True)
+    suspended = after(replace(job, status=passed, spec=replace(job.spec, run_policy=policy)))
+    assert suspended.status.condition(ConditionType.PREFLIGHT_PASSED) is None
+
+
 @pytest.mark.parametrize("suspend", [True, False], ids=["suspended", "another generation"])
 def test_a_pod_that_a_finalizer_keeps_beyond_its_grace_keeps_no_coordinator(*, suspend: bool) -> None:
     """Such as one that was never placed, which nobody will ever show as ended."""
