@@ -21,7 +21,17 @@ from ddpjob.cli.display import PHASE_COLOURS, reported_accuracy
 from ddpjob.cli.output import printable, printed_rows
 from ddpjob.cli.terminal_curves import sparkline
 from ddpjob.client.backend import Backend, Mistake, Patience, PodLine
-from ddpjob.client.job_text import header, phase, readable, restart_counts, restart_line, slot_lines, took, why
+from ddpjob.client.job_text import (
+    header,
+    phase,
+    readable,
+    restart_counts,
+    restart_line,
+    slot_lines,
+    time_is_left,
+    took,
+    why,
+)
 from ddpjob.client.log_follower import ranks_of_pods
 from ddpjob.core.status.messages import count
 from ddpjob.engine.reconcile import utc_now
@@ -89,7 +99,7 @@ class JobScreen:
         percent = progress.get("percent")
         cells: list[RenderableType] = [] if percent is None else [ProgressBar(total=100, completed=percent, width=30)]
         cells += [_text(str(progress.get("display", "")))]
-        if "eta" in progress and not job.status.terminal:
+        if "eta" in progress and time_is_left(job.status):
             cells.append(_text(f"eta {progress['eta']}"))
         bar.add_row(*cells)
         yield bar

@@ -180,8 +180,13 @@ def _progress(status: JobStatus) -> str:
     words = [str(progress[name]) for name in ("display",) if name in progress]
     words += [f"loss {progress['lossDisplay']}"] if "lossDisplay" in progress else []
     words += [str(progress["speedDisplay"])] if "speedDisplay" in progress else []
-    words += [f"eta {progress['eta']}"] if "eta" in progress and not status.terminal else []
+    words += [f"eta {progress['eta']}"] if "eta" in progress and time_is_left(status) else []
     return ", ".join(words)
+
+
+def time_is_left(status: JobStatus) -> bool:
+    """Whether the time left is worth a word: not of a job that has ended, or is suspended."""
+    return not (status.terminal or status.holds(ConditionType.SUSPENDED))
 
 
 def restart_counts(status: JobStatus, most: int) -> str:

@@ -228,3 +228,10 @@ def test_a_job_of_a_newer_release_is_a_line() -> None:
         with pytest.raises(Mistake, match=says):
             read()
     assert row(body, NOW)[1] == "Running"
+
+
+def test_a_suspended_job_has_no_time_left() -> None:
+    progress = {"display": "40 %", "eta": "3h05m"}
+    for conditions, shown in (([], "40 %, eta 3h05m"), ([condition("Suspended", True, "Suspended")], "40 %")):
+        lines = list(describe(job(progress=progress, conditions=conditions), [], [], NOW))
+        assert f"Progress:   {shown}" in lines
