@@ -15,14 +15,17 @@ from ddpjob_runtime import protocol
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import JobStatus, SlotState, known_time
+from ddpjob.api.job_status import ConditionType, JobStatus, SlotState, known_time
 from ddpjob.client.backend import Backend, Mistake
 from ddpjob.client.job_text import main_condition, phase
+from ddpjob.core.status.describe import STEP_OVERDUE
 from ddpjob.core.view import is_number
 
 Key = tuple[str, str]
 """Namespace and name."""
 ENDED = ("Complete", "Failed", "Interrupted")
+WITHOUT_ETA = (*ENDED, "Suspended", "Queued")
+"""States in which the time left is not known: it was reported by a group that trains no more."""
 UNREADABLE = "Unreadable"
 STATES = (
     "Failed",
@@ -97,9 +100,13 @@ def fleet_row(body: Json) -> FleetRow:
         progress = status.progress
         shown = {part: str((stored.get(part) or {}).get("display", "")) for part in ("nodes", "restarts")}
         percent = progress.get("percent")
-        present = sum(slot.state in (SlotState.CREATED, SlotState.RUNNING) for slot in status.slots)
+        # A pod that no scheduler has placed holds nothing.
+        placed = (slot.state is SlotState.CREATED and bool(slot.node) for slot in status.slots)
+        present = sum(placed) + sum(slot.state is SlotState.RUNNING for slot in status.slots)
         pods = present if state not in ENDED else 0
-        training = min(pods, status.ready) if state == "Running" else 0
+        running = status.condition(ConditionType.RUNNING)
+        stalled = running is not None and running.reason == STEP_OVERDUE
+        training = min(pods, status.ready) if state == "Running" and not stalled else 0
         each = job.spec.gpus_per_node
     except Exception as error:  # A local record may hold anything, in any place.
         message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -111,7 +118,7 @@ def fleet_row(body: Json) -> FleetRow:
         nodes=shown["nodes"],
         progress=str(progress.get("display", "")),
         percent=min(100, max(0, int(percent))) if is_number(percent) else None,
-        eta=str(progress.get("eta", "")) if state not in ENDED else "",
+        eta=str(progress.get("eta", "")) if state not in WITHOUT_ETA else "",
         loss=str(progress.get("lossDisplay", "")),
         speed=str(progress.get("speedDisplay", "")),
         restarts=shown["restarts"],

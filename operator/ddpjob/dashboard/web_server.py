@@ -26,8 +26,9 @@ from ddpjob.client.backend import METRICS, Backend, Happened, LogOptions, Mistak
 from ddpjob.client.job_text import phase, restart_counts, took, why
 from ddpjob.client.log_follower import Chosen, LogFollower, newest_pods, ranks_of_pods
 from ddpjob.client.metric_series import read_metrics
+from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration
-from ddpjob.dashboard.fleet import ENDED, STATES, Key, read_job
+from ddpjob.dashboard.fleet import ENDED, STATES, WITHOUT_ETA, Key, read_job
 from ddpjob.dashboard.gate import Gate, Refused, View, own_host
 from ddpjob.dashboard.job_views import (
     Choice,
@@ -79,12 +80,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Read:
-    """A job as a page needs it, read at one moment. `faults`: what could not be read beside the job."""
+    """A job as a page needs it, read at one moment. `faults`: what could not be read beside the job, and why."""
 
     body: Json
     pods: list[PodLine]
     events: list[Happened]
-    faults: list[str]
+    faults: dict[str, str]
 
 
 class Dashboard:
@@ -103,11 +104,13 @@ class Dashboard:
         self._pages.filters |= {
             "duration": duration,
             "plain": plain,
+            "counted": count,
             "number": lambda n: f"{n:,}".replace(",", "\u202f"),
         }
         self._pages.globals |= {
             "STATES": STATES,
             "ENDED": ENDED,
+            "WITHOUT_ETA": WITHOUT_ETA,
             "ago": _ago,
             "local_time": _local_time,
         }
@@ -230,7 +233,7 @@ class Dashboard:
             timeline=timeline(job, phase(read.body), now), restarts=list(reversed(restarts.recent)),
             counts=restart_counts(job.status, job.spec.recovery.max_restarts), slots=rows, more_slots=more, ranks=ranks,
             events=list(reversed(read.events[-_MOST_EVENTS:])), more_events=max(0, len(read.events) - _MOST_EVENTS),
-            metrics=metrics_of(job.status), faults=read.faults,
+            metrics=metrics_of(job.status), faults=read.faults, nodes=_nodes(read.body, job),
             runtime=took(read.body, now),
         )  # fmt: skip
 
@@ -375,19 +378,19 @@ def _backend(view: View, key: Key) -> Backend:
 def _read_now(view: View, key: Key) -> Read:
     backend = _backend(view, key)
     body = backend.job(key[1])
-    pods, events, faults = list[PodLine](), list[Happened](), list[str]()
+    pods, events, faults = list[PodLine](), list[Happened](), dict[str, str]()
     try:
         pods = backend.pods(key[1])
     except Unreachable:
         raise
     except Mistake as mistake:  # A viewer may be allowed to read jobs, but not their pods.
-        faults.append(f"pods: {mistake}")
+        faults["pods"] = str(mistake)
     try:
         events = backend.events(key[1])
     except Unreachable:
         raise
     except Mistake as mistake:
-        faults.append(f"events: {mistake}")
+        faults["events"] = str(mistake)
     return Read(body, pods, events, faults)
 
 
@@ -481,6 +484,12 @@ def _job(body: Json) -> DDPJob:
         return read_job(body)
     except Exception as error:
         raise Mistake(f"the job cannot be read: {error}") from error
+
+
+def _nodes(body: Json, job: DDPJob) -> str:
+    """As the list of jobs shows them: what a job has left behind names no slots to count."""
+    stored = (body.get("status") or {}).get("nodes") or {}
+    return str(stored.get("display") or job.status.nodes_display(job.spec))
 
 
 def _view(request: web.Request) -> View:

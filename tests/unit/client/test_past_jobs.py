@@ -59,7 +59,8 @@ async def test_a_job_s_page_outlives_the_job(tmp_path: Path) -> None:
     assert "first" in fleet and "Complete" in fleet and "WorkerFailed" not in text(fleet)
     words = text(page)
     for shown in ("WorkerFailed", "first-1-0", "ValueError: bug", "exit code 1", "2 consequences", "60.0 s",
-                  "round 2: 3 nodes", "every node has finished", "first is complete: it ran for 6m"):  # fmt: skip
+                  "Nodes 3 Loss", "round 2: 3 nodes", "every node has finished",
+                  "first is complete: it ran for 6m"):  # fmt: skip
         assert shown in words, shown
     for unknown in ("Counted", "GPUs per node", "Manifest", "Slots and pods", "Mode"):
         assert unknown not in words, unknown

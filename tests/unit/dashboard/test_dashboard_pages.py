@@ -555,6 +555,28 @@ def test_goodput_is_training_seconds_by_pod_seconds(names: list[str]) -> None:
     assert fleet.goodput()[0] == pytest.approx(0.7), "what is gone held nothing"
 
 
+def test_only_pods_with_a_place_hold_gpus_and_only_those_that_make_steps_train() -> None:
+    body = record(0, NOW)
+    body["spec"] |= {"nodes": 3, "gpusPerNode": 8}
+    slots = [{"state": "Created"}, {"state": "Created", "node": "n1"}, {"state": "Running", "node": "n2"}]
+
+    def counts(reason: str) -> tuple[int, int]:
+        running = {"type": "Running", "status": "True", "reason": reason, "message": ""}
+        running["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+        status = {"phase": "Running", "slots": slots, "nodes": {"ready": 1}, "conditions": [running]}
+        row = fleet_row({**body, "status": status})
+        return row.gpus, row.gpus_training
+
+    assert counts("GroupRunsSmaller") == (16, 8)
+    assert counts("StepOverdue") == (16, 0)
+
+
+@pytest.mark.parametrize(("phase", "shown"), [("Running", "3h05m"), ("Suspended", ""), ("Queued", ""), ("Failed", "")])
+def test_a_job_that_is_suspended_or_has_ended_has_no_time_left(phase: str, shown: str) -> None:
+    status = {"phase": phase, "progress": {"step": 4, "eta": "3h05m"}}
+    assert fleet_row({**record(0, NOW), "status": status}).eta == shown
+
+
 def test_another_job_of_the_same_name_has_curves_of_its_own(names: list[str]) -> None:
     backend = ProcessBackend()
     fleet, body = Fleet(backend), record(0, NOW)

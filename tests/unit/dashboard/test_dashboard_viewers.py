@@ -32,6 +32,8 @@ class Rbac:
         self.jobs: list[dict[str, Any]] = []
         self.asked: list[tuple[str, str]] = []
         """(token, path) of every request."""
+        self.withheld: set[str] = set()
+        """Kinds that nobody may read."""
         self.news = asyncio.Event()
 
     def add(self, namespace: str, number: int, name: str) -> None:
@@ -54,7 +56,7 @@ class Rbac:
         if found is None or request.method != "GET":
             return self.refuse(404, "the server could not find the requested resource")
         namespace, plural, name = found.groups()
-        if not {"*", namespace} & self.rights[token]:
+        if not {"*", namespace} & self.rights[token] or plural in self.withheld:
             return self.refuse(403, f'{plural} is forbidden: User "user-of-{token}" cannot list in {namespace or "*"}')
         jobs = [job for job in self.jobs if namespace in (None, job["metadata"]["namespace"])]
         if plural != "ddpjobs":
@@ -276,6 +278,18 @@ async def test_one_user_s_tokens_push_out_no_other_user(
             assert (await visitor.ask(path, "ann", headers={"Cookie": f"ddpjob-namespaces=team-a.x{number}"}))[0] == 200
         users = [opened.view.user for opened in gate._views.values()]
         assert sorted(users) == ["user-of-ann"] * viewers.MOST_OF_A_USER + ["user-of-bob"]
+
+
+async def test_what_a_viewer_may_not_read_is_not_said_to_be_missing(cluster: tuple[Rbac, str]) -> None:
+    rbac, url = cluster
+    async with opened(url, "team-a") as (visitor, _):
+        _, page = await visitor.ask("/jobs/team-a/alpha", "ann")
+        assert "no pod" in page and "None; a cluster keeps them for an hour." in page
+    rbac.withheld = {"pods", "events"}
+    async with opened(url, "team-a") as (visitor, _):
+        _, page = await visitor.ask("/jobs/team-a/alpha", "ann")
+        assert "Not shown: pods: " in page and "Not shown: events: " in page
+        assert "no pod" not in page and "None; a cluster" not in page and ">Not shown.<" in page
 
 
 async def test_no_command_runs_in_a_pod(cluster: tuple[Rbac, str]) -> None:

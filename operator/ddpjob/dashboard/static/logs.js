@@ -9,7 +9,7 @@
   const fits = (text) => !words || text.toLowerCase().includes(words);
   function count() {
     const lines = log.childElementCount;
-    state.textContent = `${words ? `${matching} of ` : ""}${lines} lines` + (lines >= MOST ? ", the last ones" : "")
+    state.textContent = `${words ? `${matching} of ` : ""}${lines} line${lines === 1 ? "" : "s"}` + (lines >= MOST ? ", the last ones" : "")
       + (ended ? "; the log has ended" : "");
   }
   function add(lines) {
