@@ -150,6 +150,23 @@ async def test_a_receiver_may_ask_for_a_pause_within_bounds(
     await scene.notifier.close()
 
 
+async def test_a_pause_that_is_no_number_is_no_fault(
+    server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try ended with an exception, and was no try: none was the last one."""
+    monkeypatch.setattr(module, "TRIES", 1)
+
+    async def busy(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=429, headers={"Retry-After": "1234567890 seconds"})
+
+    server.handlers["/team"] = busy
+    scene = Scene(server, tmp_path, "team")
+    scene.notifier.send(JOB, "id", "team", BODY)
+    outcome = await asyncio.wait_for(scene.outcome(JOB, "id"), 10)
+    assert not outcome.delivered and outcome.message == "HTTP 429 (1 tries)"
+    await scene.notifier.close()
+
+
 async def test_a_redirect_is_not_followed(server: Web, tmp_path: Path) -> None:
     async def redirects(request: web.Request) -> web.StreamResponse:
         raise web.HTTPTemporaryRedirect(f"{server.url}/metadata")

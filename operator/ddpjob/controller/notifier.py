@@ -179,7 +179,8 @@ class Notifier:
         if 300 <= status < 400:
             raise Unsent(f"HTTP {status}: redirects are not followed; the Secret must hold the receiver's own URL")
         if not 200 <= status < 300:
-            raise Unsent(f"HTTP {status}", min(LONGEST_PAUSE, float(pause)) if pause[:9].isdecimal() else 0.0)
+            seconds = float(pause) if pause.isascii() and pause.isdigit() else 0.0
+            raise Unsent(f"HTTP {status}", min(LONGEST_PAUSE, seconds))
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
