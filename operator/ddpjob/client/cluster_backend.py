@@ -205,7 +205,9 @@ class ClusterBackend:
         return f"{found[-1].reason}: {found[-1].message}" if found else ""
 
     def events(self, name: str) -> list[Happened]:
-        return self._events(f"involvedObject.kind={KIND},involvedObject.name={name}")
+        # A cluster keeps those of an earlier job of the name as well.
+        uid = self.job(name)["metadata"]["uid"]
+        return self._events(f"involvedObject.kind={KIND},involvedObject.name={name},involvedObject.uid={uid}")
 
     def _events(self, chosen: str) -> list[Happened]:
         """The oldest first."""

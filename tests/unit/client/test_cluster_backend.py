@@ -282,6 +282,25 @@ def test_a_pod_that_cannot_be_prepared_has_the_kubelet_s_last_warning() -> None:
     assert [line.message for line in ClusterBackend(server).pods("j")] == [""] * 5  # type: ignore[arg-type]
 
 
+def test_the_events_of_a_job_are_not_those_of_an_earlier_one_of_its_name() -> None:
+    class Kept:
+        namespace, context = "ml", "test"
+
+        def request(self, method: str, path: str) -> Json:
+            return {"metadata": {"name": "j", "namespace": "ml", "uid": "2"}}
+
+        def items(self, path: str, query: Mapping[str, str]) -> list[Json]:
+            chosen = [part.partition("=")[::2] for part in query["fieldSelector"].split(",")]
+            found = [
+                {"involvedObject": {"kind": "DDPJob", "name": "j", "uid": uid}, "reason": reason, "eventTime": None,
+                 "metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}}
+                for uid, reason in (("1", "RestartBudgetSpent"), ("2", "Running"))
+            ]  # fmt: skip
+            return [e for e in found if all(e["involvedObject"][k.rpartition(".")[2]] == v for k, v in chosen)]
+
+    assert [event.reason for event in ClusterBackend(Kept()).events("j")] == ["Running"]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/status", "a%2f"])
 def test_what_is_no_name_never_becomes_the_path_of_all_jobs(name: str) -> None:
     """`ddpjob delete "$JOB"` without a value asked for the deletion of the whole collection."""
