@@ -175,9 +175,11 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
     begin, end = status.start_time, status.completion_time or now
     if begin is None or end <= begin:
         return None
-    restarts = [
-        restart for restart in status.restarts.recent if begin <= restart.time <= end and not restart.consequence
-    ]
+    # Recorded as they were seen: a kubelet's word of one pod's end may come after that of a later one's.
+    restarts = sorted(
+        (restart for restart in status.restarts.recent if begin <= restart.time <= end and not restart.consequence),
+        key=lambda restart: restart.time,
+    )
     whole = (end - begin).total_seconds()
     spans: list[Span] = []
 
@@ -190,12 +192,14 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
     at, lost, number = 0.0, 0.0, max(earlier, default=0)
     unlisted = status.restarts.total > len(status.restarts.recent) and not earlier
     for position, restart in enumerate(restarts):
-        broke = (restart.time - begin).total_seconds()
+        moment = (restart.time - begin).total_seconds()
+        broke = max(at, moment)
         kind = "unknown" if unlisted and position == 0 else "round"
         what = f"round {number}" if kind == "round" else "earlier restarts, which the status does not list any more"
         add(at, broke, kind, f"{what}: {duration(broke - at)}")
-        following = (restarts[position + 1].time - begin).total_seconds() if position + 1 < len(restarts) else whole
-        over = min(broke + restart.seconds, following) if restart.seconds is not None else following
+        breaks = ((later.time - begin).total_seconds() for later in restarts[position + 1 :] if later.round)
+        following = max(broke, next(breaks, whole))
+        over = following if restart.seconds is None else min(max(broke, moment + restart.seconds), following)
         add(broke, over, "restart", f"{restart.reason}: {duration(over - broke)}")
         lost += over - broke
         at, number = over, restart.round or number  # a lost spare, or coordinator in mode Fast, begins none

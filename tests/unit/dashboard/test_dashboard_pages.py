@@ -482,6 +482,35 @@ def test_a_lost_spare_begins_no_round_in_the_timeline() -> None:
     assert [span.title.partition(":")[0] for span in drawn.spans] == ["round 0", "round 1", "round 1"]
 
 
+@pytest.mark.parametrize(
+    ("ends", "lost"),
+    [
+        ([(100, 10, 1), (98, 1, 1)], 11),  # seen in another order than they came in
+        ([(100, 60, 1), (110, 0, 0)], 60),  # the group is down, and a spare is lost
+        ([(100, None, 1), (200, 5, 2)], 105),
+    ],
+)
+def test_a_timeline_counts_each_second_once(ends: list[tuple[int, float | None, int]], lost: float) -> None:
+    """A job was in rounds for 101 % of its time, and for -2 s without a group."""
+    body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
+    begin = DDPJob.read(body).status.start_time
+    assert begin is not None
+    recent = [
+        {"time": format_time(begin + timedelta(seconds=at)), "pod": "a-0-0", "index": 0, "reason": "Evicted"}
+        | {"message": "", "counted": False, "round": number}
+        | ({"seconds": seconds} if seconds is not None else {})
+        for at, seconds, number in ends
+    ]
+    restarts = {"counted": 0, "uncounted": 2, "total": 2, "recent": recent}
+    drawn = timeline(DDPJob.read(body | {"status": body["status"] | {"restarts": restarts}}), "Running", NOW)
+    assert drawn is not None and drawn.lost == lost
+    ends_at = 0.0
+    for span in drawn.spans:
+        assert span.begin == pytest.approx(ends_at)
+        ends_at = span.begin + span.width
+    assert ends_at == pytest.approx(1000)
+
+
 def test_the_timeline_of_a_resumed_job_begins_with_the_round_that_it_was_in() -> None:
     """Of its last restarts some are from before: none is missing since."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
