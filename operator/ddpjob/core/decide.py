@@ -206,8 +206,8 @@ def _begin(view: View) -> tuple[JobStatus, list[Event]]:
         for kind in (ConditionType.SUSPENDED, ConditionType.RESTARTING):
             if status.condition(kind) is not None:
                 status = with_condition(status, kind, False, reason, why, now)
-        first = not view.job.status.slots
-        events.append(Event(False, reason, why if first else "training continues from the newest checkpoint"))
+        continues = view.job.status.slots and view.trained
+        events.append(Event(False, reason, "training continues from the newest checkpoint" if continues else why))
     if (world.runtime != status.runtime or not status.runtime) and can_replace(view.with_status(status)):
         status = replace(status, runtime=world.runtime_offered)
     if status.start_time is None:
@@ -352,8 +352,9 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     if events is None:
         already = status.condition(ConditionType.SUSPENDED)
         fresh = already is None or not already.status or already.reason != reason
-        said = "runPolicy.suspend is true: pods are deleted, checkpoints are kept"
-        events = [Event(False, reason, said)] if fresh else []
+        had_pods = leaving or view.job.status.slots
+        said = "pods are deleted, checkpoints are kept" if had_pods else "no pods are created"
+        events = [Event(False, reason, f"runPolicy.suspend is true: {said}")] if fresh else []
     message = (
         f"{count(len(leaving), 'pod')} still there: {deletion_refused(view.world)}"
         if leaving and view.world.deletion_refused

@@ -397,6 +397,25 @@ def test_a_suspended_job_says_which_pod_should_have_ended(placed: dict[str, str]
     assert suspended.message == f"{said}: {why}"
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_only_a_job_that_has_trained_continues_at_its_resume(*, trained: bool) -> None:
+    job = running(a_job(), a_pod(0), a_pod(1))
+    job = replace(job, status=replace(job.status, trained=trained))
+    asked = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
+    suspended = after(asked, a_pod(0), a_pod(1))
+    assert [e.message for e in suspended.events] == [
+        "runPolicy.suspend is true: pods are deleted, checkpoints are kept"
+    ]
+    resumed = after(replace(job, status=suspended.status))
+    said = "training continues from the newest checkpoint" if trained else "runPolicy.suspend is false"
+    assert [e.message for e in resumed.events if e.reason == "Resumed"] == [said]
+
+
+def test_a_job_that_is_created_suspended_has_no_pods_to_delete() -> None:
+    job = a_job(JobStatus(), runPolicy={"suspend": True})
+    assert [e.message for e in after(job).events] == ["runPolicy.suspend is true: no pods are created"]
+
+
 def test_a_suspended_job_has_passed_no_preflight() -> None:
     """The group that forms at its resume has other pods, and its own check."""
     job = running(a_job(preflight={}), a_pod(0), a_pod(1))
