@@ -63,6 +63,14 @@ def test_the_end_and_what_is_owed_are_written_at_once() -> None:
     )
 
 
+def test_a_loss_has_as_many_digits_as_somebody_reads() -> None:
+    job, _ = running(2, **TEAM)
+    job = replace(job, status=replace(job.status, progress={"step": 41200, "loss": 0.7123847603797913}))
+    [send] = sent(decided(job, 6, ended_pods(0))[1])
+    assert send.body["progress"] == {"step": 41200, "loss": 0.7123847603797913}
+    assert "step 41200, loss 0.7124\n" in send.body["text"]
+
+
 def test_it_is_sent_until_the_outcome_is_known_and_never_again() -> None:
     job, _ = completed()
     job, again = decided(job, 20, ended_pods(0))

@@ -145,7 +145,8 @@ def _why(job: DDPJob, status: JobStatus, event: NotifyEvent) -> tuple[str, str]:
 def _text(body: Json) -> str:
     progress, counts = body["progress"], body["restarts"]
     facts = [f"restarts {counts['counted']}/{counts['max']}"]
-    facts += [f"{name} {progress[name]}" for name in ("epoch", "step", "loss") if name in progress]
+    shown = ((name, progress[name]) for name in ("epoch", "step", "loss") if name in progress)
+    facts += [f"{name} {value:z.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown]
     head = f"DDPJob {body['namespace']}/{body['job']}: {body['event']} ({body['reason']}); {', '.join(facts)}"
     lines = [_inert(head), f"```{_inert(body['message'])}```"] + ([body["link"]] if "link" in body else [])
     return "\n".join(lines)
