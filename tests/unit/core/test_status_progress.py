@@ -224,3 +224,9 @@ def test_a_job_that_is_suspended_has_no_ranks_that_lag() -> None:
     job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
     job, _ = seen(job, 11, pods, None)
     assert "stragglers" not in job.status.progress and job.status.progress["step"] == 5
+
+
+def test_half_a_character_in_a_name_is_escaped() -> None:
+    """The API server stored another character in its place, and each look found a progress that differed."""
+    shown = shown_progress({}, {"step": 1, "eta": "\ud800", "metrics": {"a\ud800": 2.0}}, NOW, at_once=True)
+    assert shown["metrics"] == {"a\\ud800": 2.0} and shown["eta"] == "\\ud800"

@@ -49,9 +49,9 @@ def shown_progress(
     if speed is not None and is_number(speed):
         fresh |= {"samplesPerSecond": round(speed, 1), "speedDisplay": f"{speed:,.0f}/s"}
     if eta is not None:
-        fresh["eta"] = duration(eta) if is_number(eta) else str(eta)
+        fresh["eta"] = duration(eta) if is_number(eta) else _whole(str(eta))
     if isinstance(reported.get("metrics"), dict):
-        numbers = [(str(k), v) for k, v in reported["metrics"].items() if is_number(v)]
+        numbers = [(_whole(str(k)), v) for k, v in reported["metrics"].items() if is_number(v)]
         fresh["metrics"] = dict(numbers[:_METRICS])
         if "speedDisplay" not in fresh and protocol.COUNTED_SPEED in fresh["metrics"]:
             fresh["speedDisplay"] = f"{fresh['metrics'][protocol.COUNTED_SPEED]:.3g} steps/s"
@@ -61,6 +61,11 @@ def shown_progress(
     if fresh == {key: value for key, value in shown.items() if key != "updatedAt"}:
         return shown
     return fresh | {"updatedAt": format_time(now)}
+
+
+def _whole(text: str) -> str:
+    """Half of a character is escaped: the API server stores another one, which differs from what is reported again."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def shown_stragglers(view: View) -> list[Json]:
