@@ -26,7 +26,7 @@ from ddpjob.core.status.describe import deletion_refused, describe, preflight_pa
 from ddpjob.core.status.events import change_events, restart_events
 from ddpjob.core.status.messages import count, event_text
 from ddpjob.core.status.notifications import with_notifications
-from ddpjob.core.status.shown_progress import shown_progress
+from ddpjob.core.status.shown_progress import shown_progress, without_speed
 from ddpjob.core.view import View
 from ddpjob.core.volumes import FIELD
 from ddpjob.core.world import LABEL_ROLE, LABEL_UID, PodView, Role, World, is_down
@@ -371,7 +371,8 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
         *(ConditionType.CHECKPOINTS_COPIED, ConditionType.PREFLIGHT_PASSED),
     ):
         status = without_condition(status, kind)
-    progress = shown_progress(status.progress, view.reported_progress, now, at_once=True)
+    shown, reported = without_speed(status.progress), without_speed(view.reported_progress)
+    progress = shown_progress(shown, reported, now, at_once=True)
     status = with_phase(replace(status, start_time=None, active=0, ready=0, spare=0, progress=progress))
     if reason not in QUEUED:
         status = without_condition(replace(status, queue=None), ConditionType.ADMITTED)

@@ -411,6 +411,20 @@ def test_only_a_job_that_has_trained_continues_at_its_resume(*, trained: bool) -
     assert [e.message for e in resumed.events if e.reason == "Resumed"] == [said]
 
 
+def test_a_suspended_job_has_no_speed_and_no_time_left() -> None:
+    """kubectl and all others showed what the group had reported, for as long as the suspension took."""
+    job = running(a_job(), a_pod(0), a_pod(1))
+    reported = {"step": 7, "samplesPerSecond": 9.0, "eta": 60.0, "metrics": {"stepsPerSecond": 3.0, "lr": 0.1}}
+    last = Report(0, CoordinatorState.RUNNING, 2, 2, (1.0, 60.0), progress=reported)
+    job = replace(job, status=after(job, a_pod(0), a_pod(1), report=last).status)
+    assert job.status.progress["speedDisplay"] == "9/s"
+    job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
+    for report in (last, None):
+        job = replace(job, status=after(job, a_pod(0, deleted_at=NOW), report=report).status)
+        shown = {name: value for name, value in job.status.progress.items() if name != "updatedAt"}
+        assert shown == {"step": 7, "metrics": {"lr": 0.1}, "display": "step 7"}
+
+
 def test_a_job_that_is_created_suspended_has_no_pods_to_delete() -> None:
     job = a_job(JobStatus(), runPolicy={"suspend": True})
     assert [e.message for e in after(job).events] == ["runPolicy.suspend is true: no pods are created"]

@@ -18,6 +18,7 @@ SHOWN = timedelta(minutes=1)
 """How long a rank that lags is shown at least."""
 MOST_SLOWDOWN = 1000.0
 _INTEGERS = ("epoch", "epochs", "step", "steps")
+_OF_A_GROUP = ("eta", "samplesPerSecond", "speedDisplay")
 _LARGEST = 2**53
 """The largest integer that every reader of JSON gets right."""
 _METRICS = 100
@@ -61,6 +62,14 @@ def shown_progress(
     if fresh == {key: value for key, value in shown.items() if key != "updatedAt"}:
         return shown
     return fresh | {"updatedAt": format_time(now)}
+
+
+def without_speed(progress: Json) -> Json:
+    """What was reached, without how fast and for how long still: nothing trains."""
+    kept = {name: value for name, value in progress.items() if name not in _OF_A_GROUP}
+    if isinstance(kept.get("metrics"), dict):
+        kept["metrics"] = {name: value for name, value in kept["metrics"].items() if name != protocol.COUNTED_SPEED}
+    return kept
 
 
 def _whole(text: str) -> str:
