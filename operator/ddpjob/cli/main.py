@@ -475,14 +475,17 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
 
     if len(words) > 1 or (" " in words[0] and not _exists(words[0])):
         made = [convert_command(words, name, image)]
+    elif name or image != "IMAGE":
+        raise click.UsageError("--image, --name: only for a torchrun command line; change them in the result")
     else:
         made = [convert_manifest(value) for value in _foreign(words[0])]
     faulty = False
     for number, conversion in enumerate(made):
         text = document(conversion.job, "yaml")
         click.echo(("---\n" if number else "") + text, nl=False)
+        metadata = conversion.job["metadata"]
         for note in conversion.notes:
-            _note(f"# {conversion.job['metadata']['name']}: {note}")
+            _note(f"# {metadata.get('name') or metadata['generateName']}: {note}")
         from ddpjob.api.reader import read_manifests
 
         try:
@@ -520,7 +523,10 @@ def _foreign(source: str) -> list[Any]:
     kinds = dict.fromkeys(str(item.get("kind")) for item in items if isinstance(item, dict) and item not in found)
     if not found:
         there = f", but {', '.join(kinds)}" if kinds else ""
-        raise Mistake(f"{source}: holds none of {', '.join(CONVERTIBLE)}{there}")
+        raise Mistake(
+            f"{source}: holds none of {', '.join(CONVERTIBLE)}{there}; of another kind convert the line that starts"
+            " torchrun: `ddpjob convert --image IMAGE -- torchrun ...`"
+        )
     if kinds:
         _note(f"# {source}: left out, not one of {', '.join(CONVERTIBLE)}: {', '.join(kinds)}")
     return found

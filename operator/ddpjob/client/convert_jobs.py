@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from ddpjob.api.job import API_VERSION, KIND
 from ddpjob.api.job_spec import Json
 from ddpjob.api.merging import mounted_at
 from ddpjob.client.backend import Mistake
+from ddpjob.core.world import LABEL_JOB
 
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
@@ -37,6 +39,23 @@ _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
 """What a PyTorchJob gives to a pod, and a DDPJob's `command` does not get."""
+_THEIR_LABELS = re.compile(r"\b(training\.kubeflow\.org|trainer\.kubeflow\.org|jobset\.sigs\.k8s\.io)/[\w.-]+")
+_OF_PYTORCH_JOB = {
+    "spec": ("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"),
+    "spec.pytorchReplicaSpecs": ("Master", "Worker"),
+    "spec.pytorchReplicaSpecs.Master": ("replicas", "restartPolicy", "template"),
+    "spec.pytorchReplicaSpecs.Worker": ("replicas", "restartPolicy", "template"),
+    "spec.runPolicy": ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "suspend", "cleanPodPolicy", "backoffLimit",
+                       "schedulingPolicy", "managedBy"),
+    "spec.elasticPolicy": ("minReplicas", "maxReplicas", "nProcPerNode", "maxRestarts", "metrics", "rdzvBackend",
+                           "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone"),
+}  # fmt: skip
+_OF_TRAIN_JOB = {
+    "spec": ("runtimeRef", "trainer", "suspend", "activeDeadlineSeconds", "initializer", "podTemplateOverrides",
+             "runtimePatches", "labels", "annotations", "managedBy"),
+    "spec.trainer": ("image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"),
+}  # fmt: skip
+"""The fields that are read, or need no counterpart since the operator decides; all others are named as left out."""
 
 
 @dataclass
@@ -64,9 +83,22 @@ def convert(manifest: Mapping[str, Any]) -> Conversion:
     raise Mistake(f"kind: {kind or 'missing'}: cannot be converted; PyTorchJob and TrainJob can, and torchrun lines")
 
 
+def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
+    """Names the fields that nothing here reads."""
+    for path, names in known.items():
+        here: Any = manifest
+        for name in path.split("."):
+            here = (here.get(name) if isinstance(here, Mapping) else None) or {}
+        made.notes += [
+            f"{path}.{name}: ".removeprefix("spec.") + "left out, since it is no field that is known here"
+            for name, value in here.items()
+            if name not in names and value not in (None, {}, [], "")
+        ]
+
+
 def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") -> Conversion:
     """A torchrun command line."""
-    made = _empty(name or "converted", {})
+    made = _empty({"name": name})
     made.job["spec"]["image"] = image
     if image == "IMAGE":
         made.notes.append("spec.image: a command line has none; write an image with Python, PyTorch and the script")
@@ -92,10 +124,11 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     return made
 
 
-def _empty(name: str, metadata: Mapping[str, Any]) -> Conversion:
+def _empty(metadata: Mapping[str, Any]) -> Conversion:
     kept = {key: metadata[key] for key in ("namespace", "labels", "annotations") if metadata.get(key)}
     kept.get("annotations", {}).pop("kubectl.kubernetes.io/last-applied-configuration", None)
-    meta = {"name": name, **{key: value for key, value in kept.items() if value}}
+    key = "generateName" if metadata.get("generateName") and not metadata.get("name") else "name"
+    meta = {key: str(metadata.get(key) or "converted"), **{key: value for key, value in kept.items() if value}}
     return Conversion({"apiVersion": API_VERSION, "kind": KIND, "metadata": meta, "spec": {"image": ""}})
 
 
@@ -104,7 +137,7 @@ def _empty(name: str, metadata: Mapping[str, Any]) -> Conversion:
 
 def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     metadata, spec = manifest.get("metadata") or {}, manifest.get("spec") or {}
-    made = _empty(str(metadata.get("name", "converted")), metadata)
+    made = _empty(metadata)
     target, notes = made.job["spec"], made.notes
     replicas = spec.get("pytorchReplicaSpecs") or {}
     master, workers = (_wanted(replicas.get(name) or {}) for name in ("Master", "Worker"))
@@ -148,6 +181,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
         )
     if policies == {"Never"}:
         target.setdefault("recovery", {})["maxRestarts"] = 0
+    _left_out(made, manifest, _OF_PYTORCH_JOB)
     return made
 
 
@@ -189,7 +223,7 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
 
 def _train_job(manifest: Mapping[str, Any]) -> Conversion:
     metadata, spec = manifest.get("metadata") or {}, manifest.get("spec") or {}
-    made = _empty(str(metadata.get("name", "converted")), metadata)
+    made = _empty(metadata)
     target, notes, trainer = made.job["spec"], made.notes, spec.get("trainer") or {}
     runtime = (spec.get("runtimeRef") or {}).get("name", "")
     notes.append(f"runtimeRef {runtime}: what the runtime adds (image, volumes, environment) is not in this manifest")
@@ -198,16 +232,20 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
     container |= {key: trainer[key] for key in ("command", "args", "env") if trainer.get(key)}
     _pod(made, {"spec": {"containers": [container]}}, "node")
     _procs(made, trainer.get("numProcPerNode"))
-    if spec.get("suspend"):
-        target["runPolicy"] = {"suspend": True}
+    policy = {key: spec[key] for key in ("suspend", "activeDeadlineSeconds") if spec.get(key)}
+    if policy:
+        target["runPolicy"] = policy
     for name, remedy in (
         ("initializer", "download data and models in an init container of podTemplate, or with the script"),
         ("podTemplateOverrides", "write them in podTemplate"),
         ("runtimePatches", "write them in podTemplate"),
+        ("labels", "were the JobSet's; write those that pods need in podTemplate.metadata"),
+        ("annotations", "were the JobSet's; write those that pods need in podTemplate.metadata"),
         ("managedBy", "has no counterpart"),
     ):
         if spec.get(name):
             notes.append(f"{name}: {remedy}")
+    _left_out(made, manifest, _OF_TRAIN_JOB)
     return made
 
 
@@ -252,7 +290,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         container["resources"] = {"claims": resources["claims"]}
     if container.pop("ports", None):
         notes.append("ports: the operator's service and rendezvous replace them")
-    _entry_point(made, container.pop("command", None) or [], container.pop("args", None) or [])
+    _entry_point(made, *(_words(container, key) for key in ("command", "args")))
     secrets = pod.pop("imagePullSecrets", None)
     if secrets:
         target["imagePullSecrets"] = secrets
@@ -267,7 +305,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
             "serviceAccountName: pods get no token of it by default here; if what runs in them calls the API server, "
             "add automountServiceAccountToken: true to podTemplate.spec"
         )
-    _shared_memory(made, pod, container)
+    _shared_memory(made, pod, container, sidecars)
     if container:
         pod["containers"] = [{"name": "trainer", **container}, *sidecars]
     elif sidecars:
@@ -276,6 +314,18 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     wanted = ({"metadata": metadata} if metadata else {}) | ({"spec": pod} if pod else {})
     if wanted:
         target["podTemplate"] = wanted
+    if theirs := dict.fromkeys(found[0] for found in _THEIR_LABELS.finditer(json.dumps(wanted))):
+        notes.append(
+            f"podTemplate: has {', '.join(theirs)}, which pods of a DDPJob have not, so that a selector finds none; "
+            f"their label is {LABEL_JOB}, with the job's name"
+        )
+
+
+def _words(container: Json, name: str) -> list[str]:
+    words = container.pop(name, None) or []
+    if not isinstance(words, list):
+        raise Mistake(f"{name}: must be a list, not {words!r}; write each word as an item")
+    return words
 
 
 def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
@@ -295,7 +345,7 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
         target["resources"] = kept
 
 
-def _shared_memory(made: Conversion, pod: Json, container: Json) -> None:
+def _shared_memory(made: Conversion, pod: Json, container: Json, sidecars: Sequence[Json]) -> None:
     """A memory volume at /dev/shm becomes storage.sharedMemory."""
     mounts = container.get("volumeMounts") or []
     shm = next((m for m in mounts if mounted_at(m) == "/dev/shm"), None)
@@ -303,10 +353,17 @@ def _shared_memory(made: Conversion, pod: Json, container: Json) -> None:
         return
     volume: Json = next((v for v in pod.get("volumes") or () if v.get("name") == shm.get("name")), {})
     container["volumeMounts"] = [m for m in mounts if m is not shm]
-    pod["volumes"] = [v for v in pod.get("volumes") or () if v is not volume]
+    others = (container, *sidecars, *(pod.get("initContainers") or ()))
+    if any(m.get("name") == shm.get("name") for other in others for m in other.get("volumeMounts") or ()):
+        made.notes.append(
+            f"the volume {shm.get('name')}: is mounted elsewhere, too, and stays there; the trainer's /dev/shm is "
+            "another volume here, spec.storage.sharedMemory"
+        )
+    else:
+        pod["volumes"] = [v for v in pod.get("volumes") or () if v is not volume]
     for holder, key in ((container, "volumeMounts"), (pod, "volumes")):
-        if not holder[key]:
-            del holder[key]
+        if not holder.get(key):
+            holder.pop(key, None)
     size = (volume.get("emptyDir") or {}).get("sizeLimit")
     if size is not None:
         made.job["spec"].setdefault("storage", {})["sharedMemory"] = size

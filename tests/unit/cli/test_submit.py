@@ -180,7 +180,17 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     assert "torchrun.yaml: left out, not one of PyTorchJob, TrainJob: MPIJob, ConfigMap" in err
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
-    assert "holds none of PyTorchJob, TrainJob, but MPIJob" in capsys.readouterr().err
+    assert "holds none of PyTorchJob, TrainJob, but MPIJob; of another kind convert" in capsys.readouterr().err
+    assert main(["convert", "--image", "i", "torchrun.yaml"]) == 2, "the option had no effect"
+    assert "--image, --name: only for a torchrun command line" in capsys.readouterr().err
+
+
+def test_notes_on_a_job_of_a_generated_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = "apiVersion: v1\nkind: TrainJob\nmetadata: {generateName: t-}\nspec: {trainer: {image: i, args: [a.py]}}\n"
+    (folder / "t.yaml").write_text(job)
+    assert main(["convert", "t.yaml"]) == 0
+    out, err = capsys.readouterr()
+    assert read(out)[0]["metadata"] == {"generateName": "t-"} and "# t-: script: a.py, the first of args" in err
 
 
 def test_convert_without_an_image_says_only_that_one_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

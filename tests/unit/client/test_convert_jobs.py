@@ -405,3 +405,55 @@ def test_variables_that_a_command_does_not_get_are_named(script: str) -> None:
     made = convert(_of_four_gpus(["bash", "-c", script]))
     assert valid(made.job)["command"] == ["bash", "-c", script]
     assert any("reads RANK, which nobody sets here" in note for note in made.notes)
+
+
+def test_a_generated_name_stays_one() -> None:
+    job = _of_four_gpus(["torchrun", "a.py"]) | {"metadata": {"generateName": "tune-", "namespace": "ml"}}
+    made = convert(job)
+    assert made.job["metadata"] == {"generateName": "tune-", "namespace": "ml"}
+    assert valid(made.job)
+
+
+def test_fields_that_nothing_reads_are_named() -> None:
+    job = _of_four_gpus(["torchrun", "a.py"], elasticPolicy={"minReplicas": 1, "window": 3}, priority="high")
+    job["spec"]["pytorchReplicaSpecs"]["Launcher"] = {"replicas": 1}
+    job["spec"]["runPolicy"] = {"suspend": False, "graceSeconds": 3}
+    lost = ("priority", "pytorchReplicaSpecs.Launcher", "runPolicy.graceSeconds", "elasticPolicy.window")
+    assert [note for note in convert(job).notes if "left out" in note] == [
+        f"{name}: left out, since it is no field that is known here" for name in lost
+    ]
+    trainer = {"image": "a", "command": ["torchrun", "a.py"], "numNodes": 2, "framework": "x"}
+    spec = {"trainer": trainer, "podSpecOverrides": [{}], "labels": {"a": "b"}, "activeDeadlineSeconds": 60}
+    made = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": spec})
+    assert valid(made.job)["runPolicy"] == {"activeDeadlineSeconds": 60}
+    notes = "\n".join(made.notes)
+    assert all(f"{name}: " in notes for name in ("trainer.framework", "podSpecOverrides", "labels"))
+
+
+def test_a_command_that_is_no_list_is_refused() -> None:
+    job = _of_four_gpus(["torchrun", "a.py"])
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container["command"] = "torchrun a.py"
+    with pytest.raises(Mistake, match=r"command: must be a list, not 'torchrun a\.py'"):
+        convert(job)
+
+
+def test_shared_memory_that_others_mount_stays_theirs() -> None:
+    job = yaml.safe_load(PYTORCH_JOB)
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    mounts = [{"name": "shm", "mountPath": "/cache"}]
+    pod["initContainers"] = [{"name": "fetch", "image": "busybox:1", "volumeMounts": mounts}]
+    made = convert(job)
+    spec = valid(made.job)
+    assert spec["storage"] == {"sharedMemory": "16Gi"}
+    assert [volume["name"] for volume in spec["podTemplate"]["spec"]["volumes"]] == ["shm", "data"]
+    assert any("the volume shm: is mounted elsewhere" in note for note in made.notes)
+
+
+def test_selectors_of_their_labels_are_noted() -> None:
+    job = _of_four_gpus(["torchrun", "a.py"])
+    selector = {"matchLabels": {"training.kubeflow.org/job-name": "a"}}
+    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": selector}
+    job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["topologySpreadConstraints"] = [spread]
+    [note] = convert(job).notes
+    assert "training.kubeflow.org/job-name" in note and "ddpjob.io/job" in note
