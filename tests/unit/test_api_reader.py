@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from ddpjob.api.reader import MAX_BYTES, ManifestError, read_manifest, validate, with_defaults
 from ddpjob.api.schema import Problem
 from ddpjob.api.yamltext import YamlError, read_documents
@@ -93,6 +95,9 @@ def test_lines_count_from_the_file_s_beginning() -> None:
         ("a: !secret b", "the tag !secret is not supported"),
         ("? [a]\n: b", "a field name must be text"),
         ("a: .nan", "quote it if it is text"),
+        ("a:\n\tb: c\n", "line 2: not YAML: found character '\\t' that cannot start any token; indent by spaces"),
+        ("a: b\nc: 'd\ne: f\n", "line 2: not YAML: a quote that begins in this line is not closed"),
+        ('{"a": "\\ud83d"}', "half a character"),
         (JOB + "  image: other\n", "line 7: spec.image: given twice (first in line 5); remove one"),
         (JOB.replace("v1alpha1", "v2"), "apiVersion: 'ddpjob.io/v2' is not supported; use ddpjob.io/v1alpha1"),
         (JOB.replace("kind: DDPJob\n", ""), "kind: required, but missing; use DDPJob"),
@@ -157,6 +162,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_byte_order_mark_and_windows_lines_are_fine(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_bytes(b"\xef\xbb\xbf" + JOB.replace("\n", "\r\n").encode())
     assert read_manifest(tmp_path / "job.yaml")["spec"]["script"] == "train.py"
+
+
+def test_json_is_read_as_its_writers_indent_and_escape_it() -> None:
+    """kubectl reads both; YAML knows neither tabs before a value nor characters in two halves."""
+    job = yaml.safe_load(JOB)
+    job["spec"]["args"] = ["\N{GRINNING FACE}", "a\tb"]
+    assert read_manifest(json.dumps(job, indent="\t"))["spec"]["args"] == job["spec"]["args"]
 
 
 def test_a_pipe_can_be_read() -> None:

@@ -6,9 +6,11 @@ two equal keys.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,10 +143,29 @@ def write_document(value: Any) -> str:
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
+def _without_tabs(text: str) -> str:
+    """JSON that is indented by tabs, with spaces in their place: YAML refuses it. Within its strings there are none."""
+    if "\t" in text and text.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            json.loads(text)
+            return text.replace("\t", " ")
+    return text
+
+
+def _characters(text: str, line: int) -> str:
+    """JSON writes characters beyond 16 bits as two escapes, which YAML reads as two halves. Raises YamlError."""
+    if text.isascii():
+        return text
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError as error:
+        raise YamlError(f"{text!a} has half a character, of two escapes such as \\ud83d\\ude00", line) from error
+
+
 def read_documents(text: str) -> Iterator[Document]:
     """Read the documents of a text, except empty ones. Raises YamlError."""
     try:
-        loader = _Loader(text)
+        loader = _Loader(_without_tabs(text))
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(f"not YAML: the character {error.character:#04x} is not allowed in text", line) from error
@@ -159,7 +180,11 @@ def read_documents(text: str) -> Iterator[Document]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = str(error.problem or error.context)
-        if "<block" in problem or "not allowed here" in problem:
+        if "'\\t'" in problem:
+            problem += "; indent by spaces, since YAML allows no tabs there"
+        elif error.context == "while scanning a quoted scalar" and error.context_mark:
+            mark, problem = error.context_mark, "a quote that begins in this line is not closed"
+        elif "<block" in problem or "not allowed here" in problem:
             problem += "; check the indentation of this line against the lines above it"
         raise YamlError(f"not YAML: {problem}", mark.line + 1 if mark else 1) from error
     finally:
@@ -231,12 +256,12 @@ class _Builder:
             raise YamlError("a field name must be text; quote templates such as {{ name }}", node.start_mark.line + 1)
         if node.tag == _BOOL:
             return str(_is_true(node)).lower()  # as kubectl does
-        return str(node.value)
+        return _characters(node.value, node.start_mark.line + 1)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         line, kind = node.start_mark.line + 1, node.tag.removeprefix("tag:yaml.org,2002:")
         if kind in ("str", "merge"):
-            return node.value
+            return _characters(node.value, line)
         construct: Callable[[], Any] | None = {
             "bool": lambda: _is_true(node),
             "null": lambda: None,
