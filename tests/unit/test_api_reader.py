@@ -113,6 +113,26 @@ def test_text_that_is_no_manifest(text: str, part: str) -> None:
     assert part in _message(text)
 
 
+@pytest.mark.parametrize(
+    ("written", "remedy"),
+    [
+        ("env: [A=b=c]", "spec.env[0]: must be a mapping, not a string ('A=b=c'); write {name: A, value: \"b=c\"}"),
+        ("imagePullSecrets: [own]", "write {name: own}"),
+        ("storage: {checkpoints: claim:own}", "write {claimName: own}"),
+        ("storage: {checkpoints: /mnt/own}", "write {hostPath: /mnt/own}"),
+        ("storage: {checkpoints: 's3://own/a'}", "write {url: s3://own/a}"),
+        ("storage: {data: own}", "write {claimName: own}"),
+        ("storage: {checkpoints: {pvc: own}}", "spec.storage.checkpoints.pvc: unknown field; did you mean claimName?"),
+        ("recovery: fast", "write {mode: Fast}"),
+        ("runPolicy: {ttlSecondsAfterFinished: 1d}", "write 86400"),
+        ("runPolicy: {suspend: 'yes'}", "write true, without quotes"),
+        ("namespace: own", "did you mean metadata.namespace?"),
+    ],
+)
+def test_what_is_written_in_another_form_is_answered_by_the_right_one(written: str, remedy: str) -> None:
+    assert remedy in _message(f"{JOB}  {written}\n")
+
+
 def test_a_bomb_of_aliases_is_refused() -> None:
     levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 10)]
     assert "too many for a manifest" in _message("\n".join(["l0: &l0 [a, b, c]", *levels]))

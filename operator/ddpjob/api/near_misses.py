@@ -96,13 +96,31 @@ def as_type(path: str, wanted: Any, value: Any) -> str:
     """What to write instead of a value of a wrong type; empty: cannot be guessed."""
     field = re.sub(r"\[.*?\]", "", path).rpartition(".")[2]
     if wanted in ("integer", "number") and isinstance(value, str):
-        if field.endswith("Seconds") and (length := seconds(value)) is not None:
+        if "Seconds" in field and (length := seconds(value)) is not None:
             return f"; write {length}"
         return f"; write {value.strip()}" if re.fullmatch(r"\s*-?[0-9]+\s*", value) else ""
     if wanted == "array":
         return _as_list(field, value)
-    if wanted == "boolean" and isinstance(value, str) and value.lower() in ("true", "false"):
-        return f"; write {value.lower()}, without quotes"
+    if wanted == "boolean" and isinstance(value, str) and (meant := _BOOLEANS.get(value.lower())):
+        return f"; write {meant}, without quotes"
+    if wanted == "object" and isinstance(value, str):
+        return _as_mapping(re.sub(r"\[[0-9]+\]$", "[]", path).rpartition(".")[2], value)
+    return ""
+
+
+_BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "y"), "true"), **dict.fromkeys(("false", "no", "off", "n"), "false")}
+
+
+def _as_mapping(field: str, text: str) -> str:
+    if field == "env[]" and (found := re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", text, re.DOTALL)):
+        return f"; write {{name: {found[1]}, value: {json.dumps(found[2])}}}"
+    if field == "imagePullSecrets[]":
+        return f"; write {{name: {text}}}"
+    if field in ("checkpoints", "data"):
+        kind = "hostPath" if text.startswith("/") else "url" if "://" in text else "claimName"
+        return f"; write {{{kind}: {text.removeprefix('claim:')}}}"
+    if field == "recovery" and text.capitalize() in ("Fast", "Standard"):
+        return f"; write {{mode: {text.capitalize()}}}"
     return ""
 
 

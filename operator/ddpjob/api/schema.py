@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -269,6 +270,10 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     """The field that was probably meant: one in the same object, or one of the same name elsewhere."""
     if name in ("true", "false"):
         return "; YAML reads on, yes and y without quotes as true, and off, no and n as false: quote the name"
+    if path == "spec" and name in ("name", "generateName", "namespace"):
+        return f"; did you mean metadata.{name}?"
+    if "claimName" in known and re.sub("[-_]", "", name.lower()) in ("pvc", "claim", "persistentvolumeclaim"):
+        return "; did you mean claimName?"
     other = near_misses.belongs(name)
     if other and path.count(".") < 2:  # of spec itself, or of an object in it, where others' words stand
         return f"; {other}"
