@@ -848,7 +848,13 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str]:
         return backend.job(name), ""
     except NoSuchJob as missing:
         why = missing
-    for body in backend.jobs():
+    try:
+        jobs = backend.jobs()
+    except Mistake as mistake:
+        if mistake.denied:  # Who may not list jobs has mistyped the name all the same.
+            raise why from mistake
+        raise
+    for body in jobs:
         job = body["metadata"]["name"]
         if name.startswith(f"{job}-"):
             pods = [pod.name for pod in backend.pods(job)]

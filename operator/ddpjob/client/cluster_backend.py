@@ -111,7 +111,12 @@ class ClusterBackend:
             return refusal
         if not _names_object(refusal):
             return Mistake(NO_CRD)
-        known = [job["metadata"]["name"] for job in self.jobs()]
+        try:
+            known = [job["metadata"]["name"] for job in self.jobs()]
+        except Mistake as mistake:
+            if mistake.denied:
+                return NoSuchJob(f"no job {name} in {self.where}")
+            raise
         shown = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
         return NoSuchJob(f"no job {name} in {self.where}; jobs there: {shown or 'none'}")
 

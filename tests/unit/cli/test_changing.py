@@ -188,6 +188,18 @@ def test_who_may_read_jobs_alone_learns_what_their_status_says(
     assert "rank 1 ended: ValueError" in Client(backend).why("j")  # type: ignore[arg-type]
 
 
+def test_logs_of_no_job_say_so_to_who_may_not_list_jobs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forbidden() -> Any:
+        raise ApiRefusal(403, "Forbidden", "User may not list it")
+
+    backend = OneJob(GONE)
+    monkeypatch.setattr(backend, "jobs", forbidden, raising=False)
+    assert called(monkeypatch, backend, "logs", "j") == 2
+    assert capsys.readouterr().err == "no job j\n"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -301,6 +301,24 @@ def test_the_events_of_a_job_are_not_those_of_an_earlier_one_of_its_name() -> No
     assert [event.reason for event in ClusterBackend(Kept()).events("j")] == ["Running"]  # type: ignore[arg-type]
 
 
+def test_who_may_not_list_jobs_learns_all_the_same_that_there_is_none_of_a_name() -> None:
+    """The answer to a mistyped name was that jobs may not be listed, which nobody had asked for."""
+
+    class Closed:
+        namespace, context = "ml", "test"
+
+        def request(self, method: str, path: str, **options: Any) -> Json:
+            raise ApiRefusal(404, "NotFound", 'ddpjobs.ddpjob.io "j" not found')
+
+        def items(self, path: str, query: Mapping[str, str] | None = None) -> list[Json]:
+            raise ApiRefusal(403, "Forbidden", "User may not list it")
+
+    backend = ClusterBackend(Closed())  # type: ignore[arg-type]
+    for ask in (backend.job, backend.delete, lambda name: backend.patch(name, {})):
+        with pytest.raises(NoSuchJob, match=r"^no job j in namespace ml, context test$"):
+            ask("j")
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/status", "a%2f"])
 def test_what_is_no_name_never_becomes_the_path_of_all_jobs(name: str) -> None:
     """`ddpjob delete "$JOB"` without a value asked for the deletion of the whole collection."""
