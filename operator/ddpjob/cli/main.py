@@ -1185,8 +1185,8 @@ def completion(ctx: click.Context, shell: str) -> int:
 def _place_last(words: list[str]) -> list[str]:
     """Options of the place may stand before the command too, as kubectl's."""
     before: list[str] = []
-    while words and words[0].partition("=")[0] in PLACE_OPTIONS:
-        size = PLACE_OPTIONS[words[0].partition("=")[0]] if "=" not in words[0] else 1
+    while words and (words[0].startswith("-n") or words[0].partition("=")[0] in PLACE_OPTIONS):
+        size = PLACE_OPTIONS.get(words[0], 1)  # In one word with its value: -nNAMESPACE, --context=CONTEXT
         before, words = [*before, *words[:size]], words[size:]
     return [*words[:1], *before, *words[1:]] if words else before
 

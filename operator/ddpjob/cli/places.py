@@ -76,6 +76,7 @@ def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(
         namespace: str | None, context: str | None, kubeconfig: str | None, local: bool | None, **rest: Any
     ) -> Any:
+        namespace = namespace and namespace.removeprefix("=")  # kubectl takes -n=NAMESPACE, too
         return command(Place(namespace, context, kubeconfig, local), **rest)
 
     for option in reversed(_OPTIONS):

@@ -78,7 +78,7 @@ def _unlocked_runner(folder: JobFolder) -> int | None:
 
 
 def runner(folder: JobFolder) -> int | None:
-    """The id of the `ddpjob run` process that holds the job; None when none does."""
+    """The id of the `ddpjob run` process that holds the job; None: none. Raises OSError, of a named file."""
     try:
         with folder.lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -87,6 +87,9 @@ def runner(folder: JobFolder) -> int | None:
     except BlockingIOError:
         text = folder.lock.read_text().strip()
         return int(text) if text.isdigit() else None
+    except OSError as error:  # Such as ENOLCK, of a file system without locks.
+        error.filename = error.filename or str(folder.lock)
+        raise
     return None
 
 

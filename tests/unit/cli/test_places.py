@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ddpjob.cli.display import shortest
@@ -78,3 +82,31 @@ def test_what_asks_a_cluster_says_so_of_this_machine(words: list[str], capsys: p
     assert main([*words, "--local"]) == 2
     said = capsys.readouterr().err
     assert words[1 if len(words) > 1 else 0] in said and said.endswith("leave --local out\n")
+
+
+@pytest.mark.parametrize("words", [["-nml", "get"], ["-n=ml", "get"], ["-n", "ml", "get"], ["get", "-n=ml"]])
+def test_a_namespace_is_written_as_for_kubectl(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str | None]()
+
+    def backend(place: Place, **options: Any) -> Any:
+        asked.append(place.namespace)
+        raise Mistake("enough")
+
+    monkeypatch.setattr(Place, "backend", backend)
+    assert main(["--context", "c", *words]) == 2
+    assert asked == ["ml"]
+
+
+def test_a_file_system_without_locks_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ddpjob get` ended with a traceback of ENOLCK."""
+
+    def none(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    record(folder / "runs" / "j", json.dumps({"metadata": {"name": "j"}, "spec": {}, "local": {}}))
+    (folder / "runs" / "j" / "lock").touch()
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert main(["get"]) == 2
+    assert capsys.readouterr().err == f"{folder}/runs/j/lock: No locks available\n"
