@@ -73,8 +73,8 @@ this machine where `ddpjob run` was used ($DDPJOB_RUNS, else ./runs, holds a job
 -n, --context and --kubeconfig mean the cluster, and so does `kubectl ddp`. DDPJOB_PLACE=local or cluster decides it.
 
 \b
-Exit codes: 0 done; 1 the job has failed, or doctor found a fault; 2 wrong input, nothing was changed;
-3 the cluster cannot be reached; 124 `wait` has waited long enough; 130 Ctrl-C.
+Exit codes: 0 done; 1 the job has failed, or doctor found a fault; 2 wrong input, nothing was changed (of several
+jobs: but those that were named before); 3 the cluster cannot be reached; 124 `wait` has waited long enough; 130 Ctrl-C.
 """
 
 
