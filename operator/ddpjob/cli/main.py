@@ -110,6 +110,13 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            names = {parameter.name for parameter in error.ctx.command.params} if error.ctx else set()
+            what = "job.yaml" if names & {"file", "program", "words"} else "JOB" if names & {"job", "jobs"} else ""
+            if error.option_name not in ("-f", "--filename") or error.ctx is None or not what:
+                raise
+            line = f"ddpjob {error.ctx.info_name} {what}"
+            raise click.UsageError(f"no option {error.option_name}: `{line}`", error.ctx) from error
         except OSError as error:
             raise _SystemFault(error) from error
 
@@ -134,10 +141,8 @@ class _BeforeArguments(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if "--" in given:
+            if "--" in given or error.option_name in ("-f", "--filename"):
                 raise
-            if error.option_name in ("-f", "--filename"):
-                raise click.UsageError(f"no option {error.option_name}: `ddpjob {self.name} job.yaml`", ctx) from error
             theirs = _OF_TORCHRUN.get(error.option_name.lstrip("-").replace("-", "").replace("_", ""))
             if theirs and self.name == "submit":
                 raise click.UsageError(f"no option {error.option_name}; did you mean {theirs}?", ctx) from error
@@ -517,8 +522,10 @@ def _foreign(source: str) -> list[Any]:
         items = [item.value for document in read_documents(text) for item in document.items()]
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error
-    except (YamlError, UnicodeDecodeError) as error:
-        raise Mistake(f"{source}: {error}") from error
+    except YamlError as error:
+        raise Mistake(f"{source}, line {error.line}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise Mistake(f"{source}: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
     found = [item for item in items if isinstance(item, dict) and item.get("kind") in CONVERTIBLE]
     kinds = dict.fromkeys(str(item.get("kind")) for item in items if isinstance(item, dict) and item not in found)
     if not found:

@@ -139,6 +139,8 @@ def test_a_generated_name_on_this_machine() -> None:
         (["submit", "train.py", "--node", "3"], "did you mean --min-nodes or --mode or --nodes?"),
         (["convert", "torchrun", "--nnodes=2", "a.py"], "`ddpjob convert -- torchrun --nnodes ...`"),
         (["submit", "-f", "job.yaml"], "no option -f: `ddpjob submit job.yaml`"),
+        (["run", "--filename", "job.yaml"], "no option --filename: `ddpjob run job.yaml`"),
+        (["delete", "-f", "job.yaml"], "no option -f: `ddpjob delete JOB`"),
     ],
 )
 def test_an_option_of_the_program_itself_is_shown_where_it_belongs(
@@ -181,6 +183,9 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
     assert "holds none of PyTorchJob, TrainJob, but MPIJob; of another kind convert" in capsys.readouterr().err
+    (folder / "broken.yaml").write_text("kind: TrainJob\nspec: {trainer: [}\n")
+    assert main(["convert", "broken.yaml"]) == 2
+    assert "broken.yaml, line 2: not YAML" in capsys.readouterr().err
     assert main(["convert", "--image", "i", "torchrun.yaml"]) == 2, "the option had no effect"
     assert "--image, --name: only for a torchrun command line" in capsys.readouterr().err
 
