@@ -60,7 +60,8 @@ def belongs(name: str) -> str:
 
 _PODS_OWN = {word.lower(): word for word in _OTHERS_WORDS[_POD].split()} | {"serviceaccount": "serviceAccountName"}
 
-_UNITS = {"b": "", "kb": "k", "mb": "M", "gb": "G", "tb": "T", "kib": "Ki", "mib": "Mi", "gib": "Gi", "tib": "Ti"}
+_UNITS = {"b": "", "kb": "k", "mb": "M", "gb": "G", "tb": "T", "kib": "Ki", "mib": "Mi", "gib": "Gi", "tib": "Ti",
+          "ki": "Ki", "mi": "Mi", "gi": "Gi", "ti": "Ti"}  # fmt: skip
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -119,6 +120,8 @@ def _as_mapping(field: str, text: str) -> str:
     if field in ("checkpoints", "data"):
         kind = "hostPath" if text.startswith("/") else "url" if "://" in text else "claimName"
         return f"; write {{{kind}: {text.removeprefix('claim:')}}}"
+    if field == "nfs" and (found := re.fullmatch(r"([^:/]+):(/.*)", text)):
+        return f"; write {{server: {found[1]}, path: {found[2]}}}"
     if field == "recovery" and text.capitalize() in ("Fast", "Standard"):
         return f"; write {{mode: {text.capitalize()}}}"
     return ""

@@ -6,7 +6,9 @@ here can only anticipate.
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,6 +35,7 @@ _IMAGE = re.compile(
 _OWN_RESOURCES = ("cpu", "memory", "ephemeral-storage", "storage")
 _WORDS = {"mem": "memory", "ram": "memory", "cpus": "cpu", "cores": "cpu", "disk": "ephemeral-storage",
           "gpu": "nvidia.com/gpu", "gpus": "nvidia.com/gpu"}  # fmt: skip
+_LEAST_BYTES = 64 * 1024
 _OWN_VOLUMES = ("ddpjob-runtime", "ddpjob-shm", "ddpjob-checkpoints", "ddpjob-data")
 _OPERATORS = ("Exists", "Equal", "Lt", "Gt")
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
@@ -66,7 +69,10 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
         yield from _image(spec["image"], "spec.image")
     if re.search(r"\.py$", spec.get("module") or ""):
         yield Problem("spec.module", f"{spec['module']} is the name of a file; write script: {spec['module']}")
+    yield from _one_file(spec.get("script") or "")
     yield from _resources(spec.get("resources") or {}, "spec.resources")
+    if (shared := (spec.get("storage") or {}).get("sharedMemory")) is not None:
+        yield from _few_bytes(shared, "spec.storage.sharedMemory")
     rendezvous = spec.get("rendezvous") or {}
     yield from _resources(rendezvous.get("resources") or {}, "spec.rendezvous.resources")
     for kind in ("data", "checkpoints"):
@@ -77,6 +83,27 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
     for position, secret in enumerate(spec.get("imagePullSecrets") or ()):
         yield from _name(secret.get("name"), f"spec.imagePullSecrets[{position}].name")
     yield from _name((spec.get("scheduling") or {}).get("priorityClassName"), "spec.scheduling.priorityClassName")
+
+
+def _one_file(script: str) -> Iterator[Problem]:
+    """A whole command line in place of the script's name."""
+    found = re.fullmatch(r"(?:python[0-9.]*\s+|torchrun\s+)?(\S+\.py)(\s.*)?", script)
+    if found and found[1] != script:
+        try:
+            words = shlex.split(found[2] or "")
+        except ValueError:
+            words = (found[2] or "").split()
+        args = f" and args: {json.dumps(words)}" if words else ""
+        yield Problem("spec.script", f"{script!r} is more than the name of a file; write script: {found[1]}{args}")
+
+
+def _few_bytes(value: Any, path: str) -> Iterator[Problem]:
+    """Kubernetes takes 512m of memory, which is half a byte, and 64, which is 64 bytes."""
+    number, text = amount(value), str(value)
+    if number is not None and 0 < number < _LEAST_BYTES:
+        digits = text.removesuffix("m")
+        meant = f"; did you mean {digits}{'Mi' if text.endswith('m') else 'Gi'}?" if digits.isdigit() else ""
+        yield Problem(path, f"{text} is {number:g} bytes, too few for anything{meant}")
 
 
 def _claim_template(spec: Mapping[str, Any]) -> Iterator[Problem]:
@@ -129,6 +156,8 @@ def _resources(resources: Mapping[str, Any], path: str) -> Iterator[Problem]:
                 hint = f"did you mean {meant}?" if meant else "write cpu, memory, or a name with its domain"
                 yield Problem(at, f"is not the name of a resource; {hint}")
             yield from _quantity(value, at)
+            if name in ("memory", "ephemeral-storage"):
+                yield from _few_bytes(value, at)
     requests, limits = resources.get("requests") or {}, resources.get("limits") or {}
     for name in sorted(requests.keys() & limits.keys()):
         least, most = amount(requests[name]), amount(limits[name])

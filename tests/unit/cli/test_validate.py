@@ -62,6 +62,19 @@ REFUSED = {
     "indentation": (JOB + " nodes: 2\n", "check the indentation of this line"),
     # what the schema accepts, and the API server or the kubelet refuses in the pods
     "module": (JOB.replace("script: b.py", "module: train.py"), "is the name of a file; write script: train.py"),
+    "a line": (
+        JOB.replace("script: b.py", "script: python b.py --lr 0.1"),
+        "spec.script: 'python b.py --lr 0.1' is more than the name of a file; write script: b.py and args: "
+        '["--lr", "0.1"] (',
+    ),
+    "torchrun": (JOB.replace("script: b.py", "script: torchrun b.py"), "write script: b.py ("),
+    "512m": (
+        in_spec("resources: {limits: {memory: 512m}}"),
+        "512m is 0.512 bytes, too few for anything; did you mean 512Mi?",
+    ),
+    "64": (in_spec("storage: {sharedMemory: 64}"), "64 is 64 bytes, too few for anything; did you mean 64Gi?"),
+    "16gi": (in_spec("resources: {limits: {memory: 16gi}}"), "did you mean 16Gi?"),
+    "nfs": (in_spec("storage: {checkpoints: {nfs: 'host:/a'}}"), "write {server: host, path: /a}"),
     "label": (JOB.replace("name: t", "name: t, labels: {a: 'my team!'}"), "metadata.labels.a: 'my team!' cannot be"),
     "mount": (trainer("volumeMounts: [{name: x, mountPath: /x}]"), "volumeMounts[0].name: there is no volume x"),
     "mount without a name": (trainer("volumeMounts: [{mountPath: /x}]"), "volumeMounts[0].name: missing"),
