@@ -291,6 +291,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     if container.pop("ports", None):
         notes.append("ports: the operator's service and rendezvous replace them")
     _entry_point(made, *(_words(container, key) for key in ("command", "args")))
+    _references(made)
     secrets = pod.pop("imagePullSecrets", None)
     if secrets:
         target["imagePullSecrets"] = secrets
@@ -325,7 +326,22 @@ def _words(container: Json, name: str) -> list[str]:
     words = container.pop(name, None) or []
     if not isinstance(words, list):
         raise Mistake(f"{name}: must be a list, not {words!r}; write each word as an item")
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise Mistake(f"{name}: has {json.dumps(wrong[0])}, which is no text; put it in quotes")
     return words
+
+
+def _references(made: Conversion) -> None:
+    """Notes variables that Kubernetes put into arguments and other variables of a PyTorchJob's pods."""
+    spec = made.job["spec"]
+    texts = {"args": [] if "command" in spec else spec.get("args", ())}
+    texts["env"] = [str(variable.get("value", "")) for variable in spec.get("env", ())]
+    for name, values in texts.items():
+        if unset := dict.fromkeys(match[1] for text in values for match in _NOT_SET.finditer(text)):
+            made.notes.append(
+                f"{name}: refers to {', '.join(unset)}, which no pod has here before its workers start: a script "
+                "finds its rank, and where the group meets, in its own environment"
+            )
 
 
 def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
@@ -478,7 +494,7 @@ def _torchrun(made: Conversion, words: list[str]) -> None:
         if not equals and name not in _BARE:
             position += 1
             value = words[position] if position < len(words) else ""
-            if not value or value.startswith("-"):
+            if (not value and name != "role") or value.startswith("-"):  # TorchX writes --role ''
                 raise Mistake(f"{word} {value}: has no value; a variable of the shell that is not set leaves none")
         position += 1
         if name in ("m", "module"):
@@ -495,7 +511,7 @@ def _torchrun(made: Conversion, words: list[str]) -> None:
             spec.setdefault("recovery", {})["maxRestarts"] = int(value)
         elif name in ("r", "t"):
             own += [f"-{name}", value]  # --r would be the beginning of several names.
-        elif name not in _OPERATORS:
+        elif name not in _OPERATORS and (value or name in _BARE):
             own.append(f"--{name}" if name in _BARE else f"--{name}={value}")
     if position >= len(words):
         raise Mistake("the torchrun command line names no script")

@@ -436,6 +436,35 @@ def test_a_command_that_is_no_list_is_refused() -> None:
     container["command"] = "torchrun a.py"
     with pytest.raises(Mistake, match=r"command: must be a list, not 'torchrun a\.py'"):
         convert(job)
+    container["command"] = ["torchrun", "--nproc-per-node", 2, "a.py"]
+    with pytest.raises(Mistake, match="command: has 2, which is no text; put it in quotes"):
+        convert(job)
+
+
+def test_a_line_of_torchx() -> None:
+    """Its role has no name, and where nodes meet is a variable of Volcano's."""
+    line = (
+        "torchrun --rdzv_backend c10d --rdzv_endpoint $${VC_TRAIN_0_HOSTS:=localhost}:29500 --rdzv_id 'x' --nnodes 2 "
+        "--nproc_per_node 4 --tee 3 --role '' a.py --lr 1"
+    )
+    for made in (
+        convert_command(["torchrun", *shlex.split(line)[5:]], image="a"),
+        convert(_of_four_gpus(["bash", "-c", line])),
+    ):
+        spec = valid(made.job)
+        assert (spec["nodes"], spec["torchrunArgs"], spec["args"]) == (2, ["--tee=3"], ["--lr", "1"])
+
+
+def test_variables_in_arguments_and_variables_are_noted() -> None:
+    job = _of_four_gpus(["torchrun", "a.py", "--rank=$(RANK)"])
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container["env"] = [{"name": "STORE", "value": "tcp://$(MASTER_ADDR):1"}, {"name": "A", "value": None}]
+    made = convert(job)
+    assert valid(made.job)
+    assert [note.partition(", which")[0] for note in made.notes] == [
+        "args: refers to RANK",
+        "env: refers to MASTER_ADDR",
+    ]
 
 
 def test_shared_memory_that_others_mount_stays_theirs() -> None:
