@@ -460,7 +460,7 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
 
 
 @root.command(cls=_BeforeArguments)
-@click.argument("words", metavar="FILE | -- torchrun ...", nargs=-1, required=True)
+@click.argument("words", metavar="FILE... | -- torchrun ...", nargs=-1, required=True)
 @click.option("--image", default="IMAGE", help="For a torchrun command line.")
 @click.option("--name", default="", help="For a torchrun command line.")
 def convert(words: tuple[str, ...], image: str, name: str) -> int:
@@ -476,14 +476,15 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
     """
     from ddpjob.client.convert_jobs import convert as convert_manifest
     from ddpjob.client.convert_jobs import convert_command
-    from ddpjob.client.manifest_sources import BadInput, checked
+    from ddpjob.client.manifest_sources import SUFFIXES, BadInput, checked
 
-    if len(words) > 1 or (" " in words[0] and not _exists(words[0])):
+    several = len(words) > 1 and not all(word.endswith(SUFFIXES) for word in words)
+    if several or (" " in words[0] and not _exists(words[0])):
         made = [convert_command(words, name, image)]
     elif name or image != "IMAGE":
         raise click.UsageError("--image, --name: only for a torchrun command line; change them in the result")
     else:
-        made = [convert_manifest(value) for value in _foreign(words[0])]
+        made = [convert_manifest(value) for word in words for value in _foreign(word)]
     faulty = False
     for number, conversion in enumerate(made):
         text = document(conversion.job, "yaml")

@@ -183,6 +183,8 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
     assert "holds none of PyTorchJob, TrainJob, but MPIJob; of another kind convert" in capsys.readouterr().err
+    assert main(["convert", "torchrun.yaml", "torchrun.yaml"]) == 0, "two files were taken for a command line"
+    assert len(read(capsys.readouterr().out)) == 2
     (folder / "broken.yaml").write_text("kind: TrainJob\nspec: {trainer: [}\n")
     assert main(["convert", "broken.yaml"]) == 2
     assert "broken.yaml, line 2: not YAML" in capsys.readouterr().err
