@@ -299,7 +299,8 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     suspended = main.type is ConditionType.SUSPENDED and main.reason not in QUEUED
     verb = "failed" if main.type is ConditionType.FAILED else "is suspended" if suspended else ""
     waits = verb or ("restarts" if main.type is ConditionType.RESTARTING else "waits")
-    yield f"{name} {waits}: {main.reason}, for {_since(main.since, now)}."
+    since = _since(main.since, now)
+    yield f"{name} {waits}: {main.reason}, {f'{since} ago' if verb == 'failed' else f'for {since}'}."
     yield from (f"  {line}" for line in main.message.splitlines())
     held = [pod for pod in pods if pod.message and pod.message not in main.message and not pod.ended]
     for pod in held[:3] if main.type is not ConditionType.FAILED else ():

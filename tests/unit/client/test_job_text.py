@@ -86,7 +86,7 @@ def test_a_job_in_a_queue_is_not_called_suspended_by_its_user() -> None:
 def test_a_failed_job_with_its_remedy() -> None:
     failed = condition("Failed", True, "RestartBudgetSpent", "the last one:\n  ValueError: x")
     said = text(job(phase="Failed", conditions=[failed, condition("Running", False, "Failed")]))
-    assert said.startswith("j failed: RestartBudgetSpent, for 2m00s.\n  the last one:\n    ValueError: x")
+    assert said.startswith("j failed: RestartBudgetSpent, 2m00s ago.\n  the last one:\n    ValueError: x")
     assert "What to do: Fix the cause." in said
 
 
