@@ -129,7 +129,10 @@ def _empty(metadata: Mapping[str, Any]) -> Conversion:
     kept.get("annotations", {}).pop("kubectl.kubernetes.io/last-applied-configuration", None)
     key = "generateName" if metadata.get("generateName") and not metadata.get("name") else "name"
     meta = {key: str(metadata.get(key) or "converted"), **{key: value for key, value in kept.items() if value}}
-    return Conversion({"apiVersion": API_VERSION, "kind": KIND, "metadata": meta, "spec": {"image": ""}})
+    notes = (
+        [] if key == "name" else ["generateName: kubectl apply needs a name; `ddpjob submit` and kubectl create do not"]
+    )
+    return Conversion({"apiVersion": API_VERSION, "kind": KIND, "metadata": meta, "spec": {"image": ""}}, notes)
 
 
 # --- PyTorchJob -------------------------------------------------------------------------------------------------
@@ -352,7 +355,10 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
     for kind in ("requests", "limits"):
         amounts = dict(resources.get(kind) or {})
         for name in [n for n in amounts if _GPUS.fullmatch(n)]:
-            target["gpusPerNode"] = int(amounts.pop(name))
+            number = str(amounts.pop(name))
+            if not number.isdigit():
+                raise Mistake(f"resources.{kind}.{name}: {number} is no whole number of GPUs")
+            target["gpusPerNode"] = int(number)
             if name != "nvidia.com/gpu":
                 target["gpuResource"] = name
         if amounts:

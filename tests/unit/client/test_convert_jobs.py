@@ -411,7 +411,15 @@ def test_a_generated_name_stays_one() -> None:
     job = _of_four_gpus(["torchrun", "a.py"]) | {"metadata": {"generateName": "tune-", "namespace": "ml"}}
     made = convert(job)
     assert made.job["metadata"] == {"generateName": "tune-", "namespace": "ml"}
-    assert valid(made.job)
+    assert valid(made.job) and any("kubectl apply needs a name" in note for note in made.notes)
+
+
+def test_a_part_of_a_gpu_is_refused_by_its_name() -> None:
+    job = _of_four_gpus(["torchrun", "a.py"])
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    worker["resources"] = {"limits": {"nvidia.com/gpu": "1.5"}}
+    with pytest.raises(Mistake, match=r"^resources\.limits\.nvidia\.com/gpu: 1\.5 is no whole number of GPUs"):
+        convert(job)
 
 
 def test_fields_that_nothing_reads_are_named() -> None:
