@@ -567,6 +567,22 @@ def test_what_is_wrong_at_the_start_is_named(tmp_path: Path, nodes: int, argumen
     assert why in job.log("coordinator").read_text()
 
 
+def test_what_an_image_prints_does_not_hide_that_the_store_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('== the image of the team ==')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    job = Job(tmp_path, nodes=1, mode="Standard")
+    try:
+        job.start_coordinator()
+        deadline = time.monotonic() + 60
+        while "store: ready" not in (text := job.log("coordinator").read_text()):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.05)
+    finally:
+        job.close()
+
+
 # ---- slow is not dead
 
 

@@ -33,13 +33,15 @@ async def _host_store(server: Server, port: int) -> int:
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert child.stdout is not None
-    line = await child.stdout.readline()
-    if line.startswith(b"ready"):
-        server.store_is_ready()
-        log(f"store: {line.decode().strip()}")
+    line = b""
+    async for line in child.stdout:  # The image may print lines of its own: as Python starts, or torch is imported.
+        if line.startswith(b"ready "):
+            server.store_is_ready()
+            log(f"store: {line.decode().strip()}")
+            break
     code = await child.wait()
     if code == protocol.EXIT_INIT_FAILURE:
-        why = line.decode().strip()
+        why = line.decode(errors="replace").strip()
         log(why)
         write_termination_log(IncidentKind.INIT_FAILURE, why)
         return code
