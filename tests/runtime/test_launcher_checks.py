@@ -116,6 +116,22 @@ def test_what_exists_passes() -> None:
     check_command(sys.executable)
 
 
+def test_a_script_in_a_folder_that_is_closed_to_the_user_is_named(tmp_path: Path) -> None:
+    closed = tmp_path / "root"
+    closed.mkdir()
+    (closed / "train.py").write_text("")
+    closed.chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(InitFailure, match=r"train\.py.* cannot be read by user"):
+            check_script(str(closed / "train.py"))
+    finally:
+        os.seteuid(user)
+        closed.chmod(0o700)
+
+
 @pytest.mark.parametrize(
     ("check", "name", "why"),
     [

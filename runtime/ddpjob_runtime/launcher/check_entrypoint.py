@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -18,14 +19,22 @@ def check_script(script: str) -> None:
     """`python SCRIPT` must have a file, or a folder or archive with a __main__.py."""
     path = Path(script)
     where = f"{script!r} (working directory {Path.cwd()})"
-    if not path.exists():
+    unreadable = f"script {where} cannot be read by user {os.getuid()}: change its permissions, or those of its folders"
+    try:
+        path.stat()  # Path.exists() raises or says no, by the version of Python, where a folder above is closed.
+        lacks_main = path.is_dir() and not (path / "__main__.py").is_file()
+    except PermissionError:
+        raise InitFailure(unreadable) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise  # This node's trouble, or its volume's.
         raise InitFailure(
             f"script {where} does not exist: correct the path, or put the file into the image or a volume"
-        )
-    if path.is_dir() and not (path / "__main__.py").is_file():
+        ) from None
+    if lacks_main:
         raise InitFailure(f"script {where} is a folder without __main__.py: name a Python file")
     if not os.access(path, os.R_OK):
-        raise InitFailure(f"script {where} cannot be read by user {os.getuid()}: change its permissions")
+        raise InitFailure(unreadable)
 
 
 def check_command(command: str) -> None:
