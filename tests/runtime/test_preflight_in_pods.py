@@ -140,6 +140,14 @@ def test_settings_that_cannot_be_read_name_their_variable(monkeypatch: pytest.Mo
     assert Preflight(Settings.read(), 1).wanted_seconds > 0  # type: ignore[arg-type]
 
 
+def test_lines_of_json_that_an_image_prints_are_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("""print('{"level": "info", "message": "the image of the team"}')\n""")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    preflight = Preflight(Settings(False, 60, 0, 0, "", "auto", ""), 1)
+    preflight.begin()
+    assert preflight.node_problem(lambda: False) == ""
+
+
 def test_what_nccl_chose_is_read_from_its_log() -> None:
     head = "node1:123:456 [0] NCCL INFO "
     ib = f"{head}NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>\n{head}Using network IB\n"

@@ -95,7 +95,7 @@ class Check:
     def _result(self) -> dict[str, Any]:
         step = "its start"
         for line in self._output.splitlines():
-            with contextlib.suppress(ValueError, TypeError):
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # The image may print, too.
                 said = json.loads(line)
                 if "problem" in said:
                     return dict(said)
