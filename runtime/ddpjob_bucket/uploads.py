@@ -163,10 +163,14 @@ class Uploads:
             self._publish(waiting)
             self._newest = waiting
             self.completed.append(waiting.step)
-        except (BucketError, OSError) as error:
-            return str(error)
+        except Exception as error:  # No memory, no thread: without this one, all who wait for it would wait for ever.
+            return _words(error)
         try:
             self._tidy()
-        except BucketError as error:
-            self._say(f"warning: {error}; older checkpoints stay in the bucket until the next upload")
+        except Exception as error:
+            self._say(f"warning: {_words(error)}; older checkpoints stay in the bucket until the next upload")
         return ""
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, (BucketError, OSError)) else f"{type(error).__name__}: {error}"

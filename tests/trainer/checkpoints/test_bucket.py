@@ -363,3 +363,23 @@ def test_on_a_slow_line_a_large_file_goes_piece_by_piece(
     entries = [bucket.publish(large, 5), bucket.publish(saved(tmp_path, 6, bytes(6 * 2**20)), 6)]
     assert bucket.entries() == entries[::-1]
     assert how == [12, 1, 1], "and at once with the next"
+
+
+def test_an_upload_that_fails_in_an_unknown_way_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.02)
+    said: list[str] = []
+    problems: list[Exception] = [RuntimeError("can't start new thread")]
+
+    def publish(one: Waiting) -> None:
+        if problems:
+            raise problems.pop()
+
+    def tidy() -> None:
+        raise MemoryError
+
+    uploads = Uploads(Slow(), tidy, said.append, publish=publish)
+    uploads.offer(Waiting(tmp_path, 1))
+    assert uploads.wait(10), "whoever waits for an upload does not wait for ever"
+    assert uploads.newest == 1
+    assert "RuntimeError: can't start new thread" in said[0] and "MemoryError" in said[1]
+    uploads.close()
