@@ -263,6 +263,14 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
         opened("data.name=cifar10", f"data.dir={tmp_path}")
 
 
+def test_a_pickle_without_records_is_refused(tmp_path: Path) -> None:
+    write_cifar_python(tmp_path)
+    empty = {"data": np.zeros((0, 3072), np.uint8), "labels": []}
+    (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(empty))
+    with pytest.raises(DataError, match="test_batch holds no records"):
+        opened("data.name=cifar10", f"data.dir={tmp_path}")
+
+
 def test_classes_of_train_and_val_must_agree(tmp_path: Path) -> None:
     write_image_folder(tmp_path, 1)
     (tmp_path / "val" / "n01443537").rename(tmp_path / "val" / "other")

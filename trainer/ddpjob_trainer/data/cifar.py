@@ -181,6 +181,8 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
                 f"{path} holds {part.dtype} of shape {part.shape} with {len(part_labels)} labels, not uint8"
                 f" (n, {_PIXELS}) with n labels; unpack the archive again"
             )
+        if not len(part):
+            raise DataError(f"{path} holds no records; unpack the archive again")
         images.append(part)
         labels.append(part_labels)
     return _joined(folder, images, labels, layout)
