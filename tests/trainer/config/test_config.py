@@ -41,6 +41,16 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
         config.load(None, ["checkpoint.dir=~nobody-of-this-name/c"])
 
 
+@pytest.mark.parametrize(("text", "number"), [("017", 17), ("018", 18), ("-017", -17), ("00", 0)])
+def test_a_number_with_leading_zeros_is_decimal(text: str, number: int) -> None:
+    assert config.load(None, [f"data.seed={text}"]).data.seed == number
+
+
+def test_minutes_and_seconds_are_no_number() -> None:
+    with pytest.raises(ConfigError, match="1:30"):
+        config.load(None, ["data.batch=1:30"])
+
+
 @pytest.mark.parametrize("text", ["007", "1.10", "1e3", "0x10", "1_000", "1:30"])
 def test_a_name_that_looks_like_a_number_stays_as_it_was_written(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(f"train: {{name: {text}}}\ncheckpoint: {{dir: {text}}}\n")

@@ -15,6 +15,7 @@ import inspect
 import itertools
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -78,15 +79,25 @@ class _Number(float):
     written: str
 
 
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
+
+
 def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) -> Callable[..., Any]:
-    def construct(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> _Whole | _Number:
+    def construct(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> _Whole | _Number | str:
+        text = str(node.value)
+        if ":" in text:  # To YAML 1.1, 1:30 is 90. Nobody who writes it means that.
+            return text
+        if kind is _Whole and _LEADING_ZERO.fullmatch(text):  # To YAML 1.1, 017 is 15 and 018 text.
+            sign = "-" if text.startswith("-") else ""
+            node.value = sign + (text.lstrip("+-0_") or "0")
         number = kind(read(loader, node))
-        number.written = str(node.value)
+        number.written = text
         return number
 
     return construct
 
 
+_EachKeyOnce.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(_LEADING_ZERO.pattern + "$"), list("-+0"))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:int", _as_written(_Whole, yaml.SafeLoader.construct_yaml_int))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:float", _as_written(_Number, yaml.SafeLoader.construct_yaml_float))
 # What looks like a date is text: no key takes a date, and a folder may be named by one.
