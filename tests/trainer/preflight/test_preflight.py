@@ -349,6 +349,20 @@ def test_small_shared_memory(tmp_path: Path) -> None:
     flown.assert_only("/dev/shm", "FAIL", "node-b", "16 MiB free of 16 MiB; data.workers need 74 MiB", remedy)
 
 
+def test_shared_memory_counts_the_size_of_test_images() -> None:
+    from types import SimpleNamespace
+
+    from ddpjob_trainer import config
+    from ddpjob_trainer.preflight import facts
+
+    def value(test: int) -> str:
+        loaded = config.load(None, ["data.name=imagefolder", "data.workers=1", f"data.test_image_size={test}"])
+        context: Any = SimpleNamespace(group=SimpleNamespace(world=1, local_world=1), config=loaded)
+        return facts.shared_memory(context).value.split(";")[1]
+
+    assert value(0) == value(224) != value(448)
+
+
 def test_small_shared_memory_is_enough_without_workers(tmp_path: Path) -> None:
     need_namespaces()
     arguments = [*images(tmp_path / "data"), "data.workers=0"]

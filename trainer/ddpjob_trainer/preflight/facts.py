@@ -181,8 +181,9 @@ def shared_memory(context: Context) -> Finding:
     """/dev/shm against what loader processes hold in it: some batches ahead of each rank's, as uint8."""
     group, data, needed = context.group, context.config.data, 0
     if data.name in (DataName.IMAGEFOLDER, DataName.SHARDS) and data.workers:
-        images = math.ceil(data.batch / group.world) + context.config.train.eval_batch  # The test set has a pool too.
-        per_rank = _BATCHES_AHEAD * images * 3 * data.image_size**2
+        pixels = math.ceil(data.batch / group.world) * data.image_size**2
+        pixels += context.config.train.eval_batch * (data.test_image_size or data.image_size) ** 2  # It has a pool too.
+        per_rank = _BATCHES_AHEAD * 3 * pixels
         needed = group.local_world * per_rank
     usage = shutil.disk_usage(_SHARED_MEMORY)
     unknown = data.workers and ":" in data.name  # Only its function knows the size of a sample.
