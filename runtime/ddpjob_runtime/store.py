@@ -2,7 +2,7 @@
 
     python3 PATH/ddpjob_runtime store --port PORT
 
-Prints "ready PORT" when it accepts connections, and ends when its standard input does (the coordinator has died).
+Prints a line "ready PORT" when it accepts connections; ends when its standard input does (the coordinator has died).
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ def main() -> None:
     except Exception as error:  # OSError, too: a library of CUDA's that is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
             raise  # This node's trouble for now, not the image's: a library that is missing has no errno.
-        sys.stdout.write(f"the image has no usable torch, which the rendezvous store needs: {error}\n")
+        why = " ".join(str(error).split())  # The coordinator takes the last line.
+        sys.stdout.write(f"\nthe image has no usable torch, which the rendezvous store needs: {why}\n")
         sys.stdout.flush()
         os._exit(protocol.EXIT_INIT_FAILURE)
 
     store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    sys.stdout.write(f"ready {store.port}\n")
+    sys.stdout.write(f"\nready {store.port}\n")  # The image may have printed something without a newline.
     sys.stdout.flush()
     while sys.stdin.buffer.read(4096):
         pass

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator import __main__ as coordinator_program
 from ddpjob_runtime.coordinator.hang import DUMP_SECONDS
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.coordinator.server import (
@@ -567,20 +568,62 @@ def test_what_is_wrong_at_the_start_is_named(tmp_path: Path, nodes: int, argumen
     assert why in job.log("coordinator").read_text()
 
 
+@pytest.mark.parametrize(
+    "prints",
+    [
+        "print('== the image of the team ==')",
+        "print('== no newline ==', end='')",
+        "print(200_000 * '=')",
+    ],
+)
 def test_what_an_image_prints_does_not_hide_that_the_store_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('== the image of the team ==')\n")
+    (tmp_path / "sitecustomize.py").write_text(f"{prints}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     job = Job(tmp_path, nodes=1, mode="Standard")
     try:
         job.start_coordinator()
         deadline = time.monotonic() + 60
         while "store: ready" not in (text := job.log("coordinator").read_text()):
-            assert time.monotonic() < deadline, text
+            assert time.monotonic() < deadline, text[-2000:]
             time.sleep(0.05)
     finally:
         job.close()
+
+
+def test_an_image_without_a_usable_torch_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "print('loading', end='')\nraise ImportError('libtorch.so:\\nno such library\\n\\n')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    job = Job(tmp_path, nodes=1, mode="Standard")
+    job.start_coordinator()
+    assert job.wait_exit("coordinator", 60) == protocol.EXIT_INIT_FAILURE
+    last = job.log("coordinator").read_text().splitlines()[-1]
+    assert last.endswith(
+        "the image has no usable torch, which the rendezvous store needs: libtorch.so: no such library"
+    )
+
+
+def test_the_store_s_process_is_read_to_its_end() -> None:
+    """What the image prints once the store is ready fills no pipe, which would stop the store."""
+
+    async def read() -> bytes:
+        ready, output, said = list[bool](), asyncio.StreamReader(), bytearray()
+        server: Any = SimpleNamespace(store_is_ready=lambda: ready.append(True))
+        output.feed_data(b"hello\nrea")
+        reading = asyncio.ensure_future(coordinator_program._read(output, said, server))
+        await asyncio.sleep(0)
+        output.feed_data(b"dy 29400\n" + 10**6 * b"." + b"\nready 1\nthe last line\n")
+        output.feed_eof()
+        await reading
+        assert ready == [True]
+        return bytes(said)
+
+    said = asyncio.run(read())
+    assert said.endswith(b"\nthe last line\n") and len(said) == coordinator_program.KEPT_OUTPUT
 
 
 # ---- slow is not dead

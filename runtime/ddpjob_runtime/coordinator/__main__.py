@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import resource
 import signal
 import sys
@@ -24,29 +25,47 @@ from ddpjob_runtime.protocol import IncidentKind, Mode
 from ddpjob_runtime.termination_log import write_termination_log
 
 OPEN_FILES = 65536
+KEPT_OUTPUT = 16 * 1024
+"""Bytes of the store's process."""
 
 
 async def _host_store(server: Server, port: int) -> int:
     """Run the store's process until it ends; returns the coordinator's exit code."""
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, str(PROGRAM), "store", "--port", str(port),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    try:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, str(PROGRAM), "store", "--port", str(port),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+    except OSError as error:  # Too many processes, no memory.
+        log(f"the store's process cannot be started: {error}")
+        return 1
     assert child.stdout is not None
-    line = b""
-    async for line in child.stdout:  # The image may print lines of its own: as Python starts, or torch is imported.
-        if line.startswith(b"ready "):
-            server.store_is_ready()
-            log(f"store: {line.decode().strip()}")
-            break
+    said = bytearray()
+    reading = asyncio.ensure_future(_read(child.stdout, said, server))
     code = await child.wait()
+    await asyncio.wait([reading], timeout=1.0)  # What it has started may keep its output open.
     if code == protocol.EXIT_INIT_FAILURE:
-        why = line.decode(errors="replace").strip()
+        why = said.decode(errors="replace").strip().rpartition("\n")[2]
         log(why)
         write_termination_log(IncidentKind.INIT_FAILURE, why)
         return code
     log(f"the store ended with exit code {code}, and this coordinator with it")
     return 1
+
+
+async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -> None:
+    """Read what the store's process prints, to its end: `said` keeps the last of it.
+
+    The image may print, too: as Python starts, as torch is imported, or later, and lines of any length.
+    """
+    ready = False
+    while piece := await output.read(KEPT_OUTPUT):
+        said += piece
+        if not ready and (found := re.search(rb"\n(ready \d+)\n", said)):
+            ready = True
+            server.store_is_ready()
+            log(f"store: {found[1].decode()}")
+        del said[:-KEPT_OUTPUT]
 
 
 async def _until_asked(server: Server) -> int:
