@@ -63,6 +63,7 @@ class Link(Outbox):
         self._round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         self._refused = False
         self._counted: tuple[float, float] | None = None  # (step, time) as last posted
+        self._seen: tuple[float, float] | None = None  # as last seen: of a post that failed, when it was tried first
         with contextlib.suppress(OSError):
             # A process' first look-up makes glibc read the environment, and crashes in a thread if the script sets a
             # variable meanwhile.
@@ -96,6 +97,7 @@ class Link(Outbox):
                 self._round = self._round if status == 400 else {}  # An older coordinator knows no round.
         except (OSError, ValueError, http.client.HTTPException):
             return False  # One that restarts or is gone must not disturb training; the operator notices it.
+        self._counted = self._seen
         if status == 400 and not self._refused:
             self._refused = True
             with contextlib.suppress(OSError):  # A full disk: the next report may be taken.
@@ -116,10 +118,12 @@ class Link(Outbox):
         step, now = figures.get("step"), time.monotonic()
         if step is None or (self._counted is not None and step == self._counted[0]):
             return figures  # More figures of a step that is counted already, such as its evaluation.
-        before, self._counted = self._counted, (step, now)
+        if self._seen is None or step != self._seen[0]:
+            self._seen = step, now
+        before = self._counted
         if before is None or step <= before[0]:
             return figures
-        speed, more = (step - before[0]) / (now - before[1]), dict(figures)
+        speed, more = (step - before[0]) / (self._seen[1] - before[1]), dict(figures)
         if "samplesPerSecond" not in figures:
             metrics = [(SPEED, round(speed, 3)), *figures.get("metrics", {}).items()]
             more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # rather the script's than one too many

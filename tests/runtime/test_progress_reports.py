@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -174,6 +175,36 @@ def test_a_script_s_report_is_taken_by_a_coordinator_that_knows_no_round(monkeyp
     client = link.Link("127.0.0.1:1", TOKEN)
     assert client._send({"loss": 3}) and client._send({"loss": 4})
     assert asked == [b'{"loss": 3, "round": "0.7"}', b'{"loss": 3}', b'{"loss": 4}']
+
+
+def test_a_post_that_fails_keeps_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Posted again it has the speed of when its steps were done."""
+    from ddpjob_report import link
+
+    posted, away, clock = list[dict[str, Any]](), [True], [50.0]
+
+    def ask(self: Any, body: bytes) -> tuple[int, str, str]:
+        if len(posted) == 1 and away.pop():
+            away.append(False)
+            raise ConnectionRefusedError
+        posted.append(json.loads(body))
+        return 200, "number", ""
+
+    monkeypatch.setattr(link.Link, "_ask", ask)
+    client = link.Link("127.0.0.1:1", TOKEN)
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    sent = []
+    for step, seconds in ((10, 2), (20, 8), (20, 5), (20, 5), (30, 0)):
+        sent.append(client._send({"step": step, "steps": 100}))
+        clock[0] += seconds
+    assert sent == [True, False, True, True, True]
+    assert [report.get("metrics") for report in posted] == [
+        None,
+        {"stepsPerSecond": 5.0},
+        None,
+        {"stepsPerSecond": pytest.approx(10 / 18, abs=0.001)},
+    ]
+    assert posted[1]["eta"] == 16.0
 
 
 def test_both_seal_as_the_protocol_says(monkeypatch: pytest.MonkeyPatch) -> None:

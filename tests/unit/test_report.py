@@ -366,11 +366,18 @@ def test_data_whose_length_lightning_does_not_know_have_no_steps(
 
 def measured(*reports: dict[str, Any]) -> dict[str, Any]:
     """The last of the reports, which come a second apart, as it is sent."""
-    sender, seconds = object.__new__(link.Link), iter(range(1000))
-    sender._counted = None
+    sender, seconds = link.Link("127.0.0.1:1", "token"), iter(range(1000))
+    sent = list[dict[str, Any]]()
+
+    def post(report: dict[str, Any]) -> tuple[int, str]:
+        sent.append(report)
+        return 200, ""
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-        return [sender._with_speed(figures) for figures in reports][-1]
+        patch.setattr(sender, "_post", post)
+        assert all(sender._send(figures) for figures in reports)
+    return sent[-1]
 
 
 def test_more_figures_of_a_step_do_not_make_it_faster() -> None:
