@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -245,6 +246,21 @@ def test_a_pod_with_too_many_processes_keeps_its_workers_and_says_why_there_are_
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowness())
     what = "it is not known whether a fork survives torch._dynamo" if idle < 1 else "no worker can be forked"
     assert done.stdout == f"{what}: [Errno 11] Resource temporarily unavailable\nNone\n", done.stderr
+
+
+def test_a_fork_that_fails_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round tries again: the fork server would have no descriptors left for its workers' pipes."""
+
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", refuse)
+    launcher_end, orders = socket.socketpair()
+    with launcher_end, orders:
+        before = set(Path("/proc/self/fd").iterdir())
+        forkserver._fork({"number": 1}, orders, (-1, -1))
+        assert set(Path("/proc/self/fd").iterdir()) == before
+        assert "Resource temporarily unavailable" in launcher_end.recv(4096).decode()
 
 
 STARTS_THREAD = (

@@ -349,10 +349,13 @@ def _reap(orders: socket.socket) -> None:
 
 def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -> None:
     parent = os.getpid()
+    opened: tuple[int, ...] = ()
     try:
-        reader, writer = os.pipe()
+        reader, writer = opened = os.pipe()
         pid = os.fork()
     except OSError as error:  # Too many processes: the launcher gives that as the reason of this node's end.
+        for end in opened:
+            os.close(end)
         _send(orders, number=order["number"], pid=0, problem=str(error))
         return
     if pid == 0:
