@@ -16,6 +16,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds between two tries of an upload that fails; doubled each time."""
 LONGEST_AWAITED = 5.0
 """The longest of them while the process waits for its last upload: the pod may have seconds left."""
+MOST_COMPLETED = 100
+"""Uploads of which it is known that they are complete, where nobody asks."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Uploads:
         self._closing = False
         self._awaited = False
         self._newest: Waiting | None = None
-        self.completed = deque[int]()
-        """Steps of those that nobody has asked for yet."""
+        self.completed = deque[int](maxlen=MOST_COMPLETED)
+        """Steps of those that nobody has asked for yet, the newest of them."""
         self.failures = 0
         """Uploads that have failed in a row."""
         self._behind_since: float | None = None

@@ -301,6 +301,17 @@ def test_training_does_not_wait_and_the_newest_comes_next(tmp_path: Path) -> Non
     assert uploads.behind_seconds == 0 and not uploads.holds(paths[3])
 
 
+def test_of_uploads_that_nobody_asks_for_only_the_newest_are_known() -> None:
+    """A script's, which may run for months."""
+    bucket: Any = None
+    uploads = Uploads(bucket, lambda: None, print, publish=lambda one: None, in_turn=True)
+    for step in range(module.MOST_COMPLETED + 10):
+        uploads.offer(Waiting(Path("x"), step))
+    assert uploads.wait(60)
+    assert list(uploads.completed) == list(range(10, module.MOST_COMPLETED + 10))
+    uploads.close()
+
+
 def test_a_failure_is_tried_again_with_growing_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.02)
     bucket, said = Slow(), list[str]()
