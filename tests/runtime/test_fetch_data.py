@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 import pytest
 from ddpjob_runtime.launcher import fetch_data, s3_reader
 from ddpjob_runtime.launcher.fetch_data import Abandoned, Fetch, Settings, Sums, Unfit, check_names, why_not_a_file
-from ddpjob_runtime.launcher.s3_reader import Credentials, Keys, Place, Reader, Refused, Remote, sign
+from ddpjob_runtime.launcher.s3_reader import Away, Credentials, Keys, Place, Reader, Refused, Remote, sign
 from runtime_harness import RUNTIME
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -141,6 +141,21 @@ def test_what_the_bucket_has_is_there_and_a_second_fetch_reads_nothing(server: S
     fetch(server, tmp_path / "d")
     assert len(server.requests) == asked + 1, "a listing alone"
     assert not list((tmp_path / "d").glob(".ddpjob-part-*"))
+
+
+def test_a_connection_is_used_for_one_object_after_the_other(server: Server) -> None:
+    """Each second object waited a second for another connection, whatever the server said."""
+    server.content = {f"{n}": b"x" * n for n in (0, 1, 5, 3_000_000)}
+    place = Place.read("s3://bucket/p", server.url, "")
+    reader = Reader(place, Credentials({}, place.region))
+    for _ in range(2):
+        for remote in list(reader.objects()):
+            _, pieces = reader.open(remote, 0)
+            assert b"".join(pieces) == server.content[remote.name]
+            assert reader._connection is not None and reader._connection.sock is not None
+            connection = reader._connection.sock
+    assert reader._connection is not None and reader._connection.sock is connection
+    reader.close()
 
 
 def test_what_has_changed_is_fetched_again_and_what_is_gone_is_removed(server: Server, tmp_path: Path) -> None:
@@ -289,6 +304,20 @@ def test_a_listing_that_is_too_large_is_not_read(
     server.answer = lambda path, query: (200, {}, b"<a>" + b" " * 2000)
     with pytest.raises(Refused, match="too large"):
         fetch(server, tmp_path)
+
+
+def test_a_listing_that_breaks_off_is_read_again(server: Server, tmp_path: Path) -> None:
+    server.content = {"a": b"1"}
+    cut, whole = [1], listing([("p/a", 1, server.etag("a"))])
+
+    def answer(path: str, query: object) -> Answer | None:
+        return (
+            (200, {"Content-Length": str(len(whole))}, whole[:-30]) if path == "/bucket" and cut and cut.pop() else None
+        )
+
+    server.answer = answer
+    fetch(server, tmp_path)
+    assert files(tmp_path) == {"a": b"1"}
 
 
 def test_an_object_longer_than_listed_is_not_written(server: Server, tmp_path: Path) -> None:
@@ -466,3 +495,22 @@ def test_pod_identity_gives_keys_and_nothing_gives_none(server: Server, tmp_path
     server.answer = lambda path, query: (403, {}, b"no")
     with pytest.raises(Refused, match="EKS Pod Identity: HTTP 403"):
         Credentials(variables, "r").keys()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "says"),
+    [
+        ((400, {}, b"<Error><Code>Throttling</Code></Error>"), Away, "HTTP 400"),
+        ((400, {}, b'{"__type": "ThrottlingException"}'), Away, "HTTP 400"),
+        ((200, {"Content-Length": "99"}, b'{"AccessKeyId": "i"'), Away, "broken off"),
+        ((200, {}, b"<html>"), Refused, "the answer has none"),
+        ((400, {}, b"<Error><Code>InvalidIdentityToken</Code></Error>"), Refused, "HTTP 400"),
+    ],
+)
+def test_keys_that_cannot_be_had_for_now_are_asked_for_again(
+    server: Server, answer: Answer, kind: type[Exception], says: str
+) -> None:
+    server.answer = lambda path, query: answer
+    known = Credentials({"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{server.url}/v1/credentials"}, "r")
+    with pytest.raises(kind, match=says):
+        known.keys()

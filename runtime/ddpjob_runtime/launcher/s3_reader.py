@@ -42,6 +42,8 @@ _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
 """The last one is of a node whose clock is wrong, until it is set: no job should fail by that."""
+_PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
+"""With HTTP 400: of many pods that ask for keys at the same time."""
 _UNRESERVED = "-_.~"
 
 
@@ -128,7 +130,11 @@ class Credentials:
         if uri:
             file = known("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "")
             headers = {"Authorization": _text_of(file)} if file else {}
-            found = json.loads(_answer(urllib.request.Request(uri, headers=headers), "EKS Pod Identity"))
+            body = _answer(urllib.request.Request(uri, headers=headers), "EKS Pod Identity")
+            try:
+                found = json.loads(body)
+            except ValueError:
+                found = {}
             return _keys_of(found, "Token", "EKS Pod Identity")
         return None
 
@@ -161,10 +167,13 @@ def _text_of(path: str) -> str:
 def _answer(request: urllib.request.Request, what: str) -> bytes:
     try:
         with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
-            return bytes(answer.read(_ERROR_BYTES))
+            body = bytes(answer.read(_ERROR_BYTES))
+            if len(body) < _ERROR_BYTES and answer.length:
+                raise Away(f"no credentials by {what}: the answer has broken off")
+            return body
     except urllib.error.HTTPError as error:
         text = error.read(_ERROR_BYTES).decode(errors="replace")
-        kind = Away if error.code >= 500 or error.code == 429 else Refused
+        kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else Refused
         raise kind(f"no credentials by {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
     except (OSError, http.client.HTTPException) as error:
         raise Away(f"no credentials by {what}: {error}") from None
@@ -216,6 +225,9 @@ class Reader:
         body = self._read(response.read, _PAGE_BYTES + 1)
         if len(body) > _PAGE_BYTES:
             raise Refused(f"{self._place.server} does not speak S3: its listing is too large")
+        if response.length:
+            self.close()
+            raise Away(f"{self._place.server} has broken off: {response.length} bytes of a listing are missing")
         found = _xml(body, self._place.server)
         if _tag(found) != "ListBucketResult":
             raise Refused(f"{self._place.server} does not speak S3: its answer is a {_tag(found)[:100]}")
@@ -237,6 +249,7 @@ class Reader:
         while True:
             piece = self._read(response.read1, PIECE)  # What has come: on a slow line a whole piece takes minutes.
             if not piece:
+                response.close()  # Pythons before 3.13 leave it open, and then the connection takes no other request.
                 return
             yield piece
 
