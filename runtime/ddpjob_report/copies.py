@@ -37,6 +37,8 @@ class _State:
     restored: Stored | None = None
     """What all ranks continue from; None: nothing is there."""
     process = 0
+    leaves = False
+    """The end of this process waits for no copy: the grace period is over."""
 
 
 def url() -> str:
@@ -245,6 +247,13 @@ def finish(seconds: float | None) -> bool:
     return uploads is None or _State.process != os.getpid() or uploads.wait(seconds)
 
 
+def leave(seconds: float) -> None:
+    """Wait for the last copy at most so long, and not again at the end of the process, which may come then."""
+    _State.leaves = True
+    if not finish(seconds):
+        _say("the last checkpoint is not in the bucket when the grace period ends")
+
+
 def figures() -> dict[str, float]:
     """What is reported of the copies; empty: this process makes none."""
     if _State.process != os.getpid():
@@ -255,7 +264,7 @@ def figures() -> dict[str, float]:
 
 def _at_exit() -> None:
     """A script has not ended well before its result is in the bucket: the folder goes with the pod."""
-    if _State.process != os.getpid() or finish(0) or _has_failed():
+    if _State.process != os.getpid() or _State.leaves or finish(0) or _has_failed():
         return
     if not finish(LAST_SECONDS):
         _say(

@@ -16,6 +16,7 @@ import ddpjob_report
 import pytest
 from ddpjob_bucket import Bucket, BucketError, Stored
 from ddpjob_report import copies, link, resume
+from ddpjob_runtime import protocol
 from machine import slowness
 
 
@@ -379,7 +380,9 @@ Bucket.publish = slow
 path = ddpjob_report.checkpoint_dir() / "last.pt"
 path.write_text("the result")
 ddpjob_report.copy_checkpoint(path, 9)
-if len(sys.argv) > 3:
+if "leaves" in sys.argv:
+    ddpjob_report.saved_and_leave()
+if "fail" in sys.argv:
     raise SystemError("a bug")
 """
 
@@ -401,6 +404,17 @@ def test_without_its_last_copy_a_script_does_not_end_well(bucket: Bucket) -> Non
     done = ends("60", "0.2")
     assert done.returncode == 1 and "the job must not end without it" in done.stderr
     assert bucket.entries() == []
+
+
+def test_who_leaves_waits_as_long_as_the_grace_period_allows(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended by the pod's SIGKILL, or ten minutes later with 1 where another pod was the one that was asked."""
+    monkeypatch.setenv("DDPJOB_GRACE_SECONDS", "5.2")
+    done = ends("60", "600", "leaves")
+    assert done.returncode == protocol.EXIT_STEPPED_ASIDE
+    assert done.stderr.count("is not in the bucket when the grace period ends") == 1
+    monkeypatch.setenv("DDPJOB_GRACE_SECONDS", "65")
+    assert ends("0.5", "600", "leaves").returncode == protocol.EXIT_STEPPED_ASIDE
+    assert bucket.entries() == [Stored(1, 9)]
 
 
 def test_a_script_that_fails_does_not_wait(bucket: Bucket) -> None:
