@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -392,7 +393,8 @@ def test_what_others_wrote_into_the_record_harms_nobody(server: Server, tmp_path
     folder = tmp_path / "d"
     folder.mkdir()
     lines = [["../outside", "e", 1, 1], {"a": 1, "b": 2, "c": 3, "d": 4}, "abcd", ["a", 1, [], {}], None, ["a"]]
-    text = "".join(json.dumps(line) + "\n" for line in lines) + '["a", "cut'
+    lines.append(["\ud800", "e", 1, 1])
+    text = "".join(json.dumps(line) + "\n" for line in lines) + 16_000 * "[" + '\n["a", "cut'
     (folder / ".ddpjob-fetched.jsonl").write_text(text)
     fetch(server, folder)
     assert files(folder) == {"a": b"1"} and (tmp_path / "outside").read_text() == "mine"
@@ -514,3 +516,41 @@ def test_keys_that_cannot_be_had_for_now_are_asked_for_again(
     known = Credentials({"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{server.url}/v1/credentials"}, "r")
     with pytest.raises(kind, match=says):
         known.keys()
+
+
+def test_keys_that_a_server_calls_expired_are_renewed_before_their_time(server: Server, tmp_path: Path) -> None:
+    """By this node's clock, which is behind, they were good for an hour."""
+    server.content = {"a": b"1"}
+    asked, expired = list[str](), [1]
+
+    def answer(path: str, query: object) -> Answer | None:
+        if path == "/keys":
+            asked.append(path)
+            return 200, {}, json.dumps({"AccessKeyId": "i", "SecretAccessKey": "s", "Token": "t", **until}).encode()
+        return (400, {}, b"<Error><Code>ExpiredToken</Code></Error>") if expired and expired.pop() else None
+
+    until, server.answer = {"Expiration": "2099-01-01T00:00:00Z"}, answer
+    known = Credentials({"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{server.url}/keys"}, "r")
+    Fetch(Settings(Place.read("s3://bucket/p", server.url, ""), known, tmp_path), lambda: False, print).run()
+    assert files(tmp_path) == {"a": b"1"} and len(asked) == 2
+
+
+def test_a_proxy_gets_its_name_and_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    listening, got = socket.create_server(("127.0.0.1", 0)), list[bytes]()
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            got.append(connection.recv(65536))
+            connection.sendall(b"HTTP/1.1 502 Bad Gateway\r\n\r\n")
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    monkeypatch.setenv("https_proxy", f"http://team:p%40ss@127.0.0.1:{listening.getsockname()[1]}")
+    monkeypatch.setenv("no_proxy", "")
+    place = Place.read("s3://bucket/p", "", "")
+    with pytest.raises(Away, match="502"):
+        list(Reader(place, Credentials({}, place.region)).objects())
+    thread.join()
+    listening.close()
+    assert b"Proxy-Authorization: Basic " + base64.b64encode(b"team:p@ss") in got[0]

@@ -182,7 +182,7 @@ class Fetch:
             while line := file.readline(16384):
                 try:
                     entry = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 ours = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str)
                 if ours and len(found) < 2 * MOST_OBJECTS and not why_not_a_file(entry[0]):
@@ -212,7 +212,7 @@ class Fetch:
         for name in known:
             if name in wanted:
                 continue
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # A name that is no text names no file.
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
                     folder.rmdir()  # Fails, and ends here, where something is left in it.

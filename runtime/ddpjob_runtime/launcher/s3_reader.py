@@ -5,6 +5,7 @@ What a server answers is bounded and checked: it may be anybody's.
 
 from __future__ import annotations
 
+import base64
 import datetime
 import hashlib
 import hmac
@@ -117,6 +118,13 @@ class Credentials:
             if self._keys is None or self._keys.until < time.time() + _RENEW_SECONDS:
                 self._keys = self._read()
             return self._keys
+
+    def renew(self, refused: Keys) -> bool:
+        """Whether there may be others than these, which the server calls expired: its clock counts."""
+        with self._lock:
+            if self._keys is refused and refused.until < float("inf"):
+                self._keys = None
+        return refused.until < float("inf")
 
     def _read(self) -> Keys | None:
         known = self._variables.get
@@ -292,9 +300,9 @@ class Reader:
             return response
         body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
         self.close()  # What is left of the answer is not read.
-        raise self._problem(response, key, body, signed=keys is not None)
+        raise self._problem(response, key, body, keys)
 
-    def _problem(self, response: http.client.HTTPResponse, key: str, body: str, *, signed: bool) -> Exception:
+    def _problem(self, response: http.client.HTTPResponse, key: str, body: str, keys: Keys | None) -> Exception:
         place, status = self._place, response.status
         found = re.search(r"<Code>([A-Za-z0-9.]{1,100})</Code>", body)
         said = re.search(r"<Message>([^<]{1,500})</Message>", body)
@@ -304,6 +312,8 @@ class Reader:
         text += f" for {place.url}" + (f", object {key[len(place.prefix) :][:200]!r}" if key else "")
         if status >= 500 or status in (408, 425, 429) or code in _PASSING:
             return Away(text)
+        if code == "ExpiredToken" and keys is not None and self._credentials.renew(keys):
+            return Away(text)
         if key and (status in (404, 412, 416)) and code != "NoSuchBucket":
             return Changed(text)
         region = re.sub(r"[^-a-z0-9]", "", response.getheader("x-amz-bucket-region") or "")[:30]
@@ -312,7 +322,7 @@ class Reader:
         if status in (401, 403):
             hint = "check the keys in storage.data.secretName and what they may read (s3:ListBucket, s3:GetObject)"
             none = "there are no credentials, so that the request was not signed: set storage.data.secretName"
-            return Refused(f"{text}; {hint if signed else none}")
+            return Refused(f"{text}; {none if keys is None else hint}")
         return Refused(f"{text}; check storage.data.url, endpoint and region")
 
 
@@ -331,7 +341,11 @@ def _connection(server: str) -> http.client.HTTPConnection:
         return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=context)
     through = urlsplit(proxy if "//" in proxy else f"//{proxy}")
     made = http.client.HTTPSConnection(through.hostname or "", through.port, timeout=CONNECT_SECONDS, context=context)
-    made.set_tunnel(host, port or 443)
+    headers = {}
+    if through.username:
+        login = f"{unquote(through.username)}:{unquote(through.password or '')}"
+        headers["Proxy-Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+    made.set_tunnel(host, port or 443, headers)
     return made
 
 
