@@ -626,6 +626,33 @@ def test_the_store_s_process_is_read_to_its_end() -> None:
     assert said.endswith(b"\nthe last line\n") and len(said) == coordinator_program.KEPT_OUTPUT
 
 
+@pytest.mark.parametrize("how", ["asked", "store"])
+def test_it_ends_although_connections_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """From Python 3.12 on closing a server waits for its connections: a coordinator without its store stayed."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import asyncio, asyncio.base_events\n"
+        "async def wait_closed(self): await asyncio.sleep(600)\n"
+        "asyncio.base_events.Server.wait_closed = wait_closed\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    job = Job(tmp_path, nodes=1, mode="Standard", store=how == "store")
+    try:
+        job.start_coordinator()
+        job.wait_until(lambda report: report["state"] == "Forming", 60)
+        wire = member(job, 0)
+        if how == "asked":
+            assert job.post("/v1/exit", {"why": "the job has ended"}) == (200, {})
+        else:
+            pid = job.processes["coordinator"].pid
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+        assert job.wait_exit("coordinator", 20) == (1 if how == "store" else 0)
+        assert "Traceback" not in job.log("coordinator").read_text()
+        wire.close()
+    finally:
+        job.close()
+
+
 # ---- slow is not dead
 
 

@@ -17,6 +17,7 @@ import re
 import resource
 import signal
 import sys
+from typing import NoReturn
 
 from ddpjob_runtime import PROGRAM, protocol
 from ddpjob_runtime.coordinator.server import Server, log
@@ -76,21 +77,24 @@ async def _until_asked(server: Server) -> int:
     return 0
 
 
-async def run(arguments: argparse.Namespace, settings: Settings, token: str) -> int:
-    """Serve until asked to exit (0), or until the store ends (1; 78 without torch). SIGTERM: 143 at once."""
+async def run(arguments: argparse.Namespace, settings: Settings, token: str) -> NoReturn:
+    """Serve until asked to exit (0), or until the store ends (1; 78 without torch). SIGTERM: 143 at once.
+
+    Ends the process. Raises OSError: it cannot listen.
+    """
     server = Server(settings, token, store_ready=arguments.store_port is None)
-    listener = await asyncio.start_server(
+    await asyncio.start_server(
         server.serve, arguments.host or None, arguments.port, limit=protocol.MAX_LINE, backlog=512
     )
     what = f"{settings.mode}, generation {settings.generation}, attempt {settings.attempt}"
     log(f"{what}: listens on port {arguments.port} for {settings.min_nodes} to {settings.nodes} nodes")
-    async with listener:
-        server.watch_for_stalls()
-        ends = [asyncio.ensure_future(_until_asked(server))]
-        if arguments.store_port is not None:
-            ends.append(asyncio.ensure_future(_host_store(server, arguments.store_port)))
-        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
+    server.watch_for_stalls()
+    ends = [asyncio.ensure_future(_until_asked(server))]
+    if arguments.store_port is not None:
+        ends.append(asyncio.ensure_future(_host_store(server, arguments.store_port)))
+    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    code = done.pop().result()
+    os._exit(code)  # Here: from Python 3.12 on a server is not closed before its connections are, and members' stay.
 
 
 def backoff(text: str) -> tuple[float, float]:
@@ -141,8 +145,7 @@ def main() -> None:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each pod has a connection, and strangers have some
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, OPEN_FILES)), most))
     try:
-        code = asyncio.run(run(arguments, settings, token))
-        os._exit(code)  # connections that linger must not delay the end
+        asyncio.run(run(arguments, settings, token))
     except OSError as error:
         sys.exit(f"coordinator: cannot listen on port {arguments.port}: {error}")
 
