@@ -230,6 +230,8 @@ def _number(name: str, value: Any) -> int | float | None:
 
 
 def _plain(value: Any) -> int | float:
+    item = getattr(value, "item", None)
+    value = item() if callable(item) else value  # float() takes no array of one element from numpy 2.4 on
     try:
         return operator.index(value)
     except TypeError:

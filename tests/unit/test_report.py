@@ -107,6 +107,14 @@ def test_torch_s_numbers_are_figures(posted: list[dict[str, Any]]) -> None:
         ddpjob_report.report(loss=torch.zeros(3))
 
 
+def test_arrays_of_one_element_are_figures(posted: list[dict[str, Any]]) -> None:
+    numpy = pytest.importorskip("numpy")
+    ddpjob_report.report(loss=numpy.array([0.5]), step=numpy.array([[3]]), accuracy=numpy.float32(0.25))
+    assert posted == [{"loss": 0.5, "step": 3, "metrics": {"accuracy": 0.25}}]
+    with pytest.raises(TypeError, match="loss must be a number or a tensor of one element, not a ndarray"):
+        ddpjob_report.report(loss=numpy.zeros(3))
+
+
 def test_newer_figures_replace_older_ones_of_their_names_within_bounds() -> None:
     older = {"epoch": 1, "loss": 2.0, "metrics": {f"m{i}": i for i in range(99)}}
     both = link.merged(older, {"loss": 1.0, "metrics": {"m0": 7, "a": 1, "b": 2}})
