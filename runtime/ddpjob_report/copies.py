@@ -212,7 +212,7 @@ def _check_parts(path: Path) -> None:
 def _linked(path: Path) -> Path:
     """The checkpoint under another name, by links: the script may replace or remove its own while this is uploaded."""
     files = files_of(path)
-    folder = path.parent / f"{_LINKS}{secrets.token_hex(4)}"
+    folder = path.parent.absolute() / f"{_LINKS}{secrets.token_hex(4)}"  # The script may change its folder meanwhile.
     try:
         for file in files:
             to = folder / file.relative_to(path.parent)

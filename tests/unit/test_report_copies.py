@@ -134,6 +134,25 @@ def test_what_is_replaced_or_removed_after_the_call_is_copied_as_it_was(
     assert found is not None and found.read_text() == "first"
 
 
+def test_a_script_may_change_its_folder_while_a_copy_is_made(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun, publish = threading.Event(), Bucket.publish
+
+    def slow(*arguments: Any) -> Stored:
+        assert begun.wait(60)
+        return publish(*arguments)
+
+    monkeypatch.setattr(Bucket, "publish", slow)
+    saved(tmp_path / "pod", "weights")
+    monkeypatch.chdir(tmp_path / "pod")
+    ddpjob_report.copy_checkpoint("snapshot.pt", 10)
+    monkeypatch.chdir(tmp_path)
+    begun.set()
+    assert copies.finish(60) and [entry.step for entry in bucket.entries()] == [10]
+    assert [path.name for path in (tmp_path / "pod").iterdir()] == ["snapshot.pt"]
+
+
 def test_what_is_written_in_place_while_it_is_copied_does_not_become_a_checkpoint(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
