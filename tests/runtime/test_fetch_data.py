@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
@@ -319,6 +319,26 @@ def test_a_listing_that_breaks_off_is_read_again(server: Server, tmp_path: Path)
     server.answer = answer
     fetch(server, tmp_path)
     assert files(tmp_path) == {"a": b"1"}
+
+
+def test_a_bucket_that_is_back_is_no_longer_called_away(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.content = {"a": b"1" * 1000}
+    cut, seen, real = [1], list[str](), Reader.open
+
+    def answer(path: str, query: object) -> Answer | None:
+        return (200, {"Content-Length": "1000"}, b"1" * 400) if path.endswith("/a") and cut and cut.pop() else None
+
+    def watched(self: Reader, remote: Remote, offset: int) -> tuple[Mapping[str, str], Iterator[bytes]]:
+        headers, pieces = real(self, remote, offset)
+        return headers, (piece for piece in pieces if seen.append(f"{offset} {made._problem}") is None)
+
+    server.answer = answer
+    monkeypatch.setattr(Reader, "open", watched)
+    made = Fetch(settings(server, tmp_path), lambda: False, print)
+    made.run()
+    assert files(tmp_path) == server.content and seen[0] == "0 " and seen[-1] == "400 "
 
 
 def test_an_object_longer_than_listed_is_not_written(server: Server, tmp_path: Path) -> None:

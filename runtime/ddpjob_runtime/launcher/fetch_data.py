@@ -299,6 +299,8 @@ class Fetch:
                 if counted < remote.size or not remote.size:
                     headers, pieces = reader.open(remote, counted)
                     sums.expect(headers)
+                    with self._lock:
+                        self._problem = ""  # Not only once the object is there, which may take hours.
                     for piece in pieces:
                         if counted + len(piece) > remote.size:
                             reader.close()
