@@ -579,6 +579,7 @@ def test_what_is_wrong_at_the_start_is_named(tmp_path: Path, nodes: int, argumen
 def test_what_an_image_prints_does_not_hide_that_the_store_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str
 ) -> None:
+    pytest.importorskip("torch", reason="the store needs torch")
     (tmp_path / "sitecustomize.py").write_text(f"{prints}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     job = Job(tmp_path, nodes=1, mode="Standard")
@@ -629,6 +630,8 @@ def test_the_store_s_process_is_read_to_its_end() -> None:
 @pytest.mark.parametrize("how", ["asked", "store"])
 def test_it_ends_although_connections_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """From Python 3.12 on closing a server waits for its connections: a coordinator without its store stayed."""
+    if how == "store":
+        pytest.importorskip("torch", reason="the store needs torch")
     (tmp_path / "sitecustomize.py").write_text(
         "import asyncio, asyncio.base_events\n"
         "async def wait_closed(self): await asyncio.sleep(600)\n"
