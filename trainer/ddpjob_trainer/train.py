@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from itertools import tee
 
@@ -35,7 +35,13 @@ from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
 from ddpjob_trainer.model.depths import shares
-from ddpjob_trainer.model.models import build_model, is_tied_to_micro_batches, needs_two_samples
+from ddpjob_trainer.model.models import (
+    build_model,
+    check_image_size,
+    explaining_image_size,
+    is_tied_to_micro_batches,
+    needs_two_samples,
+)
 from ddpjob_trainer.model.shared_parts import can_be_shared
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
@@ -157,7 +163,8 @@ class Trainer:
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
         self._erasers = erasers(config.data, data.shape)
         tied = is_tied_to_micro_batches(model)
-        self.strategy.prepare(model, data.shape)
+        with self._explaining_image_size():
+            self.strategy.prepare(model, data.shape)
 
         self.micro_batches = self._micro_batches(tied or config.ddp.ordered or mixup.wanted(config.data))
         self._dividing = self._how_to_divide(model)
@@ -167,6 +174,7 @@ class Trainer:
         self.step = 0
         self.epochs_evaluated = 0
         self.last_update = Update(0.0, False)
+        self._first_pass = True
         self._clock, self._window = self.strategy.clock, (0, 0)
         self._flops, self._peaks = flops, self._exchange_peaks()
 
@@ -200,8 +208,14 @@ class Trainer:
                 " checkpoint.best_by=loss"
             )
 
+    def _explaining_image_size(self) -> AbstractContextManager[None]:
+        keys = self.config.data
+        return explaining_image_size(self.config.model, self.data.shape, self.data.classes, keys.size_key)
+
     def _check_inputs(self) -> None:
         keys, data, strategy = self.config.data, self.data, self.config.strategy
+        if side := keys.size_tested:  # Else an epoch would be trained first.
+            check_image_size(self.config.model, (3, side, side), data.classes, "data.test_image_size")
         if keys.cutmix and len(data.shape) != 3:
             raise ConfigError(
                 f"data.cutmix={keys.cutmix}: takes a rectangle of images (channels, height, width), and the inputs of"
@@ -326,7 +340,9 @@ class Trainer:
         self.ledger.step(self.step + 1, step if self.strategy.data_share.counts else replace(step, micros=[]))
         count = len(step.samples)
         self._clock.lap(Phase.OTHER)
-        losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
+        with self._explaining_image_size() if self._first_pass else nullcontext():
+            losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
+        self._first_pass = False
         self._clock.lap(self._end_of_passes)
         self._window = self._window[0] + 1, self._window[1] + self._computed(step)
         unreadable = 0

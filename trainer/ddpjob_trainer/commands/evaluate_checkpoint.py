@@ -28,7 +28,7 @@ from ddpjob_trainer.evaluation.evaluate import evaluate
 from ddpjob_trainer.evaluation.result_files import FOLDER, EvaluationFiles
 from ddpjob_trainer.lifecycle import fast_start
 from ddpjob_trainer.lifecycle.signals import StopRequest
-from ddpjob_trainer.model.models import build_model
+from ddpjob_trainer.model.models import build_model, explaining_image_size
 from ddpjob_trainer.optim.loss import Loss
 
 _OF_A_CHECKPOINT = (
@@ -126,7 +126,10 @@ def _evaluated(
     adding = open_accumulator(
         data.targets, data.classes, criterion.each, settings.eval, decisions=criterion.of_decisions
     )
-    result = evaluate(network, own, data, settings.train.eval_batch, group, stop, adding=adding)
+    side, key = settings.data.size_tested, settings.data.size_key
+    shape, key = ((3, side, side), "data.test_image_size") if side else (data.shape, key)
+    with explaining_image_size(settings.model, shape, data.classes, key):
+        result = evaluate(network, own, data, settings.train.eval_batch, group, stop, adding=adding)
     assert result is not None
     check_test_images(result.unreadable, data.test_size, settings.data)
     return result

@@ -149,6 +149,17 @@ class DataConfig:
     """synthetic, shapes: number of training images. The test set of synthetic has a quarter of it, that of shapes 2048
     images."""
 
+    @property
+    def size_key(self) -> str:
+        """The key that sets the size of training images; empty: the data set has its own."""
+        return "data.image_size" if self.name in (DataName.IMAGEFOLDER, DataName.SHARDS) else ""
+
+    @property
+    def size_tested(self) -> int:
+        """Side of test images where `test_image_size` makes it another one; 0: as in training."""
+        other = self.size_key and self.test_image_size != self.image_size
+        return self.test_image_size if other else 0
+
     def check(self) -> None:
         """Raise ConfigError for a name that is neither a data set's nor a function's."""
         if ":" in self.name or self.name in list(DataName):

@@ -9,13 +9,15 @@ import fnmatch
 import importlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from ddpjob_trainer.config.sections import ModelConfig, NormName
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 from ddpjob_trainer.own_functions import load_function
 
 
@@ -207,6 +209,42 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
         except Exception as error:  # Anybody's model may need values, which there are none of here.
             return "more than 1 value per channel" in str(error)
     return False
+
+
+def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> None:
+    """Raise ConfigError where a model of torchvision or timm cannot take images of `shape`, by looking.
+
+    `key`: what their size is set by; empty: nothing.
+    """
+    if is_own(config) or ":" not in config.name:
+        return
+    try:
+        with torch.device("meta"):
+            _network(config, shape, classes).eval()(torch.empty(1, *shape))
+        return
+    except Exception:
+        model = _network(config, shape, classes).eval()  # Some need values, which there are none of above.
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, *shape))
+    except Exception as error:
+        remedy = f"set {key} to the size that it was made for, such as 224, or take" if key else "take"
+        raise ConfigError(
+            f"model.name={config.name}: cannot take images of {' x '.join(map(str, shape[1:]))}"
+            f" ({first_line(error).rstrip('.')}); {remedy} another model, such as resnet18_cifar"
+        ) from error
+
+
+@contextmanager
+def explaining_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
+    """Around a first forward pass: see `check_image_size`, which takes time, and is called when the pass fails."""
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception:
+        check_image_size(config, shape, classes, key)
+        raise
 
 
 def _torchvision_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
