@@ -194,6 +194,7 @@ class Trainer:
         )
         self.profile = Profile(config.report.profile_steps, config.run_dir, group.rank)
         self.stacks = StackDumps(config.run_dir, group.rank, config.train.timeout_seconds)
+        checkpoints.alive = self.stacks.alive
 
     def _check_data(self) -> None:
         """Raise ConfigError where loss, evaluation, checkpoints, mixing or strategy are not for such data."""

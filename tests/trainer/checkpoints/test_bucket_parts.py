@@ -8,6 +8,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +309,26 @@ def test_a_process_alone_saves_in_parts_and_continues_on_another_disk(url: str, 
     again.save(lambda: snapshot(7), 7)
     again.finish()
     assert Bucket.open(url).entries() == [Stored(1, 7)], "it is there already"
+
+
+def test_while_a_rank_downloads_its_part_the_ranks_agree_that_it_takes_longer(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others waited in a collective: a start of a large model with one slow line ended after
+    train.timeout_seconds.
+    """
+    save(tmp_path, *begun(url), 7)
+    fetch, gather, agreed, alive = Bucket.fetch_file, Group.gather, list[float](), list[float]()
+
+    def slowly(self: Bucket, manifest: Manifest, file: Any, to: Path) -> None:
+        time.sleep(2.0 if file.path.endswith(PART) else 0.0)
+        fetch(self, manifest, file, to)
+
+    monkeypatch.setattr(Bucket, "fetch_file", slowly)
+    checkpoints = opened(url, tmp_path / "empty")
+    checkpoints.alive = lambda: alive.append(time.monotonic())
+    monkeypatch.setattr(Group, "gather", lambda *given: (agreed.append(time.monotonic()), gather(*given))[1])
+    found = checkpoints.newest()
+    assert found is not None and torch.equal(found["model"]["a"], torch.ones(5000))
+    for times in (agreed, alive):
+        assert times[-1] - times[0] > 1.5 and max(b - a for a, b in pairwise(times)) < 1

@@ -20,7 +20,7 @@ import pytest
 import torch
 from ddpjob_trainer import config, train
 from ddpjob_trainer.atomic_files import write_atomically
-from ddpjob_trainer.checkpoints import folder, torch_file
+from ddpjob_trainer.checkpoints import dcp, folder, torch_file
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.torch_file import check, decode
@@ -263,6 +263,49 @@ def test_who_waits_for_a_disk_agrees_with_the_others_that_it_takes_longer(
     save(checkpoints, 2) if again else checkpoints.finish()
     assert agreed[-1] - agreed[0] > 1 and max(b - a for a, b in pairwise(agreed)) < 1
     checkpoints.finish()
+
+
+@pytest.mark.parametrize(
+    ("format", "module", "name"),
+    [
+        (Format.TORCH, torch_file, "check_file"),
+        (Format.TORCH, torch_file, "read"),
+        (Format.DCP, dcp, "check_share"),
+        (Format.DCP, dcp, "read"),
+    ],
+)
+def test_who_reads_from_a_slow_disk_agrees_with_the_others_that_it_takes_longer(
+    format: Format, module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They waited in a collective, which failed after train.timeout_seconds: no start could read a large checkpoint."""
+    writer = opened(tmp_path, format=format)
+    save(writer, 1)
+    writer.finish()
+    read, gather, agreed, alive = getattr(module, name), Group.gather, list[float](), list[float]()
+    monkeypatch.setattr(module, name, lambda *given: (time.sleep(2.0), read(*given))[1])
+    reader = opened(tmp_path, format=format)
+    reader.alive = lambda: alive.append(time.monotonic())
+    monkeypatch.setattr(Group, "gather", lambda *given: (agreed.append(time.monotonic()), gather(*given))[1])
+    assert reader.newest() is not None
+    for times in (agreed, alive):
+        assert times[-1] - times[0] > 1.3 and max(b - a for a, b in pairwise(times)) < 1
+
+
+def test_while_the_last_save_is_waited_for_no_step_is_overdue(tmp_path: Path) -> None:
+    """The stacks of all threads were written, although nothing hung."""
+
+    def prepare(rank: int) -> None:
+        slow_writes(2.0)(rank)
+        finish = CheckpointFolder.finish
+
+        def finish_and_look(self: CheckpointFolder, seconds: float | None = None) -> None:
+            finish(self, seconds)
+            began: float = self.alive.__self__._began  # type: ignore[attr-defined]
+            assert time.monotonic() - began < 1
+
+        CheckpointFolder.finish = finish_and_look  # type: ignore[method-assign]
+
+    good(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare=prepare)
 
 
 def test_what_is_due_meanwhile_waits_for_a_later_step_and_is_not_dropped(

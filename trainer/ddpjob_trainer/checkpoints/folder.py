@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, Tra
 from ddpjob_trainer.lifecycle.fence import Claim, Ownership, agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import Due, SaverState
 
+_T = TypeVar("_T")
 _LARGE_BYTES = 2**18
 _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
@@ -57,6 +58,8 @@ class CheckpointFolder:
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
         # One copy of each: every writing rank has the same. Of parts each rank copies its own.
         self.copies = Copies(self._bucket, config) if self._bucket is not None and group.rank == 0 else None
+        self.alive: Callable[[], None] = lambda: None
+        """Called again and again while the ranks wait for a disk or the bucket."""
         self._share: Share | None = None
         self._copied: Path | None = None
         """The checkpoint in parts that was offered to the bucket last."""
@@ -259,6 +262,13 @@ class CheckpointFolder:
         while any(states) and 2 not in states:
             waits = not done(min(0.5, max(0.0, until - time.monotonic())))
             states = self._group.gather(0 if not waits else 1 if time.monotonic() < until else 2)
+            self.alive()
+
+    def _in_thread(self, act: Callable[[], _T]) -> Future[_T]:
+        """What became of `act()`, which takes as long as the disk or the bucket. All ranks together: see above."""
+        work = in_thread("checkpoint", act)
+        self._wait_together(lambda seconds: not wait([work], seconds).not_done)
+        return work
 
     def release(self) -> None:
         """Training is complete: let another job continue from this folder."""
@@ -391,14 +401,14 @@ class CheckpointFolder:
         if self._is_kept(max(steps), path if step == max(steps) else None):
             self._saved_step = max(steps)
         source = steps.index(max(steps))
+        own = path if self._group.rank == source else None
         if self._group.gather(path is not None and path.suffix == dcp.SUFFIX)[source]:
             parts = self._index.path_of(max(steps), in_parts=True)
             if problem := self._wrong_with(parts):
                 self._index.broken(max(steps), parts, problem) if self.writes else None
                 return self.newest(layout)
             return self._read_parts(parts, layout)
-        own = torch_file.read(path) if path is not None and self._group.rank == source else None
-        return self._spread(own, source)
+        return self._spread(self._in_thread(lambda: None if own is None else torch_file.read(own)).result(), source)
 
     def _check_that_it_resumes(self, step: int) -> None:
         if not self._config.resume:
@@ -408,7 +418,9 @@ class CheckpointFolder:
             )
 
     def _newest_here(self) -> tuple[int, Path | None]:
-        return self._index.newest_whole(in_parts=not self._scattered) if self.writes else (NOTHING, None)
+        """All ranks together."""
+        looking = partial(self._index.newest_whole, in_parts=not self._scattered)
+        return self._in_thread(lambda: looking() if self.writes else (NOTHING, None)).result()
 
     def _newest_copy(self, step: int, layout: Layout | None) -> Snapshot | None:
         """The newest checkpoint in the bucket, if it is newer than this rank's `step` and all others', and in parts.
@@ -420,11 +432,10 @@ class CheckpointFolder:
         while True:
             offered: Offered | None = None
             unread: CheckpointError | None = None
-            fetch = partial(self.copies.fetch_newer, self.path, newest) if self.copies is not None else None
-            fetching = [in_thread("checkpoint", fetch)] if fetch is not None else []
-            self._wait_together(partial(_is_over, fetching))
+            fetch = partial(self.copies.fetch_newer, self.path, newest) if self.copies is not None else lambda: None
+            fetching = self._in_thread(fetch)
             try:
-                offered = fetching[0].result() if fetching else None
+                offered = fetching.result()
             except CheckpointError as error:
                 unread = error
             if offered is not None and not offered.in_parts:
@@ -452,9 +463,14 @@ class CheckpointFolder:
         snapshot: Snapshot | None = None
         unfetched: FetchError | None = None
         problem = ""
-        try:
+
+        def fetch() -> Snapshot:
             bucket = self._bucket or open_bucket(self._config)
-            snapshot = dcp.read(folder, layout, offered.fetcher(bucket, folder, self._group.rank))
+            return dcp.read(folder, layout, offered.fetcher(bucket, folder, self._group.rank))
+
+        reading = self._in_thread(fetch)
+        try:
+            snapshot = reading.result()
             if snapshot.get("step") != step:
                 problem = "of another step than its name says"
         except FetchError as error:
@@ -508,8 +524,9 @@ class CheckpointFolder:
     def _wrong_with(self, path: Path) -> str:
         """What is wrong with the parts in a folder, the same on all ranks, each of which reads some; empty: nothing."""
         problem = ""
+        checking = self._in_thread(partial(dcp.check_share, path, self._group.rank, self._group.world))
         try:
-            dcp.check_share(path, self._group.rank, self._group.world)
+            checking.result()
         except FileNotFoundError:
             pass  # Not seen here: reading says so.
         except CheckpointError as error:
@@ -529,8 +546,9 @@ class CheckpointFolder:
     def _read_parts(self, path: Path, layout: Layout | None) -> Snapshot:
         """Read on every rank, from the folder itself. Raises CheckpointError on all when one does not see it."""
         snapshot, error = None, None
+        reading = self._in_thread(partial(dcp.read, path, layout))
         try:
-            snapshot = dcp.read(path, layout)
+            snapshot = reading.result()
         except CheckpointError as problem:
             error = problem
         seen = self._group.gather(error is None)
@@ -543,7 +561,3 @@ class CheckpointFolder:
 
 def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() > _LARGE_BYTES
-
-
-def _is_over(work: list[Future[Any]], seconds: float) -> bool:
-    return not wait(work, seconds).not_done
