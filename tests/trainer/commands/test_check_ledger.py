@@ -133,6 +133,24 @@ def test_command_line_prints_a_table_and_names_what_is_missing(
         main([str(tmp_path / "elsewhere")])
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no step yet"),
+        (b'{"time": 1, "li', "holds no step yet"),
+        (b"\xff\xfe\n", r"rank-0-a.jsonl, line 1 is damaged"),
+        (b'{"a": 1}\n', "line 1 is damaged: it is no line of a ledger"),
+        (b"12\n", "line 1 is damaged: it is no line of a ledger"),
+    ],
+)
+def test_what_is_no_ledger_or_none_yet_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    """Each was a traceback: a job that ended before its first step leaves an empty file."""
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger" / "rank-0-a.jsonl").write_bytes(content)
+    with pytest.raises(LedgerError, match=message):
+        main([str(tmp_path)])
+
+
 def test_steps_that_changed_no_weight_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Step 3 in the history that counts, and step 6 in one that a resume undid."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.commands import show_checkpoint
 from ddpjob_trainer.commands.show_checkpoint import main
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, ConfigError
@@ -63,6 +64,26 @@ def test_a_broken_one_is_named_and_the_exit_code_says_so(
         and lines[2].endswith("whole")
         and "BROKEN: incomplete (it has no manifest)" in lines[3]
     )
+
+
+def test_one_that_a_training_deletes_meanwhile_is_left_out(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of a running job's folder was an error in its place."""
+    for name in ("step-000000008.pt", "step-000000016.pt"):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    row = show_checkpoint._row
+
+    def delete(path: Path, *, best: bool) -> tuple[str, ...]:
+        (tmp_path / "step-000000008.pt").unlink(missing_ok=True)
+        return row(path, best=best)
+
+    monkeypatch.setattr(show_checkpoint, "_row", delete)
+    assert main([str(tmp_path)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["checkpoint", "step-000000016.pt"]
+    (tmp_path / "step-000000024.pt").symlink_to(tmp_path / "moved.pt")
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        main([str(tmp_path)])
 
 
 def test_one_of_a_loop_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

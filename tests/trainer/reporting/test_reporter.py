@@ -294,6 +294,35 @@ def test_a_regression_is_drawn_without_accuracy(tmp_path: Path) -> None:
         assert "accuracy:" not in (tmp_path / "plot.svg").read_text()
 
 
+PLOTTED = (
+    b'{"event": "start", "time": 1, "world": 2, "step": 0}\n'
+    b'{"event": "step", "time": 2, "step": 1, "loss": 1.0, "samplesPerSecond": 3}\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("plot.txt", r"plot\.txt cannot be written \(Format 'txt' is not supported.*\): give another file with -o"),
+        ("none/plot.png", r"none/plot\.png cannot be written \(No such file or directory\)"),
+    ],
+)
+def test_a_plot_that_cannot_be_written_is_named(target: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(PLOTTED)
+    with pytest.raises(TrainerError, match=message):
+        plot_runs.main([str(tmp_path), "-o", str(tmp_path / target)])
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"12", b'{"a": 1}', b'{"event": "step", "time": 3}'])
+def test_lines_of_something_else_are_passed_over(line: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(line + b"\n" + PLOTTED + line + b"\n")
+    assert plot_runs.main([str(file), "-o", str(tmp_path / "plot.svg")]) == 0
+    file.write_bytes(line + b"\n")
+    with pytest.raises(TrainerError, match="holds no step yet"):
+        plot_runs.main([str(file)])
+
+
 def test_plot_of_nothing_says_what_to_name(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="give the folder of a run"):
         history.read(tmp_path)

@@ -97,6 +97,10 @@ def read(folders: list[Path]) -> list[Incarnation]:
                     job=row.get("job", ""),
                 ),
             )
+    if not incarnations:
+        raise LedgerError(
+            f"the ledger under {', '.join(map(str, folders))} holds no step yet: wait until the run has trained some"
+        )
     for row in rows:
         if row["life"] not in incarnations:
             raise LedgerError(f"a line of an incarnation that never began: {row}")
@@ -117,13 +121,19 @@ def _in_order(incarnations: list[Incarnation]) -> list[Incarnation]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be read: {error.strerror}") from error
     rows = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
+            if not isinstance(row, dict) or not {"time", "life"} <= row.keys():
+                raise ValueError("it is no line of a ledger")
+            rows.append(row)
         except ValueError as error:
             if number < len(lines):
                 raise LedgerError(f"{path}, line {number} is damaged: {error}") from error

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpjob_trainer.errors import TrainerError
 from ddpjob_trainer.evaluation.plots import BLUE, GRID, RED, set_headline, use_style
 from ddpjob_trainer.reporting.history import METRICS, History, read
 
@@ -25,7 +26,10 @@ Where = Callable[[dict[str, Any]], float]
 
 
 def draw(histories: list[History], target: Path, by: str = "time") -> None:
-    """Four panels over one axis of time or steps, in the format of the file name (PNG, SVG, PDF)."""
+    """Four panels over one axis of time or steps, in the format of the file name (PNG, SVG, PDF).
+
+    Raises TrainerError where the file cannot be written.
+    """
     use_style()
     import matplotlib.pyplot as plt
 
@@ -51,8 +55,15 @@ def draw(histories: list[History], target: Path, by: str = "time") -> None:
         _mark_restarts(list(panels), histories[0], unit)
     panels[-1].set_xlabel(f"time since the start of the run ({name})" if by == "time" else "steps")
     set_headline(figure, _headline(histories))
-    figure.savefig(target, dpi=150)
-    plt.close(figure)
+    try:
+        figure.savefig(target, dpi=150)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise TrainerError(
+            f"{target} cannot be written ({why}): give another file with -o, such as plot.png"
+        ) from error
+    finally:
+        plt.close(figure)
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:

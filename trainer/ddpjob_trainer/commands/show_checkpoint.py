@@ -4,6 +4,7 @@ and whether each is whole.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,13 @@ def main(arguments: list[str]) -> int:
                 f"{path} holds no checkpoint; give a checkpoint, or the folder that checkpoint.dir was set to"
             )
         marked = best.pointed_to(path if not single else path.resolve().parent)
-        rows = [_row(one, best=marked is not None and one.resolve() == marked.resolve()) for one in found]
+        rows = []
+        for one in found:
+            try:
+                rows.append(_row(one, best=marked is not None and one.resolve() == marked.resolve()))
+            except FileNotFoundError:
+                if single or os.path.lexists(one):
+                    raise  # Else a training that continues has just deleted it.
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     print("\n".join(_aligned([_HEAD, *rows])))

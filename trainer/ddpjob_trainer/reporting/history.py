@@ -51,12 +51,18 @@ def read(run: Path) -> History:
         raise TrainerError(f"{path} does not exist: give the folder of a run, which holds {METRICS}")
     folder = path.resolve().parent
     history = History(title=folder.parent.name if folder.name == "run" else folder.name)
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise TrainerError(f"{path} cannot be read: {error.strerror}") from error
     began = None
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue  # A writer was killed in the middle of this line.
+        if not isinstance(row, dict) or not {"event", "time"} <= row.keys():
+            continue  # Of another file than a run's.
         began = row["time"] if began is None else began
         row["time"] -= began
         history.end = max(history.end, row["time"])
@@ -70,7 +76,7 @@ def _sort_in(history: History, row: dict[str, Any]) -> None:
     if row["event"] == "start":
         history.incarnations.append(row)
         history.steps.append([])
-    elif row["event"] == "step" and history.steps and row["loss"] is not None:
+    elif row["event"] == "step" and history.steps and row.get("loss") is not None:
         history.steps[-1].append(row)
     elif row["event"] == "eval":
         history.evaluations.append(row)
