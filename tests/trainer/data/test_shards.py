@@ -4,6 +4,7 @@ training as from the image folder.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -396,6 +397,38 @@ def test_a_damaged_index_is_named(packed: Path) -> None:
     index.write_bytes(index.read_bytes()[:-40])
     with pytest.raises(DataError, match=rf"damaged .*remove {index}"):
         opened(f"data.dir={packed}")
+
+
+def test_where_a_file_system_has_no_locks_the_index_is_built_all_the_same(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Lustre without its option flock: the message spoke of permissions."""
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(shard_index.fcntl, "flock", refused)
+    (packed / "train" / "index.npz").unlink()
+    assert opened(f"data.dir={packed}").train_size == 16
+    assert (packed / "train" / "index.npz").exists()
+
+
+def test_an_index_that_cannot_be_kept_is_named(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shard_index, "save", full)
+    index = packed / "train" / "index.npz"
+    index.unlink()
+    with pytest.raises(DataError, match=rf"cannot be kept in {index} \(No space left on device\): .* data.index"):
+        opened(f"data.dir={packed}")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sha'])
+def test_a_damaged_plan_is_named(text: str, folder: Path, packed: Path) -> None:
+    (packed / "train" / "plan.json").write_text(text)
+    with pytest.raises(DataError, match=r"plan.json is damaged .*: remove .*train, or give another folder"):
+        pack_shards.pack(folder, packed, 20_000)
 
 
 def test_packing_continues_where_it_was_cut(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,11 +111,22 @@ def _keep_plan(path: Path, planned: list[list[Entry]]) -> None:
     """Raise DataError when the folder holds shards of another plan: other images, or another size."""
     text = json.dumps([[(entry.path, entry.size, entry.label) for entry in shard] for shard in planned])
     digest = hashlib.sha256(text.encode()).hexdigest()
-    if path.exists() and json.loads(path.read_text())["sha256"] != digest:
+    if path.exists() and _digest_in(path) != digest:
         raise DataError(
             f"{path.parent} holds shards of other images or of another --size: remove it, or give another folder"
         )
     write_atomically(path, json.dumps({"sha256": digest}).encode())
+
+
+def _digest_in(path: Path) -> str:
+    """Of the plan of an earlier run. Raises DataError, OSError."""
+    try:
+        return str(json.loads(path.read_bytes())["sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is damaged ({error}), and which images its shards hold is not known: remove {path.parent}, or give"
+            " another folder"
+        ) from error
 
 
 def _write(path: Path, shard: list[Entry]) -> Path:

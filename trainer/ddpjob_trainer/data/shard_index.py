@@ -10,7 +10,7 @@ import os
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -98,13 +98,36 @@ def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
     if files.exists(beside) and _is_of(index := _loaded(files.open(beside, "rb"), url), found, copied="://" in url):
         return index
     path = _cache_path(url, folder)
-    with (path.parent / f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # The ranks of a node arrive together; one of them builds it.
+    with _alone(path):  # The ranks of a node arrive together; one of them builds it.
         if path.is_file() and _is_of(index := _loaded(path.open("rb"), url), found):
             return index
         index = _scan(url, found, remedy)
-        save(index, path)
+        with _keeping(path):
+            save(index, path)
     return index
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time; where a file system has no locks, several may do the same work. Raises DataError."""
+    with _keeping(path):
+        lock = (path.parent / f".{path.name}.lock").open("w")
+    with lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _keeping(path: Path) -> Iterator[None]:
+    """Raise DataError where an index cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the index of the shards cannot be kept in {path} ({error.strerror or error}): free space, or set"
+            " data.index to another folder"
+        ) from error
 
 
 def save(index: Index, path: Path) -> None:
