@@ -420,7 +420,8 @@ def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
 
 def test_a_plain_state_dict_needs_a_configuration(trained: Path, tmp_path: Path) -> None:
     weights = torch.load(trained / "step-000000016.pt", weights_only=True)["model"]
-    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "plain.pth")
+    content = {f"module.{name}": tensor for name, tensor in weights.items()}
+    torch.save({"state_dict": content, "config": ["its own"], "step": torch.ones(3)}, tmp_path / "plain.pth")
     assert evaluate_checkpoint.main([str(tmp_path / "plain.pth"), *ranks.TINY, "-o", str(tmp_path / "eval")]) == 0
     reported = json.loads((tmp_path / "eval" / "plain.json").read_text())
     assert reported["accuracy"] == ranks.metrics(trained / "run", "eval")[0]["accuracy"]

@@ -92,7 +92,8 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
         try:
             found = compatibility.read_whole(path)
             weights = compatibility.weights_in(found, path, average=True)
-            sent = {"model": weights, "config": found.get("config", {}), "step": found.get("step")}
+            known = found if "sampler" in found else {}  # What others keep under these names is their own.
+            sent = {"model": weights, "config": known.get("config", {}), "step": known.get("step")}
         except CheckpointError as error:
             sent = {"problem": str(error).removeprefix("checkpoint.load: ")}
     buffer = io.BytesIO()
