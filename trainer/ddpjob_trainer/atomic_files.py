@@ -60,7 +60,7 @@ def sync_folder(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file or folder. A folder is renamed first, so that it is never seen in part. Raises OSError."""
-    if not path.is_dir():
+    if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return
     doomed = path.rename(path.with_name(f".{path.name}.gone.tmp"))

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from ddpjob_trainer.atomic_files import remove
 from ddpjob_trainer.checkpoints import folder, torch_file
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.distributed.process_group import Group
-from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.errors import CheckpointError, LedgerError
 from ddpjob_trainer.lifecycle.fence import Claim
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
+from ddpjob_trainer.reporting.ledger import Ledger
 from ddpjob_trainer.reporting.reporter import MetricsLog
 from ranks import TINY, good, metrics, run
 
@@ -218,3 +220,25 @@ def test_stacks_on_a_volume_that_is_gone_do_not_hide_why_training_ends(tmp_path:
     shutil.rmtree(tmp_path / "stacks")
     (tmp_path / "stacks").touch()
     stacks.close()
+
+
+def test_a_ledger_that_cannot_be_written_is_named(volume: Path) -> None:
+    ledger = Ledger(volume, Group(), Claim(0, 0, 1))
+    ledger.start(0, 10, 1)
+    with pytest.raises(
+        LedgerError, match=r"ledger/rank-0-.* cannot be written \(No space left on device\): free space"
+    ):
+        for step in range(10**6):
+            ledger.checkpoint(step)
+    (volume / "ledger").rename(volume / "other")
+    (volume / "ledger").touch()
+    with pytest.raises(LedgerError, match=r"set train\.ledger=false"):
+        Ledger(volume, Group(), Claim(0, 0, 1))
+
+
+def test_a_link_in_place_of_a_checkpoint_is_deleted_and_what_it_points_to_is_not(tmp_path: Path) -> None:
+    """Of who has moved the folder of parts to another disk: each deletion failed, without a reason."""
+    (tmp_path / "moved.dcp").mkdir()
+    (tmp_path / "step-000000001.dcp").symlink_to("moved.dcp")
+    remove(tmp_path / "step-000000001.dcp")
+    assert names(tmp_path) == ["moved.dcp"]

@@ -9,11 +9,14 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer.data.sampler import Step
 from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import LedgerError
 from ddpjob_trainer.lifecycle.fence import Claim
 
 FOLDER = "ledger"
@@ -31,11 +34,11 @@ class Ledger:
         self._common = {"round": claim.round, "generation": claim.generation, "life": claim.incarnation}
         self._file = None
         if wanted:
-            folder = run_dir / FOLDER
-            folder.mkdir(parents=True, exist_ok=True)
             node = os.environ.get("DDPJOB_POD", socket.gethostname())
-            name = f"rank-{group.rank}-{node}-{os.getpid()}-{time.time_ns()}.jsonl"
-            self._file = (folder / name).open("x", encoding="utf-8")
+            path = run_dir / FOLDER / f"rank-{group.rank}-{node}-{os.getpid()}-{time.time_ns()}.jsonl"
+            with _writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("x", encoding="utf-8")
 
     def start(self, step: int, size: int, epochs: int, repeats: int = 1) -> None:
         """This incarnation resumes after `step` steps, over `size` training samples and `epochs` epochs.
@@ -75,5 +78,18 @@ class Ledger:
 
     def _write(self, fields: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({"time": time.time()} | self._common | fields) + "\n")
-            self._file.flush()
+            with _writing(self._file.name):
+                self._file.write(json.dumps({"time": time.time()} | self._common | fields) + "\n")
+                self._file.flush()
+
+
+@contextmanager
+def _writing(path: Path | str) -> Iterator[None]:
+    """Raise LedgerError where a line cannot be written: with a gap the ledger would prove nothing."""
+    try:
+        yield
+    except OSError as error:
+        raise LedgerError(
+            f"the ledger {path} cannot be written ({error.strerror}): free space or repair the volume, or set"
+            " train.ledger=false"
+        ) from error
