@@ -561,7 +561,12 @@ class Trainer:
             state = self.strategy.state()
             keys = self.config.checkpoint
             weights = compatibility.load_weights(
-                path, keys.load_except, state["model"], self.group, average=keys.load_average
+                path,
+                keys.load_except,
+                state["model"],
+                self.group,
+                average=keys.load_average,
+                alive=self.stacks.alive,
             )
             self.strategy.load({**state, "model": weights})
 

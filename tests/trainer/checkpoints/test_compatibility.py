@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ddpjob_trainer.checkpoints import torch_file
+from ddpjob_trainer.checkpoints import compatibility, torch_file
 from ddpjob_trainer.checkpoints.compatibility import differences, load_weights, read_whole, weights_in
 from ddpjob_trainer.checkpoints.metadata import Metadata
+from ddpjob_trainer.commands import evaluate_checkpoint
 from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.data.sampler import ElasticSampler
 from ddpjob_trainer.distributed.process_group import Group
@@ -204,6 +207,26 @@ def test_other_trainers_averages(kind: str, trained: Path, tmp_path: Path) -> No
     for average, expected in ((True, mean), (False, known)):
         found = load_weights(tmp_path / "x.pt", (), known, Group(), average=average)
         assert found.keys() == known.keys() and all(torch.equal(found[name], expected[name]) for name in known)
+
+
+def test_while_rank_0_reads_the_ranks_agree_that_it_takes_longer(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others waited in a collective: a large file on a slow disk ended the start after train.timeout_seconds."""
+    read, gather, agreed, alive = compatibility.read_whole, Group.gather, list[float](), list[float]()
+    monkeypatch.setattr(compatibility, "read_whole", lambda path: (time.sleep(2.0), read(path))[1])
+    monkeypatch.setattr(Group, "gather", lambda *given: (agreed.append(time.monotonic()), gather(*given))[1])
+    load_weights(trained, (), weights(trained / "best.pt"), Group(), alive=lambda: alive.append(time.monotonic()))
+    count = len(agreed)
+    evaluate_checkpoint._read(trained, Group())
+    for times in (agreed[:count], agreed[count:], alive):
+        assert times[-1] - times[0] > 1 and max(b - a for a, b in pairwise(times)) < 1
+
+
+def test_a_best_one_that_is_gone_is_named(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "best.json").write_bytes((trained / "best.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"best\.json names step-000000008\.pt, which is gone; give one of those"):
+        read_whole(tmp_path)
 
 
 def test_a_wrong_file_ends_every_rank_before_training(tmp_path: Path) -> None:

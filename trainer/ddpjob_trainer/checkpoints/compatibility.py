@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddpjob_trainer.checkpoints import best, dcp, torch_file
-from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.distributed.process_group import Group, done_in_thread
 from ddpjob_trainer.errors import CheckpointError, first_line
 
 Tensors = Mapping[str, torch.Tensor]
@@ -78,19 +78,28 @@ def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def load_weights(
-    path: Path, keep: tuple[str, ...], model: Tensors, group: Group, *, average: bool = True
+    path: Path,
+    keep: tuple[str, ...],
+    model: Tensors,
+    group: Group,
+    *,
+    average: bool = True,
+    alive: Callable[[], None] = lambda: None,
 ) -> dict[str, torch.Tensor]:
     """The weights to start from, by name, complete, on every rank.
 
     They are the checkpoint's (with `average` their moving average, where there is one), and the model's own for names
-    that match `keep`. Rank 0 reads, and prints which of the two it took. Raises CheckpointError on every rank when
-    they cannot be read or do not fit.
+    that match `keep`. Rank 0 reads, and prints which of the two it took; `alive` is called meanwhile. Raises
+    CheckpointError on every rank when they cannot be read or do not fit.
     """
     weights: dict[str, torch.Tensor] = {}
     problem = ""
+    reading = done_in_thread(
+        group, "weights", lambda: _fitting(path, keep, model, average) if group.rank == 0 else {}, alive
+    )
     if group.rank == 0:
         try:
-            weights = _fitting(path, keep, model, average)
+            weights = reading.result()
         except CheckpointError as error:
             problem = str(error)
     buffer = io.BytesIO()
@@ -215,7 +224,9 @@ def _read(path: Path) -> Any:
     if path.resolve().suffix == dcp.SUFFIX:
         dcp.check(path)
         return dcp.read(path)
-    inside = best.pointed_to(path) or max([*path.glob("step-*.pt"), *path.glob("step-*.dcp")], default=None)
+    if (marked := best.pointed_to(path)) is not None and not marked.exists():
+        raise CheckpointError(f"a folder whose best.json names {marked.name}, which is gone; give one of those in it")
+    inside = marked or max([*path.glob("step-*.pt"), *path.glob("step-*.dcp")], default=None)
     if inside is None:
         raise CheckpointError("a folder without a checkpoint; give a file, or a folder that a training has saved to")
     return _read(inside)

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, Staging, map_t
 from ddpjob_trainer.checkpoints.writer import CompletedSave, Writer
 from ddpjob_trainer.config import loader
 from ddpjob_trainer.config.sections import CheckpointConfig, Format
-from ddpjob_trainer.distributed.process_group import Group, in_thread
+from ddpjob_trainer.distributed.process_group import Group, done_in_thread
 from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, TrainerError
 from ddpjob_trainer.lifecycle.fence import Claim, Ownership, agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import Due, SaverState
@@ -265,10 +265,8 @@ class CheckpointFolder:
             self.alive()
 
     def _in_thread(self, act: Callable[[], _T]) -> Future[_T]:
-        """What became of `act()`, which takes as long as the disk or the bucket. All ranks together: see above."""
-        work = in_thread("checkpoint", act)
-        self._wait_together(lambda seconds: not wait([work], seconds).not_done)
-        return work
+        """What became of `act()`, which takes as long as the disk or the bucket. All ranks together."""
+        return done_in_thread(self._group, "checkpoint", act, self.alive)
 
     def release(self) -> None:
         """Training is complete: let another job continue from this folder."""

@@ -21,7 +21,7 @@ from ddpjob_trainer.data.dataset import DataSet
 from ddpjob_trainer.data.sampler import DataShare
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.init_method import joined
-from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.distributed.process_group import Group, done_in_thread
 from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.evaluation.accumulate import Evaluation, open_accumulator
 from ddpjob_trainer.evaluation.evaluate import evaluate
@@ -88,9 +88,10 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
     CheckpointError on all ranks.
     """
     sent: dict[str, Any] = {}
+    reading = done_in_thread(group, "weights", lambda: compatibility.read_whole(path) if group.rank == 0 else {})
     if group.rank == 0:
         try:
-            found = compatibility.read_whole(path)
+            found = reading.result()
             weights = compatibility.weights_in(found, path, average=True)
             known = found if "sampler" in found else {}  # What others keep under these names is their own.
             sent = {"model": weights, "config": known.get("config", {}), "step": known.get("step")}

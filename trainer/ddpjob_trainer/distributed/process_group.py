@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -152,6 +152,20 @@ def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return answer
+
+
+def done_in_thread(
+    group: Group, name: str, function: Callable[[], _T], alive: Callable[[], None] = lambda: None
+) -> Future[_T]:
+    """What became of `function()`, which may take a rank longer than a collective may. All ranks together.
+
+    They agree twice a second that it takes longer, and call `alive`.
+    """
+    work, waiting = in_thread(name, function), True
+    while waiting:
+        waiting = any(group.gather(bool(wait([work], 0.5).not_done)))
+        alive()
+    return work
 
 
 def wanted_world() -> int:
