@@ -4,6 +4,7 @@ and no padded sample counts.
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -416,6 +417,23 @@ def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
         evaluate_checkpoint.main([str(tmp_path / "none.pt")])
     with pytest.raises(ConfigError, match=r"unknown key 'eval\.prr'; did you mean 'eval\.pr'"):
         evaluate_checkpoint.main([path, "eval.prr=exact"])
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_the_evaluation(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback was all that was left of it."""
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=r"or set --output to another folder"):
+        patched.setattr(evaluate_checkpoint, "_evaluated", None)
+        evaluate_checkpoint.main([str(trained), "-o", str(tmp_path / "file" / "eval")])
+
+    def full(*_: Any, **__: Any) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", "eval/x.json")
+
+    monkeypatch.setattr(evaluate_checkpoint.EvaluationFiles, "write", full)
+    with pytest.raises(CheckpointError, match=r"eval/x.json cannot be written \(No space left on device\)"):
+        evaluate_checkpoint.main([str(trained), "-o", str(tmp_path / "eval")])
 
 
 def test_a_plain_state_dict_needs_a_configuration(trained: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ddpjob_trainer import config
 from ddpjob_trainer.checkpoints import compatibility
+from ddpjob_trainer.checkpoints.index import prepare_folder
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.corrupt import check_test_images
 from ddpjob_trainer.data.dataset import DataSet
@@ -70,6 +71,8 @@ def main(arguments: list[str]) -> int:
     placement = devices.choose(first.train.backend, group.local_rank)
     with joined(group, placement, first.train.timeout_seconds):
         snapshot = _read(options.checkpoint, group)
+        if group.rank == 0:
+            prepare_folder(_folder(options), "--output")
         was = {key: value for key, value in snapshot["config"].items() if key.startswith(_OF_A_CHECKPOINT)}
         settings = config.load(options.config, options.values, base=was)
         devices.limit_threads(settings.train.threads, group.local_world)
@@ -143,7 +146,12 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _publish(result: Evaluation, files: EvaluationFiles, path: Path, step: int | None) -> None:
-    target = files.write(path.stem if step is None else f"step-{step:09d}", result, step=step, checkpoint=str(path))
+    name = path.stem if step is None else f"step-{step:09d}"
+    try:
+        target = files.write(name, result, step=step, checkpoint=str(path))
+    except OSError as error:
+        remedy = "set --output to another folder"
+        raise CheckpointError(f"{error.filename or name} cannot be written ({error.strerror}): {remedy}") from error
     lost = f", {result.unreadable} unreadable" if result.unreadable else ""
     print(f"{path}: {result.samples} test samples{lost}")
     for key, value in result.scalars().items():
