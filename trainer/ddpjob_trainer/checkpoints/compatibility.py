@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import io
+import pickle
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -161,9 +163,14 @@ def read_whole(path: Path) -> Any:
             f"checkpoint.load: {path} cannot be read: {error.strerror}; give an existing file"
         ) from error
     except Exception as error:  # torch's reader fails in many ways on other files.
-        raise CheckpointError(
-            f"checkpoint.load: {path} is no file of torch.save, or a damaged one: {first_line(error)}"
-        ) from error
+        if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
+            raise CheckpointError(
+                f"checkpoint.load: {path} holds a {found[1]}, whose code would run, and only tensors and plain values"
+                " are read; give a file of the state dict alone, as torch.save(model.state_dict(), FILE) writes it"
+            ) from error
+        # torch's advice for a pickle, weights_only=False, is none to somebody who calls no torch.load.
+        why = "" if isinstance(error, pickle.UnpicklingError) else f": {first_line(error)}"
+        raise CheckpointError(f"checkpoint.load: {path} is no file of torch.save, or a damaged one{why}") from error
 
 
 def has_average(found: Any) -> bool:
