@@ -486,8 +486,11 @@ def test_a_second_operator_for_one_of_its_namespaces_is_refused(uninstalled: Rel
     uninstalled.uninstall()
     # As of manifests that Argo CD has applied.
     second.kubectl("create", "role", "ddpjob-operator", "--verb=get", "--resource=pods")
-    with pytest.raises(ClusterError, match="an operator that Helm has not installed watches the"):
-        second.install()
+    try:
+        with pytest.raises(ClusterError, match="an operator that Helm has not installed watches the"):
+            second.install()
+    finally:
+        second.kubectl("delete", "role", "ddpjob-operator")  # The next test's release would be refused as well.
     second.uninstall()
 
 
