@@ -180,9 +180,9 @@ def count(root: Path, seconds: float) -> dict[str, str]:
 def shared_memory(context: Context) -> Finding:
     """/dev/shm against what loader processes hold in it: some batches ahead of each rank's, as uint8."""
     group, data, needed = context.group, context.config.data, 0
-    if data.name in (DataName.IMAGEFOLDER, DataName.SHARDS) and data.workers:
+    if data.size_key and data.workers:
         pixels = math.ceil(data.batch / group.world) * data.image_size**2
-        pixels += context.config.train.eval_batch * (data.test_image_size or data.image_size) ** 2  # It has a pool too.
+        pixels += context.config.train.eval_batch * (data.size_tested or data.image_size) ** 2  # It has a pool too.
         per_rank = _BATCHES_AHEAD * 3 * pixels
         needed = group.local_world * per_rank
     usage = shutil.disk_usage(_SHARED_MEMORY)
