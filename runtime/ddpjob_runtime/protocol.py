@@ -435,10 +435,14 @@ def _read_number(kind: Any, value: Any, where: str) -> Any:
 
 
 def _read_text(kind: Any, value: Any, where: str) -> str:
-    """Halves of surrogate pairs (file names that are not UTF-8) are escaped: no API takes them."""
     if not isinstance(value, str):
         raise ValueError(f"{where}: must be a string, not {value!r:.80}")
-    return value.encode(errors="backslashreplace").decode()
+    return escaped(value)
+
+
+def escaped(text: str) -> str:
+    """The text with halves of surrogate pairs (file names that are not UTF-8) escaped: no API takes them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _read_word(kind: Any, value: Any, where: str) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from ddpjob_runtime.protocol import escaped
+
 from ddpjob.core.decide import decide
 from ddpjob.core.decision import BLOCKED_POLL, Decision, Event
 from ddpjob.core.status.messages import event_text
@@ -78,7 +80,7 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
 
 
 def _failed(defect: Exception) -> Event:
-    what = f"{type(defect).__name__}: {defect}".encode(errors="backslashreplace").decode()
+    what = escaped(f"{type(defect).__name__}: {defect}")
     whose = "a defect of the operator, whose log has the traceback"
     if isinstance(defect, Refused):
         what, whose = (

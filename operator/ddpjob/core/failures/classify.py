@@ -16,6 +16,7 @@ from ddpjob_runtime.protocol import (
     EXIT_RENDEZVOUS_LOST,
     EXIT_STOPPED,
     EXIT_UNFIT,
+    escaped,
 )
 
 from ddpjob.api.job_status import Restart
@@ -275,10 +276,7 @@ class TerminationMessage:
 
 
 def termination_message(container: ContainerView) -> TerminationMessage:
-    """Reads a termination message: the launcher writes JSON, any other program its last lines.
-
-    Halves of surrogate pairs (of file names that are not UTF-8) are escaped: no API takes them.
-    """
+    """Reads a termination message: the launcher writes JSON, any other program its last lines."""
     text = container.message.strip()
     try:
         written = json.loads(text)
@@ -287,8 +285,7 @@ def termination_message(container: ContainerView) -> TerminationMessage:
         return TerminationMessage(lines[-1] if lines else "", text if len(lines) > 1 else "")
     if not isinstance(written, dict):
         return TerminationMessage(text, "")
-    texts = (str(written.get(part) or "") for part in ("message", "traceback"))
-    return TerminationMessage(*(text.encode(errors="backslashreplace").decode() for text in texts))
+    return TerminationMessage(*(escaped(str(written.get(part) or "")) for part in ("message", "traceback")))
 
 
 _NO_SUCH_IMAGE = re.compile(r"(^|: )not found|manifest unknown|invalid reference", re.IGNORECASE)

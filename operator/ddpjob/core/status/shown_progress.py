@@ -50,9 +50,10 @@ def shown_progress(
     if speed is not None and is_number(speed):
         fresh |= {"samplesPerSecond": round(speed, 1), "speedDisplay": f"{speed:,.0f}/s"}
     if eta is not None:
-        fresh["eta"] = duration(eta) if is_number(eta) else _whole(str(eta))
+        fresh["eta"] = duration(eta) if is_number(eta) else protocol.escaped(str(eta))
     if isinstance(reported.get("metrics"), dict):
-        numbers = [(_whole(str(k)), v) for k, v in reported["metrics"].items() if is_number(v)]
+        # The API server stores another character for half of one, which would differ from what is reported again.
+        numbers = [(protocol.escaped(str(k)), v) for k, v in reported["metrics"].items() if is_number(v)]
         fresh["metrics"] = dict(numbers[:_METRICS])
         if "speedDisplay" not in fresh and protocol.COUNTED_SPEED in fresh["metrics"]:
             fresh["speedDisplay"] = f"{fresh['metrics'][protocol.COUNTED_SPEED]:.3g} steps/s"
@@ -70,11 +71,6 @@ def without_speed(progress: Json) -> Json:
     if isinstance(kept.get("metrics"), dict):
         kept["metrics"] = {name: value for name, value in kept["metrics"].items() if name != protocol.COUNTED_SPEED}
     return kept
-
-
-def _whole(text: str) -> str:
-    """Half of a character is escaped: the API server stores another one, which differs from what is reported again."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def shown_stragglers(view: View) -> list[Json]:
