@@ -1,6 +1,7 @@
 """How long training stands still when something dies.
 
     python -m benchmarks.recovery [--runs 20] [--cases fast-spare,stock-replaced] [--csv FILE]    on loopback
+    python -m benchmarks.recovery --cuda ...                                                      on its GPUs
     python -m benchmarks.recovery overhead | chart | phases | cluster ...                         see --help of each
 
 Measured from the kill to the first step of all ranks after it, by the ranks' own step logs and one clock. Rounds are
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.recovery import chart, cluster, interleaved, overhead, phases
@@ -26,8 +28,10 @@ def main() -> int:
         return OTHERS[sys.argv[1]](sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     interleaved.add_options(parser, CASES)
+    parser.add_argument("--cuda", action="store_true", help="train on the machine's GPUs, which the nodes share")
     options = parser.parse_args()
-    return interleaved.run(Loopback(options.patience), CASES, options)
+    cases = [replace(case, target=None) for case in CASES] if options.cuda else CASES  # The aims are of processors.
+    return interleaved.run(Loopback(options.patience, cuda=options.cuda), cases, options)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ KILLS_IN_A_ROW = 10
 WHOLE, ELASTIC, SPARE, ALONE = Shape(), Shape(minimum=1), Shape(spares=1), Shape(nodes=1, minimum=1)
 IMPORTS = "import time, torch; print(time.time())"
 """The floor's program: what any worker has to do before it can train."""
+ON_CUDA = "import time, torch; torch.ones(1, device='cuda').item(); print(time.time())"
+"""The same where it trains on a GPU."""
 TICK_SECONDS = 0.01
 """The precision of the time at which a process began."""
 WATCH_SECONDS = 6.0
@@ -95,19 +97,20 @@ class Case:
 
 
 class Loopback:
-    """Nodes are processes on 127.0.0.1; the replacement of a killed node starts at the moment of the kill."""
+    """Nodes are processes on 127.0.0.1; the replacement of a killed node starts at the moment of the kill. With `cuda`
+    they share the machine's GPUs.
+    """
 
-    name = "loopback"
-
-    def __init__(self, patience: float) -> None:
-        self.patience = patience
+    def __init__(self, patience: float, *, cuda: bool = False) -> None:
+        self.name = "gpu" if cuda else "loopback"
+        self.patience, self._cuda = patience, cuda
 
     @contextmanager
     def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> Iterator[Group]:
         """A group in a temporary folder, once it trains."""
         with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
             write_digits(Path(folder))
-            group = KINDS[system](Path(folder), shape, options)
+            group = KINDS[system](Path(folder), shape, (*options, *["--cuda"] * self._cuda))
             try:
                 group.start()
                 group.settle()
@@ -116,9 +119,9 @@ class Loopback:
                 group.close()
 
     def floor(self) -> float:
-        """A process that imports torch and ends."""
-        began = time.time()
-        printed = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True).stdout
+        """A process that imports torch, computes one number on a GPU where that is asked for, and ends."""
+        began, code = time.time(), ON_CUDA if self._cuda else IMPORTS
+        printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
         return float(printed) - began
 
 

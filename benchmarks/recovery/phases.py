@@ -16,19 +16,20 @@ from benchmarks.recovery.step_log import Incarnation
 if TYPE_CHECKING:
     from benchmarks.recovery.cases import Sample
 
-CREATED, STARTED, LAUNCHER, ROUND, WORKER, FORMED, STEP, TORCH = (
+CREATED, STARTED, LAUNCHER, ROUND, WORKER, DEVICE, FORMED, STEP, TORCH = (
     "noticed, pod created",
     "node started (scheduled, container)",
     "launcher: Python, torch, its round",
     "noticed, workers ended, round",
     "worker: Python, torch",
+    "CUDA ready",
     "process group formed",
     "first step of all ranks",
     "a node starts and imports torch",
 )
 COLORS = {
-    CREATED: "#7b241c", STARTED: "#c0392b", LAUNCHER: "#d68910", ROUND: "#884ea0", WORKER: "#f4d03f", FORMED: "#2471a3",
-    STEP: "#229954", TORCH: "#909497",
+    CREATED: "#7b241c", STARTED: "#c0392b", LAUNCHER: "#d68910", ROUND: "#884ea0", WORKER: "#f4d03f", DEVICE: "#76d7c4",
+    FORMED: "#2471a3", STEP: "#229954", TORCH: "#909497",
 }  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def phases(recovered: Incarnation, moment: float, created: Callable[[str], float
         ends += [(STARTED, its["launcher"]), (LAUNCHER, its["process"])]
     else:
         ends.append((ROUND, its["process"]))
-    ends += [(WORKER, its["imported"]), (FORMED, its["formed"]), (STEP, recovered.formed)]
+    ends += [(WORKER, its["imported"]), (DEVICE, its["device"]), (FORMED, its["formed"]), (STEP, recovered.formed)]
     found, before = {}, moment
     for name, end in ends:
         # Clocks of /proc are read to 10 ms, and a watch may be late: what is not after the last moment took no time.

@@ -1,11 +1,12 @@
 """A plain DDP script without any code of this project: digits, a small network, a log line per step and rank.
 
-    torchrun ... steps.py FOLDER [--steps N] [--sleep SECONDS] [--batch N] [--width N] [--save-every N]
+    torchrun ... steps.py FOLDER [--steps N] [--sleep SECONDS] [--batch N] [--width N] [--save-every N] [--cuda]
 
 All ranks share FOLDER. It holds `digits.pt` (images, labels); rank 0 saves a checkpoint there after every step, and
 every start resumes from it. An incarnation is one process group, from init_process_group to its end; rank 0 draws a
 random number that identifies it. A rank's first line says when its launcher and its process began, and when torch was
-imported and the group formed.
+imported, the device ready and the group formed. With --cuda the ranks share the machine's GPUs, by NCCL where each has
+one of its own, which NCCL needs, else by gloo.
 """
 
 import argparse
@@ -31,6 +32,7 @@ def arguments():
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--save-every", type=int, default=1)
+    parser.add_argument("--cuda", action="store_true")
     return parser.parse_args()
 
 
@@ -44,7 +46,7 @@ def network(width):
 class Log:
     """One file per process, named after its node."""
 
-    def __init__(self, folder, incarnation, formed):
+    def __init__(self, folder, incarnation, moments):
         self.common = {
             "incarnation": incarnation,
             "rank": dist.get_rank(),
@@ -54,7 +56,7 @@ class Log:
         self.file = (folder / f"steps-{self.common['node']}-{os.getpid()}-{incarnation}.jsonl").open("a", buffering=1)
 
         launcher, process = process_starts()
-        moments = {"launcher": launcher, "process": process, "imported": IMPORTED, "formed": formed}
+        moments = {"launcher": launcher, "process": process, "imported": IMPORTED, **moments}
         self.file.write(json.dumps({**self.common, "moments": moments}) + "\n")
 
     def step(self, step):
@@ -84,6 +86,17 @@ def new_incarnation():
     return int(incarnation)
 
 
+def ready_device(cuda):
+    """Where this rank computes, and the backend of the group."""
+    if not cuda:
+        return torch.device("cpu"), "gloo"
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ["RANK"]) % count)
+    torch.cuda.set_device(device)
+    torch.ones(1, device=device).item()
+    return device, "cpu:gloo,cuda:nccl" if int(os.environ["WORLD_SIZE"]) <= count else "gloo"
+
+
 def save(path, step, model, optimizer):
     temporary = path.with_suffix(".tmp")
     torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, temporary)
@@ -93,16 +106,17 @@ def save(path, step, model, optimizer):
 def main():
     options = arguments()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    formed = time.time()
-    log = Log(options.folder, new_incarnation(), formed)
+    device, backend = ready_device(options.cuda)
+    ready = time.time()
+    dist.init_process_group(backend)
+    log = Log(options.folder, new_incarnation(), {"device": ready, "formed": time.time()})
     rank, world = dist.get_rank(), dist.get_world_size()
-    images, labels = torch.load(options.folder / "digits.pt")
-    model = network(options.width)
+    images, labels = (values.to(device) for values in torch.load(options.folder / "digits.pt"))
+    model = network(options.width).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     step, checkpoint = 0, options.folder / "checkpoint.pt"
     if checkpoint.exists():
-        saved = torch.load(checkpoint)
+        saved = torch.load(checkpoint, map_location=device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
@@ -113,6 +127,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        loss.item()
         step += 1
         if rank == 0 and options.save_every and step % options.save_every == 0:
             save(checkpoint, step, model, optimizer)
