@@ -108,7 +108,6 @@ FEATURES = {
     "profile": ["report.profile_steps=[3,2]"],
     "checked machines": ["preflight.run=true"],
     "torchvision": ["data.name=synthetic", "data.size=400", "data.shape=[3,64,64]", "model.name=torchvision:resnet18"],
-    "stochastic depth": ["model.name=resnet18_cifar", "model.drop_path=0.2", "data.name=synthetic", "data.size=400"],
 }
 """Keys of trainings whose curve on a GPU is that on the CPU."""
 
@@ -116,6 +115,16 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_has_the_curve_of_the_cpu(feature: str, tmp_path: Path, figure: Figure) -> None:
     check_same_curve(tmp_path, figure, *FEATURES[feature])
+
+
+def test_stochastic_depth_draws_the_same_in_each_run(tmp_path: Path, figure: Figure) -> None:
+    """By the GPU's generator, whose numbers are not the CPU's."""
+    keys = ["model.name=resnet18_cifar", "model.drop_path=0.2", "data.name=synthetic", "data.size=400", *WHOLE]
+    first, second = (losses(trained(tmp_path / run, *keys)) for run in ("first", "second"))
+    figure("largest difference of a loss", float(np.max(np.abs(np.array(first) / second - 1))))
+    np.testing.assert_allclose(first, second, rtol=5e-3)
+    without = losses(trained(tmp_path / "without", *keys, "model.drop_path=0"))
+    assert not np.allclose(first, without, rtol=5e-3)
 
 
 @pytest.mark.parametrize("operations", ["data.randaugment_ops=2", "data.trivialaugment=true"])
