@@ -209,7 +209,8 @@ class ModelConfig:
     """Memory layout (n, height, width, channels) for images and weights: faster convolutions where tensor cores work
     in float16."""
     compile: bool = False
-    """torch.compile: the first steps take a minute or more, the others less time. Needs a C++ compiler."""
+    """torch.compile: the first steps take a minute or more; the others less time where the device is the limit, and not
+    where the host is, as for a small model on a fast GPU. Needs a C++ compiler."""
 
 
 class OptimizerName(enum.StrEnum):
