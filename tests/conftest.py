@@ -6,6 +6,7 @@ import os
 import signal
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import pytest
@@ -33,9 +34,12 @@ SLOW = (
     "runtime/test_rendezvous.py",
     "runtime/test_runtime_fast.py",
     "runtime/test_runtime_standard.py",
+    "simulation/test_classes_in_simulation.py",
     "simulation/test_crashes.py",
+    "simulation/test_gangs_in_simulation.py",
     "simulation/test_generated.py",
     "simulation/test_one_coordinator.py",
+    "simulation/test_queues_in_simulation.py",
     "simulation/test_random_faults.py",
     "unit/engine/test_any_report.py",
     "unit/monitoring/test_monitoring.py",
@@ -64,14 +68,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _is_slow_module(item.path) or _imports(item, HARNESSES):
+        module = getattr(item, "module", None)
+        if _is_slow_module(item.path) or _imports(module, HARNESSES):
             item.add_marker(pytest.mark.slow)
-        if _imports(item, BUILDERS):
+        if _imports(module, BUILDERS):
             item.add_marker(pytest.mark.timeout(BUILD_LIMIT))
 
 
-def _imports(item: pytest.Item, modules: tuple[str, ...]) -> bool:
-    imported = vars(getattr(item, "module", object)).values()
+@cache
+def _imports(module: ModuleType | None, modules: tuple[str, ...]) -> bool:
+    imported = () if module is None else vars(module).values()
     return any(getattr(it, "__module__", getattr(it, "__name__", None)) in modules for it in imported)
 
 
