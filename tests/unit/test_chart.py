@@ -177,10 +177,12 @@ def test_another_value_that_is_missing_is_named(name: str) -> None:
         ("metrics.port=8080", "metrics.port: 8080 is healthPort, too"),
         ("healthPort=9090", "metrics.port: 9090 is healthPort, too"),
         ("metrics.port=0,metrics.rules.enabled=true", "metrics.rules.enabled: metrics.port is 0"),
+        ("nodeHealth.conditions={GpuUnhealthy=True,Re*=True}", "a healthy node has Ready=True, which Re*=True matches"),
+        ("nodeHealth.conditions={MemoryPressure=False}", "a healthy node has MemoryPressure=False"),
     ],
 )
 def test_values_that_do_not_go_together_are_named(values: str, words: str) -> None:
-    """One port for two servers, with which the operator ends at each start; alerts without any series."""
+    """With which the operator ends at each start: one port for two servers, say; alerts without any series."""
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", f"key.existingSecret=given,{values}")
     assert words in refused.value.stderr

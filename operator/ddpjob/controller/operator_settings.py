@@ -152,6 +152,14 @@ def _classes(found: Json) -> JobClasses:
 
 
 _STATUSES = ("True", "False", "Unknown")
+_OF_A_HEALTHY_NODE = {
+    "Ready": "True",
+    "MemoryPressure": "False",
+    "DiskPressure": "False",
+    "PIDPressure": "False",
+    "NetworkUnavailable": "False",
+}
+"""Kubernetes' own conditions."""
 
 
 def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSignals:
@@ -162,6 +170,12 @@ def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSign
         if not kind.strip("*") or "*" in kind[:-1] or status not in _STATUSES or kind == "Ready":
             remedy = "write TYPE=True, TYPE=False or TYPE=Unknown, a * only ends TYPE; Ready is watched anyway"
             raise SettingsError(f"{PREFIX}NODE_CONDITIONS has {text!r}; {remedy}")
+        for known, good in _OF_A_HEALTHY_NODE.items():
+            if status == good and HealthSignals(((kind, status),)).against([{"type": known, "status": good}], ()):
+                remedy = "write the whole TYPE of the condition that you mean, with the status that is bad"
+                raise SettingsError(
+                    f"{PREFIX}NODE_CONDITIONS has {text!r}, which matches {known}={good} of a healthy node; {remedy}"
+                )
         pairs.append((kind, status))
     for key in taints:
         if "*" in key[:-1]:
