@@ -519,14 +519,14 @@ def test_a_crd_of_another_release_that_has_what_is_needed_is_enough(monkeypatch:
     run(main())
 
 
-@pytest.mark.parametrize("how", [403, 404, 503])
-def test_where_the_schema_cannot_be_read_it_acts(how: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", [403, 404, 503, "hang", "reset"])
+def test_where_the_schema_cannot_be_read_it_acts(how: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with api_server() as server:
             add(server, "job")
             server.faults = lambda method, path: Fault(how) if path.startswith(INDEX) else None
             async with running(server, monkeypatch) as o:
-                await asyncio.sleep(60)
+                await asyncio.sleep(80)
                 assert o.pods() == 3 and o.operator.ready
 
     run(main())

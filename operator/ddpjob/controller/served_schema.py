@@ -22,9 +22,9 @@ from ddpjob.engine.ports import Unavailable
 log = logging.getLogger("ddpjob.schema")
 
 LOOK_SECONDS, RETRY_SECONDS = 60.0, 2.0
-MOST_REFUSALS = 10
-"""Answers of 429 and 5xx, and indices that do not list what is served, after which the operator acts unchecked: the
-rest of the API server may well work."""
+UNKNOWN_SECONDS = 45.0
+"""How long 429 and 5xx, indices that do not list what is served, or no answer while the rest of the API server answers
+may keep the operator from acting: then it acts unchecked."""
 INDEX = "/openapi/v3"
 """Every authenticated client may read it, so no right to read CRDs is needed."""
 _API, _SCHEMA = f"apis/{GROUP}/{VERSION}", ".".join([*reversed(GROUP.split(".")), VERSION, KIND])
@@ -44,7 +44,7 @@ class ServedSchema:
         self._seen = ""
         """Address of the schema that was read last: it holds its hash."""
         self._logged = float("-inf")
-        self._refusals = 0
+        self._unknown_since: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -57,14 +57,19 @@ class ServedSchema:
 
     async def run(self) -> None:
         """Runs until cancelled."""
+        now = asyncio.get_running_loop().time
         while True:
+            began = now()
             try:
                 await self._look()
-                self._refusals = 0
+                self._unknown_since = None
             except Unavailable as error:
                 log.info("the served schema is not known: %s", error)
-                self._refusals += error.status is not None
-                if self._refusals >= MOST_REFUSALS:
+                if error.status is None and not await self._rest_answers():
+                    self._unknown_since = None
+                elif self._unknown_since is None:
+                    self._unknown_since = began
+                elif now() - self._unknown_since >= UNKNOWN_SECONDS:
                     self._judge(self.missing or ())
             except Exception as error:
                 # Without the right, or from behind a proxy: the check is a help, no condition.
@@ -91,6 +96,16 @@ class ServedSchema:
             self._seen = address
         else:
             self._judge(self.missing)
+
+    async def _rest_answers(self) -> bool:
+        """Whether the API server answers what is no schema."""
+        try:
+            await self._is_served()
+        except Unavailable as error:
+            return error.status is not None
+        except ApiError:
+            pass
+        return True
 
     async def _is_served(self) -> bool:
         """Whether discovery knows the resource: an index may be late, or filtered by what stands before the server."""
