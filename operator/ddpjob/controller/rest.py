@@ -105,7 +105,7 @@ class Rest:
             text = await response.read()
         except _TRANSPORT_ERRORS as error:
             API_REQUESTS.labels(method, "none").inc()
-            raise Unavailable(f"{method} {path}: {type(error).__name__}: {error}") from error
+            raise Unavailable(f"{method} {path}: {_words(error)}") from error
         API_REQUESTS.labels(method, response.status).inc()
         _raise_for_status(response, text, f"{method} {path}")
         return _object(text, f"{method} {path}")
@@ -127,7 +127,7 @@ class Rest:
                 async for line in response.response.content:
                     yield _object(line, f"watch {path}")
         except _TRANSPORT_ERRORS as error:
-            raise Unavailable(f"watch {path}: {type(error).__name__}: {error}") from error
+            raise Unavailable(f"watch {path}: {_words(error)}") from error
 
     async def _send(
         self,
@@ -146,6 +146,13 @@ class Rest:
         )
         method, url, headers = arguments[:3]
         return await self.api.call_api(method, url, headers, body=body, _request_timeout=limits)
+
+
+def _words(error: Exception) -> str:
+    """aiohttp says nothing at its limit of a whole request."""
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"no answer within {REQUEST_SECONDS} s"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _proxy(host: str) -> str | None:
