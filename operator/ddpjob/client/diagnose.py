@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -126,7 +127,8 @@ def _operators(api: ApiServer) -> Iterator[Check]:
         log = f"kubectl -n {meta['namespace']} logs deployment/{meta['name']}"
         yield Check(ready > 0, f"operator {where}: {ready} of {wanted} replicas are ready", f"look at its log: {log}")
         image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
-        version = meta.get("labels", {}).get("app.kubernetes.io/version") or image.rpartition(":")[2]
+        tag = re.search("/[^/]*:v?([0-9]+[.][0-9]+[.][^:@/]+)(@|$)", f"/{image}")
+        version = tag[1] if tag else (meta.get("labels") or {}).get("app.kubernetes.io/version") or f"of image {image}"
         same = version == client_version()
         yield Check(
             same, f"operator {where}: version {version}", f"this client is {client_version()}; use the same release"

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from ddpjob.cli.main import main
 from ddpjob.client.api_server import ApiServer
-from ddpjob.client.diagnose import _rights
+from ddpjob.client.diagnose import _operators, _rights, client_version
 
 
 class Refusing:
@@ -23,6 +23,33 @@ def test_who_lacks_rights_is_not_sent_to_a_role_that_does_not_have_them() -> Non
     (check,) = _rights(cast("ApiServer", Refusing()), "vision")
     assert check.ok is False and "you may not get ddpjobs" in check.what
     assert "ClusterRole edit in namespace vision" in check.remedy and "but not with watchNamespaces" in check.remedy
+
+
+class Deployed:
+    """An API server at which one operator is installed, by the chart of this client's release."""
+
+    def __init__(self, image: str) -> None:
+        self.image = image
+
+    def items(self, path: str, query: dict[str, str]) -> list[dict[str, Any]]:
+        labels = {"app.kubernetes.io/version": client_version()}
+        pod = {"spec": {"containers": [{"image": self.image}]}}
+        return [{"metadata": {"namespace": "n", "name": "o", "labels": labels}, "spec": {"template": pod}}]
+
+
+@pytest.mark.parametrize(
+    ("image", "version"),
+    [
+        ("registry.example.com:5000/ml/ddpjob-operator:v9.8.7", "9.8.7"),
+        (f"ddpjob-operator:9.8.7-ours@sha256:{'a' * 64}", "9.8.7-ours"),
+        ("registry.example.com:5000/ddpjob-operator:latest", client_version()),
+        (f"10.0.0.1:5000/ddpjob-operator@sha256:{'a' * 64}", client_version()),
+    ],
+)
+def test_the_operators_version_is_that_of_the_image_where_its_tag_says_it(image: str, version: str) -> None:
+    """image.tag may name another release than the chart's, whose label the Deployment has."""
+    _, check = _operators(cast("ApiServer", Deployed(image)))
+    assert check.what == f"operator n/o: version {version}" and check.ok is (version == client_version())
 
 
 def test_a_cluster_that_cannot_be_reached_has_the_code_of_that(
