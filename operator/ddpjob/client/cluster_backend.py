@@ -35,6 +35,7 @@ from ddpjob.core.world import (
     COORDINATOR_CONTAINER,
     LABEL_JOB,
     LABEL_MANAGED,
+    LABEL_UID,
     MANAGED_BY,
     TRAINER_CONTAINER,
     PodView,
@@ -185,7 +186,9 @@ class ClusterBackend:
 
     def pods(self, name: str) -> list[PodLine]:
         selector = f"{LABEL_MANAGED}={MANAGED_BY},{LABEL_JOB}={name}"
-        bodies = self.api.items(self.path("pods"), {"labelSelector": selector})
+        bodies = self._without_those_of_a_deleted_job(
+            name, self.api.items(self.path("pods"), {"labelSelector": selector})
+        )
         lines = []
         for body in bodies:
             try:
@@ -200,6 +203,15 @@ class ClusterBackend:
                 asked += 1
                 lines[number] = replace(line, message=self._last_warning(line.name))
         return lines
+
+    def _without_those_of_a_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
+        """They are there until they have ended, beside those of a new job of the same name."""
+        uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
+        if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
+            return pods
+        job = self.api.optional(self.path(PLURAL, name))
+        uid = job["metadata"]["uid"] if job is not None else None
+        return [pod for pod in pods if uid in (None, pod["metadata"]["labels"].get(LABEL_UID))]
 
     def _last_warning(self, pod: str) -> str:
         """What a kubelet says of volumes and networks in events alone; empty: nothing, or nothing that may be read."""

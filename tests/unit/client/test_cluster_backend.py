@@ -282,6 +282,22 @@ def test_a_pod_that_cannot_be_prepared_has_the_kubelet_s_last_warning() -> None:
     assert [line.message for line in ClusterBackend(server).pods("j")] == [""] * 5  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("uid", "shown"), [("new", []), ("old", ["j-0-0"]), (None, ["j-0-0"])])
+def test_the_pods_of_a_deleted_job_are_not_those_of_a_new_one_of_its_name(uid: str | None, shown: list[str]) -> None:
+    class Ending:
+        namespace, context = "ml", "test"
+
+        def items(self, path: str, query: Mapping[str, str]) -> list[Json]:
+            labels = {"ddpjob.io/role": "node", "ddpjob.io/index": "0", "ddpjob.io/job-uid": "old"}
+            meta = {"name": "j-0-0", "uid": "1", "labels": labels, "deletionTimestamp": "2026-01-01T00:00:00Z"}
+            return [{"metadata": meta, "spec": {"containers": [{"name": "trainer"}]}, "status": {"phase": "Running"}}]
+
+        def optional(self, path: str) -> Json | None:
+            return {"metadata": {"name": "j", "uid": uid}} if uid else None
+
+    assert [pod.name for pod in ClusterBackend(Ending()).pods("j")] == shown  # type: ignore[arg-type]
+
+
 def test_the_events_of_a_job_are_not_those_of_an_earlier_one_of_its_name() -> None:
     class Kept:
         namespace, context = "ml", "test"
