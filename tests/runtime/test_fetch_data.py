@@ -485,6 +485,16 @@ def test_keys_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch, 
     assert taken.place.server == "https://s3.us-east-1.amazonaws.com"
 
 
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")],
+)
+def test_half_of_a_key_pair_is_named(there: str, missing: str) -> None:
+    """An empty value in the Secret. Requests were not signed, as those to a public bucket."""
+    with pytest.raises(Refused, match=f"{missing} is missing or empty beside {there}: set both"):
+        Credentials({there: "x"}, "r").keys()
+
+
 def test_a_service_account_s_role_gives_keys_which_are_renewed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("web-token\n")
     texts = iter(("2020-01-01T00:00:00Z", "2099-01-01T00:00:00Z"))

@@ -144,6 +144,10 @@ class Credentials:
             except ValueError:
                 found = {}
             return _keys_of(found, "Token", "EKS Pod Identity")
+        if access or secret:
+            here, missing = ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")[:: 1 if access else -1]
+            text = f"AWS_{missing} is missing or empty beside AWS_{here}"
+            raise Refused(f"{text}: set both in the Secret of storage.data.secretName, or in env without it")
         return None
 
     def _of_role(self, role: str, token: str) -> Keys:
