@@ -485,6 +485,26 @@ def test_keys_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch, 
     assert taken.place.server == "https://s3.us-east-1.amazonaws.com"
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_google_unpacks_on_the_way_is_named(server: Server, begun: bool) -> None:
+    """As an object uploaded by `gcloud storage cp --gzip-local`: it was longer than its listing, each time."""
+    server.content = {"a": b"packed"}
+    server.answer = lambda path, query: (
+        (200, {"x-goog-stored-content-encoding": "gzip"}, b"what was packed") if path.endswith("/a") else None
+    )
+    place = Place.read("s3://bucket/p", server.url, "")
+    reader = Reader(place, Credentials({}, place.region))
+    with pytest.raises(Refused, match=r"/p/a is stored with Content-Encoding gzip.*Store it without"):
+        reader.open(next(reader.objects()), 3 if begun else 0)
+
+
+def test_weak_etags_are_refused_by_their_name(server: Server) -> None:
+    server.answer = lambda path, query: (200, {}, listing([("p/a", 1, "x")]).replace(b"&quot;x", b"W/&quot;x"))
+    place = Place.read("s3://bucket/p", server.url, "")
+    with pytest.raises(Refused, match=r'has weak ETags \(W/"x"\), .*use a server with strong ones'):
+        list(Reader(place, Credentials({}, place.region)).objects())
+
+
 @pytest.mark.parametrize(
     ("there", "missing"),
     [("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")],

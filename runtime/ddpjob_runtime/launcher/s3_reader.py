@@ -251,6 +251,11 @@ class Reader:
         if offset:
             headers["Range"] = f"bytes={offset}-"
         response = self._request(self._place.prefix + remote.name, {}, headers)
+        stored, sent = (response.getheader(name) for name in ("x-goog-stored-content-encoding", "Content-Encoding"))
+        if stored == "gzip" and not sent:
+            self.close()
+            text = f"{self._place.url}/{remote.name} is stored with Content-Encoding gzip, which Google's server undoes"
+            raise Refused(f"{text}: it is not what is listed. Store it without, or with Cache-Control no-transform")
         expected = f"bytes {offset}-{remote.size - 1}/{remote.size}"
         if offset and (response.status != 206 or response.getheader("Content-Range") != expected):
             self.close()
@@ -379,6 +384,9 @@ def sign(
 
 def _object(element: ET.Element, place: Place, *, quoted: bool) -> Remote:
     values = {_tag(child): child.text or "" for child in element}
+    if values.get("ETag", "").startswith("W/"):
+        text = f"{place.server} has weak ETags ({values['ETag'][:100]})"
+        raise Refused(f"{text}, which do not say that an object is the same; use a server with strong ones")
     try:
         key, size = values["Key"], int(values["Size"])
         key = unquote(key.replace("+", " "), errors="strict") if quoted else key
