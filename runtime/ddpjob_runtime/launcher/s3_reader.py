@@ -193,7 +193,9 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
 
 def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
     try:
-        until = datetime.datetime.fromisoformat(str(found["Expiration"]).replace("Z", "+00:00")).timestamp()
+        # Pythons before 3.11 read neither Z nor Go's nine digits of a second.
+        text = re.sub(r"[.]\d+", "", str(found["Expiration"])).replace("Z", "+00:00")
+        until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
     except (KeyError, ValueError, TypeError):
         raise Refused(f"no credentials by {what}: the answer has none") from None
