@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 _COMPLETE, _DATA, _TERMS, _SCORES = "complete", "data", "terms", "scores.json"
+_VANISHED = "vanished"
+"""Among the files of a checkpoint in parts: it will never be complete."""
 _MANIFEST = re.compile(rf"{_COMPLETE}/(\d{{9}})-(\d{{9}})\.json")
 _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
@@ -52,6 +54,10 @@ class LibraryMissing(BucketError):
 
 class Damaged(BucketError):
     """An object is missing or is not what was uploaded: to read it again would not help."""
+
+
+class Vanished(BucketError):
+    """What was to be uploaded was removed here, or by another of the processes that upload parts of it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -313,12 +319,14 @@ class Bucket:
         return bool(self._try("created", key, create))
 
     def publish(self, path: Path, step: int, epoch: int | None = None) -> Stored:
-        """Upload a file or a folder, and then what says that it is complete. Raises BucketError, OSError."""
-        data = self.data_of(step, secrets.token_hex(4))
+        """Upload a file or a folder, and then what says that it is complete. Raises Vanished, BucketError, OSError."""
+        data, local = self.data_of(step, secrets.token_hex(4)), [path]
         try:
-            files = tuple(self._published(data, file, path.parent) for file in files_of(path))
+            local = files_of(path)
+            files = tuple(self._published(data, file, path.parent) for file in local)
         except (BucketError, OSError):
             self._failed.add(data)
+            self._check_there(local)
             raise
         return self._complete(step, Manifest(path.name, data, files, epoch))
 
@@ -339,20 +347,40 @@ class Bucket:
         return f"{_DATA}/{self.term:09d}-{step:09d}-{mark}"
 
     def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
-        """Upload some files of the folder `path`, for `commit`: those that are not there yet. Raises BucketError,
-        OSError.
+        """Upload some files of the folder `path`, for `commit`: those that are not there yet. Raises Vanished, and
+        those who wait for the rest learn it from `lacking`; BucketError, OSError.
         """
-        there = self._sizes(data)
-        for name in names:
-            key = f"{data}/{path.name}/{name}"
-            if there.get(key) != (path / name).stat().st_size:
-                self._put(key, path / name)
+        there, names = self._sizes(data), tuple(names)
+        try:
+            for name in names:
+                key = f"{data}/{path.name}/{name}"
+                if there.get(key) != (path / name).stat().st_size:
+                    self._put(key, path / name)
+        except (BucketError, OSError):
+            try:
+                self._check_there([path / name for name in names])
+            except Vanished:
+                mark = f"{data}/{_VANISHED}"
+                self._try("written", mark, lambda: self._obs.put(self._store, mark, b""))
+                raise
+            raise
+
+    def _check_there(self, files: Iterable[Path]) -> None:
+        """Whether a failed upload may be tried again. Raises Vanished."""
+        for file in files:
+            try:
+                file.stat()
+            except FileNotFoundError:
+                raise Vanished(f"{file} was removed before it was in {self.url}") from None
 
     def lacking(self, manifest: Manifest) -> list[str]:
         """The files of a checkpoint that are not in the bucket with their whole size. An object appears when all of it
-        has been uploaded, and not before.
+        has been uploaded, and not before. Raises Vanished where one will not come.
         """
         there = self._sizes(manifest.data)
+        if f"{manifest.data}/{_VANISHED}" in there:
+            self._failed.add(manifest.data)
+            raise Vanished(f"a part of {manifest.name} was removed by another node before it was in {self.url}")
         return [file.path for file in manifest.files if there.get(f"{manifest.data}/{file.path}") != file.size]
 
     def commit(self, step: int, manifest: Manifest) -> Stored:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpjob_bucket.stored import Bucket, BucketError
+from ddpjob_bucket.stored import Bucket, BucketError, Vanished
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds between two tries of an upload that fails; doubled each time."""
@@ -37,9 +37,10 @@ class Uploads:
     """Uploads checkpoints beside training, the newest first; one that waits gives way to a newer one.
 
     `tidy` is called after each upload, in the thread; `release` with each that is not needed any more. A failure is
-    tried again with growing pauses and never ends anything. `publish`: what uploads one, in place of
-    `bucket.publish`. `in_turn`: all are uploaded, the oldest first; for what other processes upload in part.
-    `done` is called in the thread when one is there and `figures` say so, before those who wait for it are woken.
+    tried again with growing pauses and never ends anything; of what has vanished the upload is given up. `publish`:
+    what uploads one, in place of `bucket.publish`. `in_turn`: all are uploaded, the oldest first; for what other
+    processes upload in part. `done` is called in the thread when one is there and `figures` say so, before those who
+    wait for it are woken.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Uploads:
         """Steps of those that nobody has asked for yet, the newest of them."""
         self.failures = 0
         """Uploads that have failed in a row."""
+        self.lost = False
+        """Whether the last one was given up."""
         self._behind_since: float | None = None
         self._thread = threading.Thread(target=self._work, name="checkpoint-upload", daemon=True)
         self._thread.start()
@@ -127,6 +130,9 @@ class Uploads:
                     return
                 current = self._current = self._waiting.popleft()
             problem = self._upload(current)
+            if self.lost:
+                self._say(f"warning: {problem}; the checkpoint of step {current.step} is not copied")
+                problem = ""
             if not problem:
                 self._release(current)  # Before those who wait for it are woken.
                 with self._changed:
@@ -161,11 +167,13 @@ class Uploads:
 
     def _upload(self, waiting: Waiting) -> str:
         """Why it failed; empty: it is complete."""
+        self.lost = False
         try:
             self._publish(waiting)
             self._newest = waiting
             self.completed.append(waiting.step)
         except Exception as error:  # No memory, no thread: without this one, all who wait for it would wait for ever.
+            self.lost = isinstance(error, Vanished)
             return _words(error)
         try:
             self._tidy()

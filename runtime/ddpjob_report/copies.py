@@ -244,7 +244,7 @@ def _post() -> None:
 def finish(seconds: float | None) -> bool:
     """Wait until the last copy is in the bucket, at most so long (None: without a limit). Returns whether it is."""
     uploads = _State.uploads
-    return uploads is None or _State.process != os.getpid() or uploads.wait(seconds)
+    return uploads is None or _State.process != os.getpid() or (uploads.wait(seconds) and not uploads.lost)
 
 
 def leave(seconds: float) -> None:
@@ -267,9 +267,7 @@ def _at_exit() -> None:
     if _State.process != os.getpid() or _State.leaves or finish(0) or _has_failed():
         return
     if not finish(LAST_SECONDS):
-        _say(
-            f"error: the last checkpoint is not in {url()} after {LAST_SECONDS:.0f} s: the job must not end without it"
-        )
+        _say(f"error: the last checkpoint is not in {url()}: the job must not end without it")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -399,6 +399,9 @@ Bucket.publish = slow
 path = ddpjob_report.checkpoint_dir() / "last.pt"
 path.write_text("the result")
 ddpjob_report.copy_checkpoint(path, 9)
+if "removes" in sys.argv:
+    import shutil
+    [shutil.rmtree(folder) for folder in path.parent.glob(".ddpjob-copy-*")]
 if "leaves" in sys.argv:
     ddpjob_report.saved_and_leave()
 if "fail" in sys.argv:
@@ -423,6 +426,13 @@ def test_without_its_last_copy_a_script_does_not_end_well(bucket: Bucket) -> Non
     done = ends("60", "0.2")
     assert done.returncode == 1 and "the job must not end without it" in done.stderr
     assert bucket.entries() == []
+
+
+def test_a_script_that_removes_its_last_copy_does_not_end_well_and_at_once(bucket: Bucket) -> None:
+    began = time.monotonic()
+    done = ends("1", "600", "removes")
+    assert done.returncode == 1 and "is not copied" in done.stderr and "must not end without it" in done.stderr
+    assert done.stderr.count("warning") == 1 and time.monotonic() - began < 60 * slowness()
 
 
 def test_who_leaves_waits_as_long_as_the_grace_period_allows(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

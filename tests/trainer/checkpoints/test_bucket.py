@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ddpjob_bucket import Bucket, BucketError, Stored, Uploads, Waiting, stored
 from ddpjob_bucket import uploads as module
+from ddpjob_bucket.stored import discard
 from ranks import until
 
 obstore = pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
@@ -393,4 +394,34 @@ def test_an_upload_that_fails_in_an_unknown_way_is_tried_again(tmp_path: Path, m
     assert uploads.wait(10), "whoever waits for an upload does not wait for ever"
     assert uploads.newest == 1
     assert "RuntimeError: can't start new thread" in said[0] and "MemoryError" in said[1]
+    uploads.close()
+
+
+@pytest.mark.parametrize("removed", ["checkpoint", "checkpoint/b"])
+def test_what_is_removed_before_it_is_uploaded_is_given_up(
+    removed: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was tried again for ever, and the end of the process waited for it; of a part, the rest became a copy."""
+    bucket, said = Bucket(store, "memory://"), list[str]()
+    bucket.take_term()
+    (tmp_path / "checkpoint").mkdir()
+    for name in "abc":
+        (tmp_path / "checkpoint" / name).write_text(name)
+    put = Bucket._put
+
+    def removes(self: Bucket, key: str, file: Path) -> None:
+        if file.name == "a":
+            discard(tmp_path / removed)
+        put(self, key, file)
+
+    monkeypatch.setattr(Bucket, "_put", removes)
+    uploads = Uploads(bucket, bucket.sweep, said.append)
+    uploads.offer(Waiting(tmp_path / "checkpoint", 1))
+    assert uploads.wait(20) and uploads.lost and uploads.newest is None and uploads.behind_seconds == 0
+    assert (
+        len(said) == 1 and "was removed before it was in memory://; the checkpoint of step 1 is not copied" in said[0]
+    )
+    uploads.offer(Waiting(saved(tmp_path, 2), 2))
+    assert uploads.wait(20) and not uploads.lost
+    assert bucket.entries() == [Stored(1, 2)] and len(bucket._keys("data")) == 1, "nothing is left of the first"
     uploads.close()

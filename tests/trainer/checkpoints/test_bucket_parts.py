@@ -163,6 +163,21 @@ def test_a_rank_uploads_in_turn_and_tries_again(url: str, tmp_path: Path, monkey
     assert [entry.step for entry in Bucket.open(url).entries()] == [9, 7]
 
 
+def test_a_part_that_is_removed_before_it_is_uploaded_stops_no_later_one(url: str, tmp_path: Path) -> None:
+    """Its rank tried for ever, and the first one waited for it."""
+    copies, share = begun(url)
+    first, second = two_nodes(tmp_path, 7)
+    (second / PART).unlink()
+    copies.offer(Entry(7, first), {}, rest(first))
+    share.offer(second, 7, [PART])
+    until(lambda: copies.wait(0.1) and share.wait(0.1))
+    assert not copies.finish({}, 0.0), "the last one is not there"
+    save(tmp_path, copies, share, 9)
+    assert copies.finish({}, 0.0) and Bucket.open(url).entries() == [Stored(1, 9)]
+    left = {path.parts[-3] for path in (tmp_path / "store").glob("data/*/*/*") if path.is_file()}
+    assert left == {f"000000001-000000009-{MARK}"}
+
+
 def test_only_what_is_read_is_fetched_and_what_is_here_is_not(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

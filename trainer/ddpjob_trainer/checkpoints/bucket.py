@@ -17,7 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ddpjob_bucket import Bucket, BucketError, Damaged, File, LibraryMissing, Manifest, Stored, Uploads, Waiting
+from ddpjob_bucket import (
+    Bucket,
+    BucketError,
+    Damaged,
+    File,
+    LibraryMissing,
+    Manifest,
+    Stored,
+    Uploads,
+    Vanished,
+    Waiting,
+)
 from ddpjob_bucket.stored import sha256_of
 
 from ddpjob_trainer.checkpoints import dcp, torch_file
@@ -237,7 +248,7 @@ class Copies:
         if self._uploads is None:
             return True
         self._scores = scores
-        if not self._uploads.wait(0.0):
+        if not self._uploads.wait(0.0) or self._uploads.lost:
             newest = self._uploads.newest
             there = "none of this process is" if newest is None else f"the newest is of step {newest}"
             _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {waited:.0f} s: {there} there")
@@ -256,6 +267,8 @@ class Copies:
         try:
             contents = dcp.contents(waiting.path)
         except CheckpointError as error:
+            if not (waiting.path / dcp.MANIFEST).exists():
+                raise Vanished(f"{waiting.path} was removed before it was in {self._bucket.url}") from error
             raise BucketError(f"{waiting.path} cannot be copied to {self._bucket.url}: it is {error}") from error
         files = (File(f"{waiting.path.name}/{name}", size, digest) for name, (size, digest) in contents.items())
         data = self._bucket.data_of(waiting.step, self._mark)
