@@ -122,9 +122,13 @@ def _patiently(act: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process of the folder at a time: the ranks of a node share what one of them has fetched."""
+    """One process of the folder at a time: the ranks of a node share what one of them has fetched. Raises OSError."""
     with (folder / _LOCK).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            text = f"{error.strerror}: the folder of checkpoints must be on a file system that can lock files"
+            raise OSError(error.errno, text, str(folder / _LOCK)) from None
         yield
 
 

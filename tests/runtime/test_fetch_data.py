@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -405,6 +407,17 @@ def test_a_disk_without_room_is_named_before_anything_is_fetched(server: Server,
     with pytest.raises(Unfit, match=r"512.0 .*TiB|524288.0 TiB of s3://bucket/p are missing"):
         fetch(server, tmp_path)
     assert len(server.requests) == 1
+
+
+def test_a_disk_without_locks_is_named(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre, unless it is mounted with -o flock."""
+
+    def without_locks(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with pytest.raises(Unfit, match=r"cannot lock files; storage.data.cache must be a folder on a disk"):
+        fetch(server, tmp_path)
 
 
 def test_what_others_wrote_into_the_record_harms_nobody(server: Server, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -222,6 +223,18 @@ def test_a_node_s_ranks_fetch_it_once(bucket: Bucket, monkeypatch: pytest.Monkey
     start(monkeypatch, 1)
     found = ddpjob_report.restore_checkpoint()
     assert found is not None and found.read_text() == "10"
+
+
+def test_a_folder_without_locks_is_named(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
+    start(monkeypatch, 1)
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with pytest.raises(OSError, match=r"must be on a file system that can lock files.*pod/\.ddpjob-fetch\.lock"):
+        ddpjob_report.restore_checkpoint()
+
+
+def without_locks(file: object, operation: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def test_what_was_fetched_in_part_before_a_kill_does_not_stay(

@@ -55,6 +55,7 @@ LISTINGS = 5
 _RECORD, _PART, _LOCK = OWN + "fetched.jsonl", OWN + "part-", OWN + "lock"
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 _Found = TypeVar("_Found")
@@ -114,6 +115,9 @@ class Fetch:
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise Unfit(f"the disk of {self._folder} is full: {error.strerror}") from None
+            if error.errno in _NO_LOCKS:
+                text = f"{self._folder}: {error.strerror}: its file system cannot lock files"
+                raise Unfit(f"{text}; storage.data.cache must be a folder on a disk of the Kubernetes node") from None
             if error.errno in _NOT_ALLOWED:
                 text = f"{error.filename or self._folder}: {error.strerror}"
                 raise Unfit(f"{text}; storage.data.cache must be a folder that the pods' user may write to") from None

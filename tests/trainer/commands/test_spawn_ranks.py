@@ -4,6 +4,7 @@ leave nothing behind.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -235,6 +236,18 @@ def test_places_of_ranks() -> None:
         "4",
     )
     assert second[init_method.INIT_METHOD] == "tcp://h:1"
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with (
+        pytest.raises(RendezvousError, match="No locks available; give a file on a file system that can lock files"),
+        spawn_ranks._own_file(spawn_ranks.Launch(2, init=f"file://{tmp_path / 'meet'}")),
+    ):
+        pass
 
 
 def test_a_file_in_use_and_a_stale_file_of_several_nodes_are_refused(tmp_path: Path) -> None:

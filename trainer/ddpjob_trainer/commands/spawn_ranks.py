@@ -230,6 +230,9 @@ def _own_file(launch: Launch) -> Iterator[None]:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RendezvousError(f"--init {launch.init}: another launch uses this file; give another one") from None
+        except OSError as error:
+            remedy = "give a file on a file system that can lock files, or tcp://HOST:PORT"
+            raise RendezvousError(f"--init {launch.init}: {lock}: {error.strerror}; {remedy}") from error
         if path.exists():
             if launch.nodes > 1:  # Another node's ranks may have opened it already.
                 raise RendezvousError(f"--init {launch.init}: the file is left over from an earlier launch; remove it")
