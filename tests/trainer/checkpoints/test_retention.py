@@ -177,6 +177,27 @@ def test_best_is_found_by_its_link_also_after_a_restart(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-000000050.pt"]
 
 
+def test_a_link_that_leads_nowhere_stops_no_removal(tmp_path: Path) -> None:
+    (tmp_path / "step-000000001.pt").symlink_to("gone")
+    folder = opened(tmp_path, keep=1)
+    for step in (2, 3):
+        save(folder, step)
+    assert [path.name for path in tmp_path.glob("step*")] == ["step-000000003.pt"]
+
+
+def test_a_folder_in_the_place_of_the_link_to_the_best_stops_no_removal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a copy of the folder has it that has followed the link."""
+    (tmp_path / "best.dcp").mkdir()
+    folder = opened(tmp_path, keep=1, keep_best=1, format=Format.DCP)
+    for step, accuracy in ((10, 0.4), (20, 0.8)):
+        save(folder, step, accuracy=accuracy)
+    assert [path.name for path in tmp_path.glob("step*")] == ["step-000000020.dcp"]
+    assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000020.dcp"
+    assert "best.dcp is no link and stays" in capsys.readouterr().err and not list(tmp_path.glob(".best*"))
+
+
 @pytest.mark.parametrize("later", [{"keep_best": 0}, {"keep_best": 1, "best_by": Metric.LOSS}])
 def test_no_mark_is_left_of_a_best_one_that_is_not_kept_any_more(tmp_path: Path, later: dict[str, Any]) -> None:
     """Loading and evaluating a folder follow the mark."""

@@ -56,6 +56,12 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
         temporary.symlink_to(best.name)
     except OSError:  # Some network file systems and object stores have no links; best.json names it there.
         return
+    if link.is_dir() and not link.is_symlink():  # A copy that has followed the link, as rsync --copy-links makes it.
+        temporary.unlink()
+        print(
+            f"warning: {link} is no link and stays: it may not be the best one; remove it", file=sys.stderr, flush=True
+        )
+        return
     temporary.rename(link)
     _unlink(folder, but=link)
 

@@ -93,7 +93,7 @@ class CheckpointIndex:
         try:
             metadata = dcp.read_metadata(path) if path.suffix == dcp.SUFFIX else torch_file.read_metadata(path)
             self._known[path] = Entry(step, path, metadata.epoch)
-        except CheckpointError:
+        except (CheckpointError, FileNotFoundError):  # The latter of a link that leads nowhere.
             self._known[path] = Entry(step, path, whole=False)
         return self._known[path]
 
