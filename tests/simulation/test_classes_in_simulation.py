@@ -153,6 +153,8 @@ async def test_a_job_that_was_created_suspended_and_is_resumed_without_its_class
     assert not s.pods and events(s) == ["Suspended", "ClassMissing"]
     platform_team_sets(s, h100=H100)
     await s.until_phase("Complete")
+    assert [event.message for event in s.cluster.events if event.reason == "Resumed"] == ["class h100 is applied"]
+    assert conditions(s)["Suspended"]["message"] == "class h100 is applied"
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])

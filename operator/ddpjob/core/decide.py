@@ -17,7 +17,7 @@ from ddpjob.core.failures.node_health import next_judgement
 from ddpjob.core.group import finished_while_ending, follow, record
 from ddpjob.core.plan.actions import notifications, plan_actions
 from ddpjob.core.plan.gang import is_outdated, with_placed, yields
-from ddpjob.core.plan.job_class import CLASS_REFUSED, class_fault, takes_class, with_class_applied
+from ddpjob.core.plan.job_class import CLASS_MISSING, CLASS_REFUSED, class_fault, takes_class, with_class_applied
 from ddpjob.core.plan.queue import drop_workloads, is_queued, queue_actions, waits_for, with_admitted, with_grant
 from ddpjob.core.plan.slots import can_replace, fits, new_generation, resized, with_rounds
 from ddpjob.core.plan.wind_down import complete, fail, has_leftovers, wind_down
@@ -201,6 +201,9 @@ def _begin(view: View) -> tuple[JobStatus, list[Event]]:
         before = status.condition(ConditionType.SUSPENDED)
         queued = before is not None and before.reason in QUEUED
         reason, why = "Resumed", "the job is in no queue" if queued else "runPolicy.suspend is false"
+        if before is not None and before.reason in (CLASS_MISSING, CLASS_REFUSED):
+            name = view.job.spec.class_name
+            why = f"class {name} is applied" if name else "the job names no class any more"
         if queued and status.queue is not None:
             reason, why = "Admitted", f"{status.queue.cluster_queue} has granted the quota"
         for kind in (ConditionType.SUSPENDED, ConditionType.RESTARTING):
