@@ -105,7 +105,12 @@ class _Commands(click.Group):
             near = [meant] if meant else difflib.get_close_matches(args[0], self.commands, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(self.commands)}"
             raise click.UsageError(f"no command {args[0]}{hint}")
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        arguments = [one for one in command.params if isinstance(one, click.Argument)] if command else []
+        kind = f"{rest[0]}/" if len(rest) > 1 and not rest[1].startswith("-") else ""
+        if kind in _KINDS and [(one.name, one.nargs) for one in arguments] == [("job", 1)]:
+            rest = rest[1:]  # kubectl get ddp NAME
+        return name, command, rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

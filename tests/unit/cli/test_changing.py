@@ -150,7 +150,8 @@ def test_names_may_stand_as_they_are_printed(
     assert called(monkeypatch, backend, "get", "ddpjob.ddpjob.io/j", "-o", "name") == 0
     assert called(monkeypatch, backend, "scale", capsys.readouterr().out.strip(), "3") == 0
     assert called(monkeypatch, backend, "get", "ddp/j", "-o", "name") == 0
-    assert "ddpjob.ddpjob.io/j\n" in capsys.readouterr().out
+    assert called(monkeypatch, backend, "get", "ddp", "j", "-o", "name") == 0
+    assert capsys.readouterr().out.endswith("ddpjob.ddpjob.io/j\n" * 2)
     deleted: list[str] = []
     monkeypatch.setattr(OneJob, "delete", lambda backend, name: deleted.append(name), raising=False)
     assert called(monkeypatch, backend, "delete", "ddpjob.ddpjob.io/j", "k") == 0
