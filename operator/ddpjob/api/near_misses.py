@@ -106,7 +106,13 @@ def as_type(path: str, wanted: Any, value: Any) -> str:
         return f"; write {meant}, without quotes"
     if wanted == "object" and isinstance(value, str):
         return _as_mapping(re.sub(r"\[[0-9]+\]$", "[]", path).rpartition(".")[2], value)
+    if wanted == "object" and isinstance(value, bool) and path in _SWITCHED_ON:
+        return f"; write {_SWITCHED_ON[path]}" if value else "; leave it out"
     return ""
+
+
+_SWITCHED_ON = {"spec.preflight": "{}", "spec.elastic": "{minNodes: 1}"}
+"""What others switch on by true."""
 
 
 _BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "y"), "true"), **dict.fromkeys(("false", "no", "off", "n"), "false")}
