@@ -1462,6 +1462,37 @@ def put_into_queue(c: Case, **labels: str) -> None:
     c.server.store.changed("DDPJob", body)
 
 
+def test_a_refused_deletion_of_a_queued_jobs_group_is_tried_again() -> None:
+    """Not only at the next event, which may be hours away."""
+
+    async def main() -> None:
+        async with case(serves_gangs=True, serves_queues=True) as c:
+            c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
+            put_into_queue(c)
+            await seen()
+            await c.reconcile()
+            judged(c, admitted=True, QuotaReserved="True", Admitted="True")
+            for _ in range(3):
+                await seen()
+                await c.reconcile()
+            assert c.pods() and list(c.server.store.all("PodGroup"))
+            c.server.faults = lambda method, path: (
+                Fault(403, reason="Forbidden", message="no") if method == "DELETE" and "podgroups" in path else None
+            )
+            judged(c, Evicted="True", PodsReady="True")
+            for _ in range(9):
+                await seen()
+                wake = await c.reconcile()
+            assert not c.pods() and (await c.job()).status.phase == "Queued"
+            assert len(list(c.server.store.all("PodGroup"))) == 1 and wake == BLOCKED_POLL
+            c.server.faults = lambda method, path: None
+            await asyncio.sleep(BLOCKED_POLL)
+            await c.reconcile()
+            assert not list(c.server.store.all("PodGroup"))
+
+    run(main())
+
+
 def judged(c: Case, *, admitted: bool = False, **states: str) -> Json:
     """The job's Workload after Kueue has set conditions, and with `admitted` the flavor `spot`."""
     (workload,) = c.server.store.all("Workload")

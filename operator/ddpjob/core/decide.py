@@ -131,7 +131,7 @@ def _queue(view: View) -> Decision:
         return decision
     actions = queue_actions(view.with_status(decision.status))
     blocked = view.world.rejections or not view.world.serves_queues
-    wake = BLOCKED_POLL if blocked else POLL if actions else None
+    wake = BLOCKED_POLL if blocked else POLL if actions else decision.wake
     return replace(decision, actions=(*decision.actions, *actions), wake=wake)
 
 
