@@ -1424,6 +1424,21 @@ def test_volcano_gets_groups_of_its_own_kind() -> None:
     run(main())
 
 
+def test_the_group_of_a_job_that_has_ended_goes_when_its_nodes_have_ended() -> None:
+    """It stayed until the job was deleted, which may be never."""
+
+    async def main() -> None:
+        async with case(serves_gangs=True) as c:
+            await c.reconcile()
+            c.finish("job")
+            for _ in range(4):
+                await seen()
+                await c.reconcile()
+            assert not list(c.server.store.all("PodGroup")) and c.pods() == ["job-0-0", "job-1-0"]
+
+    run(main())
+
+
 def test_a_group_that_its_pods_still_hold_is_deleted_once() -> None:
     async def main() -> None:
         async with case(serves_gangs=True) as c:

@@ -172,6 +172,7 @@ class KubernetesCluster:
                 deletion_refused=self._deletion_refused(job, pods),
                 key_mark=self.platform.key_mark,
                 hosts=self.caches.hosts.hosts,
+                gangs=self.caches.gangs(job),
                 workloads=self.caches.workloads(job),
             )
             return Observation(job, self._with_notifications(job, world))

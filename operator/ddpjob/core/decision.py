@@ -83,7 +83,7 @@ class DeletePod:
 
 @dataclass(frozen=True)
 class DeleteGang:
-    """Delete the PodGroup of an earlier generation, with its uid as a precondition."""
+    """Delete the PodGroup of an earlier generation or of a job that has ended, with its uid as a precondition."""
 
     name: str
     uid: str

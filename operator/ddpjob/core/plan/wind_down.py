@@ -15,6 +15,7 @@ from ddpjob.core.decision import (
     POLL,
     Action,
     Decision,
+    DeleteGang,
     DeleteJob,
     DeletePod,
     Event,
@@ -94,8 +95,9 @@ def wind_down(view: View) -> Decision:
     quota, in_use = finish_workloads(view), any(may_run(p, now) for p in world.nodes())
     if not in_use:
         actions += quota
+        actions += [DeleteGang(name, uid) for name, uid in world.gangs.items() if uid]
     # What Kueue is to know may be refused for long, and so may the deletion of a pod.
-    soon = training or (in_use and quota) or any(not isinstance(action, MarkWorkload) for action in actions)
+    soon = training or (in_use and quota) or any(not isinstance(a, MarkWorkload | DeleteGang) for a in actions)
     wake = [POLL] if soon and not world.deletion_refused else [BLOCKED_POLL] if actions or soon else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:
