@@ -201,6 +201,17 @@ def test_the_chart_takes_the_taints_that_the_operator_takes(key: str) -> None:
         Settings.from_environment({"DDPJOB_OPERATOR_KEY": "k" * 16, "DDPJOB_OPERATOR_NODE_TAINTS": json.dumps([key])})
 
 
+@pytest.mark.parametrize(
+    ("repository", "taken"),
+    [("ghcr.io/ddpjob/operator", True), ("registry.example:5000/team/operator", True), ("operator", True),
+     ("ghcr.io/Owner/operator", False), ("host:5000/Team/operator", False), ("a:5000", False), ("a/b:1.2", False)],
+)  # fmt: skip
+def test_the_operators_image_is_one_that_a_kubelet_takes(repository: str, taken: bool) -> None:
+    """It takes no capitals behind the registry's name."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["image"]["properties"]["repository"]
+    assert bool(re.search(schema["pattern"], repository)) is taken
+
+
 MANY = ["n" * 60] * 20
 
 

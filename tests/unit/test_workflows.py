@@ -148,3 +148,12 @@ def test_pre_commit_runs_the_same_actionlint() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     [pinned] = [repo["rev"] for repo in hooks if repo["repo"].endswith("/actionlint")]
     assert f"github.com/rhysd/actionlint {pinned} " in (MODULE / "go.mod").read_text()
+
+
+def test_a_release_of_an_owner_with_capitals_pushes_to_names_without() -> None:
+    """Else it ends with "repository name must be lowercase" after all tests."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    for name in ("image", "chart"):
+        steps = [text for step in jobs[name]["steps"] for text in texts(step)]
+        first = next(number for number, text in enumerate(steps) if "REGISTRY" in text)
+        assert steps[first] == 'echo "REGISTRY=${REGISTRY,,}" >> "$GITHUB_ENV"'
