@@ -13,6 +13,7 @@ from ddpjob.api.merging import CLASS_FIELDS, with_class
 from ddpjob.api.schema import schema_of
 from ddpjob.controller.operator_settings import Settings, SettingsError
 from ddpjob.objects.platform import Platform
+from ddpjob.objects.pod_template import problems
 from ddpjob.objects.pods import build_node
 
 Json = dict[str, Any]
@@ -300,6 +301,19 @@ def test_fixed_variables_leave_others_to_the_job() -> None:
     spec = {"env": [{"name": "B", "value": "2"}]}
     assert problems_of(spec, given) == ()
     assert [e["name"] for e in taken(spec, given).spec.env] == ["B", "A"]
+
+
+@pytest.mark.parametrize("item", ["gpu", None, 3, [], {"name": [], "key": {}}])
+@pytest.mark.parametrize("field", ["tolerations", "volumes", "containers"])
+def test_a_list_with_items_of_another_shape_is_found_in_the_job_with_its_class(field: str, item: Any) -> None:
+    pod = {
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "volumes": [{"name": "data", "emptyDir": {}}],
+        "containers": [{"name": "trainer", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}],
+    }
+    template = {"spec": {field: [item]}}
+    job = taken({"image": "i", "podTemplate": template}, {"spec": {"podTemplate": {"spec": pod}}})
+    assert any(f"spec.podTemplate.spec.{field}[0]" in fault for fault in problems(job.spec.pod_template))
 
 
 @pytest.mark.parametrize("hostile", [{"spec": {"containers": 3}}, {"spec": []}, {"spec": {"containers": [3]}}])

@@ -37,6 +37,7 @@ _LIST_KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "resourceClaims": "name",
 }
+_KEYED = (*_LIST_KEYS, "tolerations")
 _TERMS = ("requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution")
 """Lists of affinity terms that all hold or all weigh: the overlay's come after the base's own."""
 
@@ -107,13 +108,16 @@ def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
 def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
     """A new object: mappings merge, keyed lists merge by key, affinity terms add up, everything else is replaced.
 
-    What the overlay does not name is shared with `base`.
+    What the overlay does not name is shared with `base`. A list with items that have no key, as a user may write it,
+    replaces the other one: its faults are found in the result.
     """
     merged = dict(base)
     for field, value in overlay.items():
         old = merged.get(field)
         if isinstance(old, dict) and isinstance(value, Mapping):
             merged[field] = merge(old, value)
+        elif field in _KEYED and not (_has_keys(old, field) and _has_keys(value, field)):
+            merged[field] = deepcopy(value)
         elif isinstance(old, list) and isinstance(value, list) and field == "tolerations":
             merged[field] = [item for item in old if not _answered(item, value)] + deepcopy(value)
         elif isinstance(old, list) and isinstance(value, list) and field in _TERMS:
@@ -123,6 +127,13 @@ def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
         else:
             merged[field] = deepcopy(value)
     return merged
+
+
+def _has_keys(value: Any, field: str) -> bool:
+    """Whether a list holds mappings only, whose keys can be compared."""
+    key = _LIST_KEYS.get(field, "key")
+    items = value if isinstance(value, list) else (None,)
+    return all(isinstance(item, Mapping) and not isinstance(item.get(key), list | Mapping) for item in items)
 
 
 def _answered(toleration: Json, given: list[Json]) -> bool:
