@@ -241,6 +241,23 @@ async def test_scaling_keeps_the_pods_and_the_generation() -> None:
     assert s.status["restarts"]["counted"] == 0
 
 
+@pytest.mark.parametrize("command", [False, True], ids=["script", "command"])
+async def test_a_job_that_waits_for_room_restarts_nothing_when_it_is_made_smaller(command: bool) -> None:
+    s = Simulation({"nodes": 3, **({"script": None, "command": ["train"]} if command else {})}, steps=1000)
+    if command:
+        del s.spec["script"]
+    s.machines.capacity = 1
+    await passes(s, 20, 1)
+    s.change_spec({"nodes": 2})
+    await passes(s, 20, 1)
+    assert s.phase == "Starting" and "Restarting" not in conditions(s)
+    assert conditions(s)["Scheduled"]["reason"] == "Unschedulable"
+    s.machines.capacity = 2
+    await s.until_phase("Running")
+    await passes(s, 10, 1)
+    assert "Restarting" not in conditions(s) and reasons(s) == []
+
+
 class DeafCluster(MemoryCluster):
     """The coordinator does not get the first messages."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from ddpjob_runtime.protocol import MemberState
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_classes import lacks_class
@@ -21,7 +21,7 @@ from ddpjob.core.plan.job_class import CLASS_MISSING, CLASS_REFUSED, class_fault
 from ddpjob.core.plan.queue import drop_workloads, is_queued, queue_actions, waits_for, with_admitted, with_grant
 from ddpjob.core.plan.slots import can_replace, fits, new_generation, resized, with_rounds
 from ddpjob.core.plan.wind_down import complete, fail, has_leftovers, wind_down
-from ddpjob.core.status.conditions import QUEUED, with_condition, with_phase, without_condition
+from ddpjob.core.status.conditions import GROUP_RESTARTS, QUEUED, with_condition, with_phase, without_condition
 from ddpjob.core.status.describe import deletion_refused, describe, preflight_passed
 from ddpjob.core.status.events import change_events, restart_events
 from ddpjob.core.status.messages import count, event_text
@@ -243,8 +243,7 @@ def _laid_out(view: View) -> tuple[JobStatus, list[Event]]:
         return _resize(view)
     if suspended:
         return new_generation(view), []
-    view = view.with_status(record(view.status, [_planned(view, cause, message)]))
-    return new_generation(view), [Event(False, cause, message)]
+    return new_generation(_restarted(view, cause, message)), [Event(False, cause, message)]
 
 
 def _change(view: View) -> tuple[Cause, str]:
@@ -267,8 +266,19 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
     going = {pod.name for pod in view.pods[job.spec.pods :] if pod is not None}
     trains = any(member.pod in going and member.state is MemberState.RUNNING for member in members)
     if job.spec.nodes < status.rendezvous.nodes or trains:
-        view = view.with_status(record(status, [_planned(view, Cause.SCALED, message)]))
+        view = _restarted(view, Cause.SCALED, message)
     return resized(view), [Event(False, Cause.SCALED, message)]
+
+
+def _restarted(view: View, cause: Cause, message: str) -> View:
+    """With a restart that is made on purpose. A job that waits for its first group, as for room, restarts nothing."""
+    status, report = view.status, view.report
+    running = status.condition(ConditionType.RUNNING)
+    formed = running is not None and (running.status or running.reason == GROUP_RESTARTS)
+    formed = formed or (report is not None and report.state != CoordinatorState.FORMING)
+    if not formed and not status.holds(ConditionType.RESTARTING):
+        return view
+    return view.with_status(record(status, [_planned(view, cause, message)]))
 
 
 def _new_size(view: View) -> str:
