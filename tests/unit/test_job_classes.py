@@ -169,6 +169,13 @@ def test_pod_templates_merge_as_kubernetes_does() -> None:
     assert {None, "gpu", "spot"} <= set(keys)
 
 
+def test_a_volume_of_another_source_replaces_the_classs() -> None:
+    given = {"podTemplate": {"spec": {"volumes": [{"name": "s", "emptyDir": {}}, {"name": "t", "emptyDir": {}}]}}}
+    mine = [{"name": "s", "persistentVolumeClaim": {"claimName": "c"}}, {"name": "t", "emptyDir": {"sizeLimit": "1Gi"}}]
+    merged = with_class({"podTemplate": {"spec": {"volumes": mine}}}, given)
+    assert merged["podTemplate"]["spec"]["volumes"] == mine
+
+
 def test_a_queue_of_the_class_is_that_of_jobs_without_a_label() -> None:
     label = {"kueue.x-k8s.io/queue-name": "mine"}
     given = {"spec": {"image": "i"}, "queue": "gpus"}

@@ -123,7 +123,7 @@ def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
         elif isinstance(old, list) and isinstance(value, list) and field in _TERMS:
             merged[field] = [*old, *deepcopy(value)]
         elif isinstance(old, list) and isinstance(value, list) and field in _LIST_KEYS:
-            merged[field] = _merge_list(old, value, _LIST_KEYS[field], whole=field == "env")
+            merged[field] = _merge_list(old, value, field)
         else:
             merged[field] = deepcopy(value)
     return merged
@@ -141,17 +141,25 @@ def _answered(toleration: Json, given: list[Json]) -> bool:
     return any(t.get("key") == toleration.get("key") for t in given)
 
 
-def _merge_list(old: list[Json], new: list[Json], key: str, *, whole: bool) -> list[Json]:
-    """`whole`: an item of the overlay replaces the one of its key, as a variable's value does another's valueFrom."""
-    merged = list(old)
+def _merge_list(old: list[Json], new: list[Json], field: str) -> list[Json]:
+    merged, key = list(old), _LIST_KEYS[field]
     positions = {_key_of(item, key): position for position, item in enumerate(merged)}
     for item in new:
         position = positions.get(_key_of(item, key))
         if position is None:
             merged.append(deepcopy(item))
         else:
+            whole = _replaces(merged[position], item, field)
             merged[position] = deepcopy(item) if whole else merge(merged[position], item)
     return merged
+
+
+def _replaces(old: Json, new: Json, field: str) -> bool:
+    """Whether the overlay's item replaces the one of its key: a variable's value another's valueFrom, and a volume's
+    source another one, since neither can have both.
+    """
+    sources = new.keys() - {"name"}
+    return field == "env" or (field == "volumes" and bool(sources) and sources.isdisjoint(old))
 
 
 def _key_of(item: Json, key: str) -> Any:
