@@ -332,6 +332,23 @@ async def test_a_label_that_is_removed_lets_the_job_run() -> None:
     assert not kueue.workloads()
 
 
+async def test_what_runs_keeps_its_quota_when_its_label_is_removed() -> None:
+    s, kueue = queued(steps=10**6)
+    await s.until_phase("Running")
+    s.job_body["metadata"]["labels"] = {}
+    s.change_spec({"nodes": 3})
+    await passes(s, 10)
+    assert kueue.using() == 2 and s.status["nodes"]["ready"] == 2, "nobody else is granted what it uses"
+    assert conditions(s)["Admitted"]["message"].endswith("was removed: it asks for no other quota")
+    kueue.evict()
+    await s.until(lambda: not kueue.workloads(), limit=60)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["ready"] == 3)
+    assert "Admitted" not in conditions(s) and "Evicted" in events(s)
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await passes(s, 60)
+    assert s.phase == "Suspended" and not s.status.get("queue")
+
+
 async def test_without_kueue_a_job_in_a_queue_waits_and_says_so() -> None:
     s, kueue = queued(steps=1000)
     s.cluster.serves_queues = False

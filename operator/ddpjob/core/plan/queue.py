@@ -26,6 +26,7 @@ _NOT_SERVED = (
     "the job's label names queue {}, and the operator finds no Workloads in this cluster (kueue.x-k8s.io/v1beta2, of "
     "Kueue 0.15 or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
 )
+_NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed: it asks for no other quota"
 
 
 def shape_of(job: DDPJob) -> str:
@@ -46,12 +47,13 @@ def is_queued(view: View) -> bool:
     """Whether a queue decides when the job runs.
 
     A label that is added to a job that runs without a queue has an effect when the job is suspended: what trains is
-    not ended for it.
+    not ended for it. So has one that is removed: what trains keeps its quota, which others would be granted.
     """
     status = view.status
-    if not view.job.queue or view.world.serves_queues is None:
+    if view.world.serves_queues is None:
         return False
-    return status.queue is not None or not status.slots or status.holds(ConditionType.SUSPENDED)
+    begins = bool(view.job.queue) and (not status.slots or status.holds(ConditionType.SUSPENDED))
+    return status.queue is not None or begins
 
 
 def _holding(view: View) -> WorkloadView | None:
@@ -82,6 +84,8 @@ def with_grant(view: View) -> View:
 def waits_for(view: View) -> tuple[str, str]:
     """Reason and message of a job that waits in its queue."""
     job, world = view.job, view.world
+    if not job.queue:
+        return QUEUE_WAITS, _NO_LABEL
     if not world.serves_queues:
         return QUEUE_NOT_SERVED, _NOT_SERVED.format(job.queue)
     if world.problems:
@@ -137,7 +141,7 @@ def queue_actions(view: View) -> list[Action]:
             actions.append(DeleteWorkload(workload.name, workload.uid))
         elif workload.evicted and workload.reserved:
             actions.append(ReleaseWorkload(workload.name, workload.uid))
-    if not world.problems and not any(workload.name == name for workload in world.workloads):
+    if job.queue and not world.problems and not any(workload.name == name for workload in world.workloads):
         actions.append(CreateWorkload(name, queue.workload if queue is not None else ""))
     if queue is not None and view.status.holds(ConditionType.RUNNING):
         running = "the group trains"
