@@ -257,7 +257,8 @@ def _shown(value: Any) -> str:
 
 
 def _quote_hint(expected: Any, value: Any) -> str:
-    return "; put it in quotes" if expected == "string" and isinstance(value, bool | int | float) else ""
+    quoted = float if isinstance(expected, list) else bool | int | float
+    return "; put it in quotes" if "string" in expected and isinstance(value, quoted) else ""
 
 
 def _near(name: str, known: Any) -> str:

@@ -79,6 +79,7 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
         volume = (spec.get("storage") or {}).get(kind) or {}
         yield from _name(volume.get("claimName"), f"spec.storage.{kind}.claimName")
         yield from _name(volume.get("secretName"), f"spec.storage.{kind}.secretName")
+        yield from _host_path(volume.get("hostPath"), f"spec.storage.{kind}.hostPath")
     yield from _claim_template(spec)
     for position, secret in enumerate(spec.get("imagePullSecrets") or ()):
         yield from _name(secret.get("name"), f"spec.imagePullSecrets[{position}].name")
@@ -147,6 +148,11 @@ def _name(name: Any, path: str) -> Iterator[Problem]:
         yield Problem(path, f"{name!r} is not the name of an object: lower-case letters, digits, '-' and '.'{hint}")
 
 
+def _host_path(path: Any, at: str) -> Iterator[Problem]:
+    if ".." in str(path or "").split("/"):
+        yield Problem(at, f"{path} contains '..', which no pod may name; write the folder itself")
+
+
 def _resources(resources: Mapping[str, Any], path: str) -> Iterator[Problem]:
     for kind in ("requests", "limits"):
         for name, value in (resources.get(kind) or {}).items():
@@ -195,6 +201,7 @@ def _pod(pod: Json, *, whole: bool) -> Iterator[Problem]:
         elif name in volumes:
             yield Problem(f"{at}.name", f"{name} is the name of another volume; choose another")
         volumes.add(name)
+        yield from _host_path((volume.get("hostPath") or {}).get("path"), f"{at}.hostPath.path")
         limit = (volume.get("emptyDir") or {}).get("sizeLimit")
         if limit is not None:
             yield from _quantity(limit, f"{at}.emptyDir.sizeLimit")

@@ -50,6 +50,7 @@ REFUSED = {
     "16GB": (in_spec("resources: {limits: {memory: 16GB}}"), "did you mean 16Gi or 16G?"),
     "4 cores": (in_spec("resources: {limits: {cpu: 4 cores}}"), "did you mean 4?"),
     "5m": (in_spec("recovery: {hangAfterSeconds: 5m}"), "must be an integer, not a string ('5m'); write 300 ("),
+    "half": (in_spec("resources: {requests: {cpu: 0.5}}"), "not a number (0.5); put it in quotes ("),
     "24h": (in_spec("runPolicy: {activeDeadlineSeconds: 24h}"), "write 86400"),
     "args": (in_spec("args: '--epochs=10 --lr 0.1'"), 'write ["--epochs=10", "--lr", "0.1"]'),
     "command": (JOB.replace("script: b.py", "command: torchrun x.py"), 'write ["torchrun", "x.py"]'),
@@ -108,6 +109,14 @@ REFUSED = {
     ),
     "priority": (in_spec("scheduling: {priorityClassName: High Prio}"), "did you mean high-prio?"),
     "claim": (in_spec("storage: {checkpoints: {claimName: My_Claim}}"), "did you mean my-claim?"),
+    "a way back": (
+        in_spec("storage: {data: {hostPath: /data/../other}}"),
+        "spec.storage.data.hostPath: /data/../other contains '..', which no pod may name; write the folder itself",
+    ),
+    "a volume's way back": (
+        JOB + TEMPLATE % "volumes: [{name: a, hostPath: {path: /data/..}}]",
+        "spec.podTemplate.spec.volumes[0].hostPath.path: /data/.. contains '..'",
+    ),
     "one node's claim": (
         making_claim("accessModes: [ReadWriteOnce]"),
         "claimTemplate.spec.accessModes: a claim with ReadWriteOnce serves one Kubernetes node, and the job has 2 pods",
