@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ddpjob.api.job import QUEUE_LABEL
+from ddpjob.api.job import PRIORITY_LABEL, QUEUE_LABEL
 
 from . import test_crashes as crashes
 from .kueue import Kueue
@@ -300,6 +300,29 @@ async def test_a_queue_is_chosen_again_while_the_job_waits() -> None:
     await passes(s, 5)
     [workload] = kueue.workloads().values()
     assert workload["spec"]["queueName"] == "other"
+
+
+@pytest.mark.parametrize("changed", [QUEUE_LABEL, PRIORITY_LABEL, "scheduling"])
+async def test_a_job_that_resumes_while_its_pods_end_asks_for_what_was_changed(changed: str) -> None:
+    s, kueue = queued(steps=10**6)
+    if changed == "scheduling":
+        del s.job_body["metadata"]["labels"][PRIORITY_LABEL]
+    await s.until_phase("Running")
+    [first] = kueue.workloads().values()
+    s.change_spec({"runPolicy": {"suspend": True}})
+    await s.one_pass()
+    assert any(not p.ended for p in s.nodes())
+    if changed == "scheduling":
+        s.change_spec({"scheduling": {"priorityClassName": "other"}})
+    else:
+        s.job_body["metadata"]["labels"][changed] = "other"
+    s.change_spec({"runPolicy": {"suspend": False}})
+    await s.one_pass()
+    await s.until_phase("Running")
+    [workload] = kueue.workloads().values()
+    assert workload["metadata"]["uid"] != first["metadata"]["uid"]
+    asked = workload["spec"]["queueName"], workload["spec"]["priorityClassRef"]["name"]
+    assert asked[changed != QUEUE_LABEL] == "other" and s.status["restarts"]["total"] == 0
 
 
 async def test_it_is_the_queue_that_had_granted_the_quota_that_takes_it_back() -> None:

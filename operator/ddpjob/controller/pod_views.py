@@ -121,10 +121,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
     return WorkloadView(
         name=meta["name"],
         uid=meta["uid"],
-        asks=(
-            str(spec.get("queueName", "")),
-            str(priority.get("name", "")) if priority.get("kind") == "WorkloadPriorityClass" else "",
-        ),
+        asks=(str(spec.get("queueName", "")), str(priority.get("name", ""))),
         shape=str((meta.get("labels") or {}).get(LABEL_SHAPE, "")),
         reserved="QuotaReserved" in held,
         admitted=grant is not None,

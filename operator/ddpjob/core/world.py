@@ -329,7 +329,7 @@ class WorkloadView:
     name: str
     uid: str
     asks: tuple[str, str] = ("", "")
-    """LocalQueue and WorkloadPriorityClass."""
+    """LocalQueue, and WorkloadPriorityClass or PriorityClass."""
     shape: str = ""
     """The mark of what its pods need each, see `core.plan.queue`."""
     reserved: bool = False

@@ -66,6 +66,7 @@ def _holding(view: View) -> WorkloadView | None:
         for w in view.world.workloads
         if w.admitted and not (w.evicted or w.leaving) and (not w.finished or (w.finished == REPLACED and pending))
         if w.shape == shape and w.grant is not None and w.grant.pods >= least
+        if view.status.queue is not None or w.asks == _asks(job)  # What the user changes has an effect on what begins.
     ]
     return min(usable, key=lambda w: (bool(w.finished), w.name != name), default=None)
 
@@ -154,7 +155,7 @@ def queue_actions(view: View) -> list[Action]:
 
 
 def _asks(job: DDPJob) -> tuple[str, str]:
-    return job.queue, job.queue_priority
+    return job.queue, job.queue_priority or job.spec.scheduling.priority_class_name or ""
 
 
 def drop_workloads(view: View) -> list[Action]:
