@@ -176,6 +176,16 @@ def test_a_volume_of_another_source_replaces_the_classs() -> None:
     assert merged["podTemplate"]["spec"]["volumes"] == mine
 
 
+def test_a_probe_of_another_kind_replaces_the_classs() -> None:
+    def sidecar(probe: dict[str, Any]) -> dict[str, Any]:
+        return {"podTemplate": {"spec": {"containers": [{"name": "s", "livenessProbe": probe}]}}}
+
+    http, command = {"httpGet": {"port": 80}, "periodSeconds": 5}, {"exec": {"command": ["true"]}}
+    for mine, found in ((command, command | {"periodSeconds": 5}), ({"periodSeconds": 9}, http | {"periodSeconds": 9})):
+        merged = with_class(sidecar(mine), sidecar(http))
+        assert merged["podTemplate"]["spec"]["containers"] == [{"name": "s", "livenessProbe": found}]
+
+
 def test_a_queue_of_the_class_is_that_of_jobs_without_a_label() -> None:
     label = {"kueue.x-k8s.io/queue-name": "mine"}
     given = {"spec": {"image": "i"}, "queue": "gpus"}

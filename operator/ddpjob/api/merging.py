@@ -38,6 +38,9 @@ _LIST_KEYS = {
     "resourceClaims": "name",
 }
 _KEYED = (*_LIST_KEYS, "tolerations")
+_HANDLED = ("livenessProbe", "readinessProbe", "startupProbe", "preStop", "postStart")
+_HANDLERS = {"exec", "httpGet", "tcpSocket", "grpc", "sleep"}
+"""What a probe or a hook has one of."""
 _TERMS = ("requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution")
 """Lists of affinity terms that all hold or all weigh: the overlay's come after the base's own."""
 
@@ -115,7 +118,8 @@ def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
     for field, value in overlay.items():
         old = merged.get(field)
         if isinstance(old, dict) and isinstance(value, Mapping):
-            merged[field] = merge(old, value)
+            others = _HANDLERS - value.keys() if field in _HANDLED and _HANDLERS & value.keys() else ()
+            merged[field] = merge({name: kept for name, kept in old.items() if name not in others}, value)
         elif field in _KEYED and not (_has_keys(old, field) and _has_keys(value, field)):
             merged[field] = deepcopy(value)
         elif isinstance(old, list) and isinstance(value, list) and field == "tolerations":
