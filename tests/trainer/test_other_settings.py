@@ -61,6 +61,14 @@ def test_fewer_epochs_than_were_trained(tmp_path: Path, capfd: pytest.CaptureFix
     assert "resuming" not in output and "epoch 2/2: test" in output and "done: 2 epochs, 16 steps" in output, output
 
 
+def test_an_epoch_that_was_not_to_be_evaluated_is_not_evaluated_with_weights_of_the_next(tmp_path: Path) -> None:
+    keys = [*TINY, "train.epochs=4", f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(1, [*keys, "train.eval_every=4"], prepare=stop_at(20))] == [75]
+    good(1, [*keys, "train.eval_every=1"])
+    evaluated = [(row["epoch"], row["step"]) for row in metrics(tmp_path / "run", "eval")]
+    assert evaluated == [(3, 24), (4, 32)], "8 steps an epoch: step 20 is within the third"
+
+
 def test_a_checkpoint_of_an_earlier_version_continues(tmp_path: Path) -> None:
     """It holds numbers of the schedule, which was in steps, and lacks keys that came later."""
     keys = [*TINY, "model.norm=batch", f"checkpoint.dir={tmp_path}"]

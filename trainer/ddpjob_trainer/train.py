@@ -460,8 +460,10 @@ class Trainer:
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate after the last complete epoch if that is due; returns whether all ranks agreed to stop."""
-        complete = self.sampler.state.epoch
-        due = complete % self.config.train.eval_every == 0 or complete == self.config.train.epochs
+        complete, epochs = self.sampler.state.epoch, self.config.train.epochs
+        # Within the next epoch, at a resume with another train.eval_every, the weights are no longer this one's.
+        passed = self.sampler.state.consumed > 0 and complete < epochs
+        due = (complete % self.config.train.eval_every == 0 and not passed) or complete == epochs
         if complete == 0 or complete <= self.epochs_evaluated or not due:
             return False
         strategy = self.strategy
