@@ -118,6 +118,16 @@ def test_a_weight_without_a_gradient_is_refused_before_the_first_update(own: str
     good(2, [*keys, "model.freeze=old.weight,old.bias"])
 
 
+def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_any_number_of_ranks(own: str, tmp_path: Path) -> None:
+    """On several ranks it was decayed, which one rank does not do."""
+    keys = [*TINY, f"model.name={own}:idle", "ddp.ordered=true", "data.micro_batches=4", "optim.weight_decay=0.1"]
+    weights = []
+    for world in (1, 2):
+        good(world, [*keys, f"checkpoint.dir={tmp_path / str(world)}"])
+        weights.append(torch.load(tmp_path / str(world) / "step-000000016.pt", weights_only=True)["model"])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
 def test_a_parameter_without_a_dimension_cannot_be_sharded(strategy: str, own: str, tmp_path: Path) -> None:
     if strategy == "deepspeed":

@@ -98,19 +98,23 @@ class Ddp(Strategy):
             return losses
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         own: list[tuple[int, torch.Tensor]] = []
+        weights = list(self.model.parameters())
         for micro, batch in micro_batches:
             total += self.backward_one(micro, batch, count)
             if micro.counts:
-                own.append((micro.number, flat_gradients(self.model.parameters())))
+                found = torch.tensor([float(weight.grad is not None) for weight in weights], device=self.device)
+                own.append((micro.number, torch.cat([flat_gradients(weights), found])))
             self.optimizer.zero_grad(set_to_none=True)
             self.model.zero_grad(set_to_none=True)
         self.statistics.exchange()
-        weights = list(self.model.parameters())
-        first, *others = ordered_parts(own, sum(weight.numel() for weight in weights), weights[0], self.group)
+        first, *others = ordered_parts(own, sum(weight.numel() + 1 for weight in weights), weights[0], self.group)
         summed = first.clone()
         for part in others:
             summed += part
-        set_gradients(weights, summed)
+        set_gradients(weights, summed[: -len(weights)])
+        for weight, found_by in zip(weights, summed[-len(weights) :].tolist(), strict=True):
+            if not found_by:  # As on one rank: a gradient of zero would let the optimizer decay it.
+                weight.grad = None
         return total
 
     def _check_gradients(self) -> None:
