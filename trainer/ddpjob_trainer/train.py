@@ -39,6 +39,7 @@ from ddpjob_trainer.model.models import (
     build_model,
     check_image_size,
     explaining_image_size,
+    is_own,
     is_tied_to_micro_batches,
     needs_two_samples,
 )
@@ -161,6 +162,8 @@ class Trainer:
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         self._check_data()
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
+        if is_own(config.model):  # Which may draw from a generator that nobody has seeded.
+            group.broadcast_tensors([*model.parameters(), *model.buffers()])
         self._erasers = erasers(config.data, data.shape)
         tied = is_tied_to_micro_batches(model)
         with self._explaining_image_size():

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from ddpjob_trainer import train
 from ddpjob_trainer.config.sections import ModelConfig
+from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.models import build_model, is_tied_to_micro_batches
 from ddpjob_trainer.model.shared_parts import can_be_shared
@@ -19,6 +21,7 @@ from ranks import TINY, final_losses, good, metrics, run, stop_at
 from torch import nn
 
 SOURCE = '''
+import numpy as np
 import torch
 from torch import nn
 
@@ -65,6 +68,23 @@ class Scaled(Net):
 
 def scaled(shape, classes):
     return Scaled(shape, classes)
+
+
+class Projected(Net):
+    """On directions that it draws from generators of numpy's, the global one and one of its own, which nobody seeds."""
+
+    def __init__(self, shape, classes):
+        super().__init__(shape, classes)
+        for name, draw in (("kept", np.random), ("mixed", np.random.default_rng())):
+            self.register_buffer(name, torch.from_numpy(draw.random(classes) > 0.5), persistent=False)
+        self.register_buffer("turned", torch.from_numpy(draw.random((classes, classes))).float().t())
+
+    def forward(self, images):
+        return super().forward(images) @ getattr(self, "turned", torch.eye(10))
+
+
+def projected(shape, classes):
+    return Projected(shape, classes)
 
 
 def nothing(shape, classes):
@@ -118,6 +138,33 @@ def test_a_weight_without_a_gradient_is_refused_before_the_first_update(own: str
     good(2, [*keys, "model.freeze=old.weight,old.bias"])
 
 
+@pytest.mark.parametrize("key", ["ddp.ordered=true", "strategy=fsdp"])
+def test_what_it_draws_by_itself_is_the_same_on_all_ranks(key: str, own: str, tmp_path: Path) -> None:
+    """DDP sends rank 0's weights to all; elsewhere each rank trained a model of its own, without a word."""
+    folder = tmp_path / "values"
+
+    def note(rank: int) -> None:
+        evaluate = train.Trainer._evaluate_if_due
+
+        def and_save(self: train.Trainer) -> bool:
+            model = self.strategy.model
+            values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            whole = {name: value.detach() for name, value in values.items() if not is_sharded(value)}
+            torch.save(whole, folder / f"{self.step}-{rank}.pt")
+            return evaluate(self)
+
+        train.Trainer._evaluate_if_due = and_save  # type: ignore[method-assign]
+
+    folder.mkdir()
+    keys = [*TINY, f"model.name={own}:projected", "data.micro_batches=2", "train.epochs=1", key]
+    good(2, [*keys, f"checkpoint.dir={tmp_path}"], prepare=note)
+    assert len(list(folder.iterdir())) == 4
+    for step in (0, 8):
+        one, other = (torch.load(folder / f"{step}-{rank}.pt", weights_only=True) for rank in range(2))
+        assert {"kept", "mixed", "turned"} < one.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one), step
+
+
 def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_any_number_of_ranks(own: str, tmp_path: Path) -> None:
     """On several ranks it was decayed, which one rank does not do."""
     keys = [*TINY, f"model.name={own}:idle", "ddp.ordered=true", "data.micro_batches=4", "optim.weight_decay=0.1"]
@@ -142,6 +189,8 @@ def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: 
     assert not can_be_shared(model), "each of which one rank takes as a whole"
     again = build_model(ModelConfig(name=f"{own}:net"), (1, 8, 8), 10, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    drawn = [build_model(ModelConfig(name=f"{own}:projected"), (1, 8, 8), 10, seed).kept for seed in (3, 3, 4)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
 
 @pytest.mark.parametrize(
@@ -151,6 +200,10 @@ def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: 
         ("torchvison:resnet18", r"No module named 'torchvison'; did you mean torchvision:resnet18\?"),
         ("somebodys_models:nett", r"has no function 'nett'; did you mean somebodys_models:net\?"),
         ("somebodys_models:nothing", r"it returned str; return a torch.nn.Module from function\(shape, classes\)"),
+        (
+            "somebodys_models:lazy",
+            r"1.weight has no shape before the first forward pass .*; call the model once before",
+        ),
         ("timm:resnet18", r"timm cannot be imported .*; pip install timm"),
         ("smallcnn", r"write small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),
     ],

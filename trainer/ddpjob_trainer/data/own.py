@@ -7,9 +7,8 @@ the same on any number of ranks, in whatever worker process.
 from __future__ import annotations
 
 import operator
-import random
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -20,7 +19,7 @@ from torch.utils.data import TensorDataset
 from ddpjob_trainer.config.sections import DataConfig
 from ddpjob_trainer.data.dataset import Batch, DataSet, Targets, fingerprint
 from ddpjob_trainer.data.pool import Pool, Request
-from ddpjob_trainer.data.randomness import derive
+from ddpjob_trainer.data.randomness import derive, drawn
 from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.own_functions import load_function
 
@@ -171,7 +170,7 @@ class OwnData(DataSet):
     def _read_one(self, name: str, number: int, epoch: int) -> Pair:
         """One sample, converted. What it draws follows from the epoch (test: from nothing) and its number."""
         each = self._sets[_SETS.index(name)]
-        with _drawn(derive(self._config.seed, epoch if name == "train" else _TEST, number)):
+        with drawn(derive(self._config.seed, epoch if name == "train" else _TEST, number)):
             found = each[number := number % len(each)]  # Of a version of a sample (data.repeats) the sample's.
         if not isinstance(found, tuple | list) or len(found) != 2:
             shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, Sized) else type(found).__name__
@@ -269,18 +268,3 @@ def _whole(value: Any) -> int:
         return operator.index(value)
     except (TypeError, RuntimeError):
         return 0
-
-
-@contextmanager
-def _drawn(key: int) -> Iterator[None]:
-    """Draws from the global generators follow from `key`; afterwards the generators continue as before."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])

@@ -5,6 +5,10 @@ splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -81,3 +85,18 @@ def seed_torch(seed: int, device: torch.device) -> None:
         module = torch.get_device_module(device)
         with module.device(device):  # Else the current device's generator, which may be another.
             module.manual_seed(seed)
+
+
+@contextmanager
+def drawn(key: int) -> Iterator[None]:
+    """What Python's, numpy's and torch's global generators draw follows from `key`; later they continue as before."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])

@@ -76,10 +76,16 @@ class Group:
         return buffer.numpy().tobytes()
 
     def broadcast_tensors(self, tensors: list[torch.Tensor], source: int = 0) -> None:
-        """Rank `source`'s tensors, in place on every rank; on their own device."""
-        if self.world > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, group=self.process_group, group_src=source)
+        """Rank `source`'s tensors, of any format and layout, in place on every rank; on their own device."""
+        if self.world == 1:
+            return
+        for tensor in tensors:
+            values = tensor.detach()
+            whole = values.contiguous()
+            sent = whole.flatten().view(torch.uint8)  # Of truth values gloo sends none.
+            dist.broadcast(sent, group=self.process_group, group_src=source)
+            if whole is not values:
+                values.copy_(whole)
 
     def send_begin(self, values: torch.Tensor, to: int) -> dist.Work:
         """Begin to send a contiguous tensor to rank `to` of this group; it must not change before `.wait()`."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.config.sections import ModelConfig, NormName
+from ddpjob_trainer.data.randomness import drawn
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 from ddpjob_trainer.own_functions import load_function
 
@@ -36,7 +37,8 @@ def build_model(
         )
     torch.manual_seed(seed)
     device = device or torch.device("cpu")
-    model = _network(config, shape, classes).to(device)
+    with drawn(seed):  # A function of the user's may draw from Python's and numpy's generators too.
+        model = _network(config, shape, classes).to(device)
     if config.zero_init_residual:
         for normalization in _last_normalizations(model, config, "zero_init_residual"):
             nn.init.zeros_(normalization.get_parameter("weight"))
