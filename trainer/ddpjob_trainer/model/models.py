@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import importlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ddpjob_trainer.config.sections import ModelConfig, NormName
 from ddpjob_trainer.data.randomness import drawn
@@ -295,6 +297,12 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
         raise ConfigError(
             f"model.name={name}: it returned {type(model).__name__}; return a torch.nn.Module from"
             " function(shape, classes), whose output for images (n, channels, height, width) is (n, classes)"
+        )
+    values = itertools.chain(model.named_parameters(), model.named_buffers())
+    if lazy := next((own for own, value in values if is_lazy(value)), None):
+        raise ConfigError(
+            f"model.name={name}: {lazy} has no shape before the first forward pass (torch's Lazy layers), so that no"
+            " checkpoint fits it; call the model once before you return it, such as model(torch.zeros(2, *shape))"
         )
     setattr(model, _OWN, True)
     return model
