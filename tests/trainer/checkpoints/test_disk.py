@@ -19,7 +19,7 @@ from ddpjob_trainer.checkpoints import folder, torch_file
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.distributed.process_group import Group
-from ddpjob_trainer.errors import CheckpointError, LedgerError
+from ddpjob_trainer.errors import CheckpointError, LedgerError, TrainingError
 from ddpjob_trainer.lifecycle.fence import Claim
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
 from ddpjob_trainer.reporting.ledger import Ledger
@@ -155,6 +155,13 @@ def test_the_metrics_log_of_a_full_disk_loses_lines_and_not_the_training(
     assert json.loads(lines[0])["step"] == 1 and json.loads(lines[-1])["step"] == 200
     broken = [line for line in lines if not line.endswith("}")]
     assert len(broken) <= 1, "a line that was cut stands alone"
+
+
+def test_metrics_that_cannot_be_continued_are_named(tmp_path: Path) -> None:
+    """Such as those of another user. Root may write all files, so that a folder stands for them."""
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(TrainingError, match=r"metrics.jsonl cannot be continued \(Is a directory\): .* train.run_dir"):
+        MetricsLog(tmp_path)
 
 
 ARGUMENTS = [*TINY, "checkpoint.every_steps=1", "checkpoint.every_epochs=0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from ddpjob_trainer.atomic_files import write_all
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import TrainingError
 from ddpjob_trainer.evaluation.accumulate import Evaluation
 from ddpjob_trainer.evaluation.result_files import FOLDER, EvaluationFiles
 from ddpjob_trainer.reporting.history import METRICS
@@ -75,11 +77,18 @@ class MetricsLog:
     """Appends JSON lines to RUN/metrics.jsonl, which survives restarts. `incarnations`: how many it records so far."""
 
     def __init__(self, run_dir: Path) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        """Raises TrainingError where the file that is there cannot be continued, as one of another user."""
         path = run_dir / METRICS
-        content = path.read_bytes() if path.exists() else b""
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            content = path.read_bytes() if path.exists() else b""
+            self._path, self._file = path, path.open("ab", buffering=0)
+        except OSError as error:
+            raise TrainingError(
+                f"{path} cannot be continued ({error.strerror}): make it readable and writable for uid {os.getuid()},"
+                " or set train.run_dir to another folder"
+            ) from error
         self.incarnations = content.count(b'{"event": "start"')
-        self._path, self._file = path, path.open("ab", buffering=0)
         self._truncated = bool(content) and not content.endswith(b"\n")  # A writer was killed within a line.
         self._warned = False
 
