@@ -70,6 +70,10 @@ def net(shape, outputs):
     return nn.Sequential(nn.Linear(shape[0], 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
+def normalized(shape, outputs):
+    return nn.Sequential(nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.Linear(8, outputs))
+
+
 def quantile(scores, targets):
     error = targets - scores
     return torch.maximum(0.9 * error, -0.1 * error).mean(1)
@@ -435,6 +439,10 @@ def test_a_sample_of_another_shape_is_named() -> None:
         ([REGRESSION, "optim.loss=mse", "eval.pr=exact"], r"eval.pr=exact: precision and recall are of classes"),
         ([REGRESSION, "optim.loss=mse", "model.name=small_cnn"], r"model.name=small_cnn: takes images"),
         ([REGRESSION, "optim.loss=somebodys_data:mean"], r"returned shape \(\) for 4 samples; return the loss of each"),
+        (  # 101 = 6 * 16 + 5.
+            [REGRESSION, "optim.loss=mse", "model.name=somebodys_data:normalized"],
+            r"a single sample, of which somebodys_data:normalized takes statistics of one value per channel; set",
+        ),
         ([TOKENS, "data.mixup=0.2"], r"data.mixup=0.2: blends inputs, and those of data.name=.*:tokens are whole"),
         ([TOKENS, "data.cutmix=1"], r"data.cutmix=1.0: takes a rectangle of images .* have the shape \(6,\); leave it"),
         ([TOKENS, "model.channels_last=true"], r"model.channels_last: a layout"),

@@ -662,9 +662,9 @@ class Trainer:
             return
         fitting = next((other for other in range(batch, 1, -1) if not single(other)), None)
         remedy = f"data.batch={fitting}" if fitting else "fewer data.micro_batches"
+        pixels = f" (images of {' x '.join(map(str, self.data.shape[1:]))})" if len(self.data.shape) == 3 else ""
         raise ConfigError(
             f"data.batch={batch}: an epoch of {size} samples has a step of {min(short)}, and one of its {parts}"
             f" micro-batches a single sample, of which {self.config.model.name} takes statistics of one value per"
-            f" channel (images of {' x '.join(map(str, self.data.shape[1:]))}); set {remedy}, or take a model that"
-            " normalizes each sample by itself"
+            f" channel{pixels}; set {remedy}, or take a model that normalizes each sample by itself"
         )
