@@ -91,6 +91,10 @@ def lazy(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
 
 
+def evaluating(shape, classes):
+    return Net(shape, classes).eval()
+
+
 def nothing(shape, classes):
     return "a model"
 
@@ -129,6 +133,16 @@ def test_it_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> 
     losses = [final_losses(tmp_path / folder / "run") for folder in ("alone", "walk")]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-4)
     assert len(losses[0]) == 16
+
+
+def test_a_model_in_evaluation_mode_trains_from_the_first_step_as_after_an_evaluation(own: str, tmp_path: Path) -> None:
+    """As models with weights of somebody's are returned. Its first epoch, and the rest of one after a restart, had
+    other statistics and no dropout.
+    """
+    for name in ("net", "evaluating"):
+        good(1, [*TINY, f"model.name={own}:{name}", "train.epochs=1", f"checkpoint.dir={tmp_path / name}"])
+    losses = [final_losses(tmp_path / name / "run") for name in ("net", "evaluating")]
+    assert losses[0] == losses[1]
 
 
 def test_a_weight_without_a_gradient_is_refused_before_the_first_update(own: str, tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
             " checkpoint fits it; call the model once before you return it, such as model(torch.zeros(2, *shape))"
         )
     setattr(model, _OWN, True)
-    return model
+    return model.train()  # As after each evaluation: a model with weights of somebody's is often in evaluation mode.
 
 
 def _convolution(inputs: int, outputs: int, norm: NormName) -> list[nn.Module]:
