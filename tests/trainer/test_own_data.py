@@ -74,6 +74,19 @@ def normalized(shape, outputs):
     return nn.Sequential(nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.Linear(8, outputs))
 
 
+def points(shape, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(shape)), 3))
+
+
+def length(scores, targets):
+    return (scores.norm(dim=1) - targets.reshape(-1)).square()
+
+
+def boxed(folder):
+    targets = (Y > 0).long()[:, :1]
+    return (X[:101], targets[:101]), (X[101:], targets[101:]), 2
+
+
 def quantile(scores, targets):
     error = targets - scores
     return torch.maximum(0.9 * error, -0.1 * error).mean(1)
@@ -456,6 +469,17 @@ def test_what_makes_no_sense_together_is_refused(keys: list[str], message: str, 
     model = [] if REGRESSION in keys else ["model.name=small_cnn"]
     with pytest.raises(ConfigError, match=message):
         train.run(config.load(None, [*KEYS, *model, *keys, f"checkpoint.dir={tmp_path / 'c'}"]))
+
+
+def test_an_own_loss_of_classes_needs_their_outputs_from_the_first_step(tmp_path: Path) -> None:
+    """The first evaluation refused other outputs, an epoch later. Of numbers of shape (1,) any are taken."""
+    keys = [*TINY, "model.name=somebodys_data:points", "optim.loss=somebodys_data:length", "train.epochs=1"]
+    (end,) = run(1, [*keys, f"checkpoint.dir={tmp_path / 'classes'}"])
+    assert "(200, 3) for 200 samples of 10 classes; give a model whose last layer has 10 outputs, or data" in end.error
+    assert not metrics(tmp_path / "classes" / "run", "step")
+    good(1, [*keys, "data.name=somebodys_data:boxed", f"checkpoint.dir={tmp_path / 'boxed'}"])
+    (row,) = metrics(tmp_path / "boxed" / "run", "eval")
+    assert row["loss"] > 0 and "accuracy" not in row
 
 
 def test_own_losses_binary_labels_and_the_command_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

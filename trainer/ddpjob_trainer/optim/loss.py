@@ -86,7 +86,7 @@ class Loss:
                 f"optim.loss={self.name}: the targets of data.name={data.name} are {targets.value}; set optim.loss to"
                 f" {', '.join([*fitting, 'package.module:function'])}"
             )
-        self._classes = classes if targets is Targets.CLASSES and self._own is None else 0
+        self._classes = classes if targets is Targets.CLASSES else 0
 
     def sum(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The losses of a micro-batch's samples, added up in float32. One that could not be read weighs nothing.
@@ -130,9 +130,10 @@ class Loss:
         if not isinstance(scores, torch.Tensor):
             raise TrainingError(f"the model returns {type(scores).__name__}; return a tensor of scores (n, classes)")
         if self._classes and scores.shape[1:] != (self._classes,):
+            other = ", or data whose targets have the shape (1,): an evaluation has the loss alone" if self._own else ""
             raise TrainingError(
                 f"the model's output has the shape {tuple(scores.shape)} for {len(scores)} samples of {self._classes}"
-                f" classes; give a model whose last layer has {self._classes} outputs"
+                f" classes; give a model whose last layer has {self._classes} outputs{other}"
             )
 
     def _checked(self, losses: object, count: int) -> torch.Tensor:
