@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,19 @@ def test_ranks_without_samples_take_part(tmp_path: Path) -> None:
 def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy: str, tmp_path: Path) -> None:
     ended = run(world, [*TINY, *keys, f"checkpoint.dir={tmp_path}"])
     assert all(end.code == 1 and remedy in end.error for end in ended), ended
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["train.accumulate=6"], "train.accumulate=6: makes 12 micro-batches of data.batch=8, .*; set it to 4, or"),
+        (["strategy=pipeline", "pipeline.micro_batches=9"], "pipeline.micro_batches=9: makes 9 .*; set it to 8, or"),
+    ],
+)
+def test_more_parts_than_samples_name_the_key_that_makes_them(keys: list[str], message: str, tmp_path: Path) -> None:
+    """The message had a number of data.micro_batches that nobody had set, and setting that was refused too."""
+    for end in run(2, [*TINY, "model.norm=batch", "data.batch=8", *keys, f"checkpoint.dir={tmp_path}"]):
+        assert re.match(f"ConfigError: {message} data.batch to", end.error), end
 
 
 def test_a_run_of_1_2_3_1_ranks_lies_on_the_undisturbed_curve(alone: Path, tmp_path: Path) -> None:

@@ -637,6 +637,13 @@ class Trainer:
                 f"data.batch={batch} cannot be divided among {parts} ranks: each needs at least one sample;"
                 f" set data.batch to {parts} or more, or start {batch} ranks"
             )
+        portions = self.strategy.portions
+        if micro_batches > batch and portions > 1 and not self.config.data.micro_batches:
+            key = "pipeline.micro_batches" if self.config.strategy is StrategyName.PIPELINE else "train.accumulate"
+            raise ConfigError(
+                f"{key}={portions}: makes {micro_batches} micro-batches of data.batch={batch}, with none for some; set"
+                f" it to {max(1, batch * portions // micro_batches)}, or data.batch to {micro_batches} or more"
+            )
         shared = self.sampler.dealing.passes(batch) > 0
         if (0 < micro_batches < parts and not shared) or micro_batches > batch:
             raise ConfigError(
