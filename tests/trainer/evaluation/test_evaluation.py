@@ -20,16 +20,17 @@ import ranks
 import torch
 import torch.distributed as dist
 from ddpjob_trainer.commands import evaluate_checkpoint
-from ddpjob_trainer.config.sections import EvalConfig, PrKind
-from ddpjob_trainer.data.dataset import Batch
+from ddpjob_trainer.config.sections import EvalConfig, OptimConfig, PrKind
+from ddpjob_trainer.data.dataset import Batch, Targets
 from ddpjob_trainer.data.sampler import DataShare
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from ddpjob_trainer.evaluation import curves
 from ddpjob_trainer.evaluation import evaluate as evaluate_module
-from ddpjob_trainer.evaluation.accumulate import Accumulator, Evaluation
+from ddpjob_trainer.evaluation.accumulate import Accumulator, Evaluation, open_accumulator
 from ddpjob_trainer.evaluation.evaluate import evaluate
 from ddpjob_trainer.lifecycle.signals import StopRequest
+from ddpjob_trainer.optim.loss import Loss
 
 EXACT = EvalConfig(pr=PrKind.EXACT)
 
@@ -162,6 +163,25 @@ def test_equal_to_scikit_learn_on_any_number_of_ranks(world: int) -> None:
         for own, theirs in zip([*first.of_class, first.pooled], [*wanted["curves"], wanted["pooled"]], strict=True):
             for mine, there in zip((own.precision, own.recall, own.thresholds), theirs, strict=True):
                 np.testing.assert_allclose(mine.numpy(), there, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [PrKind.EXACT, PrKind.BINNED])
+def test_with_bce_a_score_alone_makes_its_class_s_probability(kind: PrKind) -> None:
+    """By softmax, which the loss does not know, a sample's other scores changed its place among all samples."""
+    from sklearn.metrics import average_precision_score
+
+    data, criterion = scores(4000, 6), Loss(OptimConfig(loss="bce"))
+    adding = open_accumulator(Targets.CLASSES, 6, criterion.each, EvalConfig(pr=kind), decisions=criterion.of_decisions)
+    adding.add(data._logits, data._labels)
+    found = adding.reduce(Group(), 4000).curves
+    truth = np.eye(6)[data._labels.numpy()]
+    expected, others = (
+        average_precision_score(truth, chances.numpy(), average=None)
+        for chances in (data._logits.sigmoid(), data._logits.softmax(1))
+    )
+    tolerance = 1e-12 if kind is PrKind.EXACT else 2e-3
+    np.testing.assert_allclose(found.average_precision, expected, rtol=0, atol=tolerance)
+    assert np.abs(others - expected).max() > 0.01
 
 
 @pytest.mark.parametrize("world", [1, 3])

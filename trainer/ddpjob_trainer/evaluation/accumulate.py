@@ -129,7 +129,7 @@ def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalCon
     Raises ConfigError for numbers that its targets do not have.
     """
     if targets is Targets.CLASSES:
-        return Accumulator(classes, config, each)
+        return Accumulator(classes, config, each, apart=decisions)
     if config.pr is not PrKind.NONE:
         raise ConfigError(
             f"eval.pr={config.pr.value}: precision and recall are of classes, and the targets are {targets.value};"
@@ -141,12 +141,16 @@ def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalCon
 class Accumulator:
     """Adds up this rank's samples of known classes; `reduce` adds up over the ranks."""
 
-    def __init__(self, classes: int, config: EvalConfig | None = None, each: Each | None = None) -> None:
-        """`each`: scores (n, classes) float32 and classes (n,) -> losses (n,); by default cross entropy."""
+    def __init__(
+        self, classes: int, config: EvalConfig | None = None, each: Each | None = None, *, apart: bool = False
+    ) -> None:
+        """`each`: scores (n, classes) float32 and classes (n,) -> losses (n,); by default cross entropy. `apart`: a
+        score alone makes its class's probability, as binary cross entropy has it.
+        """
         config = config or EvalConfig()
         if config.pr is PrKind.BINNED and config.pr_bins < 2:
             raise ConfigError(f"eval.pr_bins: {config.pr_bins} is less than 2; 2000 bins are a good choice")
-        self._classes, self._each, self._added = classes, each or _cross_entropy, 0
+        self._classes, self._each, self._added, self._apart = classes, each or _cross_entropy, 0, apart
         self._sums = torch.zeros(5, dtype=torch.float64)
         with_matrix = config.confusion and classes <= _MOST_CLASSES_IN_MATRIX
         self._confusion = torch.zeros(classes, classes, dtype=torch.int64) if with_matrix else None
@@ -183,7 +187,8 @@ class Accumulator:
                 self._classes, -1
             )
         if self._curves is not None:
-            self._curves.add(logits.softmax(1).nan_to_num(nan=0.0), labels)
+            chances = logits.sigmoid() if self._apart else logits.softmax(1)
+            self._curves.add(chances.nan_to_num(nan=0.0), labels)
 
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
         """The result over all ranks. All ranks together.
