@@ -211,6 +211,15 @@ def test_parts_of_a_batch_are_given_once() -> None:
         config.load(None, ["train.accumulate=2", "data.micro_batches=4"])
 
 
+def test_the_best_of_epochs_without_a_checkpoint_is_refused() -> None:
+    """It was chosen among the others, and the best evaluation was lost without a word."""
+    keys = ["checkpoint.keep_best=1", "checkpoint.every_epochs=2"]
+    for evaluated in (1, 3):
+        with pytest.raises(ConfigError, match=rf"train.eval_every={evaluated} .* to a multiple of 2$"):
+            config.load(None, [*keys, f"train.eval_every={evaluated}"])
+    assert config.load(None, [*keys, "train.eval_every=4"]).checkpoint.keep_best == 1
+
+
 def test_missing_files_are_named() -> None:
     with pytest.raises(ConfigError, match=r"configuration file nothing.yaml does not exist"):
         config.load("nothing.yaml", [])

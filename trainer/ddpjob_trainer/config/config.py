@@ -114,6 +114,13 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
             f" data.micro_batches={config.data.micro_batches}, the parts of a global batch; raise that, and leave out"
             " train.accumulate"
         )
+    evaluated, saved = config.train.eval_every, config.checkpoint.every_epochs
+    if config.checkpoint.keep_best and saved > 0 and evaluated % saved:
+        raise ConfigError(
+            f"checkpoint.keep_best: train.eval_every={evaluated} evaluates after epochs of which"
+            f" checkpoint.every_epochs={saved} leaves no checkpoint, so that the best may be lost; set"
+            f" checkpoint.every_epochs=1, or train.eval_every to a multiple of {saved}"
+        )
     if config.model.sync_batchnorm:
         _check_synchronized(config)
     if config.model.drop_path and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP):

@@ -417,7 +417,7 @@ class CheckpointConfig:
     """Newest whole checkpoints to keep."""
     keep_best: int = 0
     """Checkpoints with the best evaluation to keep beside the newest; 0: none. DIR/best.pt links to the best,
-    DIR/best.json names it."""
+    DIR/best.json names it. train.eval_every must be a multiple of checkpoint.every_epochs."""
     best_by: Metric = Metric.ACCURACY
     """What is best: accuracy (the highest) or loss (the lowest) on the test set."""
     keep_every_epochs: int = 0
