@@ -91,6 +91,24 @@ def lazy(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
 
 
+class Alternating(Net):
+    """One of two heads, in turn."""
+
+    passes = 0
+
+    def __init__(self, shape, classes):
+        super().__init__(shape, classes)
+        self.other = nn.Linear(self.head.in_features, classes)
+
+    def forward(self, images):
+        self.passes += 1
+        return getattr(self, "other" if self.passes % 2 == 0 else "head")(self.body(images))
+
+
+def alternating(shape, classes):
+    return Alternating(shape, classes)
+
+
 def evaluating(shape, classes):
     return Net(shape, classes).eval()
 
@@ -181,6 +199,24 @@ def test_what_it_draws_by_itself_is_the_same_on_all_ranks(key: str, own: str, tm
         one, other = (torch.load(folder / f"{step}-{rank}.pt", weights_only=True) for rank in range(2))
         assert {"kept", "mixed", "turned"} < one.keys()
         assert all(torch.equal(one[name], other[name]) for name in one), step
+
+
+def test_weights_of_some_forward_passes_alone_are_refused_before_the_first_update(own: str, tmp_path: Path) -> None:
+    """DDP sends gradients in a step's last pass: the first step's were each rank's own, and a checkpoint held them."""
+    keys = [
+        *TINY,
+        f"model.name={own}:alternating",
+        "data.micro_batches=4",
+        "train.epochs=1",
+        "checkpoint.every_steps=1",
+    ]
+    for ended in run(2, [*keys, f"checkpoint.dir={tmp_path / 'ddp'}"]):
+        assert re.match(r"ConfigError: .*other.weight, .* in some forward passes and none in others", ended.error), (
+            ended
+        )
+        assert ended.error.endswith("set strategy=ddp ddp.ordered=true")
+    assert not list((tmp_path / "ddp").glob("step-*"))
+    good(2, [*keys, "ddp.ordered=true", f"checkpoint.dir={tmp_path / 'ordered'}"])
 
 
 def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_any_number_of_ranks(own: str, tmp_path: Path) -> None:

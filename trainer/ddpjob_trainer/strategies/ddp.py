@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.config.sections import AmpLevel
 from ddpjob_trainer.data.dataset import MicroBatches
+from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics, ordered_parts
 from ddpjob_trainer.optim.precision import Update
@@ -36,6 +38,10 @@ class Ddp(Strategy):
     """Clears the memory of the communication hook, where it has any."""
     _checked = False
     """Whether every weight is known to get gradients."""
+
+    def __init__(self, config: Config, group: Group, device: torch.device) -> None:
+        super().__init__(config, group, device)
+        self._arrived: set[torch.Tensor] = set()
 
     @property
     def waits_apart(self) -> bool:
@@ -77,11 +83,12 @@ class Ddp(Strategy):
         """DDP averages over ranks."""
         return (1 if self.config.ddp.ordered else self.group.world) / count
 
-    def without_exchange(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def without_exchange(self) -> Iterator[None]:
         """DDP's no_sync."""
-        if isinstance(self.network, DistributedDataParallel):
-            return cast(AbstractContextManager[Any], self.network.no_sync())
-        return super().without_exchange()
+        with self.network.no_sync() if isinstance(self.network, DistributedDataParallel) else nullcontext():
+            yield
+        self._arrived.clear()
 
     def update(self, rate: float) -> Update:
         """A hook with a memory waits for the device here, to know whether the step was skipped."""
@@ -93,7 +100,10 @@ class Ddp(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """With ddp.ordered each micro-batch's gradients are kept apart until all ranks' are here."""
         if not self.config.ddp.ordered or self.group.world == 1:  # Autograd adds each micro-batch's to those before.
-            losses = super().backward(micro_batches, count)
+            if self._checked or not isinstance(self.network, DistributedDataParallel):
+                return super().backward(micro_batches, count)
+            with self._watching_gradients():
+                losses = super().backward(micro_batches, count)
             self._check_gradients()
             return losses
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -117,18 +127,40 @@ class Ddp(Strategy):
                 weight.grad = None
         return total
 
+    @contextmanager
+    def _watching_gradients(self) -> Iterator[None]:
+        """Notes which weights get a gradient in this rank's last micro-batch, where DDP sends them."""
+        handles = [
+            weight.register_post_accumulate_grad_hook(self._arrived.add)  # type: ignore[no-untyped-call]
+            for weight in self.model.parameters()
+            if weight.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _check_gradients(self) -> None:
         """Raise ConfigError in the first step where a weight got no gradient: DDP has then not exchanged those that
         would be sent with it, and says so in the next step, by their numbers.
         """
-        if self._checked or not isinstance(self.network, DistributedDataParallel):
-            return
         self._checked = True
-        named = self.model.named_parameters()
-        if idle := [name for name, weight in named if weight.requires_grad and weight.grad is None]:
-            shown, keys = ", ".join(idle[:3]) + ", ..." * (len(idle) > 3), self.config
+        named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
+        idle = [name for name, weight in named if weight.grad is None]
+        late = [name for name, weight in named if weight not in self._arrived]
+        self._arrived.clear()
+        if not late:
+            return
+        shown, keys = ", ".join((idle or late)[:3]) + ", ..." * (len(idle or late) > 3), self.config
+        if idle:
             raise ConfigError(
                 f"model.name={keys.model.name}: {shown} got no gradient, and strategy={keys.strategy.value} waits for"
                 " that of every parameter; remove what the forward pass does not use, or set strategy=ddp"
                 f" model.freeze={','.join(idle)}"
             )
+        raise ConfigError(
+            f"model.name={keys.model.name}: {shown} got a gradient in some forward passes and none in others, and"
+            f" strategy={keys.strategy.value} waits for that of every parameter in a step's last one; use all in each,"
+            " or set strategy=ddp ddp.ordered=true"
+        )
