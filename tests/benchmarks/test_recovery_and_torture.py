@@ -87,15 +87,15 @@ def recovered(*moments: dict[str, float], first_steps: float = 9.0) -> Incarnati
     return found
 
 
-SURVIVOR = {"launcher": 1.0, "process": 6.1, "imported": 6.5, "formed": 8.0}
-REPLACED = {"launcher": 3.5, "process": 6.0, "imported": 7.5, "formed": 8.25}
+SURVIVOR = {"launcher": 1.0, "process": 6.1, "imported": 6.5, "device": 6.75, "formed": 8.0}
+REPLACED = {"launcher": 3.5, "process": 6.0, "imported": 7.5, "device": 7.75, "formed": 8.25}
 
 
 def test_the_phases_are_those_of_the_rank_that_came_last_and_add_up() -> None:
     found = phases.phases(recovered(SURVIVOR, REPLACED), 2.0, {"n1": 2.5}.get)
     assert found == {
-        phases.CREATED: 0.5, phases.STARTED: 1.0, phases.LAUNCHER: 2.5, phases.WORKER: 1.5, phases.FORMED: 0.75,
-        phases.STEP: 0.75,
+        phases.CREATED: 0.5, phases.STARTED: 1.0, phases.LAUNCHER: 2.5, phases.WORKER: 1.5, phases.DEVICE: 0.25,
+        phases.FORMED: 0.5, phases.STEP: 0.75,
     }  # fmt: skip
     assert sum(found.values()) == 9.0 - 2.0
     of_process = phases.phases(recovered(SURVIVOR, REPLACED), 2.0, {}.get)
@@ -104,7 +104,8 @@ def test_the_phases_are_those_of_the_rank_that_came_last_and_add_up() -> None:
 
 def test_where_no_node_is_new_its_launcher_counts_for_nothing() -> None:
     found = phases.phases(recovered(SURVIVOR), 2.0, {}.get)
-    assert found == pytest.approx({phases.ROUND: 4.1, phases.WORKER: 0.4, phases.FORMED: 1.5, phases.STEP: 1.0})
+    wanted = {phases.ROUND: 4.1, phases.WORKER: 0.4, phases.DEVICE: 0.25, phases.FORMED: 1.25, phases.STEP: 1.0}
+    assert found == pytest.approx(wanted)
 
 
 def test_measurements_are_read_as_they_were_written_and_drawn(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_spare_takes_over_in_mode_fast(machine: Machine) -> None:
 
 
 def test_a_lost_coordinator_costs_no_step_in_mode_fast(machine: Machine) -> None:
-    run = machine.start(manifest(args=["--steps=200"], recovery=FAST))
+    run = machine.start(manifest(args=["--steps=400"], recovery=FAST))  # Two commands are started meanwhile.
     run.until(lambda r: r.steps() >= 3)
     for number in range(2):
         name = "job-coordinator-0" + (f"-{number}" if number else "")
@@ -52,7 +52,7 @@ def test_a_lost_coordinator_costs_no_step_in_mode_fast(machine: Machine) -> None
     assert run.status["round"] == 0
     begins = re.findall(r"rank 0 of 2 begins at step (\d+)", "".join(run.log(f"job-{i}-0") for i in range(2)))
     assert begins == ["0"], "the workers were never started again"
-    run.assert_ledger(200)
+    run.assert_ledger(400)
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
