@@ -842,6 +842,26 @@ async def test_a_pod_that_fails_at_its_start_again_and_again_waits() -> None:
     assert s.status["restarts"]["counted"] == 5, "each of them is a failure of its own"
 
 
+@pytest.mark.parametrize("spec", [{"script": None, "command": ["train"]}, {}], ids=["command", "script"])
+async def test_a_program_that_fails_in_every_pod_waits_longer_each_time(spec: Json) -> None:
+    """Whichever pod is the first to end: it is one failure of the group, and waiting must not begin with each pod."""
+    recovery = {"maxRestarts": 1000, "backoff": {"initialSeconds": 8, "maxSeconds": 60}}
+    s = Simulation({**spec, "nodes": 3, "recovery": recovery}, steps=10**6)
+    made = []
+    for attempt in range(5):
+        await s.until(lambda: len(running(s)) == 3, limit=100)
+        made.append(s.now)
+        names = sorted(p.name for p in running(s))
+        for name in names[attempt % 3 :] + names[: attempt % 3]:
+            if name in s.pods and s.pods[name].running:
+                s.end(name, 1)
+            await s.one_pass()
+    waits = [round(after - before) for before, after in itertools.pairwise(made)]
+    assert waits[0] <= 3
+    assert [8 <= waits[1] <= 12, 16 <= waits[2] <= 20, 32 <= waits[3] <= 36] == [True] * 3, waits
+    assert s.status["restarts"]["counted"] == 5
+
+
 async def test_pods_deleted_by_hand_never_wait() -> None:
     s = Simulation({**FAST, "nodes": 2}, steps=10000)
     await s.until_phase("Running")

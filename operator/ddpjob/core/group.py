@@ -31,6 +31,7 @@ from ddpjob.core.plan.gang import is_broken_up
 from ddpjob.core.plan.slots import (
     Repeated,
     can_replace,
+    in_a_row,
     new_generation,
     next_attempt,
     next_coordinator,
@@ -467,7 +468,7 @@ def _replace(view: View, ends: Ends, coordinator: Ended | None, attributed: Attr
         )
     )
     if regroup:
-        return new_generation(view)
+        return new_generation(view if spec.under_torchrun else _all_wait(view, ends))
     status = next_coordinator(view.status) if coordinator is not None else view.status
     slots = [
         next_attempt(s, Repeated(s.reason, s.failures, s.not_before)) if i in ends else s
@@ -476,16 +477,31 @@ def _replace(view: View, ends: Ends, coordinator: Ended | None, attributed: Attr
     return with_slots(status, slots)
 
 
-def _with_backoff(view: View, ends: Ends, coordinator: Ended | None, causes: set[str]) -> JobStatus:
-    """How often slots and coordinator have failed in a row. A consequence says nothing about the pod that had it.
+def _all_wait(view: View, ends: Ends) -> View:
+    """The others as long as the one that has failed: without it they achieve nothing, and may fail in their turn."""
+    failed = [slot for i in ends if (slot := view.status.slots[i]).failures]
+    waiting = [(slot.not_before, slot) for slot in failed if slot.not_before is not None]
+    if not waiting:
+        return view
+    until, last = max(waiting, key=lambda pair: pair[0])
+    slots = [replace(s, reason=last.reason, failures=last.failures, not_before=until) for s in view.status.slots]
+    return view.with_status(with_slots(view.status, slots))
 
-    Of pods that were preempted together, each leaves its room.
+
+def _with_backoff(view: View, ends: Ends, coordinator: Ended | None, causes: set[str]) -> JobStatus:
+    """How often slots and coordinator have failed in a row.
+
+    A consequence says nothing about the pod that had it, unless the program fails in both: then both wait as long. Of
+    pods that were preempted together, each leaves its room.
     """
     slots, rendezvous = list(view.status.slots), view.status.rendezvous
-    for index, ended in ends.items():
-        slot, again = slots[index], Repeated()
-        if ended.name in causes or ended.end.cause is Cause.PREEMPTED:
-            again = repeated(view, Repeated(slot.reason, slot.failures), ended.end, ended.pod)
+    for index, ended in sorted(ends.items(), key=lambda item: item[1].name not in causes):
+        slot, again, cause = slots[index], Repeated(), ended.end.cause
+        if ended.name in causes or cause is Cause.PREEMPTED:
+            own = slot.failures if slot.reason == cause else 0
+            again = repeated(view, Repeated(cause, max(own, in_a_row(view, cause))), ended.end, ended.pod)
+        elif shared := in_a_row(view.with_status(replace(view.status, slots=tuple(slots))), cause):
+            again = repeated(view, Repeated(cause, shared - 1), ended.end, ended.pod)
         slots[index] = replace(slot, reason=again.reason, failures=again.failures, not_before=again.not_before)
     if coordinator is not None:
         before = Repeated(coordinator.end.cause, rendezvous.failures)

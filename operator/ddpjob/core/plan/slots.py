@@ -32,6 +32,8 @@ _REPEATING = frozenset(
 )
 """Causes that waiting may help; other causes say nothing about the next pod. One that tolerates every taint may be put
 on a host that is down, again and again: it is lost as soon as it is there."""
+_PROGRAM = frozenset({Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE})
+"""Those that lie in the program, which is the same in every pod: any of them may be the first to end."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,15 @@ def repeated(view: View, before: Repeated, end: End, pod: PodView | None) -> Rep
     failures = before.failures + 1 if before.reason == end.cause else 1
     seconds = view.job.spec.recovery.backoff.seconds(failures)
     return Repeated(end.cause, failures, _whole(view.now + timedelta(seconds=seconds)) if seconds else None)
+
+
+def in_a_row(view: View, cause: Cause) -> int:
+    """How often in a row pods of the job have ended of a cause that they share, and achieved nothing since."""
+    if cause not in _PROGRAM:
+        return 0
+    pairs = zip(view.status.slots, view.pods, strict=True)
+    fruitless = (s for s, pod in pairs if pod is None or pod.created is None or view.now - pod.created < QUICK)
+    return max((slot.failures for slot in fruitless if slot.reason == cause), default=0)
 
 
 def _whole(until: datetime) -> datetime:
