@@ -106,6 +106,24 @@ def test_a_job_that_has_finished_is_not_starting() -> None:
     assert stuck.status.phase is Phase.COMPLETE, "exit code 0 of one means that all have finished"
 
 
+def test_the_end_of_a_short_job_is_no_warning() -> None:
+    """It has finished before anybody saw it run."""
+    pods = (pod(0), pod(1), COORDINATOR)
+    job, _ = seen(job_of(2), 1, pods, report(CoordinatorState.FORMING, MemberState.READY, MemberState.READY))
+    job, decision = seen(job, 2, pods, replace(report(CoordinatorState.SUCCEEDED), world=2))
+    assert message(job.status, ConditionType.RUNNING) == "training has finished; the remaining pods are ending"
+    assert [e.message for e in decision.events if e.warning] == []
+
+
+def test_a_coordinator_whose_pod_has_no_address_is_said_in_english() -> None:
+    without = replace(COORDINATOR, address="")
+    job, _ = seen(job_of(1), 1, (pod(0), without), None)
+    said = "the coordinator, whose pod has no address yet, has not answered the operator since 2026-01-01T00:00:01Z"
+    assert message(job.status, ConditionType.RUNNING) == f"1 of 1 node runs; {said}"
+    job, _ = seen(job, 3, (pod(0), without), None)
+    assert message(job.status, ConditionType.RUNNING) == f"1 of 1 node runs; {said}"
+
+
 def test_a_job_that_has_finished_stays_so_when_all_that_said_it_is_gone() -> None:
     job, pods = running(2)
     job, _ = seen(job, 3, pods[1:], replace(report(CoordinatorState.SUCCEEDED), world=2))

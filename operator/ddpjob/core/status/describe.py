@@ -382,11 +382,11 @@ UNREACHABLE_LONG = "meanwhile failures of workers are neither counted nor shown"
 def _unreachable(view: View) -> str:
     """Since when the coordinator does not answer, which the message itself remembers."""
     status = view.status
-    where = status.rendezvous.endpoint or "its pod, which has no address yet"
+    where = f" at {status.rendezvous.endpoint}" if status.rendezvous.endpoint else ", whose pod has no address yet,"
     known = status.condition(ConditionType.RUNNING)
     said = _SINCE.search(known.message) if known is not None and known.reason == "CoordinatorUnreachable" else None
     since = (known_time(said[1]) if said else None) or view.now
-    text = f"the coordinator at {where} has not answered the operator since {format_time(since)}"
+    text = f"the coordinator{where} has not answered the operator since {format_time(since)}"
     if view.now - since >= UNREACHABLE:
         port = view.job.spec.rendezvous.endpoint_port
         text += f": training may continue, but {UNREACHABLE_LONG}; let the operator's pod reach port {port} of pods"

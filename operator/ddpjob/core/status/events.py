@@ -19,8 +19,8 @@ _WARNED = (
     ConditionType.CHECKPOINTS_COPIED,
 )
 """Conditions whose being false is an event."""
-_QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS)
-"""Reasons of false conditions that every start or restart passes through."""
+_QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS, "GroupFinished")
+"""Reasons of false conditions that every start, restart or end passes through."""
 
 
 def restart_events(view: View, restarts: tuple[Restart, ...], *, failed: bool) -> list[Event]:
