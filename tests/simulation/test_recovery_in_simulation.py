@@ -545,8 +545,14 @@ async def test_a_short_silence_is_no_loss() -> None:
     s.heal(s.pods["job-1-0"].node)
     await s.until_phase("Running")
     assert "job-1-0" in s.pods
-    assert reasons(s) == []
+    await passes(s, 100)
     assert "lostSince" not in s.status["slots"][1]
+    assert reasons(s) == [("PeerLost", False)], "the group has restarted, once"
+    (restart,) = s.status["restarts"]["recent"]
+    assert restart["pod"] == "job-1-0" and restart["seconds"] > 0
+    assert restart["message"].startswith("pod job-1-0 was lost to the group, and came back: ")
+    assert next(e.message for e in s.cluster.events if e.reason == "PeerLost").endswith("it restarts in its pod)")
+    assert conditions(s)["Restarting"]["reason"] == "Recovered" and s.status["round"] == 1
 
 
 async def test_a_deleted_node_object_is_a_loss_after_the_same_time() -> None:

@@ -42,6 +42,7 @@ class Cause(StrEnum):
     NODE_UNHEALTHY = "NodeUnhealthy"
     START_ERROR = "StartError"
     PREFLIGHT_FAILED = "PreflightFailed"
+    PEER_LOST = "PeerLost"
     HANG = "Hang"
     INIT_FAILURE = "InitFailure"
     RENDEZVOUS_LOST = "RendezvousLost"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from ddpjob_runtime.protocol import Incident, IncidentKind
+from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind
 
 from ddpjob.api.job_status import JobStatus, Restart
 from ddpjob.core.failures.classify import Cause, with_traceback
-from ddpjob.core.failures.merge_causes import Finding
+from ddpjob.core.failures.merge_causes import SAME_BREAK, Finding
 from ddpjob.core.failures.policy import evaluate_rules, shell_code
 from ddpjob.core.view import View
 
@@ -20,7 +20,7 @@ _CAUSES = {
     IncidentKind.INIT_FAILURE: Cause.INIT_FAILURE,
     IncidentKind.JOINED: Cause.JOINED,
 }
-"""The other kinds, PeerLost and Left, are explained by the end of a pod."""
+"""The other kinds, PeerLost and Left, are explained by the end of a pod, unless the pod comes back."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,35 @@ def new_incidents(view: View) -> NewIncidents:
     if view.report is None:
         return NewIncidents(last=seen)
     fresh = sorted((i for i in view.report.incidents if i.id > seen), key=lambda i: i.id)
+    found = [_finding(view, i) for i in fresh if i.kind in _CAUSES]
     return NewIncidents(
-        findings=tuple(_finding(view, i) for i in fresh if i.kind in _CAUSES),
+        findings=tuple(found if found else _came_back(view)),
         lost=tuple((i.pod or "", i.time) for i in fresh if i.kind not in _CAUSES),
         last=max((i.id for i in fresh), default=seen),
     )
+
+
+def _came_back(view: View) -> list[Finding]:
+    """The last break, where the group has lost a pod that did not end, and runs again: nothing else says so."""
+    report, recent = view.report, view.status.restarts.recent
+    if report is None or report.state != CoordinatorState.RUNNING or not report.incidents:
+        return []
+    last = max(report.incidents, key=lambda i: i.id)
+    if last.kind != IncidentKind.PEER_LOST or last.pod not in {member.pod for member in report.members}:
+        return []
+    if any(restart.time >= last.time - SAME_BREAK for restart in recent):
+        return []
+    slot = view.status.slot(last.index)
+    restart = Restart(
+        time=last.time,
+        pod=last.pod or view.job.name,
+        index=last.index,
+        node=slot.node if slot is not None else "",
+        reason=Cause.PEER_LOST,
+        message=f"pod {last.pod} was lost to the group, and came back: {last.message}",
+        counted=False,
+    )
+    return [Finding(restart)]
 
 
 def with_seen(status: JobStatus, new: NewIncidents, seen_round: int) -> JobStatus:
