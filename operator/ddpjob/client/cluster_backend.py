@@ -472,6 +472,9 @@ def _pod_line(view: PodView, containers: list[str]) -> PodLine:
         state = SCHEDULING_GATED
     elif view.phase == "Pending" and view.host:
         state = view.main.waiting_reason or "ContainerCreating"
+    elif failed := {name: c.exit_code for name, c in view.containers.items() if c.exit_code}:
+        # kubectl shows such a pod as 1/2 and Error; its program runs.
+        message = message or ", ".join(f"container {name} ended with exit code {code}" for name, code in failed.items())
     index = None if view.role is Role.COORDINATOR else view.index
     return PodLine(
         view.name, str(view.role), index, state, view.host, message, view.created, tuple(containers), view.ended

@@ -298,6 +298,29 @@ def test_the_pods_of_a_deleted_job_are_not_those_of_a_new_one_of_its_name(uid: s
     assert [pod.name for pod in ClusterBackend(Ending()).pods("j")] == shown  # type: ignore[arg-type]
 
 
+def test_a_pod_whose_sidecar_has_failed_runs_and_says_so() -> None:
+    """kubectl shows it as 1/2 and Error."""
+
+    class Serving:
+        namespace, context = "ml", "test"
+
+        def items(self, path: str, query: Mapping[str, str]) -> list[Json]:
+            labels = {"ddpjob.io/role": "node", "ddpjob.io/index": "0"}
+            runs = {"name": "trainer", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
+            failed = {"name": "side", "state": {"terminated": {"exitCode": 3, "reason": "Error"}}}
+            done = {"name": "copy", "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
+            return [
+                {
+                    "metadata": {"name": "j-0-0", "uid": "1", "labels": labels},
+                    "spec": {"nodeName": "n1", "containers": [{"name": n} for n in ("trainer", "side", "copy")]},
+                    "status": {"phase": "Running", "containerStatuses": [runs, failed, done]},
+                }
+            ]
+
+    (line,) = ClusterBackend(Serving()).pods("j")  # type: ignore[arg-type]
+    assert (line.state, line.message) == ("Running", "container side ended with exit code 3")
+
+
 def test_the_events_of_a_job_are_not_those_of_an_earlier_one_of_its_name() -> None:
     class Kept:
         namespace, context = "ml", "test"
