@@ -73,6 +73,20 @@ def test_a_coordinator_without_a_kubernetes_node_is_not_called_unreachable() -> 
         assert not events
 
 
+def test_a_pod_whose_image_cannot_be_pulled_is_said_in_both_modes() -> None:
+    why = ContainerView(waiting_reason="ErrImagePull", waiting_message="dial tcp: lookup registry: no such host")
+    for mode in ("Standard", "Fast"):
+        for waiting in ("coordinator", "node"):
+            coordinator = replace(COORDINATOR, phase="Pending", containers={"coordinator": why})
+            node = pod(0, why, phase="Pending")
+            pods = (pod(0), coordinator) if waiting == "coordinator" else (node, COORDINATOR)
+            job, decision = seen(job_of(1, recovery={"mode": mode}), 1, pods, None)
+            condition = job.status.condition(ConditionType.RUNNING)
+            assert condition is not None and condition.reason == "ErrImagePull"
+            assert "lookup registry" in condition.message
+            assert [e.reason for e in decision.events if e.warning] == ["ErrImagePull"]
+
+
 def test_an_overdue_step_is_one_event_however_often_its_report_is_lost_and_its_clock_compared() -> None:
     job, pods = running(2)
     events, messages = [], set()

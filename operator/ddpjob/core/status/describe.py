@@ -301,7 +301,7 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
         return _group_runs(view, training)
     for pod in [view.coordinator, *view.pods]:
         held = stuck(pod, has_run=True) if pod and pod.deleted_at is None else None
-        if held is not None and not (report is None and spec.fast):
+        if held is not None and not (report is None and spec.fast and status.holds(ConditionType.RUNNING)):
             return False, held.reason, held.message + _secret_hint(view, held)
     finished = sum(s.state is SlotState.SUCCEEDED for s in status.slots)
     there = min(running_pods, wanted)
