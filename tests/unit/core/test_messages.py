@@ -87,6 +87,17 @@ def test_a_pod_whose_image_cannot_be_pulled_is_said_in_both_modes() -> None:
             assert [e.reason for e in decision.events if e.warning] == ["ErrImagePull"]
 
 
+def test_tries_to_pull_an_image_and_the_waits_between_them_are_one_event() -> None:
+    job, events = job_of(1), []
+    for at in range(1, 200, 10):
+        reason = ("ErrImagePull", "ImagePullBackOff")[at // 10 % 2]
+        waits = ContainerView(waiting_reason=reason, waiting_message="dial tcp: lookup registry: no such host")
+        job, decision = seen(job, at, (pod(0, waits, phase="Pending"), COORDINATOR), None)
+        events += [e.reason for e in decision.events if e.warning]
+        assert f": {reason}: " in message(job.status, ConditionType.RUNNING)
+    assert events == ["ErrImagePull"]
+
+
 def test_an_overdue_step_is_one_event_however_often_its_report_is_lost_and_its_clock_compared() -> None:
     job, pods = running(2)
     events, messages = [], set()

@@ -22,6 +22,9 @@ _WARNED = (
 _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS, "GroupFinished")
 """Reasons of false conditions that every start, restart or end passes through."""
 
+_PULLS = ("ErrImagePull", "ImagePullBackOff")
+"""Each try to pull an image and the wait after it: one trouble, which the kubelet calls by turns."""
+
 
 def restart_events(view: View, restarts: tuple[Restart, ...], *, failed: bool) -> list[Event]:
     """The events of restarts that are new in the view's status, few of them: one for many pods of the same fate."""
@@ -83,6 +86,8 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
     for kind in _WARNED:
         condition, before = new.condition(kind), old.condition(kind)
         if condition is None or condition.status or condition.reason in _QUIET:
+            continue
+        if before is not None and before.reason in _PULLS and condition.reason in _PULLS:
             continue
         if before is None or before.reason != condition.reason:
             events.append(Event(True, condition.reason, event_text(condition.message)))
