@@ -37,6 +37,17 @@ def test_in_fast_it_exits_so_that_its_members_look_for_the_next_one() -> None:
     assert [a.body["before"] for a in decision.actions if isinstance(a, Notify)] == [1]
 
 
+def test_training_is_said_to_continue_only_where_no_pod_is_lost_with_the_coordinator() -> None:
+    job, pods = running(2, recovery={"mode": "Fast"})
+    said = []
+    for left in (pods[:2], pods[:1], ()):
+        _, decision = seen(job, 3, left, None)
+        (event,) = [e for e in decision.events if e.reason == "CoordinatorLost"]
+        assert event.message.endswith("another coordinator takes over)")
+        said.append("training continues" in event.message)
+    assert said == [True, False, False]
+
+
 def test_in_standard_its_members_end_with_their_generation() -> None:
     decision = on_a_dead_host("Standard")
     assert decision.status.rendezvous.generation == 1

@@ -28,13 +28,14 @@ _PULLS = ("ErrImagePull", "ImagePullBackOff")
 
 def restart_events(view: View, restarts: tuple[Restart, ...], *, failed: bool) -> list[Event]:
     """The events of restarts that are new in the view's status, few of them: one for many pods of the same fate."""
+    broken = any(restart.round and not restart.consequence for restart in restarts)
     alike: dict[tuple[str, bool], list[Restart]] = {}
     for restart in restarts:
         alike.setdefault((restart.reason, restart.counted), []).append(restart)
     events = []
     for several in alike.values():
         if len(several) <= SINGLE_EVENTS:
-            events += [restart_event(view, restart, failed=failed) for restart in several]
+            events += [_restart_event(view, restart, failed=failed, broken=broken) for restart in several]
         else:
             events.append(_summary(several))
     return events[:MOST_EVENTS]
@@ -48,20 +49,22 @@ def _summary(several: list[Restart]) -> Event:
     return Event(True, first.reason, event_text(text))
 
 
-def restart_event(view: View, restart: Restart, *, failed: bool) -> Event:
-    """The event of a restart that is new in the view's status. `failed`: the job fails, so nothing follows."""
+def _restart_event(view: View, restart: Restart, *, failed: bool, broken: bool) -> Event:
+    """The event of a restart that is new in the view's status. `failed`: the job fails, so nothing follows. `broken`: a
+    restart that is new with it broke the group.
+    """
     if restart.reason == Cause.JOINED:
         return Event(False, restart.reason, event_text(restart.message))
     if failed:
         restart = replace(restart, message=without_wait(restart.message))
     counted = "counts" if restart.counted else "does not count"
-    follows = "" if failed else _what_follows(view, restart)
+    follows = "" if failed else _what_follows(view, restart, broken=broken)
     return Event(True, restart.reason, event_text(restart.message, f"{counted} against recovery.maxRestarts{follows}"))
 
 
-def _what_follows(view: View, restart: Restart) -> str:
+def _what_follows(view: View, restart: Restart, *, broken: bool) -> str:
     if restart.reason == Cause.COORDINATOR_LOST and not restart.round:
-        return "; training continues, another coordinator takes over"
+        return f"; {'' if broken else 'training continues, '}another coordinator takes over"
     slot = view.status.slot(restart.index)
     if slot is None or restart.index is None:
         return ""
