@@ -29,6 +29,8 @@ def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> 
     merged: Json = merge(pod, {"spec": spec})
     for container in merged["spec"]["containers"]:
         _keep_privileges(container.get("securityContext", {}))
+    for container in (*(merged["spec"].get("initContainers") or ()), *merged["spec"]["containers"]):
+        container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # Else it fails without a reason.
     for kind in ("labels", "annotations"):
         given = (template.get("metadata") or {}).get(kind) or {}
         if given:

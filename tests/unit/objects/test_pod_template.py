@@ -495,3 +495,14 @@ def test_what_lacks_a_name_is_left_to_the_api_server(spec: Json) -> None:
     made = job(podTemplate={"spec": spec})
     assert build_coordinator(made, made.status, PLATFORM)["spec"]["volumes"]
     assert build_node(made, made.status, PLATFORM, 0, 0)["spec"]["volumes"]
+
+
+def test_a_container_of_the_template_that_fails_says_why_in_the_last_lines_of_its_log() -> None:
+    given = {"name": "fetch", "image": "i", "terminationMessagePolicy": "File"}
+    template = {"spec": {"initContainers": [{"name": "wait", "image": "i"}, given], "containers": [{"name": "side"}]}}
+    spec = node(podTemplate=template)["spec"]
+    policies = {c["name"]: c["terminationMessagePolicy"] for c in (*spec["initContainers"], *spec["containers"])}
+    assert policies == {"wait": "FallbackToLogsOnError", "fetch": "File"} | dict.fromkeys(
+        ("trainer", "side"), "FallbackToLogsOnError"
+    )
+    assert node(podTemplate={"spec": {"initContainers": None}})
