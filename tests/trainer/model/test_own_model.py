@@ -109,6 +109,25 @@ def alternating(shape, classes):
     return Alternating(shape, classes)
 
 
+class Thinning(Net):
+    """Leaves out a layer, first in its fourth forward pass."""
+
+    passes = 0
+
+    def __init__(self, shape, classes):
+        super().__init__(shape, classes)
+        self.other = nn.Linear(classes, classes)
+
+    def forward(self, images):
+        self.passes += self.training
+        scores = super().forward(images)
+        return scores if self.passes % 4 == 0 or not hasattr(self, "other") else self.other(scores)
+
+
+def thinning(shape, classes):
+    return Thinning(shape, classes)
+
+
 def evaluating(shape, classes):
     return Net(shape, classes).eval()
 
@@ -216,6 +235,18 @@ def test_weights_of_some_forward_passes_alone_are_refused_before_the_first_updat
         )
         assert ended.error.endswith("set strategy=ddp ddp.ordered=true")
     assert not list((tmp_path / "ddp").glob("step-*"))
+    good(2, [*keys, "ddp.ordered=true", f"checkpoint.dir={tmp_path / 'ordered'}"])
+
+
+def test_a_weight_that_a_later_step_leaves_out_is_refused_before_its_update(own: str, tmp_path: Path) -> None:
+    """As with layers left out at random. The step after it ended in torch's traceback, and a checkpoint held the update
+    by one rank's gradients.
+    """
+    keys = [*TINY, f"model.name={own}:thinning", "data.micro_batches=2", "train.epochs=1", "checkpoint.every_steps=1"]
+    for ended in run(2, [*keys, f"checkpoint.dir={tmp_path / 'ddp'}"]):
+        assert re.match(r"ConfigError: .*other.weight, other.bias got no gradient in a step", ended.error), ended
+        assert ended.error.endswith("set strategy=ddp ddp.ordered=true")
+    assert not (tmp_path / "ddp" / "step-000000004.pt").exists()
     good(2, [*keys, "ddp.ordered=true", f"checkpoint.dir={tmp_path / 'ordered'}"])
 
 

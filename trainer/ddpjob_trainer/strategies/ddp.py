@@ -100,8 +100,12 @@ class Ddp(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """With ddp.ordered each micro-batch's gradients are kept apart until all ranks' are here."""
         if not self.config.ddp.ordered or self.group.world == 1:  # Autograd adds each micro-batch's to those before.
-            if self._checked or not isinstance(self.network, DistributedDataParallel):
+            if not isinstance(self.network, DistributedDataParallel):
                 return super().backward(micro_batches, count)
+            if self._checked:
+                losses = super().backward(micro_batches, count)
+                self._check_exchange(self.network)
+                return losses
             with self._watching_gradients():
                 losses = super().backward(micro_batches, count)
             self._check_gradients()
@@ -164,3 +168,19 @@ class Ddp(Strategy):
             f" strategy={keys.strategy.value} waits for that of every parameter in a step's last one; use all in each,"
             " or set strategy=ddp ddp.ordered=true"
         )
+
+    def _check_exchange(self, network: DistributedDataParallel) -> None:
+        """Raise ConfigError in a later step where a weight got no gradient, before the optimizer takes those of this
+        rank alone.
+        """
+        try:
+            network._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            named = self.model.named_parameters()
+            idle = [name for name, weight in named if weight.requires_grad and weight.grad is None]
+            shown = ", ".join(idle[:3]) + ", ..." * (len(idle) > 3) or "a parameter"
+            raise ConfigError(
+                f"model.name={self.config.model.name}: {shown} got no gradient in a step after the first, and"
+                f" strategy={self.config.strategy.value} waits for that of every parameter in each step; use all in"
+                " each forward pass, or set strategy=ddp ddp.ordered=true"
+            ) from error
