@@ -55,6 +55,10 @@ def idle(shape, classes):
     return Idle(shape, classes)
 
 
+def stages(shape, classes):
+    return nn.Sequential(Idle(shape, classes))
+
+
 class Scaled(Net):
     """By a factor that is trained."""
 
@@ -258,6 +262,18 @@ def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_any_number_of_
         good(world, [*keys, f"checkpoint.dir={tmp_path / str(world)}"])
         weights.append(torch.load(tmp_path / str(world) / "step-000000016.pt", weights_only=True)["model"])
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "parameter_server"])
+def test_a_weight_without_a_gradient_keeps_its_values_where_gradients_come_as_one(
+    strategy: str, own: str, tmp_path: Path
+) -> None:
+    keys = [*TINY, f"model.name={own}:stages", "data.micro_batches=4", "optim.weight_decay=0.1", "pipeline.stages=1"]
+    weights = []
+    for world, name in ((1, "single"), (2, strategy)):
+        good(world, [*keys, f"strategy={name}", f"checkpoint.dir={tmp_path / name}"])
+        weights.append(torch.load(tmp_path / name / "step-000000016.pt", weights_only=True)["model"])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in ("0.old.weight", "0.old.bias"))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])

@@ -116,8 +116,7 @@ class Ddp(Strategy):
         for micro, batch in micro_batches:
             total += self.backward_one(micro, batch, count)
             if micro.counts:
-                found = torch.tensor([float(weight.grad is not None) for weight in weights], device=self.device)
-                own.append((micro.number, torch.cat([flat_gradients(weights), found])))
+                own.append((micro.number, flat_gradients(weights)))
             self.optimizer.zero_grad(set_to_none=True)
             self.model.zero_grad(set_to_none=True)
         self.statistics.exchange()
@@ -125,10 +124,7 @@ class Ddp(Strategy):
         summed = first.clone()
         for part in others:
             summed += part
-        set_gradients(weights, summed[: -len(weights)])
-        for weight, found_by in zip(weights, summed[-len(weights) :].tolist(), strict=True):
-            if not found_by:  # As on one rank: a gradient of zero would let the optimizer decay it.
-                weight.grad = None
+        set_gradients(weights, summed)
         return total
 
     @contextmanager

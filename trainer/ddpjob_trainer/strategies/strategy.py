@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -315,17 +315,23 @@ def laid_out_as(value: Any, weight: torch.Tensor) -> Any:
     return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def flat_gradients(weights: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The weights' gradients, concatenated; 0 where a weight has none."""
-    return torch.cat(
-        [(torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten() for weight in weights]
-    )
+def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The weights' gradients, concatenated, and then for each weight 1; both are 0 where it has none."""
+    found = torch.tensor([weight.grad is not None for weight in weights]).to(weights[0])
+    gradients = [(torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten() for weight in weights]
+    return torch.cat([*gradients, found])
 
 
-def set_gradients(weights: list[nn.Parameter], flat: torch.Tensor) -> None:
-    """The reverse of `flat_gradients`."""
-    for weight, gradient in zip(weights, pieces_like(weights, flat), strict=True):
-        weight.grad = gradient
+def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
+    """The reverse of `flat_gradients`, or of a sum of several.
+
+    A weight without a gradient in any stays so, as on one rank: one of zero would let the optimizer decay it.
+    """
+    flat, found_by = flat[: -len(weights)], flat[-len(weights) :]
+    idle = any(weight.grad is None for weight in weights)  # Else all have one, and nothing waits for the device.
+    numbers = found_by.tolist() if idle else [1] * len(weights)
+    for weight, gradient, found in zip(weights, pieces_like(weights, flat), numbers, strict=True):
+        weight.grad = gradient if found else None
 
 
 def pieces_like(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:

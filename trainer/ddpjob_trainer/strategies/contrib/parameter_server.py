@@ -67,7 +67,7 @@ class ParameterServer(Strategy):
         """Afterwards the server has the gradients."""
         if not self._serves:
             losses = super().backward(micro_batches, count)
-            _call(_push, self.group.rank, flat_gradients(self.model.parameters()).float().cpu())
+            _call(_push, self.group.rank, flat_gradients(list(self.model.parameters())).float().cpu())
             self.group.barrier()
             return losses
         for micro, _ in micro_batches:  # A rank always has one; it does not count here.
