@@ -254,3 +254,18 @@ def test_a_micro_batch_holds_no_sample_twice(repeats: int, micro_batches: int) -
     for step in ElasticSampler(960, 96, Dealing(0, 1, micro_batches), SamplerState(), repeats).rest_of_epoch():
         for micro in step.micros:
             assert len({number % 960 for number in micro.samples}) == len(micro.samples) > 1
+
+
+def test_more_portions_than_samples_are_one_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """train.accumulate=1000000000000 looked for samples in each of them."""
+    looks: list[int] = []
+
+    def once(items: list[int], part: int, parts: int) -> object:
+        looks.append(part)
+        assert len(looks) < 100
+        return share(items, part, parts)
+
+    monkeypatch.setattr(module, "share", once)
+    dealt = [Dealing(rank, 2, accumulate=10**12).deal([7, 3, 9], SamplerState()) for rank in range(2)]
+    assert [[micro.samples for micro in micros if micro.counts] for micros in dealt] == [[[7], [3], [9]], []]
+    assert [len(micros) for micros in dealt] == [3, 3]

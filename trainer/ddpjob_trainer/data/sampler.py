@@ -194,8 +194,8 @@ class Dealing:
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
         """This rank's micro-batches of the global batch that follows `state`; at least one, which may not count."""
         if not self.micro_batches:
-            portions = [share(samples, portion, self.accumulate) for portion in range(self.accumulate)]
-            return [self._portion(k, list(portion), state) for k, portion in enumerate(portions) if portion]
+            filled = range(min(self.accumulate, len(samples)))  # The first ones, where there are more than samples.
+            return [self._portion(k, list(share(samples, k, self.accumulate)), state) for k in filled]
         if passes := self.passes(len(samples)):
             return [self._divided(number, passes, samples, state) for number in range(passes)]
         count = min(self.micro_batches, len(samples))
