@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -240,7 +241,7 @@ class Bucket:
         try:
             found = json.loads(self._get(_SCORES))
             of_metric = found["scores"].items() if found.get("metric") == metric else ()
-            return {int(step): float(value) for step, value in of_metric}
+            return {int(step): math.nan if value is None else float(value) for step, value in of_metric}
         except (Damaged, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
@@ -426,7 +427,9 @@ class Bucket:
         return found
 
     def put_scores(self, scores: dict[int, float], metric: str) -> None:
-        text = json.dumps({"metric": metric, "scores": {str(step): value for step, value in scores.items()}}).encode()
+        """null stands for one that is not finite: JSON has no NaN."""
+        of_step = {str(step): value if math.isfinite(value) else None for step, value in scores.items()}
+        text = json.dumps({"metric": metric, "scores": of_step}).encode()
         self._try("written", _SCORES, lambda: self._obs.put(self._store, _SCORES, text))
 
     def remove(self, entries: Iterable[Stored]) -> None:

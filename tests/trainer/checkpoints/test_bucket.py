@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from pathlib import Path
@@ -224,6 +225,12 @@ def test_removal_and_scores(store: Any, tmp_path: Path) -> None:
     bucket.put_scores({6: 0.5}, "loss")
     assert Bucket(store, "s3://b/p").scores("loss") == {6: 0.5}
     assert Bucket(store, "s3://b/p").scores("accuracy") == {}
+    bucket.put_scores({6: 0.5, 7: math.nan}, "loss")
+    (name,) = (key for key in keys(store) if key.endswith("scores.json"))
+    text = bytes(obstore.get(store, name).bytes())
+    assert b"null" in text and b"NaN" not in text
+    read = bucket.scores("loss")
+    assert read[6] == 0.5 and math.isnan(read[7])
 
 
 def test_scores_that_cannot_be_read_are_not_taken_for_none(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +246,7 @@ def test_scores_that_cannot_be_read_are_not_taken_for_none(store: Any, monkeypat
         with pytest.raises(BucketError, match="503"):
             bucket.scores("loss")
     assert bucket.scores("loss") == {6: 0.5}
-    of_loss = (b'{"metric": "loss"}', b'{"metric": "loss", "scores": {"6": null}}', b'{"metric": "loss", "scores": []}')
+    of_loss = (b'{"metric": "loss"}', b'{"metric": "loss", "scores": {"6": []}}', b'{"metric": "loss", "scores": []}')
     for damaged in (b"{", b"[]", b"null", b" " * (2**20 + 1), *of_loss):
         obstore.put(store, "scores.json", damaged)
         assert bucket.scores("loss") == {}

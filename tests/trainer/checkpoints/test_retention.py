@@ -13,6 +13,7 @@ import pytest
 import torch
 from ddpjob_trainer import atomic_files
 from ddpjob_trainer.checkpoints import index
+from ddpjob_trainer.checkpoints.best import read_scores
 from ddpjob_trainer.checkpoints.compatibility import read_whole
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.checkpoints.retention import Entry, expendable
@@ -205,6 +206,19 @@ def test_no_mark_is_left_of_a_best_one_that_is_not_kept_any_more(tmp_path: Path,
     save(opened(tmp_path, keep=1, **later), 20)
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["step-000000020.pt"]
     assert read_whole(tmp_path)["step"] == 20
+
+
+def test_scores_that_are_no_numbers_are_null_in_the_file_and_read_as_such(tmp_path: Path) -> None:
+    """Other programs could not read NaN, which earlier versions wrote."""
+    folder = opened(tmp_path, keep_best=2, best_by=Metric.LOSS)
+    for step, loss in ((10, math.nan), (20, math.inf), (30, 0.5)):
+        save(folder, step, accuracy=0.1, loss=loss)
+    written = (tmp_path / "best.json").read_text()
+    assert json.loads(written)["scores"] == {"10": None, "20": None, "30": 0.5}
+    for text in (written, written.replace("null", "NaN")):
+        (tmp_path / "best.json").write_text(text)
+        scores = read_scores(tmp_path, Metric.LOSS)
+        assert scores[30] == 0.5 and math.isnan(scores[10]) and math.isnan(scores[20])
 
 
 def test_another_measure_or_a_damaged_file_begins_anew_and_says_so(

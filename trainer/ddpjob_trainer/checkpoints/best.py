@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
     try:
         found = json.loads(path.read_text())
         if found["metric"] == metric:
-            return {int(step): float(value) for step, value in found["scores"].items()}
+            scores = found["scores"].items()
+            return {int(step): math.nan if value is None else float(value) for step, value in scores}
         problem = f"holds {found['metric']}, and checkpoint.best_by is {metric}"
     except FileNotFoundError:
         return {}
@@ -39,11 +41,11 @@ def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
 
 
 def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path | None) -> None:
-    """Write the scores, and link to the best checkpoint. Raises OSError."""
+    """Write the scores (null where not finite: JSON has no NaN), and link to the best checkpoint. Raises OSError."""
     content = {
         "best": best and best.name,
         "metric": metric.value,
-        "scores": {str(step): value for step, value in sorted(scores.items())},
+        "scores": {str(step): value if math.isfinite(value) else None for step, value in sorted(scores.items())},
     }
     write_atomically(folder / _NAME, json.dumps(content, indent=1).encode())
     if best is None:
