@@ -600,6 +600,11 @@ class Trainer:
             )
         if self.strategy.depths is not None:
             notes.append(shares(self.strategy.depths, self.config.optim.layer_decay))
+        steps, last = self.config.report.profile_steps, self.step + self._steps_left()
+        if steps and self.step < last < steps[0]:
+            notes.append(
+                f"no profile: report.profile_steps begins at step {steps[0]}, and the last is {last}; write less"
+            )
         if any(self._peaks) and not all(self._peaks):
             notes.append(
                 f"no MFU: the peak of rank {self._peaks.index(0)}'s device is not known; set report.peak_flops if all"

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
 from ranks import TINY, finish, good, metrics, start, until
 
@@ -107,6 +108,14 @@ def test_the_profile_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
         assert sum(event.get("name") == "aten::cross_entropy_loss" for event in events) == 2
         table = (tmp_path / "run" / "profile" / f"rank-{rank}.txt").read_text()
         assert "aten::convolution" in table and "Self CPU" in table
+
+
+@pytest.mark.parametrize("first", [8, 9])
+def test_a_profile_of_steps_that_are_never_taken_is_named_at_the_start(first: int, tmp_path: Path, capfd: Any) -> None:
+    good(1, [*TINY, f"checkpoint.dir={tmp_path}", "train.epochs=1", f"report.profile_steps=[{first}, 2]"])
+    said = "no profile: report.profile_steps begins at step 9, and the last is 8; write less"
+    assert (said in capfd.readouterr().out) is (first == 9)
+    assert (tmp_path / "run" / "profile").exists() is (first == 8)
 
 
 def test_a_profile_that_training_ends_within_is_written(tmp_path: Path) -> None:
