@@ -18,6 +18,8 @@ import pytest
 from ddpjob_trainer import config
 from ddpjob_trainer.config.sections import ReportConfig
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.evaluation.accumulate import Evaluation
+from ddpjob_trainer.evaluation.curves import Curves
 from ddpjob_trainer.reporting.sinks import background
 from ddpjob_trainer.reporting.sinks.background import open_sinks
 from ddpjob_trainer.reporting.sinks.sink import Run
@@ -140,6 +142,14 @@ def test_metric_names_follow_the_conventions() -> None:
     names = [name for name, _, _ in _METRICS.values()]
     assert len(set(names)) == len(names) and all(re.fullmatch(r"ddpjob_train_[a-z0-9_]+", name) for name in names)
     assert all(text.endswith(".") for _, _, text in _METRICS.values())
+
+
+def test_every_number_of_an_evaluation_has_a_metric() -> None:
+    from ddpjob_trainer.reporting.sinks.prometheus import _METRICS
+
+    curves = Curves([], 0.5, 0.5, [], None)
+    whole = Evaluation(loss=1, accuracy=1, top5=1, mae=1, samples=1, curves=curves, rmse=1, f1=1)
+    assert [name for name in whole.scalars() if f"eval/{name}" not in _METRICS] == []
 
 
 # ------------------------------------------------------------ what goes wrong

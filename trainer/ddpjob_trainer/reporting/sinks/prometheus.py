@@ -67,8 +67,14 @@ _METRICS = {
     "eval/mae": (
         "ddpjob_train_eval_mean_absolute_error",
         False,
-        "Mean of |predicted class - class| of the newest evaluation.",
+        "Mean of |predicted class - class|, or of |score - target| of a regression, of the newest evaluation.",
     ),
+    "eval/rmse": (
+        "ddpjob_train_eval_root_mean_squared_error",
+        False,
+        "Root of the mean of (score - target)^2 of a regression, of the newest evaluation.",
+    ),
+    "eval/f1": ("ddpjob_train_eval_f1_ratio", False, "F1 of all decisions pooled (micro), of the newest evaluation."),
     "eval/macroAP": ("ddpjob_train_eval_macro_average_precision_ratio", False, "Average precision, mean over classes."),
     "eval/microAP": (
         "ddpjob_train_eval_micro_average_precision_ratio",
