@@ -372,6 +372,22 @@ async def test_what_runs_keeps_its_quota_when_its_label_is_removed() -> None:
     assert s.phase == "Suspended" and not s.status.get("queue")
 
 
+async def test_an_evicted_job_without_its_label_gives_no_quota_back_while_its_pods_end() -> None:
+    s, kueue = queued(steps=10**6)
+    await s.until_phase("Running")
+    s.job_body["metadata"]["labels"] = {}
+    old = s.pods["job-1-0"]
+    s.cut(old.node)
+    kueue.evict()
+    held_while_a_pod_ends = []
+    while old.name in s.pods and not old.ended:
+        await s.one_pass()
+        held_while_a_pod_ends.append(kueue.using())
+        s.advance(1)
+    assert len(held_while_a_pod_ends) > 5 and set(held_while_a_pod_ends[:-1]) == {2}
+    await s.until(lambda: not kueue.workloads())
+
+
 async def test_without_kueue_a_job_in_a_queue_waits_and_says_so() -> None:
     s, kueue = queued(steps=1000)
     s.cluster.serves_queues = False

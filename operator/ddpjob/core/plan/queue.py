@@ -15,6 +15,7 @@ from dataclasses import replace
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus
 from ddpjob.core.decision import Action, CreateWorkload, DeleteWorkload, MarkWorkload, ReleaseWorkload
+from ddpjob.core.failures.liveness import may_run
 from ddpjob.core.status.conditions import QUEUE_NOT_SERVED, QUEUE_WAITS, with_condition, without_condition
 from ddpjob.core.status.messages import count
 from ddpjob.core.view import View
@@ -129,7 +130,8 @@ def queue_actions(view: View) -> list[Action]:
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
-        return drop_workloads(view)
+        old = [pod for pod in world.pods if pod.name not in view.current_names]  # Of when it was in a queue.
+        return [] if any(may_run(pod, view.now) for pod in old) else drop_workloads(view)
     if not world.serves_queues:
         return []
     name, actions = workload_name(job), list[Action]()
