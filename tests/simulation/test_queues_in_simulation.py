@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ddpjob.api.job import PRIORITY_LABEL, QUEUE_LABEL
+from ddpjob.api.job_classes import JobClasses
 
 from . import test_crashes as crashes
 from .kueue import Kueue
@@ -386,6 +387,24 @@ async def test_an_evicted_job_without_its_label_gives_no_quota_back_while_its_po
         s.advance(1)
     assert len(held_while_a_pod_ends) > 5 and set(held_while_a_pod_ends[:-1]) == {2}
     await s.until(lambda: not kueue.workloads())
+
+
+async def test_a_job_whose_class_is_removed_while_it_waits_gives_up_its_place() -> None:
+    s, kueue = queued({"className": "h100"}, pods=0)
+    s.cluster.classes = JobClasses.read({"h100": {}})
+    await passes(s, 5)
+    [first] = kueue.workloads().values()
+    s.cluster.restart()
+    s.cluster.classes = JobClasses.read({})
+    await passes(s, 5)
+    assert not kueue.workloads() and conditions(s)["Suspended"]["reason"] == "ClassMissing"
+    s.cluster.restart()
+    s.cluster.classes = JobClasses.read({"h100": {}})
+    await passes(s, 5)
+    [again] = kueue.workloads().values()
+    assert again["metadata"]["uid"] != first["metadata"]["uid"]
+    kueue.pods = 2
+    await s.until_phase("Complete")
 
 
 async def test_without_kueue_a_job_in_a_queue_waits_and_says_so() -> None:
