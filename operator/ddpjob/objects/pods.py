@@ -69,7 +69,9 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
     # Provisional: the coordinator decides who trains, and the label follows its report (core.plan.actions).
     role = Role.NODE if index < job.spec.nodes else Role.SPARE
     pod = _pod(job, status, name, spec, _slot_labels(job, status, role, index, attempt))
-    return _queued(merge_into_node(pod, job.spec.pod_template), status.queue.node if status.queue else None)
+    pod = merge_into_node(pod, job.spec.pod_template)
+    pod["spec"]["terminationGracePeriodSeconds"] = _grace(job)
+    return _queued(pod, status.queue.node if status.queue else None)
 
 
 def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
@@ -421,7 +423,7 @@ def _keys(secret: str | None, prefix: str) -> list[Json]:
 
 def _grace(job: DDPJob) -> int:
     grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-    return int(grace)
+    return int(grace) if grace >= 0 else 1  # As Kubernetes takes a negative one, with a warning.
 
 
 def _identity(job: DDPJob, status: JobStatus, pod: str) -> dict[str, str]:

@@ -444,6 +444,14 @@ def test_the_launcher_leaves_the_reason_of_its_end_where_the_template_has_the_ku
     assert "DDPJOB_TERMINATION_LOG" not in environment(node())
 
 
+@pytest.mark.parametrize(("written", "meant"), [(-1, 1), (0, 0), (600, 600)])
+def test_a_negative_grace_is_one_second_as_kubernetes_has_it(written: int, meant: int) -> None:
+    """The launcher's deadline was in the past."""
+    pod = node(podTemplate={"spec": {"terminationGracePeriodSeconds": written}})
+    assert environment(pod)["DDPJOB_GRACE_SECONDS"] == str(meant)
+    assert pod["spec"]["terminationGracePeriodSeconds"] == meant
+
+
 def test_of_two_variables_the_template_s_counts_as_a_whole() -> None:
     """With both a value and where it comes from, the API server refuses the pod."""
     secret = {"secretKeyRef": {"name": "keys", "key": "token"}}
