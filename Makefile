@@ -45,8 +45,9 @@ help:
 demo: $(DEMO_READY)
 	$(IN_VENV) ddpjob.cli.demo examples/digits.yaml
 
+# They compute, and wait for little: more workers than processors would only load Python more often.
 unit: $(DEV_READY)
-	$(TESTS) --numprocesses=$(WORKERS) -m "not slow" tests/unit tests/simulation $(wildcard tests/runtime)
+	$(TESTS) --numprocesses=auto -m "not slow" tests/unit tests/simulation $(wildcard tests/runtime)
 
 test-local: $(DEV_READY)
 	$(TESTS) --numprocesses=$(WORKERS) -m "not cluster"
