@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -63,7 +64,12 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
     given = data if options.data is not None else None
     on_cpu = spec.gpus_per_node > 0 and spec.gpu_resource == NVIDIA and not enough
     working_dir = options.working_dir or Path(spec.working_dir or Path.cwd())
-    problems = [*_unreadable(spec), *_without_credentials(spec, options), *_folders(spec, data, working_dir, options)]
+    problems = [
+        *_without_torch(spec),
+        *_unreadable(spec),
+        *_without_credentials(spec, options),
+        *_folders(spec, data, working_dir, options),
+    ]
     warnings = [
         *_gpu_warnings(spec, gpus),
         *_ignored(spec),
@@ -209,6 +215,21 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
         else:
             remedy = f"is not in {working_dir.absolute()}; name the folder that it is in with --workdir DIR"
         yield f"spec.script: {spec.script} {remedy}"
+
+
+def _without_torch(spec: JobSpec) -> Iterator[str]:
+    """That this Python has no torch, such as that of a command which pipx has installed, beside the user's own.
+
+    A job with PYTHONPATH among its variables may find one there.
+    """
+    names = {entry["name"] for entry in (*spec.env, *(_trainer(spec)[0].get("env") or ()))}
+    if spec.command or "PYTHONPATH" in names or importlib.util.find_spec("torch") is not None:
+        return
+    python = shlex.quote(sys.executable)
+    yield (
+        f"this Python, {sys.executable}, runs the job and has no torch: install it there (`{python} -m pip install"
+        " torch`), or install ddpjob in the environment that has it"
+    )
 
 
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,15 @@ def test_a_module_that_is_not_here(tmp_path: Path) -> None:
     )
     for module in ("there", "json.tool"):
         assert not any("spec.module" in warning for warning in fitted(tmp_path, module=module).warnings)
+
+
+def test_a_python_without_torch_starts_no_job_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for needs in ({}, {"script": None, "module": "train"}):
+        assert [p for p in fitted(tmp_path, **needs).problems if f"{sys.executable} -m pip install torch" in p]
+    elsewhere = [{"name": "PYTHONPATH", "value": "/opt/site"}]
+    assert fitted(tmp_path, env=elsewhere).problems == ()
+    assert fitted(tmp_path, script=None, command=["conda", "run", "torchrun", "s.py"]).problems == ()
 
 
 def test_a_command_without_the_right_to_be_executed(tmp_path: Path) -> None:
