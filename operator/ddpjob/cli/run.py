@@ -106,9 +106,9 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
 def _run(job: Ready, run: RunFolder, ports: tuple[int, socket.socket]) -> int:
     for warning in job.local_spec.warnings:
         print(f"note: {warning}", file=sys.stderr)
-    had_checkpoints = job.folder.has_checkpoints()
+    resumes = job.folder.is_resumable()
     print(f"job {job.folder.name}: logs and status in {shortest(run.path)}")
-    if had_checkpoints:
+    if resumes:
         print(f"resumes from the checkpoints in {shortest(job.folder.checkpoints)} (--fresh starts from scratch)")
     sys.stdout.flush()
     display = open_display()
@@ -150,7 +150,7 @@ def _print_result(job: Ready, run: RunFolder, outcome: Outcome) -> None:
     lines.append(("Restarts", f"{counts.counted} counted of {allowed} allowed, {counts.uncounted} not counted"))
     lines += [("", line) for line in (*recoveries(status), *map(stall_line, outcome.shown.stalls))]
     lines.append(("Logs", shortest(run.pods)))
-    if job.folder.has_checkpoints():
+    if job.folder.is_resumable():
         lines.append(("Checkpoints", shortest(job.folder.checkpoints)))
         if not status.terminal:
             lines.append(("Next", "the same command resumes from there"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ddpjob.core.world import COORDINATOR_CONTAINER
 
 RUNS_VARIABLE = "DDPJOB_RUNS"
 _DISPOSABLE = "checkpoints-go-with-job"
+_CURVES = Path("run", "metrics.jsonl")
 
 
 def runs_folder() -> Path:
@@ -91,6 +93,11 @@ class JobFolder:
         """Whether a run has left more there than its record of rounds. Raises OSError."""
         return holds_checkpoints(self.checkpoints)
 
+    def is_resumable(self) -> bool:
+        """Whether there is more than the record and the curves, which `ddpjob_report.report` keeps. Raises OSError."""
+        more = holds_checkpoints(self.checkpoints / _CURVES.parent, but=(_CURVES.name,))
+        return holds_checkpoints(self.checkpoints, but=() if more else (_CURVES.parent.name,))
+
     @property
     def disposable(self) -> Path:
         """A file that is there while every run with these checkpoints had a claimTemplate with whenDeleted Delete."""
@@ -109,9 +116,11 @@ class JobFolder:
         return RunFolder(self.path / name)
 
 
-def holds_checkpoints(folder: Path) -> bool:
-    """Whether a run has left more in a folder of checkpoints than its record of rounds. Raises OSError."""
-    return folder.is_dir() and any(not path.name.startswith(ROUNDS_FILE) for path in folder.iterdir())
+def holds_checkpoints(folder: Path, but: Collection[str] = ()) -> bool:
+    """Whether a run has left more in a folder of checkpoints than its record of rounds, and `but`. Raises OSError."""
+    return folder.is_dir() and any(
+        not path.name.startswith(ROUNDS_FILE) and path.name not in but for path in folder.iterdir()
+    )
 
 
 def job_folder(name: str) -> JobFolder:
