@@ -17,8 +17,9 @@ _CURVES = Path("run", "metrics.jsonl")
 
 
 def runs_folder() -> Path:
-    """$DDPJOB_RUNS, else ./runs; absolute."""
-    return Path(os.environ.get(RUNS_VARIABLE) or "runs").absolute()
+    """$DDPJOB_RUNS, else ./runs; absolute, and the same text from wherever it is named."""
+    folder = Path(os.environ.get(RUNS_VARIABLE) or "runs").absolute()
+    return folder.resolve() if ".." in folder.parts else folder
 
 
 @dataclass(frozen=True)

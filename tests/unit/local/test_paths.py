@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ddpjob.local.paths import JobFolder
+from ddpjob.local.paths import JobFolder, runs_folder
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,12 @@ def test_curves_alone_are_nothing_to_resume_from(tmp_path: Path, file: str, resu
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     assert folder.is_resumable() is resumable
+
+
+def test_the_folder_of_runs_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's folder in its bucket is named by it: from another folder beside it, the job missed its copies."""
+    monkeypatch.setenv("DDPJOB_RUNS", "../runs")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert runs_folder() == tmp_path / "runs"
