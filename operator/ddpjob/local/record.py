@@ -183,7 +183,9 @@ def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
     for path in sorted(folder.requests.glob("*.json")):
         try:
             body = json.loads(path.read_text())
+            found.append((path, str(body["verb"]), str(body["subject"])))
         except OSError:
             continue  # Withdrawn by who waited too long for it, or another user's with the file's rights.
-        found.append((path, str(body["verb"]), str(body["subject"])))
+        except (ValueError, KeyError, TypeError):
+            continue  # No request of ours: a copy in conflict of a folder that is synchronized, or another tool's.
     return found

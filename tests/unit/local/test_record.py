@@ -29,10 +29,12 @@ def test_a_run_that_begins_is_known_by_its_process_at_once(tmp_path: Path, monke
 
 
 def test_a_request_that_cannot_be_read_ends_no_training(tmp_path: Path) -> None:
-    """Its command has given up and removed it, or `sudo` with a strict umask has written it: the run broke off."""
+    """Its command has given up and removed it, `sudo` with a strict umask has written it, or it is none of ours."""
     folder = JobFolder(tmp_path)
     folder.requests.mkdir()
     (folder.requests / "1-1.json").symlink_to("removed-while-it-was-listed")
+    for name, text in (("1-2", ""), ("1-3", '{"verb": "scale"}'), ("1-4", "[1]")):
+        (folder.requests / f"{name}.json").write_text(text)
     (folder.requests / "2-2.json").write_text('{"verb": "scale", "subject": "3"}')
     assert [(verb, subject) for _, verb, subject in record.requests(folder)] == [("scale", "3")]
 
