@@ -2,7 +2,7 @@
 #   make demo         trains digits on this machine, kills a node in the middle and shows the recovery (Python 3.11 or newer)
 #   make test         lint and all tests; those on a real Kubernetes are skipped, with the reason, where none can run
 # The tests in parts (tests/README.md):
-#   make unit         a minute: units and the quick part of the simulation
+#   make unit         half a minute: units and the quick part of the simulation
 #   make test-local   everything that needs neither root nor Kubernetes
 #   make test-cluster those on a real Kubernetes alone (root, Go)
 #   make test-gpu     what only GPUs can show, on those of this machine; writes build/gpu-results.json
@@ -45,9 +45,9 @@ help:
 demo: $(DEMO_READY)
 	$(IN_VENV) ddpjob.cli.demo examples/digits.yaml
 
-# They compute, and wait for little: more workers than processors would only load Python more often.
+# Two workers per processor, since half of the time is spent waiting; and each takes single tests of others' modules at the end.
 unit: $(DEV_READY)
-	$(TESTS) --numprocesses=auto -m "not slow" tests/unit tests/simulation $(wildcard tests/runtime)
+	$(TESTS) --dist=worksteal --numprocesses=$(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -m "not slow" tests/unit tests/simulation $(wildcard tests/runtime)
 
 test-local: $(DEV_READY)
 	$(TESTS) --numprocesses=$(WORKERS) -m "not cluster"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,6 +15,7 @@ PACKAGES = (
 BEGIN, END = "<!-- modules: begin -->", "<!-- modules: end -->"
 
 
+@cache
 def render() -> str:
     """The lists: a heading for each package, a line for each of its modules."""
     lines: list[str] = []

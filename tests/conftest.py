@@ -41,6 +41,7 @@ SLOW = (
     "simulation/test_one_coordinator.py",
     "simulation/test_queues_in_simulation.py",
     "simulation/test_random_faults.py",
+    "unit/client/test_worker_stacks.py",
     "unit/engine/test_any_report.py",
     "unit/monitoring/test_monitoring.py",
     "unit/test_chart.py",
