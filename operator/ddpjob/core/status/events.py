@@ -7,7 +7,7 @@ from dataclasses import replace
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.decision import Event
-from ddpjob.core.failures.classify import PLANNED, Cause, names_pod, without_wait
+from ddpjob.core.failures.classify import PLANNED, PULLING, Cause, names_pod, without_wait
 from ddpjob.core.status.conditions import GROUP_RESTARTS
 from ddpjob.core.status.describe import STEP_OVERDUE, UNREACHABLE_LONG, last_step
 from ddpjob.core.status.messages import count, event_text, why_held
@@ -21,9 +21,6 @@ _WARNED = (
 """Conditions whose being false is an event."""
 _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS, "GroupFinished")
 """Reasons of false conditions that every start, restart or end passes through."""
-
-_PULLS = ("ErrImagePull", "ImagePullBackOff")
-"""Each try to pull an image and the wait after it: one trouble, which the kubelet calls by turns."""
 
 
 def restart_events(view: View, restarts: tuple[Restart, ...], *, failed: bool) -> list[Event]:
@@ -90,7 +87,7 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
         condition, before = new.condition(kind), old.condition(kind)
         if condition is None or condition.status or condition.reason in _QUIET:
             continue
-        if before is not None and before.reason in _PULLS and condition.reason in _PULLS:
+        if before is not None and before.reason in PULLING and condition.reason in PULLING:
             continue
         if before is None or before.reason != condition.reason:
             events.append(Event(True, condition.reason, event_text(condition.message)))
