@@ -274,7 +274,7 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         return
     if state == "Interrupted":
         yield f"{name}: its `ddpjob run` was stopped before the end of the job."
-        yield "What to do: run it again; it resumes from its last checkpoint."
+        yield "What to do: run it again; it resumes from its last checkpoint, if it has one."
         return
     if not status.conditions and not status.phase:
         yield from _without_status(body, now)
