@@ -11,7 +11,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ def build_model(
         )
     torch.manual_seed(seed)
     device = device or torch.device("cpu")
-    with drawn(seed):  # A function of the user's may draw from Python's and numpy's generators too.
+    # A function of the user's may draw from Python's and numpy's generators too; for others numpy's is not loaded.
+    with drawn(seed) if is_own(config) else nullcontext():
         model = _network(config, shape, classes).to(device)
     if config.zero_init_residual:
         for normalization in _last_normalizations(model, config, "zero_init_residual"):
