@@ -97,6 +97,11 @@ class PodWatch:
                 )
             return dict(self._pods)
 
+    def now(self) -> dict[str, Json]:
+        """The pods as last reported."""
+        with self._changed:
+            return dict(self._pods)
+
     def close(self) -> None:
         self._watch.stop()
 
@@ -144,12 +149,16 @@ class Bench:
         name = f"bench-step-{run}"
         with self._applied(self.job(name, nodes)) as began:
             pod = f"{name}-0-0"
-            self.watch.wait(f"the container of {pod} runs", lambda pods: _started(pods.get(pod)))
-            for line in watch.Watch().stream(
-                self.core.read_namespaced_pod_log, pod, self.namespace, container="trainer"
-            ):
-                if pattern.search(line):
-                    return Sample("apply -> step", nodes, 0, run, time.perf_counter() - began)
+            self.watch.wait(f"the container of {pod} runs", lambda pods: _is(pods.get(pod), "running", "terminated"))
+            running = True
+            while running:  # A kubelet may end the log of a container that has only just begun.
+                running = _is(self.watch.now().get(pod), "running")
+                for line in watch.Watch().stream(
+                    self.core.read_namespaced_pod_log, pod, self.namespace, container="trainer"
+                ):
+                    if pattern.search(line):
+                        return Sample("apply -> step", nodes, 0, run, time.perf_counter() - began)
+                time.sleep(0.1)
         raise BenchmarkError(
             f"the log of {pod} ended without a line that matches {pattern.pattern!r}; name another by --step-pattern"
         )
@@ -188,9 +197,10 @@ def _ending(pod: Json) -> bool:
     return "deletionTimestamp" in pod["metadata"]
 
 
-def _started(pod: Json | None) -> bool:
+def _is(pod: Json | None, *states: str) -> bool:
+    """Whether the trainer's container is in one of these states."""
     statuses = (pod or {}).get("status", {}).get("containerStatuses", ())
-    return any(s["name"] == "trainer" and ("running" in s["state"] or "terminated" in s["state"]) for s in statuses)
+    return any(status["name"] == "trainer" and not status["state"].keys().isdisjoint(states) for status in statuses)
 
 
 def measure(bench: Bench, nodes: int, runs: int, step_runs: int, pattern: re.Pattern[str]) -> list[Sample]:
