@@ -479,13 +479,13 @@ def _replace(view: View, ends: Ends, coordinator: Ended | None, attributed: Attr
 
 def _all_wait(view: View, ends: Ends) -> View:
     """The others as long as the one that has failed: without it they achieve nothing, and may fail in their turn."""
-    failed = [slot for i in ends if (slot := view.status.slots[i]).failures]
-    waiting = [(slot.not_before, slot) for slot in failed if slot.not_before is not None]
+    ended = [view.status.slots[i] for i in ends]
+    waiting = [(slot.not_before, slot) for slot in ended if slot.failures and slot.not_before is not None]
     if not waiting:
         return view
     until, last = max(waiting, key=lambda pair: pair[0])
     slots = [replace(s, reason=last.reason, failures=last.failures, not_before=until) for s in view.status.slots]
-    return view.with_status(with_slots(view.status, slots))
+    return view.with_slots(slots)
 
 
 def _with_backoff(view: View, ends: Ends, coordinator: Ended | None, causes: set[str]) -> JobStatus:
@@ -500,7 +500,7 @@ def _with_backoff(view: View, ends: Ends, coordinator: Ended | None, causes: set
         if ended.name in causes or cause is Cause.PREEMPTED:
             own = slot.failures if slot.reason == cause else 0
             again = repeated(view, Repeated(cause, max(own, in_a_row(view, cause))), ended.end, ended.pod)
-        elif shared := in_a_row(view.with_status(replace(view.status, slots=tuple(slots))), cause):
+        elif shared := in_a_row(view.with_slots(slots), cause):
             again = repeated(view, Repeated(cause, shared - 1), ended.end, ended.pod)
         slots[index] = replace(slot, reason=again.reason, failures=again.failures, not_before=again.not_before)
     if coordinator is not None:

@@ -60,17 +60,8 @@ def _came_back(view: View) -> list[Finding]:
         return []
     if any(restart.time >= last.time - SAME_BREAK for restart in recent):
         return []
-    slot = view.status.slot(last.index)
-    restart = Restart(
-        time=last.time,
-        pod=last.pod or view.job.name,
-        index=last.index,
-        node=slot.node if slot is not None else "",
-        reason=Cause.PEER_LOST,
-        message=f"pod {last.pod} was lost to the group, and came back: {last.message}",
-        counted=False,
-    )
-    return [Finding(restart)]
+    message = f"pod {last.pod} was lost to the group, and came back: {last.message}"
+    return [Finding(_restart(view, last, Cause.PEER_LOST, message, counted=False))]
 
 
 def with_seen(status: JobStatus, new: NewIncidents, seen_round: int) -> JobStatus:
@@ -89,18 +80,23 @@ def _finding(view: View, incident: Incident) -> Finding:
     first, _, rest = _summary(cause, incident).rstrip(": ").partition("\n")
     if incident.backoff_seconds:
         first += f"; waits {incident.backoff_seconds:g} s"
+    message = with_traceback(first + (f"\n{rest}" if rest else ""), incident.traceback)
+    restart = _restart(view, incident, cause, message, counted=ruled.counted)
+    return Finding(restart, fails=ruled.fails, why=ruled.why, exit_code=code)
+
+
+def _restart(view: View, incident: Incident, cause: Cause, message: str, *, counted: bool) -> Restart:
     slot = view.status.slot(incident.index)  # None: it is the group's, as a hang is.
-    restart = Restart(
+    return Restart(
         time=incident.time,
         pod=incident.pod or view.job.name,
         index=incident.index,
         node=slot.node if slot is not None else "",
         rank=incident.rank,
         reason=cause,
-        message=with_traceback(first + (f"\n{rest}" if rest else ""), incident.traceback),
-        counted=ruled.counted,
+        message=message,
+        counted=counted,
     )
-    return Finding(restart, fails=ruled.fails, why=ruled.why, exit_code=code)
 
 
 def _summary(cause: Cause, incident: Incident) -> str:
