@@ -152,7 +152,7 @@ class Ddp(Strategy):
         self._arrived.clear()
         if not late:
             return
-        shown, keys = ", ".join((idle or late)[:3]) + ", ..." * (len(idle or late) > 3), self.config
+        shown, keys = _first_of(idle or late), self.config
         if idle:
             raise ConfigError(
                 f"model.name={keys.model.name}: {shown} got no gradient, and strategy={keys.strategy.value} waits for"
@@ -174,9 +174,13 @@ class Ddp(Strategy):
         except RuntimeError as error:
             named = self.model.named_parameters()
             idle = [name for name, weight in named if weight.requires_grad and weight.grad is None]
-            shown = ", ".join(idle[:3]) + ", ..." * (len(idle) > 3) or "a parameter"
+            shown = _first_of(idle) or "a parameter"
             raise ConfigError(
                 f"model.name={self.config.model.name}: {shown} got no gradient in a step after the first, and"
                 f" strategy={self.config.strategy.value} waits for that of every parameter in each step; use all in"
                 " each forward pass, or set strategy=ddp ddp.ordered=true"
             ) from error
+
+
+def _first_of(names: list[str]) -> str:
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
