@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import itertools
 import os
 import signal
 import sys
@@ -107,8 +108,9 @@ class _Commands(click.Group):
             raise click.UsageError(f"no command {args[0]}{hint}")
         name, command, rest = super().resolve_command(ctx, args)
         arguments = [one for one in command.params if isinstance(one, click.Argument)] if command else []
-        kind = f"{rest[0]}/" if len(rest) > 1 and not rest[1].startswith("-") else ""
-        if kind in _KINDS and [(one.name, one.nargs) for one in arguments] == [("job", 1)]:
+        names = bool(arguments) and arguments[0].name in ("job", "jobs", "pod")
+        words = sum(1 for _ in itertools.takewhile(lambda word: not word.startswith("-"), rest))
+        if names and words > sum(abs(one.nargs) for one in arguments) and f"{rest[0]}/" in _KINDS:
             rest = rest[1:]  # kubectl get ddp NAME
         return name, command, rest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -221,7 +222,7 @@ def test_the_best_of_epochs_without_a_checkpoint_is_refused() -> None:
 
 
 def test_missing_files_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"configuration file nothing.yaml does not exist"):
+    with pytest.raises(ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; name another"):
         config.load("nothing.yaml", [])
     with pytest.raises(ConfigError, match="write a path or one of cifar10, cifar10-96, cifar10-fast, digits, imagenet"):
         config.load("digit", [])

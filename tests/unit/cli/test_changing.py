@@ -156,6 +156,22 @@ def test_names_may_stand_as_they_are_printed(
     monkeypatch.setattr(OneJob, "delete", lambda backend, name: deleted.append(name), raising=False)
     assert called(monkeypatch, backend, "delete", "ddpjob.ddpjob.io/j", "k") == 0
     assert deleted == ["j", "k"]
+    assert called(monkeypatch, backend, "delete", "ddp", "j", "k") == 0
+    assert deleted == ["j", "k", "j", "k"]
+    capsys.readouterr()
+    assert called(monkeypatch, backend, "scale", "ddp", "j", "3") == 0
+    assert capsys.readouterr().out.startswith("ddpjob j ")
+
+
+def test_a_job_named_as_a_kind_is_reached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where one word stands for a job, it is the job."""
+    deleted: list[str] = []
+    monkeypatch.setattr(OneJob, "delete", lambda backend, name: deleted.append(name), raising=False)
+    assert called(monkeypatch, OneJob("Running"), "delete", "ddp") == 0
+    assert called(monkeypatch, OneJob("Running"), "scale", "ddp", "3") == 0
+    assert deleted == ["ddp"] and "ddpjob ddp " in capsys.readouterr().out
 
 
 def test_a_job_is_not_looked_for_by_name_in_all_namespaces(

@@ -109,7 +109,8 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
     except FileNotFoundError:
-        raise ConfigError(f"configuration file {path} does not exist; give an existing path with --config") from None
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(f"configuration file {path} does not exist{where}; name another by --config") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
