@@ -43,9 +43,9 @@ def held(args: list[str], env: dict[str, str]) -> dict[str, Any]:
     return {"script": str(script), "args": [ddpjob_trainer.__main__.__file__, *args], "env": variables}
 
 
-def let_go(checkpoints: Path) -> None:
-    """End the wait."""
-    (checkpoints / f"go-{HELD}").touch()
+def let_go(checkpoints: Path, what: object = HELD) -> None:
+    """End the wait of a step, or the `pause` of every step."""
+    (checkpoints / f"go-{what}").touch()
 
 
 def losses_of_one_process(folder: Path) -> list[float]:

@@ -16,7 +16,7 @@ from ddpjob_trainer.commands.check_ledger import read, verify
 from jobs import Jobs, Json, job, steps_job
 from machine import slowness
 from operator_process import OperatorProcess
-from strategy_jobs import held
+from strategy_jobs import held, let_go
 from testcluster import processes
 from testcluster.cluster import Cluster
 from testcluster.settings import ClusterError
@@ -109,7 +109,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _apply(stage: Stage, checkpoints: Path) -> None:
     shared = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
     keys = ["--config", "digits", "train.threads=1", "train.ledger=true", "train.epochs=12", "checkpoint.every_steps=9"]
-    training = held(keys, {"HELD": "", "PAUSE": "0.15"})  # 43 s, in which it leaves the processor to the other jobs.
+    training = held(keys, {"HELD": "", "PAUSE": "0.15"})  # 43 s; it leaves the processor to the other jobs.
     stage.jobs.apply(job("moved", **training, storage=shared, **stage.place("moved")))
     stage.jobs.apply(
         steps_job("tainted", 100000, "--sleep=0.5", **stage.place("tainted"), recovery={"nodeLostAfterSeconds": 300})
@@ -165,6 +165,7 @@ def test_a_drained_node_moves_a_job_without_loss_and_one_pod_at_a_time(stage: St
     print(f"moved: reported {noticed - began:.2f} s after the drain began, trains again {again - began:.2f} s after it")
     assert noticed - began < at_once()
     assert lost["progress"]["percent"] < 95, "the drain came too late to move anything"
+    let_go(checkpoints, "pause")
     _, status = stage.watch.first("moved", phase("Complete"), timeout=240)
     assert [(r["pod"], r["counted"]) for r in restarts(status)] == [(leaving, False)]
     assert staying in stage.pods("moved"), "the other pod stayed"

@@ -1,5 +1,5 @@
 """Runs a script whose steps in HELD ("30,60") wait for the file DDPJOB_CHECKPOINT_DIR/go-STEP, and all of whose steps
-wait for PAUSE seconds: held_script.py SCRIPT [ARGUMENT ...].
+wait for PAUSE seconds, while there is no go-pause: held_script.py SCRIPT [ARGUMENT ...].
 """
 
 import os
@@ -19,10 +19,12 @@ PAUSE = float(os.environ.get("PAUSE", "0"))
 def held_step(self: Ledger, number: int, step: Step) -> None:
     """Write it down, then wait."""
     write(self, number, step)
-    time.sleep(PAUSE)
+    go = Path(os.environ["DDPJOB_CHECKPOINT_DIR"])
+    if PAUSE and not (go / "go-pause").exists():
+        time.sleep(PAUSE)
     if number in HELD:
         until = time.monotonic() + 300
-        while not (Path(os.environ["DDPJOB_CHECKPOINT_DIR"]) / f"go-{number}").exists():
+        while not (go / f"go-{number}").exists():
             assert time.monotonic() < until
             time.sleep(0.02)
 
