@@ -107,7 +107,8 @@ def test_another_checkouts_cluster_is_refused_and_left_alone(other: Cluster, tmp
     shutil.copytree(Path(__file__).parent / "testcluster", copy / "testcluster")
     shutil.copytree(MODULE, copy / "binaries")
     command, env = command_line(other, "up", "--nodes", "1", package=copy)
-    done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+    # A module of the folder in which Python starts would come first.
+    done = subprocess.run(command, env=env, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert done.returncode == 1
     assert f"slot {other.settings.slot} is taken by the cluster of {Path(__file__).parents[2]}" in done.stderr
     assert "DDPJOB_CLUSTER_SLOT" in done.stderr
