@@ -8,9 +8,6 @@ from testcluster import pki
 from testcluster.processes import spawn, succeeds, wait_for
 from testcluster.settings import Settings, of_oldest
 
-# Each works in a heap of some 100 MB here, which Go would otherwise collect several times a second.
-_QUICK = {"GOGC": "300"}
-
 
 def _gates() -> list[str]:
     """Kubernetes' own gangs, which release 1.36 has switched off, and older ones do not have."""
@@ -56,7 +53,7 @@ def start_api(settings: Settings, programs: Path) -> None:
         "--advertise-client-urls=http://127.0.0.1:2379",
         "--listen-peer-urls=http://127.0.0.1:2380",
     ]
-    spawn(settings, "etcd", netns, etcd, env=_QUICK)
+    spawn(settings, "etcd", netns, etcd)
     start_apiserver(settings, programs)
 
 
@@ -67,7 +64,6 @@ def start_apiserver(settings: Settings, programs: Path) -> None:
         "kube-apiserver",
         settings.control_plane_netns,
         [programs / "kube-apiserver", *_api_flags(settings)],
-        env=_QUICK,
     )
 
 

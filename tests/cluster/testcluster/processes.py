@@ -73,6 +73,10 @@ def _stat(pid: int) -> _Stat | None:
     return _Stat(fields[0], int(fields[17]), int(fields[19]))
 
 
+# Each works in a heap of some 100 MB here, which Go would otherwise collect several times a second.
+_QUICK = {"GOGC": "300"}
+
+
 def spawn(
     settings: Settings, name: str, netns: str, command: Sequence[str | Path], env: dict[str, str] | None = None
 ) -> Process:
@@ -91,7 +95,7 @@ def spawn(
             stderr=log,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **(env or {}), "DDPJOB_CGROUPS": groups},
+            env={**os.environ, **_QUICK, **(env or {}), "DDPJOB_CGROUPS": groups},
         )
     stat = _stat(child.pid)
     if stat is None:
