@@ -22,8 +22,8 @@ TORCH_INDEX_URL ?=
 PYTEST ?=
 # Options of make matrix.
 MATRIX ?=
-# Tests that run at once: more than the two processors of a small machine, since many wait for a process or a timer.
-WORKERS ?= 3
+# Tests that run at once: twice the processors of a small machine, since many wait for a process or a timer.
+WORKERS ?= 4
 # The same for the cluster's tests: each has a cluster of its own.
 CLUSTERS ?= 2
 
