@@ -36,6 +36,11 @@ def job(name: str, **spec: Any) -> Json:
     return {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": name}, "spec": base | spec}
 
 
+def sleeping(seconds: int = 3600) -> list[str]:
+    """A `command` that SIGTERM ends: it does not end the first process of a container that has no handler for it."""
+    return ["sh", "-c", f"trap 'exit 143' TERM; sleep {seconds} & wait"]
+
+
 def training_job(name: str, *args: str, **spec: Any) -> Json:
     """The project's own trainer. Each pod sees all cores: as many threads in each would be in one another's way."""
     return job(name, module="ddpjob_trainer", args=[*args, "train.threads=1"], **spec)

@@ -38,7 +38,7 @@ def test_an_image_that_cannot_be_pulled(jobs: Jobs) -> None:
             imagePullPolicy="Always",
             script="train.py",
             podTemplate={},
-            runPolicy={"activeDeadlineSeconds": 30},
+            runPolicy={"activeDeadlineSeconds": 20},
         )
     )
     jobs.wait("the reason", lambda: "Pull" in jobs.condition("noimage", "Running").get("reason", ""), timeout=20)

@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable
 
 import pytest
-from jobs import Jobs, Json, job
+from jobs import Jobs, Json, job, sleeping
 from operator_process import OperatorProcess
 
-SLEEP = ["sh", "-c", "sleep 600"]
 Sets = Callable[..., None]
 
 
@@ -26,7 +25,7 @@ def platform_team_sets(operator: OperatorProcess) -> Sets:
 
 def classed(name: str, **spec: object) -> tuple[Json, Json]:
     """A job that leaves its image and podTemplate to class `team`, and that class."""
-    made = job(name, className="team", command=SLEEP, nodes=2)
+    made = job(name, className="team", command=sleeping(), nodes=2)
     given = {field: made["spec"].pop(field) for field in ("image", "imagePullPolicy", "podTemplate")}
     made["spec"] |= spec
     template = given["podTemplate"]["spec"]

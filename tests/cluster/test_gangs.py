@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from jobs import FAST, Jobs, Json, job, steps_job
+from jobs import FAST, Jobs, Json, job, sleeping, steps_job
 from testcluster.cluster import Cluster
 
 GPU = "example.com/gpu"
@@ -51,7 +51,7 @@ def priorities(cluster: Cluster, namespace: str) -> Iterator[tuple[str, str]]:
 
 
 def sleeping_job(name: str, seconds: int, **spec: object) -> Json:
-    return job(name, command=["sleep", str(seconds)], **ONE_GPU, **spec)
+    return job(name, command=sleeping(seconds), **ONE_GPU, **spec)
 
 
 def group_of(pod: Json) -> str:

@@ -15,7 +15,7 @@ import yaml
 from conftest import create_namespace, remove_namespace
 from ddpjob.controller.operator_shards import shard_of
 from install_fixtures import CHART, Release, helm, restricted_namespace
-from jobs import FAST, Jobs, job, steps_job
+from jobs import FAST, Jobs, job, sleeping, steps_job
 from machine import slowness
 from testcluster import processes
 from testcluster.cluster import Cluster
@@ -452,7 +452,7 @@ def test_three_shards_one_killed_and_nothing_is_done_twice(
             if len(shares) == 3:
                 break
         for share in shares.values():
-            share.apply(job("sleeps", nodes=1, command=["sleep", "3600"]))
+            share.apply(job("sleeps", nodes=1, command=sleeping()))
         for share in shares.values():
             share.wait_phase("sleeps", "Running")
 

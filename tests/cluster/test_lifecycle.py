@@ -6,7 +6,7 @@ import json
 from datetime import datetime, timedelta
 
 import pytest
-from jobs import FAST, Jobs, job, steps_job
+from jobs import FAST, Jobs, job, sleeping, steps_job
 from testcluster.settings import ClusterError
 
 
@@ -126,7 +126,7 @@ def test_clean_pod_policies(jobs: Jobs) -> None:
         "name": "shadow",
         "image": job("x")["spec"]["image"],
         "imagePullPolicy": "IfNotPresent",
-        "command": ["/bin/sleep", "600"],
+        "command": sleeping(),
     }
     for policy in ("None", "All"):
         manifest = steps_job(f"clean-{policy.lower()}", 3, nodes=1, recovery=FAST, runPolicy={"cleanPodPolicy": policy})

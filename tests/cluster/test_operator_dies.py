@@ -18,7 +18,7 @@ def test_it_dies_before_and_after_every_call(jobs: Jobs, operator: OperatorProce
     seen = tmp_path / "seen"
     operator.kill()
     operator.start(sys.executable, str(DYING), str(seen))
-    jobs.apply(steps_job("often", 600, runPolicy={"ttlSecondsAfterFinished": 3600}))
+    jobs.apply(steps_job("often", 200, runPolicy={"ttlSecondsAfterFinished": 3600}))
     jobs.wait_phase("often", "Running", timeout=240)
     jobs.wait("the first steps", lambda: jobs.step("often") >= 3, timeout=60)
     jobs.kill("often-1-0")
