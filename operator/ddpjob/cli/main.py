@@ -6,6 +6,7 @@ import difflib
 import errno
 import itertools
 import os
+import re
 import signal
 import sys
 import time
@@ -281,6 +282,8 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
             asked = f", also to {_ask_server(cluster, place, manifest, body)}" if cluster is not None else ""
             if not quiet:
                 click.echo(f"{manifest.source}: ddpjob {body['metadata']['name']} is valid{asked}")
+                if _keeps_sigterm(body["spec"]):
+                    _note(f"{manifest.source}: note: {_NO_SIGTERM}")
         except BadInput as error:
             bad = True
             _note(str(error))
@@ -405,6 +408,8 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
                     " begins again when the one that saved is lost; set claimTemplate, claimName or url there"
                     + ("" if _is_manifest(program) else " (--set)")
                 )
+            if not local and _keeps_sigterm(bodies[-1]["spec"]):
+                _note(f"note: {_NO_SIGTERM}")
     finally:  # Also of the first ones, when a later one is refused.
         if shown:
             click.echo(documents(shown, str(output)), nl=False)
@@ -424,6 +429,20 @@ def _keeps_files(spec: dict[str, Any]) -> bool:
     lasting = any(not {"configMap", "secret", "projected", "downwardAPI", "emptyDir"} & it.keys() for it in volumes)
     twice = spec.get("module") == "ddpjob_trainer" and spec.get("nodes", 1) > 1
     return bool(lasting or twice or spec.get("className") or (spec.get("storage") or {}).get("checkpoints"))
+
+
+_NO_SIGTERM = (
+    "spec.command: sh does not hand SIGTERM on to what it starts: nothing is saved when a pod is asked to end, and each"
+    " restart waits for the pods' grace period, 30 s by default; write `exec` before its last program, or take bash"
+)
+
+
+def _keeps_sigterm(spec: dict[str, Any]) -> bool:
+    """Whether a shell that never replaces itself by its last program is the first process of the pods' containers."""
+    match (*(spec.get("command") or ()), *(spec.get("args") or ())):
+        case (str(shell), "-c" | "-ec" | "-euc" | "-lc", str(script), *_):
+            return Path(shell).name in ("sh", "dash", "ash") and not re.search(r"\b(exec|trap)\b", script)
+    return False
 
 
 def _refuse_options_of_scripts() -> None:

@@ -163,9 +163,7 @@ def test_names_may_stand_as_they_are_printed(
     assert capsys.readouterr().out.startswith("ddpjob j ")
 
 
-def test_a_job_named_as_a_kind_is_reached(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_named_as_a_kind_is_reached(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Where one word stands for a job, it is the job."""
     deleted: list[str] = []
     monkeypatch.setattr(OneJob, "delete", lambda backend, name: deleted.append(name), raising=False)

@@ -82,6 +82,32 @@ def test_it_is_said_where_what_is_saved_is_lost_with_its_pod(
 
 
 @pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ('["/bin/sh", -c, torchrun train.py]', True),
+        ('[sh, -ec, "pip install x && torchrun train.py"]', True),
+        ('[sh, -c, "pip install x && exec torchrun train.py"]', False),
+        ('[sh, -c, "trap stop TERM; torchrun train.py & wait"]', False),
+        ("[bash, -c, torchrun train.py]", False),
+        ("[sh, train.sh]", False),
+        ("[torchrun, train.py]", False),
+    ],
+)
+def test_it_is_said_where_a_shell_keeps_sigterm_from_what_trains(
+    command: str, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """dash, which is the sh of Debian and Ubuntu, starts also the last program as its child; bash does not."""
+    Path("job.yaml").write_text(JOB.replace("script: b.py", f"command: {command}"))
+    assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
+    assert ("does not hand SIGTERM on" in capsys.readouterr().err) is said
+    assert main(["validate", "job.yaml"]) == 0
+    assert capsys.readouterr().err.startswith("job.yaml: note: spec.command: sh does not") is said
+    assert main(["validate", "--quiet", "job.yaml"]) == 0
+    assert main(["submit", "--local", "--dry-run", "job.yaml"]) == 0, "its processes get it as a group"
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("option", "meant"),
     [
         ("--nproc-per-node=2", "--procs"),
