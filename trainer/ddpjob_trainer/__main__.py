@@ -5,31 +5,34 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import sys
-
-try:
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    print("error: ddpjob_trainer needs the package torch: pip install 'ddpjob[trainer]'", file=sys.stderr)
-    sys.exit(2)
 
 from ddpjob_trainer.commands.dispatch import run
 from ddpjob_trainer.errors import ConfigError, FolderTakenError, Refused, exit_code, install_hook
 from ddpjob_trainer.lifecycle import fast_exit
 
-_EXTRA = ("torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklearn", "matplotlib", "rich", "psutil",
+_EXTRA = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklearn", "matplotlib", "rich", "psutil",
           "prometheus_client")  # fmt: skip
-"""What ddpjob[trainer] brings beside torch, as it is imported: an image for PyTorch may lack some."""
+"""What ddpjob[trainer] brings, as it is imported: an image may lack some."""
 
 
-@record
 def main() -> int:
     """Run what the command line asks for; returns the exit code.
 
     Raises TrainerError with a message for the user, and Refused when the arguments are wrong or their folder is taken.
     """
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        # What `record` does where there is no file to write: importing it, and torch, would take seconds before --help.
+        faulthandler.enable(all_threads=True)
+        return _main()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(_main)() or 0
+
+
+def _main() -> int:
     install_hook()
     try:
         return _run(sys.argv[1:])
@@ -44,7 +47,10 @@ def main() -> int:
 
 def _refused(error: ConfigError | FolderTakenError) -> Refused:
     print(f"error: {error}", file=sys.stderr, flush=True)
-    get_error_handler().record_exception(error)  # Not done by `record` for an exit.
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)  # Not done by `record` for an exit.
     return Refused(f"{error}", fast_exit.with_code(exit_code(error)))
 
 

@@ -281,6 +281,18 @@ def test_wrong_arguments_end_with_2_and_in_a_pod_with_78(tmp_path: Path) -> None
     assert ended("data.name=imagefolder", f"data.dir={tmp_path}/x").returncode == 1, "a mount may come"
 
 
+def test_torch_is_imported_for_nothing_but_training(tmp_path: Path) -> None:
+    """It takes seconds."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    assert ended("--help", PYTHONPATH=path).returncode == 0
+    wrong = ended("data.nam=x", PYTHONPATH=path)
+    assert (wrong.returncode, wrong.stderr[:28]) == (2, "error: argument: unknown key")
+    lacks = ended(*TINY, f"checkpoint.dir={tmp_path}", PYTHONPATH=path)
+    assert lacks.returncode == 2
+    assert lacks.stderr == "error: ddpjob_trainer needs the package torch: pip install 'ddpjob[trainer]'\n"
+
+
 def test_a_reader_that_has_gone_is_no_error() -> None:
     """`python -m ddpjob_trainer checkpoint FILE | head`."""
     read, write = os.pipe()

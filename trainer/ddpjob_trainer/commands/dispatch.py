@@ -119,11 +119,12 @@ def help_text() -> str:
 
 def train(arguments: list[str]) -> int:
     """Train; returns the exit code."""
-    from ddpjob_trainer import train
     from ddpjob_trainer.config.command_line import read_settings
+
+    settings = read_settings(arguments)  # What is wrong in them is reported before torch is imported: seconds.
+    from ddpjob_trainer import train
     from ddpjob_trainer.lifecycle.fence import EXIT_FENCED
 
-    settings = read_settings(arguments)
     fast_exit.leave_fast()
     try:
         return fast_exit.with_code(train.run(settings))
