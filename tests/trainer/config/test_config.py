@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -285,12 +286,20 @@ def test_torch_is_imported_for_nothing_but_training(tmp_path: Path) -> None:
     """It takes seconds."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    assert ended("--help", PYTHONPATH=path).returncode == 0
+    for words in (["--help"], ["ledger", "--help"], ["plot", "--help"]):
+        assert ended(*words, PYTHONPATH=path).returncode == 0
     wrong = ended("data.nam=x", PYTHONPATH=path)
     assert (wrong.returncode, wrong.stderr[:28]) == (2, "error: argument: unknown key")
     lacks = ended(*TINY, f"checkpoint.dir={tmp_path}", PYTHONPATH=path)
     assert lacks.returncode == 2
     assert lacks.stderr == "error: ddpjob_trainer needs the package torch: pip install 'ddpjob[trainer]'\n"
+
+
+@pytest.mark.parametrize("command", dispatch.COMMANDS)
+def test_each_command_says_how_it_is_called(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):  # argparse's
+        assert dispatch.run([command, "--help"]) == 0
+    assert f"python -m ddpjob_trainer {command}" in capsys.readouterr().out
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:

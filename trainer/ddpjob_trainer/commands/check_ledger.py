@@ -310,6 +310,9 @@ def table(summary: LedgerSummary) -> str:
 
 def main(arguments: list[str]) -> int:
     """Print the table. Raises LedgerError with the first violation."""
+    if {"--help", "-h"} & {*arguments}:
+        print(__doc__)
+        return 0
     if not arguments:
         raise LedgerError("no folder given; write python -m ddpjob_trainer ledger RUN [RUN ...]")
     print(table(verify(read([Path(argument) for argument in arguments]))))

@@ -25,6 +25,9 @@ def main(arguments: list[str]) -> int:
 
     Returns 1 when one is broken. Raises TrainerError.
     """
+    if {"--help", "-h"} & {*arguments}:
+        print(__doc__)
+        return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("usage: python -m ddpjob_trainer checkpoint FILE|DIR")
     path = Path(arguments[0])

@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ddpjob_trainer.data.sampler import Step
-from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import LedgerError
-from ddpjob_trainer.lifecycle.fence import Claim
+
+if TYPE_CHECKING:  # They import torch, without which a ledger is read.
+    from ddpjob_trainer.data.sampler import Step
+    from ddpjob_trainer.distributed.process_group import Group
+    from ddpjob_trainer.lifecycle.fence import Claim
 
 FOLDER = "ledger"
 
