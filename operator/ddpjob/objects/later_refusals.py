@@ -36,6 +36,7 @@ _OWN_RESOURCES = ("cpu", "memory", "ephemeral-storage", "storage")
 _WORDS = {"mem": "memory", "ram": "memory", "cpus": "cpu", "cores": "cpu", "disk": "ephemeral-storage",
           "gpu": "nvidia.com/gpu", "gpus": "nvidia.com/gpu"}  # fmt: skip
 _LEAST_BYTES = 64 * 1024
+_STARTER = re.compile(r"(.*/)?(torchrun|python[0-9.]*)")
 _OWN_VOLUMES = ("ddpjob-runtime", "ddpjob-shm", "ddpjob-checkpoints", "ddpjob-data")
 _OPERATORS = ("Exists", "Equal", "Lt", "Gt")
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
@@ -70,6 +71,10 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
     if re.search(r"\.py$", spec.get("module") or ""):
         yield Problem("spec.module", f"{spec['module']} is the name of a file; write script: {spec['module']}")
     yield from _one_file(spec.get("script") or "")
+    for name in ("script", "module"):
+        if _STARTER.fullmatch(program := spec.get(name) or ""):
+            remedy = "name the program alone (`ddpjob convert` translates a whole torchrun line)"
+            yield Problem(f"spec.{name}", f"{program} only starts a program, which the job does itself; {remedy}")
     yield from _resources(spec.get("resources") or {}, "spec.resources")
     if (shared := (spec.get("storage") or {}).get("sharedMemory")) is not None:
         yield from _few_bytes(shared, "spec.storage.sharedMemory")
@@ -87,7 +92,14 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _one_file(script: str) -> Iterator[Problem]:
-    """A whole command line in place of the script's name."""
+    """A whole command line in place of the script's name, or a script that is not Python's."""
+    if script.endswith((".sh", ".bash")):
+        command = json.dumps(["bash", script])
+        yield Problem(
+            "spec.script",
+            f"{script} is a shell's, and torchrun starts Python's alone; name the Python script that it starts, or"
+            f" write command: {command} in place of script",
+        )
     found = re.fullmatch(r"(?:python[0-9.]*\s+|torchrun\s+)?(\S+\.py)(\s.*)?", script)
     if found and found[1] != script:
         try:

@@ -176,6 +176,23 @@ def test_an_option_of_the_program_itself_is_shown_where_it_belongs(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["torchrun", "train.py"], "spec.module: torchrun only starts a program"),
+        (["--", "python3", "train.py"], "spec.module: python3 only starts a program"),
+        (["run.sh"], "run.sh is a shell's, and torchrun starts Python's alone"),
+    ],
+)
+def test_what_starts_a_program_is_not_submitted_as_one(
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It failed in the pods: torchrun found no module torchrun, and Python no syntax of its own in a shell's script."""
+    (folder / "run.sh").write_text("#!/bin/bash\ntorchrun train.py\n")
+    assert main(["submit", "--cluster", "--dry-run", "--image", "i", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 COMING_FROM = (Path(__file__).parents[3] / "docs" / "coming-from.md").read_text()
 TORCHRUN = re.findall(r"`(torchrun [^`]* -m ddpjob_trainer [^`]*)`", COMING_FROM)
 LINES = [

@@ -69,6 +69,16 @@ REFUSED = {
         '["--lr", "0.1"] (',
     ),
     "torchrun": (JOB.replace("script: b.py", "script: torchrun b.py"), "write script: b.py ("),
+    "torchrun alone": (
+        JOB.replace("script: b.py", "module: torchrun"),
+        "spec.module: torchrun only starts a program, which the job does itself; name the program alone (`ddpjob ",
+    ),
+    "an interpreter": (JOB.replace("script: b.py", "script: /usr/bin/python3"), "python3 only starts a program"),
+    "a shell script": (
+        JOB.replace("script: b.py", "script: run.sh"),
+        "spec.script: run.sh is a shell's, and torchrun starts Python's alone; name the Python script that it starts, "
+        'or write command: ["bash", "run.sh"] in place of script (',
+    ),
     "512m": (
         in_spec("resources: {limits: {memory: 512m}}"),
         "512m is 0.512 bytes, too few for anything; did you mean 512Mi?",
