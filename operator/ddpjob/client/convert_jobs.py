@@ -102,8 +102,9 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     made.job["spec"]["image"] = image
     if image == "IMAGE":
         made.notes.append("spec.image: a command line has none; write an image with Python, PyTorch and the script")
-    line = list(words) if len(words) > 1 else _shell_words(words[0])
-    if len(words) == 1 and (signs := _signs_of_shell(words[0])):
+    text = words[0].replace("\\\n", " ").strip()
+    line = list(words) if len(words) > 1 else _shell_words(text)
+    if len(words) == 1 and (signs := _signs_of_shell(text)) and not _reads_only_theirs(text):
         made.notes.append(
             f"{' '.join(signs)}: of a shell, which a script or module is not started by: they became arguments; leave "
             'them out, or write command: [bash, -c, "..."]'
@@ -457,7 +458,8 @@ def _shell_words(line: str) -> list[str]:
 def _signs_of_shell(line: str) -> list[str]:
     """What a shell would act on and hand to nobody: pipes, redirections, lists of commands, variables."""
     bare = _QUOTED.sub(lambda quoted: " ".join(_SIGN_IN_QUOTES.findall(quoted[1] or "")), line)
-    return re.findall(rf"[;&|<>()]+|{_SIGN_IN_QUOTES.pattern}", bare)
+    signs = re.findall(rf"[;&|<>()]+|(?<!\S)#|\n|{_SIGN_IN_QUOTES.pattern}", bare)
+    return ["a line's end" if sign == "\n" else sign for sign in signs]
 
 
 def _after_launcher(words: list[str]) -> list[str] | None:
@@ -483,6 +485,8 @@ def _options(words: Sequence[str]) -> int:
     """How many of the words after torchrun's name are its options and their values."""
     position = 0
     while position < len(words) and words[position].startswith("-"):
+        if words[position] == "--":
+            return position + 1
         name, equals, _ = words[position].lstrip("-").partition("=")
         position += 1 if equals or name.replace("_", "-") in _BARE else 2
     return position
@@ -493,6 +497,9 @@ def _torchrun(made: Conversion, words: list[str]) -> None:
     position, nproc = 0, None
     while position < len(words) and words[position].startswith("-"):
         word = words[position]
+        if word == "--":
+            position += 1
+            break
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("_", "-")
         if not word.startswith("--") and name[:1] in ("r", "t") and len(name) > 1 and not equals:
@@ -540,11 +547,15 @@ def _torchrun(made: Conversion, words: list[str]) -> None:
         spec.setdefault("gpusPerNode", int(nproc))
         if spec["gpusPerNode"] != int(nproc):
             spec["procsPerNode"] = int(nproc)
-    elif nproc in ("auto", "gpu"):
+    elif nproc in ("auto", "gpu", "xpu"):
         made.notes.append(f"--nproc-per-node={nproc}: gpusPerNode decides; it is {spec.get('gpusPerNode', 1)} here")
     elif nproc == "cpu":
         spec["gpusPerNode"] = 0
         made.notes.append("--nproc-per-node=cpu: write procsPerNode, the number of processes")
+    elif nproc is not None:
+        made.notes.append(
+            f"--nproc-per-node={nproc}: is no number here; write procsPerNode, without which each GPU has one process"
+        )
 
 
 def _nnodes(made: Conversion, value: str) -> None:

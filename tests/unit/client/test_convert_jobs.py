@@ -494,3 +494,43 @@ def test_selectors_of_their_labels_are_noted() -> None:
     job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["topologySpreadConstraints"] = [spread]
     [note] = convert(job).notes
     assert "training.kubeflow.org/job-name" in note and "ddpjob.io/job" in note
+
+
+def test_a_line_that_was_copied_over_several_lines_is_one() -> None:
+    """The script was the end of the first line."""
+    line = "torchrun \\\n  --nproc_per_node=8 \\\n  train.py --x 'a b'\n"
+    made = convert_command([line], image="a")
+    assert valid(made.job) == {"image": "a", "script": "train.py", "args": ["--x", "a b"], "gpusPerNode": 8}
+    assert not made.notes
+
+
+@pytest.mark.parametrize(
+    ("line", "sign"),
+    [("torchrun a.py\npython b.py", "a line's end: of a shell"), ("torchrun a.py # all", "#: of a sh")],
+)
+def test_what_follows_a_line_is_noted(line: str, sign: str) -> None:
+    [note] = convert_command([line], image="a").notes
+    assert note.startswith(sign)
+
+
+def test_variables_that_the_operator_replaces_became_no_arguments() -> None:
+    line = "torchrun --nnodes=2 --rdzv_id $RANDOM --rdzv_endpoint $head_node_ip:29500 --nproc_per_node 4 a.py --lr 1"
+    made = convert_command([line], image="a")
+    assert valid(made.job)["args"] == ["--lr", "1"] and not made.notes
+    [note] = convert_command([f"{line} --master-addr $head_node_ip"], image="a").notes
+    assert "they became arguments" in note
+
+
+def test_two_dashes_end_torchrun_s_options() -> None:
+    made = convert_command(["torchrun", "--nproc-per-node=2", "--", "a.py", "--x"], image="a")
+    assert valid(made.job) == {"image": "a", "script": "a.py", "args": ["--x"], "gpusPerNode": 2}
+    line = "torchrun --node_rank=$RANK -- a.py --x"
+    assert valid(convert(_of_four_gpus(["bash", "-c", line])).job)["script"] == "a.py"
+
+
+def test_a_variable_number_of_processes_is_noted() -> None:
+    """The job got a process for each GPU in silence."""
+    made = convert(_of_four_gpus(["torchrun", "--nproc_per_node=$(NPROC)", "a.py"]))
+    assert "procsPerNode" not in valid(made.job)
+    [note] = made.notes
+    assert note.startswith("--nproc-per-node=$(NPROC): is no number here; write procsPerNode")
