@@ -550,7 +550,9 @@ def _foreign(source: str) -> list[Any]:
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error
     except YamlError as error:
-        raise Mistake(f"{source}, line {error.line}: {error}") from error
+        if not text.startswith("#!"):  # Else it is a script, as of Slurm, which is no wrong YAML.
+            raise Mistake(f"{source}, line {error.line}: {error}") from error
+        items = []
     except UnicodeDecodeError as error:
         raise Mistake(f"{source}: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
     found = [item for item in items if isinstance(item, dict) and item.get("kind") in CONVERTIBLE]

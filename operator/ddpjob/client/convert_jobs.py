@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpjob.api.job import API_VERSION, KIND
+from ddpjob.api.job import API_VERSION, KIND, QUEUE_LABEL
 from ddpjob.api.job_spec import Json
 from ddpjob.api.merging import mounted_at
 from ddpjob.client.backend import Mistake
 from ddpjob.core.world import LABEL_JOB
+from ddpjob.objects.pod_group import QUEUE_ANNOTATION
 
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
 )
 """Resources that are counted in devices, and not in memory or shares of one, such as nvidia.com/gpumem."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
-_OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port", "node-rank",
+_OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank",
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
               "use-env")  # fmt: skip
 _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-rank", "use-env")
@@ -172,6 +173,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
         nproc = elastic.get("nProcPerNode", nproc)
         if elastic.get("maxRestarts") is not None:
             target.setdefault("recovery", {})["maxRestarts"] = elastic["maxRestarts"]
+        _rendezvous(made, ((str(pair.get("key")), pair.get("value")) for pair in elastic.get("rdzvConf") or ()))
         if elastic.get("metrics"):
             notes.append(
                 "elasticPolicy.metrics: create a HorizontalPodAutoscaler for the DDPJob (it has a scale subresource)"
@@ -216,8 +218,19 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
         target["runPolicy"] = kept
     if policy.get("backoffLimit") is not None:
         target.setdefault("recovery", {})["maxRestarts"] = policy["backoffLimit"]
-    if policy.get("schedulingPolicy"):
-        made.notes.append("runPolicy.schedulingPolicy: gangs and queues are the scheduler's; see spec.scheduling")
+    if scheduling := policy.get("schedulingPolicy"):
+        made.notes.append("runPolicy.schedulingPolicy: gangs are the scheduler's; see spec.scheduling")
+        if scheduling.get("queue"):
+            made.notes.append(
+                f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out; Volcano's is named by the "
+                f"annotation {QUEUE_ANNOTATION} of podTemplate.metadata, Kueue's by the label {QUEUE_LABEL} of metadata"
+            )
+        here = target.get("scheduling", {}).get("priorityClassName")
+        if scheduling.get("priorityClass") not in (None, "", here):
+            made.notes.append(
+                f"runPolicy.schedulingPolicy.priorityClass {scheduling['priorityClass']}: left out; write "
+                "scheduling.priorityClassName, which the pods have, too"
+            )
     if policy.get("managedBy"):
         made.notes.append("runPolicy.managedBy: has no counterpart")
 
@@ -235,6 +248,9 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
     container = {"image": trainer.get("image", ""), "resources": trainer.get("resourcesPerNode") or {}}
     container |= {key: trainer[key] for key in ("command", "args", "env") if trainer.get(key)}
     _pod(made, {"spec": {"containers": [container]}}, "node")
+    for name, set_here in (("numNodes", "nodes"), ("resourcesPerNode", "gpusPerNode")):
+        if not trainer.get(name):
+            notes.append(f"trainer.{name}: is the runtime's, which is not in this manifest; write {set_here}")
     _procs(made, trainer.get("numProcPerNode"))
     policy = {key: spec[key] for key in ("suspend", "activeDeadlineSeconds") if spec.get(key)}
     if policy:
@@ -254,18 +270,33 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _procs(made: Conversion, count: Any) -> None:
-    spec = made.job["spec"]
-    text = str(count if count is not None else "")
+    spec, notes = made.job["spec"], made.notes
+    text, gpus = str(count if count is not None else ""), spec.get("gpusPerNode", 0)
     if made.counted:
         return
     if text.isdigit():
-        if int(text) != max(spec.get("gpusPerNode", 0), 1):
+        if int(text) != max(gpus, 1):
             spec["procsPerNode"] = int(text)
-    elif text == "" and made.plain and spec.get("gpusPerNode", 0) > 1:
-        spec["procsPerNode"] = 1
-        made.notes.append("procsPerNode: 1, as before; remove it for one process per GPU")
+        if made.plain and int(text) > 1:
+            notes.append(
+                f"procsPerNode: python started one process in a pod, which counted {text}; here torchrun starts"
+                f" {text}, and a script that spawns them must not"
+            )
+    elif made.plain:
+        if gpus > 1:
+            spec["procsPerNode"] = 1
+            notes.append("procsPerNode: 1, as before; remove it for one process per GPU")
     elif text == "cpu":
-        made.notes.append("nprocPerNode cpu: write procsPerNode, the number of processes")
+        notes.append("nprocPerNode cpu: write procsPerNode, the number of processes")
+    elif not gpus and {"script", "module"} & spec.keys():
+        notes.append("procsPerNode: 1 here, without GPUs; torchrun started a process for each CPU: write their number")
+
+
+def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
+    """Of torchrun's rdzv_conf, the time to join alone: the operator decides the others."""
+    for name, value in settings:
+        if name.strip() == "join_timeout" and str(value).isdigit():
+            made.job["spec"].setdefault("rendezvous", {}).setdefault("joinTimeoutSeconds", int(value))
 
 
 # --- pods -------------------------------------------------------------------------------------------------------
@@ -522,6 +553,9 @@ def _torchrun(made: Conversion, words: list[str]) -> None:
             if not value.isdigit():
                 raise Mistake(f"--max-restarts={value}: is not a number")
             spec.setdefault("recovery", {})["maxRestarts"] = int(value)
+        elif name == "rdzv-conf":
+            pairs = (setting.partition("=") for setting in value.split(","))
+            _rendezvous(made, ((key, given) for key, _, given in pairs))
         elif name in ("r", "t"):
             own += [f"-{name}", value]  # --r would be the beginning of several names.
         elif name not in _OPERATORS and (value or name in _BARE):

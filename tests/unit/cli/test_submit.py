@@ -231,6 +231,11 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     (folder / "broken.yaml").write_text("kind: TrainJob\nspec: {trainer: [}\n")
     assert main(["convert", "broken.yaml"]) == 2
     assert "broken.yaml, line 2: not YAML" in capsys.readouterr().err
+    (folder / "job.sbatch").write_text(
+        '#!/bin/bash\n#SBATCH -N 4\nif :; then\n  echo "a: b: c"\nfi\nsrun torchrun a.py\n'
+    )
+    assert main(["convert", "job.sbatch"]) == 2
+    assert "job.sbatch: holds none of PyTorchJob, TrainJob; of another kind conv" in capsys.readouterr().err
     assert main(["convert", "--image", "i", "torchrun.yaml"]) == 2, "the option had no effect"
     assert "--image, --name: only for a torchrun command line" in capsys.readouterr().err
 

@@ -534,3 +534,61 @@ def test_a_variable_number_of_processes_is_noted() -> None:
     assert "procsPerNode" not in valid(made.job)
     [note] = made.notes
     assert note.startswith("--nproc-per-node=$(NPROC): is no number here; write procsPerNode")
+
+
+@pytest.mark.parametrize("given", [{}, {"nprocPerNode": "auto"}, {"nprocPerNode": "gpu"}, {"nprocPerNode": "cpu"}])
+def test_python_alone_is_one_process_whatever_torchrun_would_start(given: dict[str, Any]) -> None:
+    """`auto`, which Kubeflow's own default is, made four of one."""
+    made = convert(_of_four_gpus(["python", "a.py"], **given))
+    assert valid(made.job)["procsPerNode"] == 1
+    assert [note[:29] for note in made.notes] == ["procsPerNode: 1, as before; r"]
+
+
+def test_a_number_that_python_alone_only_counted_is_noted() -> None:
+    made = convert(_of_four_gpus(["python", "a.py"], nprocPerNode="4"))
+    assert valid(made.job) and ["procsPerNode: python started one process in a pod" in n for n in made.notes] == [True]
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "noted"),
+    [
+        (["torchrun", "a.py"], {}, True),
+        (["torchrun", "-m", "a"], {"nprocPerNode": "auto"}, True),
+        (["torchrun", "a.py"], {"nprocPerNode": "1"}, False),
+        (["torchrun", "--nproc-per-node=1", "a.py"], {}, False),
+        (["python", "a.py"], {}, False),
+        (["bash", "-c", "cd /app && torchrun a.py"], {}, False),
+    ],
+)
+def test_processes_by_cpus_are_noted(command: list[str], given: dict[str, Any], noted: bool) -> None:
+    job = _of_four_gpus(command, **given)
+    del job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"]
+    made = convert(job)
+    assert valid(made.job).get("procsPerNode", 1) == 1
+    assert any("torchrun started a process for each CPU" in note for note in made.notes) is noted
+
+
+def test_the_time_to_join_is_kept() -> None:
+    line = ["torchrun", "--rdzv-conf=timeout=900,join_timeout=1200", "a.py"]
+    assert valid(convert_command(line, image="a").job)["rendezvous"] == {"joinTimeoutSeconds": 1200}
+    elastic = {"minReplicas": 1, "rdzvConf": [{"key": "join_timeout", "value": "1800"}, {"key": "x", "value": "y"}]}
+    made = convert(_of_four_gpus(["torchrun", "a.py"], elasticPolicy=elastic))
+    assert valid(made.job)["rendezvous"] == {"joinTimeoutSeconds": 1800}
+
+
+def test_a_queue_and_a_priority_of_a_group_are_named() -> None:
+    policy = {"schedulingPolicy": {"queue": "team-a", "priorityClass": "high", "minAvailable": 2}}
+    job = _of_four_gpus(["torchrun", "a.py"], runPolicy=policy)
+    gang, queue, priority = convert(deepcopy(job)).notes
+    assert "see spec.scheduling" in gang and "priorityClass high: left out" in priority
+    assert "queue team-a: left out" in queue and "scheduling.volcano.sh/queue-name of podTemplate" in queue
+    job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["priorityClassName"] = "high"
+    assert not any("priorityClass" in note for note in convert(job).notes)
+
+
+def test_what_a_train_job_leaves_to_its_runtime_is_named() -> None:
+    """It became one node without GPUs in silence."""
+    spec = {"runtimeRef": {"name": "r"}, "trainer": {"image": "a", "command": ["torchrun", "a.py"]}}
+    notes = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": spec}).notes
+    for name in ("numNodes", "resourcesPerNode"):
+        assert any(note.startswith(f"trainer.{name}: is the runtime's") for note in notes)
