@@ -13,7 +13,7 @@ from ddpjob.api.job import API_VERSION, KIND, QUEUE_LABEL
 from ddpjob.api.job_spec import Json
 from ddpjob.api.merging import mounted_at
 from ddpjob.client.backend import Mistake
-from ddpjob.core.world import LABEL_JOB
+from ddpjob.core.world import LABEL_JOB, TRAINER_CONTAINER
 from ddpjob.objects.pod_group import QUEUE_ANNOTATION
 
 _GPUS = re.compile(
@@ -40,7 +40,9 @@ _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
 """What a PyTorchJob gives to a pod, and a DDPJob's `command` does not get."""
-_THEIR_LABELS = re.compile(r"\b(training\.kubeflow\.org|trainer\.kubeflow\.org|jobset\.sigs\.k8s\.io)/[\w.-]+")
+_THEIR_LABELS = re.compile(
+    r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
+)
 _OF_PYTORCH_JOB = {
     "spec": ("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"),
     "spec.pytorchReplicaSpecs": ("Master", "Worker"),
@@ -245,7 +247,7 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
     runtime = (spec.get("runtimeRef") or {}).get("name", "")
     notes.append(f"runtimeRef {runtime}: what the runtime adds (image, volumes, environment) is not in this manifest")
     target["nodes"] = trainer.get("numNodes", 1)
-    container = {"image": trainer.get("image", ""), "resources": trainer.get("resourcesPerNode") or {}}
+    container = {"name": "node", "image": trainer.get("image", ""), "resources": trainer.get("resourcesPerNode") or {}}
     container |= {key: trainer[key] for key in ("command", "args", "env") if trainer.get(key)}
     _pod(made, {"spec": {"containers": [container]}}, "node")
     for name, set_here in (("numNodes", "nodes"), ("resourcesPerNode", "gpusPerNode")):
@@ -310,7 +312,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         raise Mistake("the pod template has no container")
     main = next((c for c in containers if c.get("name") == name), containers[0])
     sidecars = [c for c in containers if c is not main]
-    container = dict(main)
+    pod, container, sidecars = (_of_trainer(part, main.get("name")) for part in (pod, main, sidecars))
     container.pop("name", None)
     target["image"] = container.pop("image", "") or "IMAGE"
     if target["image"] == "IMAGE":
@@ -343,7 +345,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         )
     _shared_memory(made, pod, container, sidecars)
     if container:
-        pod["containers"] = [{"name": "trainer", **container}, *sidecars]
+        pod["containers"] = [{"name": TRAINER_CONTAINER, **container}, *sidecars]
     elif sidecars:
         pod["containers"] = sidecars
     metadata = {k: v for k, v in (template.get("metadata") or {}).items() if k in ("labels", "annotations") and v}
@@ -355,6 +357,23 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
             f"podTemplate: has {', '.join(theirs)}, which pods of a DDPJob have not, so that a selector finds none; "
             f"their label is {LABEL_JOB}, with the job's name"
         )
+    if theirs := dict.fromkeys(found[0] for found in _THEIR_LABELS.finditer(json.dumps(target.get("env", "")))):
+        notes.append(
+            f"env: reads {', '.join(theirs)}, which pods of a DDPJob have not, so that it is empty; torchrun gives a "
+            "script RANK and GROUP_RANK, the number of its node"
+        )
+
+
+def _of_trainer(value: Any, name: str | None) -> Any:
+    """A copy in which what reads the resources of the container `name` reads the trainer's."""
+    if isinstance(value, list):
+        return [_of_trainer(item, name) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    copy = {key: _of_trainer(below, name) for key, below in value.items()}
+    if "resource" in copy and name and copy.get("containerName") == name:
+        copy["containerName"] = TRAINER_CONTAINER
+    return copy
 
 
 def _words(container: Json, name: str) -> list[str]:

@@ -592,3 +592,38 @@ def test_what_a_train_job_leaves_to_its_runtime_is_named() -> None:
     notes = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": spec}).notes
     for name in ("numNodes", "resourcesPerNode"):
         assert any(note.startswith(f"trainer.{name}: is the runtime's") for note in notes)
+
+
+def test_resources_of_the_container_are_read_under_its_name_here() -> None:
+    """The kubelet found no container pytorch."""
+    job = _of_four_gpus(["torchrun", "a.py"])
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+
+    def cpus(name: str) -> dict[str, Any]:
+        return {"resource": "limits.cpu", "containerName": name}
+
+    pod["volumes"] = [{"name": "info", "downwardAPI": {"items": [{"path": "c", "resourceFieldRef": cpus("pytorch")}]}}]
+    pod["containers"][0]["env"] = [{"name": "OMP_NUM_THREADS", "valueFrom": {"resourceFieldRef": cpus("pytorch")}}]
+    pod["containers"] += [
+        {"name": "b", "image": "b", "env": [{"name": "C", "valueFrom": {"resourceFieldRef": cpus("b")}}]}
+    ]
+    spec = valid(convert(job).job)
+    [variable], made = spec["env"], spec["podTemplate"]["spec"]
+    assert variable["valueFrom"]["resourceFieldRef"] == cpus("trainer")
+    assert made["volumes"][0]["downwardAPI"]["items"][0]["resourceFieldRef"] == cpus("trainer")
+    assert made["containers"][0]["env"][0]["valueFrom"]["resourceFieldRef"] == cpus("b")
+    trainer: dict[str, Any] = {"image": "a", "command": ["torchrun", "a.py"]}
+    trainer["env"] = [{"name": "A", "valueFrom": {"resourceFieldRef": cpus("node")}}]
+    made = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": {"trainer": trainer}})
+    assert valid(made.job)["env"][0]["valueFrom"]["resourceFieldRef"] == cpus("trainer")
+
+
+def test_variables_of_their_labels_are_noted() -> None:
+    job = _of_four_gpus(["torchrun", "a.py"])
+    field = {"fieldRef": {"fieldPath": "metadata.labels['training.kubeflow.org/replica-index']"}}
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container["env"] = [{"name": "INDEX", "valueFrom": field}]
+    made = convert(job)
+    assert valid(made.job)
+    [note] = made.notes
+    assert note.startswith("env: reads training.kubeflow.org/replica-index, which pods of a DDPJob have not")
