@@ -151,7 +151,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     if not master and not workers:
         raise Mistake("spec.pytorchReplicaSpecs: has neither Master nor Worker")
     main = workers or master
-    target["nodes"] = sum(int(part.get("replicas", 1)) for part in (master, workers) if part)
+    target["nodes"] = sum(int(part.get("replicas") or 1) for part in (master, workers) if part)
     template = main.get("template") or {}
     if master and workers and (lost := list(_differences(master.get("template"), template, "template"))):
         shown = ", ".join(lost[:_MOST_SHOWN]) + (
@@ -291,7 +291,9 @@ def _procs(made: Conversion, count: Any) -> None:
     elif text == "cpu":
         notes.append("nprocPerNode cpu: write procsPerNode, the number of processes")
     elif not gpus and {"script", "module"} & spec.keys():
-        notes.append("procsPerNode: 1 here, without GPUs; torchrun started a process for each CPU: write their number")
+        claims = (spec.get("podTemplate", {}).get("spec") or {}).get("resourceClaims")
+        each = "device of resourceClaims" if claims else "CPU"
+        notes.append(f"procsPerNode: 1 here; torchrun started a process for each {each}: write their number")
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:

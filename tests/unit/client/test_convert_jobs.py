@@ -351,6 +351,7 @@ def test_claims_of_devices_are_kept() -> None:
     pod["containers"][0]["resources"] = {"limits": {"cpu": 3}, "claims": [{"name": "gpu"}]}
     spec = valid(convert(job).job)
     assert spec["resources"] == {"limits": {"cpu": 3}} and spec["gpusPerNode"] == 0
+    assert any("a process for each device of resourceClaims: write their number" in n for n in convert(job).notes)
     assert spec["podTemplate"]["spec"] == {
         "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}],
         "containers": [{"name": "trainer", "resources": {"claims": [{"name": "gpu"}]}}],
@@ -627,3 +628,9 @@ def test_variables_of_their_labels_are_noted() -> None:
     assert valid(made.job)
     [note] = made.notes
     assert note.startswith("env: reads training.kubeflow.org/replica-index, which pods of a DDPJob have not")
+
+
+def test_replicas_that_are_null_are_one() -> None:
+    job = _of_four_gpus(["torchrun", "a.py"])
+    job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = None
+    assert valid(convert(job).job)["nodes"] == 1
