@@ -544,6 +544,8 @@ def _foreign(source: str) -> list[Any]:
     from ddpjob.api.yamltext import YamlError, read_documents
     from ddpjob.client.manifest_sources import standard_input
 
+    if source.startswith(("http://", "https://")):
+        raise Mistake(f"{source}: is not fetched; write `curl -fsSL {source} | ddpjob convert -`")
     try:
         text = standard_input() if source == "-" else Path(source).read_text(encoding="utf-8")
         items = [item.value for document in read_documents(text) for item in document.items()]

@@ -231,6 +231,8 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     (folder / "broken.yaml").write_text("kind: TrainJob\nspec: {trainer: [}\n")
     assert main(["convert", "broken.yaml"]) == 2
     assert "broken.yaml, line 2: not YAML" in capsys.readouterr().err
+    assert main(["convert", "https://example.com/a.yaml"]) == 2
+    assert "is not fetched; write `curl -fsSL https://example.com/a.yaml | ddpjob conv" in capsys.readouterr().err
     (folder / "job.sbatch").write_text(
         '#!/bin/bash\n#SBATCH -N 4\nif :; then\n  echo "a: b: c"\nfi\nsrun torchrun a.py\n'
     )
