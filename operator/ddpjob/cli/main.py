@@ -372,9 +372,9 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
     """Create a job from a manifest, or from a script and the options below.
 
     A manifest describes its jobs alone: options that describe one are refused, and objects of other kinds are named
-    and left out. A script or a folder of this machine travels with the job in a ConfigMap, up to 1 MiB. A path that
-    is not here is one in the image; anything else is a module. On this machine (--local) the job runs in the
-    background.
+    and left out. A script or a folder of this machine travels with the job in a ConfigMap, up to 1 MiB, a folder
+    without its hidden files, __pycache__, node_modules, runs, wandb and mlruns. An absolute path that is not here is
+    one in the image; anything else is a module. On this machine (--local) the job runs in the background.
 
     \b
     Example: ddpjob submit job.yaml --wait

@@ -102,6 +102,8 @@ def _name(request: Request) -> str:
 def _program(request: Request, name: str, spec: Json, *, local: bool) -> list[dict[str, bytes]]:
     """Sets script or module, and returns the files that travel with the job."""
     program, path = request.program, Path(request.program)
+    if not program:
+        raise Mistake("the program's name is empty, as of a variable that is not set")
     if request.entry and (request.source or not path.is_dir()):
         raise Mistake(f"entry (--entry) names a script of a folder, and {program} is none")
     if request.source:
@@ -114,8 +116,15 @@ def _program(request: Request, name: str, spec: Json, *, local: bool) -> list[di
         if local:
             spec |= {"script": str((path / entry).absolute()), "workingDir": str(path.absolute())}
             return []
-        spec |= {"script": f"{CODE_FOLDER}/{entry}", "workingDir": CODE_FOLDER}
-        return [_limited(_files(path), program)]
+        inside = Path(os.path.relpath(path / entry, path)).as_posix()
+        files = _limited(_files(path), program)
+        if inside not in files:
+            raise Mistake(
+                f"entry (--entry) {entry}: is not among the files of {program} that travel: those in it, but for "
+                f"hidden ones, links to folders, and {', '.join(_LEFT_OUT)}"
+            )
+        spec |= {"script": f"{CODE_FOLDER}/{inside}", "workingDir": CODE_FOLDER}
+        return [files]
     if path.is_file():
         if local:
             spec["script"] = str(path.absolute())

@@ -44,3 +44,22 @@ def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: 
     for program in (tmp_path, tmp_path / "z.bin"):
         with pytest.raises(Mistake, match="holds more than 1008 KiB"):
             build(Request(program=str(program), image="a", name="j"), local=False)
+
+
+def test_the_entry_is_one_of_the_files_that_travel(tmp_path: Path) -> None:
+    """The job was made, and its pods found no such script."""
+    folder = tmp_path / "project"
+    for name in ("train.py", "runs/train.py", ".old/train.py", "../train.py", "lib/train.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    for entry in ("runs/train.py", ".old/train.py", "../train.py", tmp_path / "train.py"):
+        with pytest.raises(Mistake, match=r"is not among the files of .* that travel"):
+            build(Request(program=str(folder), image="a", name="j", entry=entry), local=False)
+    for entry in ("lib/train.py", "./lib/../lib/train.py", folder / "lib/train.py"):
+        made = build(Request(program=str(folder), image="a", name="j", entry=entry), local=False)
+        assert made[-1]["spec"]["script"] == "/ddpjob-code/lib/train.py"
+
+
+def test_a_program_without_a_name_is_not_the_current_folder() -> None:
+    with pytest.raises(Mistake, match="the program's name is empty"):
+        build(Request(program="", image="a", name="j"), local=True)
