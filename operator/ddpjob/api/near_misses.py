@@ -34,9 +34,13 @@ _OTHERS_WORDS = {
     "spec.storage.sharedMemory": "shm shmsize shmemsize sharedmemorysize",
     "spec.scheduling.priorityClassName": "priority priorityclass",
     "spec.scheduling.schedulerName": "scheduler",
+    "spec.scheduling": "schedulingpolicy",
     "spec.podTemplate": "template podspec pod",
-    "spec.nodes, image and script; `ddpjob convert FILE` translates other operators' manifests": "pytorchreplicaspecs "
-    "mpireplicaspecs tasks replicatedjobs trainer runtimeref",
+    "spec.nodes, image and script; `ddpjob convert FILE` translates PyTorchJobs and TrainJobs": "pytorchreplicaspecs "
+    "trainer runtimeref",
+    "spec.nodes and script; `ddpjob convert -- torchrun ...` translates a line": "mpireplicaspecs tasks replicatedjobs",
+    "spec.resources, and spec.gpusPerNode for GPUs": "resourcespernode resourcesperworker",
+    "spec.rendezvous": "rdzvbackend rdzvendpoint rdzvhost rdzvport rdzvid rdzvconf",
     "metadata, or spec.podTemplate.metadata for the pods": "labels annotations",
     _POD: "volumes nodeSelector tolerations affinity hostNetwork hostIPC hostPID dnsPolicy serviceAccountName "
     "serviceAccount initContainers containers securityContext runtimeClassName topologySpreadConstraints "
