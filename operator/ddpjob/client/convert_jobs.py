@@ -189,6 +189,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
         )
     if policies == {"Never"}:
         target.setdefault("recovery", {})["maxRestarts"] = 0
+    _sharing(made)
     _left_out(made, manifest, _OF_PYTORCH_JOB)
     return made
 
@@ -246,7 +247,7 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
     target, notes, trainer = made.job["spec"], made.notes, spec.get("trainer") or {}
     runtime = (spec.get("runtimeRef") or {}).get("name", "")
     notes.append(f"runtimeRef {runtime}: what the runtime adds (image, volumes, environment) is not in this manifest")
-    target["nodes"] = trainer.get("numNodes", 1)
+    target["nodes"] = trainer.get("numNodes") or 1
     container = {"name": "node", "image": trainer.get("image", ""), "resources": trainer.get("resourcesPerNode") or {}}
     container |= {key: trainer[key] for key in ("command", "args", "env") if trainer.get(key)}
     _pod(made, {"spec": {"containers": [container]}}, "node")
@@ -267,8 +268,17 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
     ):
         if spec.get(name):
             notes.append(f"{name}: {remedy}")
+    _sharing(made)
     _left_out(made, manifest, _OF_TRAIN_JOB)
     return made
+
+
+def _sharing(made: Conversion) -> None:
+    """Pods may share a Kubernetes node, as before: several of few GPUs each would wait for nodes of their own."""
+    spec = made.job["spec"]
+    affinity = (spec.get("podTemplate", {}).get("spec") or {}).get("affinity") or {}
+    if max(spec["nodes"], (spec.get("elastic") or {}).get("maxNodes", 1)) > 1 and "podAntiAffinity" not in affinity:
+        spec.setdefault("scheduling", {})["onePodPerNode"] = False
 
 
 def _procs(made: Conversion, count: Any) -> None:

@@ -85,7 +85,7 @@ def test_a_pytorch_job() -> None:
         "args": ["--lr", "0.1"],
         "torchrunArgs": ["--tee=3"],
         "elastic": {"minNodes": 2, "maxNodes": 8},
-        "scheduling": {"priorityClassName": "high"},
+        "scheduling": {"priorityClassName": "high", "onePodPerNode": False},
         "storage": {"sharedMemory": "16Gi"},
         "runPolicy": {"ttlSecondsAfterFinished": 60, "cleanPodPolicy": "None"},
         "recovery": {"maxRestarts": 3},
@@ -115,6 +115,7 @@ def test_a_train_job() -> None:
         "module": "my.train",
         "args": ["--epochs=3"],
         "runPolicy": {"suspend": True},
+        "scheduling": {"onePodPerNode": False},
     }
     assert any("initializer" in note for note in made.notes) and any("torch-distributed" in n for n in made.notes)
 
@@ -634,3 +635,22 @@ def test_replicas_that_are_null_are_one() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = None
     assert valid(convert(job).job)["nodes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "pod", "shared"),
+    [
+        (2, {}, True),
+        (1, {}, False),
+        (2, {"affinity": {"nodeAffinity": {}}}, True),
+        (2, {"affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}, False),
+    ],
+)
+def test_pods_may_share_a_node_as_before(workers: int, pod: dict[str, Any], shared: bool) -> None:
+    """Four pods of one GPU each waited for three Kubernetes nodes that are not there."""
+    job = _of_four_gpus(["torchrun", "a.py"])
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    worker["replicas"] = workers
+    worker["template"]["spec"] |= pod
+    spec = valid(convert(job).job)
+    assert spec.get("scheduling") == ({"onePodPerNode": False} if shared else None)
