@@ -43,6 +43,8 @@ _NOT_SET = re.compile(
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
 )
+_ROOTS_TOOLS = re.compile(r"(?:^|[\s;&|(/])(apt-get|apt|yum|dnf|apk|chown|sshd|useradd)(?=[\s;&|)]|$)")
+"""Programs that root needs capabilities for, which a PyTorchJob's containers have by default."""
 _OF_PYTORCH_JOB = {
     "spec": ("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"),
     "spec.pytorchReplicaSpecs": ("Master", "Worker"),
@@ -341,6 +343,12 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         notes.append("ports: the operator's service and rendezvous replace them")
     _entry_point(made, *(_words(container, key) for key in ("command", "args")))
     _references(made)
+    _privileges(made, pod, container)
+    if exposed := [str(c.get("name")) for c in sidecars if c.get("ports") and not pod.get("hostNetwork")]:
+        notes.append(
+            f"ports of {', '.join(exposed)}: only the job's own pods reach them here; write network.isolate: false, or "
+            f"a NetworkPolicy for the label {LABEL_JOB}"
+        )
     secrets = pod.pop("imagePullSecrets", None)
     if secrets:
         target["imagePullSecrets"] = secrets
@@ -373,6 +381,21 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         notes.append(
             f"env: reads {', '.join(theirs)}, which pods of a DDPJob have not, so that it is empty; torchrun gives a "
             "script RANK and GROUP_RANK, the number of its node"
+        )
+
+
+def _privileges(made: Conversion, pod: Json, container: Json) -> None:
+    """Notes what root cannot do in a container without capabilities."""
+    contexts = [holder.get("securityContext") or {} for holder in (pod, container)]
+    words = [*made.job["spec"].get("command", ()), *made.job["spec"].get("args", ())]
+    tools = dict.fromkeys(_ROOTS_TOOLS.findall(" ".join(words))) if "command" in made.job["spec"] else {}
+    needs = [f"command: runs {', '.join(tools)}"] if tools else []
+    needs += ["securityContext.runAsUser: 0"] if any(context.get("runAsUser") == 0 for context in contexts) else []
+    if needs and not contexts[1].get("privileged"):
+        made.notes.append(
+            f"{needs[0]}, and containers have no capabilities here, so that root neither installs packages nor writes "
+            "others' files; podTemplate.spec.containers: [{name: trainer, securityContext: {capabilities: {add: "
+            "[CHOWN, DAC_OVERRIDE, FOWNER, SETGID, SETUID]}}}] gives them back"
         )
 
 

@@ -654,3 +654,36 @@ def test_pods_may_share_a_node_as_before(workers: int, pod: dict[str, Any], shar
     worker["template"]["spec"] |= pod
     spec = valid(convert(job).job)
     assert spec.get("scheduling") == ({"onePodPerNode": False} if shared else None)
+
+
+@pytest.mark.parametrize(
+    ("command", "context", "noted"),
+    [
+        (["bash", "-c", "apt-get update && apt-get install -y git && torchrun a.py"], {}, "command: runs apt-get, and"),
+        (["bash", "-c", "/usr/sbin/sshd; torchrun a.py"], {}, "command: runs sshd, and"),
+        (["bash", "-c", "pip install adapt-x && torchrun /opt/apt/a.py"], {}, ""),
+        (["torchrun", "a.py", "apt"], {}, ""),
+        (["torchrun", "a.py"], {"runAsUser": 0}, "securityContext.runAsUser: 0, and"),
+        (["torchrun", "a.py"], {"runAsUser": 0, "privileged": True}, ""),
+        (["torchrun", "a.py"], {"runAsUser": 1000}, ""),
+    ],
+)
+def test_what_root_needs_capabilities_for_is_noted(command: list[str], context: dict[str, Any], noted: str) -> None:
+    job = _of_four_gpus(command)
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container["securityContext"] = context
+    made = convert(job)
+    assert valid(made.job)
+    assert [note[: len(noted)] for note in made.notes if "capabilities" in note] == ([noted] if noted else [])
+
+
+def test_ports_of_a_sidecar_are_noted() -> None:
+    job = _of_four_gpus(["torchrun", "a.py"])
+    containers = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    containers += [{"name": "tensorboard", "image": "b", "ports": [{"containerPort": 6006}]}]
+    made = convert(job)
+    assert valid(made.job)
+    [note] = made.notes
+    assert note.startswith(
+        "ports of tensorboard: only the job's own pods reach them here; write network.isolate: false"
+    )
