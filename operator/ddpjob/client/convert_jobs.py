@@ -491,7 +491,7 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         inner = words[2].replace("\\\n", " ").strip().removeprefix("exec ").strip()
         if inner and (not _SHELL.search(inner) or _reads_only_theirs(inner)):
             words = _shell_words(inner)
-    if not command and (not args or args[0].startswith("-")):
+    if not command and (not args or args[0].startswith("-") or "=" in args[0]):  # torchtune: dataset=...
         made.notes.append("spec.script: the image's own entry point is not known here; write script, module or command")
         if args:
             spec["args"] = list(args)
@@ -522,6 +522,11 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
     spec["command"] = list(command or args)
     if command and args:
         spec["args"] = list(args)
+    if not command:
+        made.notes.append(
+            f"command: is what args had, of which the image's own entry point was given {args[0]}; where that does not "
+            "just start it, write the entry point before it"
+        )
     made.notes.append(
         "command: runs as it is, so it must start torchrun itself (which reads the PET_ variables); with script or "
         "module the operator sees each rank's failure"

@@ -687,3 +687,21 @@ def test_ports_of_a_sidecar_are_noted() -> None:
     assert note.startswith(
         "ports of tensorboard: only the job's own pods reach them here; write network.isolate: false"
     )
+
+
+def test_arguments_of_an_entry_point_are_no_program() -> None:
+    """Of Kubeflow's own example for torchtune; its first argument was started as a program."""
+    trainer = {"args": ["dataset=tatsu-lab/alpaca"], "resourcesPerNode": {"limits": {"nvidia.com/gpu": 2}}}
+    spec = {"runtimeRef": {"name": "torchtune-llama3.2-1b"}, "trainer": trainer}
+    made = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": spec})
+    assert made.job["spec"]["args"] == ["dataset=tatsu-lab/alpaca"] and "command" not in made.job["spec"]
+    assert any(note.startswith("spec.script: the image's own entry point is not known") for note in made.notes)
+
+
+def test_a_command_of_arguments_alone_is_noted() -> None:
+    job = _of_four_gpus(["accelerate", "launch", "a.py"])
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container["args"] = container.pop("command")
+    made = convert(job)
+    assert valid(made.job)["command"] == ["accelerate", "launch", "a.py"]
+    assert made.notes[0].startswith("command: is what args had, of which the image's own entry point was given accel")
