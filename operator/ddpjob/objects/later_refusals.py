@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from ddpjob.api import near_misses
@@ -100,6 +101,9 @@ def _one_file(script: str) -> Iterator[Problem]:
             f"{script} is a shell's, and torchrun starts Python's alone; name the Python script that it starts, or"
             f" write command: {command} in place of script",
         )
+    if script.endswith(".ipynb"):
+        remedy = f"`jupyter nbconvert --to script {PurePosixPath(script).name}` makes a script of it"
+        yield Problem("spec.script", f"{script} is a notebook, and torchrun starts Python scripts alone; {remedy}")
     found = re.fullmatch(r"(?:python[0-9.]*\s+|torchrun\s+)?(\S+\.py)(\s.*)?", script)
     if found and found[1] != script:
         try:

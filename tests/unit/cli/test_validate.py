@@ -84,6 +84,7 @@ REFUSED = {
         "spec.script: run.sh is a shell's, and torchrun starts Python's alone; name the Python script that it starts, "
         'or write command: ["bash", "run.sh"] in place of script (',
     ),
+    "a notebook": (JOB.replace("script: b.py", "script: a/b.ipynb"), "`jupyter nbconvert --to script b.ipynb` makes"),
     "512m": (
         in_spec("resources: {limits: {memory: 512m}}"),
         "512m is 0.512 bytes, too few for anything; did you mean 512Mi?",
