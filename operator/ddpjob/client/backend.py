@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
@@ -146,8 +146,13 @@ class Backend(Protocol):
         """One job. Raises NoSuchJob."""
         ...
 
-    def changes(self, name: str | None, seconds: float | None = None) -> Iterator[tuple[Json, bool]]:
+    def changes(
+        self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
+    ) -> Iterator[tuple[Json, bool]]:
         """The jobs now, then each change as (object, whether it was deleted), for so long, None: without end.
+
+        `known`: jobs that the caller knows of. Those of them that are gone come first, and of one that is deleted no
+        more than its name may come: nothing else is kept for somebody who keeps what they need.
 
         Raises NoSuchJob where there is no job `name`, also after its deletion.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import TypeVar
@@ -128,18 +128,21 @@ class ClusterBackend:
             no_kind = refusal.status == 404 and not _names_object(refusal)  # which may be a namespace, too
             raise Mistake(NO_CRD) if no_kind else refusal from refusal
 
-    def changes(self, name: str | None, seconds: float | None = None) -> Iterator[tuple[Json, bool]]:
+    def changes(
+        self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
+    ) -> Iterator[tuple[Json, bool]]:
         end = None if seconds is None else time.monotonic() + seconds
         query = {"fieldSelector": f"metadata.name={name}"} if name is not None else {}
         path = self.path(PLURAL, everywhere=self.everywhere)
-        seen: dict[tuple[str, str], Json] = {}
-        page: Json | None = None
+        seen = {_key(job): job for job in known or ()}
+        kept = _named if known is not None else _typed
+        answered = False
         patience = Patience()
         while True:
             try:
                 page = self._explained(lambda: self.api.request("GET", path, query=query))
             except Mistake as mistake:
-                if page is None:
+                if not answered:
                     raise
                 patience.bear(mistake)
                 self.notes = [str(mistake)]
@@ -147,24 +150,36 @@ class ClusterBackend:
                     return
                 time.sleep(_RETRY_SECONDS)
                 continue
+            answered = True
             patience.answered()
             self.notes = []
-            now = {_key(job): _typed(job) for job in page.get("items") or ()}
-            if name is not None and not now and not seen:
+            version = page["metadata"]["resourceVersion"]
+            items = page.pop("items", None) or []
+            if name is not None and not items and not seen:
                 raise NoSuchJob(f"no job {name} in {self.where}")
-            for key in [key for key in seen if key not in now]:
+            there = {_key(job) for job in items}
+            for key in [key for key in seen if key not in there]:
                 yield seen.pop(key), True
-            for key, job in now.items():
-                if seen.get(key, {}).get("metadata", {}).get("resourceVersion") != job["metadata"]["resourceVersion"]:
-                    seen[key] = job
+            items.reverse()
+            while items:  # None of them is held for as long as the watch lasts.
+                job = _typed(items.pop())
+                before = seen.get(_key(job), {}).get("metadata", {}).get("resourceVersion")
+                if before != job["metadata"]["resourceVersion"]:
+                    seen[_key(job)] = kept(job)
                     yield job, False
-            yield from self._watched(path, query, page["metadata"]["resourceVersion"], end, seen)
+                del job
+            for job, gone in self._watched(path, query, version, end):
+                if gone:
+                    seen.pop(_key(job), None)
+                else:
+                    seen[_key(job)] = kept(job)
+                yield job, gone
             if end is not None and time.monotonic() >= end:
                 return
             time.sleep(0.2)
 
     def _watched(
-        self, path: str, query: Mapping[str, str], version: str, end: float | None, seen: dict[tuple[str, str], Json]
+        self, path: str, query: Mapping[str, str], version: str, end: float | None
     ) -> Iterator[tuple[Json, bool]]:
         """The changes until the watch ends, which it does after a while, or the connection breaks."""
         left = _WATCH_SECONDS if end is None else max(1, min(_WATCH_SECONDS, round(end - time.monotonic())))
@@ -173,12 +188,7 @@ class ClusterBackend:
             for event in self.api.lines(path, watch, silence=left + 10.0):
                 if event.get("type") not in ("ADDED", "MODIFIED", "DELETED"):
                     return
-                job, gone = _typed(event["object"]), event["type"] == "DELETED"
-                if gone:
-                    seen.pop(_key(job), None)
-                else:
-                    seen[_key(job)] = job
-                yield job, gone
+                yield _typed(event["object"]), event["type"] == "DELETED"
         except Mistake as mistake:
             if not mistake.passing:
                 raise
@@ -449,6 +459,11 @@ def _names_object(refusal: ApiRefusal) -> bool:
 def _typed(job: Json) -> Json:
     """An item of a list has neither apiVersion nor kind."""
     return {"apiVersion": API_VERSION, "kind": KIND, **job}
+
+
+def _named(job: Json) -> Json:
+    """As much of a job as shows whether it has changed, or is gone."""
+    return {"metadata": {part: job["metadata"].get(part, "") for part in ("namespace", "name", "resourceVersion")}}
 
 
 def _key(job: Json) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -102,15 +102,19 @@ class PastJobs:
     def job(self, name: str) -> Json:
         return _as_job(name, self._left(name))
 
-    def changes(self, name: str | None, seconds: float | None = None) -> Iterator[tuple[Json, bool]]:
+    def changes(
+        self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
+    ) -> Iterator[tuple[Json, bool]]:
         """A job that still trains writes on: its folder is read again when it has changed."""
         end = None if seconds is None else time.monotonic() + seconds
-        known: dict[Path, tuple[float, ...]] | None = None
-        seen: dict[tuple[str, str], Json] = {}
+        stamps: dict[Path, tuple[float, ...]] | None = None
+        seen: dict[tuple[str, str], Json] = {
+            (b["metadata"]["namespace"], b["metadata"]["name"]): b for b in known or ()
+        }
         while end is None or time.monotonic() < end:
             now = {folder: _stamp(folder) for folder in self._folders()}
-            if now != known:
-                known = now
+            if now != stamps:
+                stamps = now
                 chosen = [body for body in self.jobs() if name in (None, body["metadata"]["name"])]
                 before, seen = seen, {(b["metadata"]["namespace"], b["metadata"]["name"]): b for b in chosen}
                 yield from ((body, True) for key, body in before.items() if key not in seen)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -129,18 +129,20 @@ class ProcessBackend:
             raise NoSuchJob(f"no job {name} was run in {runs_folder()}; {there}")
         return folder
 
-    def changes(self, name: str | None, seconds: float | None = None) -> Iterator[tuple[Json, bool]]:
+    def changes(
+        self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
+    ) -> Iterator[tuple[Json, bool]]:
         end = None if seconds is None else time.monotonic() + seconds
-        seen: dict[str, Json] = {}
+        seen: dict[str, Json] = {job["metadata"]["name"]: job for job in known or ()}
         while True:
             now = {job["metadata"]["name"]: job for job in self.jobs() if name in (None, job["metadata"]["name"])}
             if name is not None and not now and not seen:
                 raise NoSuchJob(f"no job {name} was run in {runs_folder()}")
-            for gone in [known for known in seen if known not in now]:
+            for gone in [job for job in seen if job not in now]:
                 yield seen.pop(gone), True
-            for known, job in now.items():
-                if seen.get(known) != job:
-                    seen[known] = job
+            for found, job in now.items():
+                if seen.get(found) != job:
+                    seen[found] = job
                     yield job, False
             if end is not None and time.monotonic() >= end:
                 return

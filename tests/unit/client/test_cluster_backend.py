@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -169,6 +170,51 @@ def test_a_deletion_that_the_watch_has_missed_is_seen() -> None:
     ]
     with pytest.raises(NoSuchJob, match="no job j in namespace ml"):
         next(changes)
+
+
+class Text(str):
+    """A text of which a test can see whether anything still holds it."""
+
+
+class Growing(Server):
+    """An API server with two jobs, of which each watch brings one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Text]] = []
+
+    def job(self, name: str) -> Json:
+        image = Text("a spec")
+        self.made.append(weakref.ref(image))
+        meta = {"name": name, "namespace": "ml", "resourceVersion": str(len(self.made))}
+        return {"metadata": meta, "spec": {"image": image}}
+
+    def request(self, method: str, path: str, *, query: Mapping[str, str] | None = None) -> Json:
+        return {"metadata": {"resourceVersion": "9"}, "items": [self.job("a"), self.job("b")]}
+
+    def lines(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[Json]:
+        yield {"type": "MODIFIED", "object": self.job("a")}
+
+    def held(self) -> int:
+        return sum(text() is not None for text in self.made)
+
+
+def test_who_knows_the_jobs_learns_which_are_gone_and_has_no_second_copy_of_the_others() -> None:
+    """A view of a dashboard held each object, and kept a job for good that was deleted before the first list."""
+    server = Growing()
+    known = [{"metadata": {"name": name, "namespace": "ml"}} for name in ("a", "gone")]
+    changes = ClusterBackend(server).changes(None, known=known)  # type: ignore[arg-type]
+    assert next(changes) == ({"metadata": {"name": "gone", "namespace": "ml"}}, True)
+    assert [next(changes)[0]["metadata"]["name"] for _ in range(3)] == ["a", "b", "a"]
+    assert len(server.made) == 3 and server.held() == 1, "that of the last change"
+
+
+def test_who_prints_changes_keeps_the_last_version_of_a_job_alone() -> None:
+    """The page of the last list was held beside them until the next one."""
+    server = Growing()
+    changes = ClusterBackend(server).changes(None)  # type: ignore[arg-type]
+    assert [next(changes)[0]["metadata"]["name"] for _ in range(3)] == ["a", "b", "a"]
+    assert len(server.made) == 3 and server.held() == 2
 
 
 def test_a_log_that_is_not_followed_is_read_once() -> None:

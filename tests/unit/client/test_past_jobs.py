@@ -121,6 +121,14 @@ def test_of_many_folders_those_are_read_again_that_have_changed(
     assert read == ["two", "one"]
 
 
+def test_a_job_that_was_known_and_is_gone_is_the_first_change(tmp_path: Path) -> None:
+    left(tmp_path / "one", [line("round", 1, 1, world=2, job="one")])
+    known = [{"metadata": {"name": name, "namespace": "ml"}} for name in ("one", "two")]
+    changes = PastJobs(tmp_path).changes(None, seconds=9, known=known)
+    assert next(changes) == (known[1], True)
+    assert next(changes)[0]["metadata"]["name"] == "one"
+
+
 def test_a_folder_that_is_removed_leaves_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpjob.client.past_jobs._LOOK_SECONDS", 0.01)
     for name in ("one", "two"):

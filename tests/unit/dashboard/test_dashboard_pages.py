@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import socket
 import threading
 import time
@@ -400,7 +401,7 @@ def test_the_place_is_gone_and_comes_back(names: list[str], monkeypatch: pytest.
     monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
     backend, answers = ProcessBackend(), threading.Event()
 
-    def changes(name: str | None, seconds: float | None = None) -> Iterator[Any]:
+    def changes(name: str | None, seconds: float | None = None, known: Any = None) -> Iterator[Any]:
         raise Mistake("the API server does not answer")
         yield
 
@@ -421,6 +422,23 @@ def test_the_place_is_gone_and_comes_back(names: list[str], monkeypatch: pytest.
         answers.set()
         wait(lambda: not fleet.problem)
         assert len(fleet.rows()) == 30
+
+
+def test_a_job_that_is_deleted_before_the_fleet_follows_leaves_the_list(
+    names: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood there for good: the list that it was missing from was the first of those that follow."""
+    backend = ProcessBackend()
+    follow = backend.changes
+
+    def changes(*arguments: Any, **named: Any) -> Iterator[Any]:
+        shutil.rmtree(folder / names[0])
+        return follow(*arguments, **named)
+
+    monkeypatch.setattr(backend, "changes", changes)
+    with Fleet(backend) as fleet:
+        wait(lambda: len(fleet.rows()) == 29)
+        assert names[0] not in [row.name for row in fleet.rows()] and not fleet.problem
 
 
 def wait(true: Any) -> None:
