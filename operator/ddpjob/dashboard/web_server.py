@@ -200,13 +200,14 @@ class Dashboard:
 
     async def fleet_page(self, request: web.Request) -> web.Response:
         choice, view = Choice.read(request.query), _view(request)
-        found = listed(view.fleet.rows(), choice, utc_now())
+        rows = view.fleet.rows()
+        found = listed(rows, choice, utc_now())
 
         def link(**changed: str | int) -> str:
             query = choice.query(**changed)
             return "/" + (f"?{urlencode(query)}" if query else "")
 
-        namespaces = len({row.namespace for row in found.rows}) > 1 or "all namespaces" in view.where
+        namespaces = len({row.namespace for row in rows}) > 1 or "all namespaces" in view.where
         goodput, seconds = view.fleet.goodput()
         return self._page(
             request,

@@ -147,6 +147,16 @@ async def test_two_viewers_see_different_namespaces(cluster: tuple[Rbac, str]) -
     assert {token for token, _ in rbac.asked} == {"ann", "bob", "admin"}, "no request without a viewer's token"
 
 
+async def test_of_several_namespaces_each_row_names_its_own(cluster: tuple[Rbac, str]) -> None:
+    """The column was gone where a filter, or a page of many, left the jobs of one namespace."""
+    rbac, url = cluster
+    rbac.rights["ann"] = {"team-a", "team-b"}
+    async with opened(url, "team-a", "team-b") as (visitor, _):
+        for path in ("/", "/?q=alpha", "/?q=beta"):
+            assert "<td>team-" in (await visitor.ask(path, "ann"))[1], path
+        assert "<td>team-" not in (await visitor.ask("/", "bob"))[1], "of one namespace the head of the page says it"
+
+
 async def test_without_a_token_there_is_nothing(cluster: tuple[Rbac, str]) -> None:
     rbac, url = cluster
     async with opened(url, "team-a") as (visitor, _):
