@@ -265,6 +265,10 @@ class Restarts:
     allowed: Annotated[_Number | None, Field(validation_alias="max", exclude=True)] = field(default=None, compare=False)
     """recovery.maxRestarts when the status was written last."""
 
+    def limit(self, most: int) -> int:
+        """recovery.maxRestarts as `display` has it; `most`, the spec's, where the status does not say it."""
+        return most if self.allowed is None else self.allowed
+
 
 @dataclass(frozen=True, kw_only=True)
 class AvoidedNode:

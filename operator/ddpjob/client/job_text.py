@@ -192,9 +192,7 @@ def time_is_left(status: JobStatus) -> bool:
 def restart_counts(status: JobStatus, most: int) -> str:
     """How many restarts of how many; empty without any."""
     counts = status.restarts
-    return (
-        f"{counts.counted} of {counts.allowed or most} counted, {counts.uncounted} not counted" if counts.total else ""
-    )
+    return f"{counts.counted} of {counts.limit(most)} counted, {counts.uncounted} not counted" if counts.total else ""
 
 
 def slot_lines(status: JobStatus) -> Iterator[str]:

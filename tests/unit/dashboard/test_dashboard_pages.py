@@ -21,6 +21,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import format_time
 from ddpjob.cli import dashboard_command
 from ddpjob.client.backend import LogOptions, Mistake, PodLine
+from ddpjob.client.job_text import restart_counts
 from ddpjob.client.log_follower import LogFollower
 from ddpjob.client.metric_series import read_metrics
 from ddpjob.client.process_backend import ProcessBackend
@@ -200,6 +201,20 @@ async def test_a_restart_that_a_suspension_cut_short_is_not_awaited(before: bool
         async with opened() as web:
             page = text(await web.get(f"/jobs/default/{name}"))
         assert "Evicted" in page and ("not yet" in page) is not before
+
+
+async def test_a_limit_of_no_restarts_is_the_one_that_an_ended_job_had(folder: Path) -> None:
+    """kubectl's column said 1/0; the page took the limit that the manifest has since."""
+    body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Failed")
+    body["status"]["restarts"] = {"counted": 1, "total": 1, "max": 0, "display": "1/0"}
+    body["spec"]["recovery"] = {"maxRestarts": 5}
+    name = body["metadata"]["name"]
+    (folder / name).mkdir()
+    write_record(JobFolder(folder / name), body)
+    async with opened() as web:
+        page = text(await web.get(f"/jobs/default/{name}"))
+        assert "Restarts 1/0" in page and "1/5" not in page
+    assert restart_counts(DDPJob.read(body).status, 5) == "1 of 0 counted, 0 not counted"
 
 
 async def test_a_message_that_only_commands_a_terminal_is_empty(folder: Path) -> None:
