@@ -154,18 +154,20 @@ class ApiServer:
         return f"{self.client.configuration.host} (context {self.context})"
 
     def _parsed(self, response: Any, text: bytes | None) -> Json:
-        try:
-            answer = json.loads(text or b"{}")
-        except ValueError:
+        answer: Json | None = None
+        with suppress(ValueError):
+            found = json.loads(text or b"{}")
+            answer = found if isinstance(found, dict) else None
+        if answer is None:
             if response.status < 400:
-                raise Unreachable(f"the server at {self._where} is no API server: it answers no JSON") from None
+                raise Unreachable(f"the server at {self._where} is no API server: it answers no JSON object")
             answer = {}
         if response.status >= 400:
             message = str(answer.get("message") or (text or b"")[:300].decode(errors="replace"))
             if response.status == 401:
                 raise NotKnown(f"the API server does not accept the credentials: {message}")
             raise ApiRefusal(response.status, str(answer.get("reason") or ""), message)
-        return answer if isinstance(answer, dict) else {}
+        return answer
 
 
 class BearerServer(ApiServer):

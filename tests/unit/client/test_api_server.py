@@ -9,8 +9,8 @@ from pathlib import Path
 import certifi
 import pytest
 from ddpjob.cli.main import main
-from ddpjob.client.api_server import ApiServer, BearerServer
-from ddpjob.client.backend import NoAnswer
+from ddpjob.client.api_server import ApiRefusal, ApiServer, BearerServer
+from ddpjob.client.backend import NoAnswer, Unreachable
 
 
 def served(answer: bytes) -> int:
@@ -65,3 +65,20 @@ def test_a_page_is_no_empty_list_of_jobs(tmp_path: Path, capsys: pytest.CaptureF
         opened(f"http://127.0.0.1:{served(page)}", tmp_path)
         assert main(["--kubeconfig", str(tmp_path / "config"), *words]) == 3
         assert "(context c) is no API server: it answers no JSON" in capsys.readouterr().err
+
+
+def test_a_refusal_that_is_json_but_no_status_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a load balancer before the API server: `ddpjob get` ended in a traceback."""
+    answer = b'HTTP/1.1 503 Service Unavailable\r\nContent-Length: 13\r\n\r\n"no upstream"'
+    opened(f"http://127.0.0.1:{served(answer)}", tmp_path)
+    assert main(["--kubeconfig", str(tmp_path / "config"), "get"]) == 2
+    assert '"no upstream"' in capsys.readouterr().err
+    with pytest.raises(ApiRefusal, match="no upstream") as refusal:
+        BearerServer(f"http://127.0.0.1:{served(answer)}", certifi.where(), "token").request("GET", "/a")
+    assert refusal.value.passing
+
+
+def test_a_list_is_no_empty_list_of_jobs(tmp_path: Path) -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
+    with pytest.raises(Unreachable, match="is no API server: it answers no JSON object"):
+        opened(f"http://127.0.0.1:{served(answer)}", tmp_path).request("GET", "/a")
