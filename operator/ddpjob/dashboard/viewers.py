@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import ipaddress
+import logging
 import re
 import secrets
 import time
@@ -46,6 +47,7 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _CHOICE = "ddpjob-namespaces"
 _WHOSE = "This dashboard shows what your own token may read."
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -304,8 +306,12 @@ class Viewers:
                 if opened.view.streams == 0 and time.monotonic() - opened.used > IDLE_SECONDS:
                     self._forget(key)
                 elif opened.view.streams and time.monotonic() - opened.judged > TRUST_SECONDS:
-                    with contextlib.suppress(Mistake, Refused, web.HTTPException):
-                        await self._again(key, opened)
+                    try:
+                        with contextlib.suppress(Mistake, Refused, web.HTTPException):
+                            await self._again(key, opened)
+                    except Exception:  # Of ours: nobody reads on with a token that cannot be judged.
+                        _log.exception("the token of %s cannot be judged", opened.view.user)
+                        self._forget(key)
 
 
 def _user(api: BearerServer) -> str:

@@ -220,6 +220,30 @@ async def test_a_stream_ends_with_its_token(cluster: tuple[Rbac, str], monkeypat
                     pass
 
 
+async def test_a_fault_in_judging_one_token_ends_the_judging_of_none(
+    cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams kept tokens that were taken away, for as long as their pages were open."""
+    rbac, url = cluster
+    monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.1)
+    async with opened(url, "team-a") as (visitor, gate):
+        judged, faults = gate._again, [KeyError("no such thing")]
+
+        async def again(*arguments: Any) -> None:
+            if faults:
+                raise faults.pop()
+            await judged(*arguments)
+
+        async with visitor.session.get(visitor.address + "/live", headers={"Authorization": "Bearer ann"}) as live:
+            assert b"changed" in await live.content.readany()
+            monkeypatch.setattr(gate, "_again", again)
+            del rbac.rights["ann"]
+            async with asyncio.timeout(30 * slowness()):
+                while await live.content.readany():
+                    pass
+        assert not faults
+
+
 async def test_a_session_is_signed_in_and_out(cluster: tuple[Rbac, str]) -> None:
     _, url = cluster
     async with opened(url) as (visitor, gate):
