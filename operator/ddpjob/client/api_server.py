@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +22,8 @@ from ddpjob.client.backend import Mistake, NoAnswer, NotKnown, Unreachable
 
 SECONDS = 30
 MERGE_PATCH = "application/merge-patch+json"
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds, and the number of questions without an answer. TCP_KEEPALIVE is macOS' TCP_KEEPIDLE."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -48,6 +51,7 @@ class ApiServer:
 
         settings = client.Configuration()
         settings.retries = False
+        settings.socket_options = _noticing()
         try:
             merged = KubeConfigMerger(kubeconfig or os.environ.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION).config
             if merged is None:
@@ -181,7 +185,7 @@ class BearerServer(ApiServer):
 
         super().__init__(None, "default", "this cluster")
         self._url, self._headers = url.rstrip("/"), {"Authorization": f"Bearer {token}"}
-        self._pool = urllib3.PoolManager(8, ssl_context=_trusting(ca), retries=False)
+        self._pool = urllib3.PoolManager(8, ssl_context=_trusting(ca), retries=False, socket_options=_noticing())
         self._open = WeakSet[Any]()
         self._closed = False
 
@@ -204,7 +208,8 @@ class BearerServer(ApiServer):
 
         if self._closed:
             raise Mistake("the viewer has left")
-        seconds = urllib3.Timeout(*timeout) if isinstance(timeout, tuple) else urllib3.Timeout(timeout, timeout)
+        connect, read = timeout if isinstance(timeout, tuple) else (timeout, timeout)
+        seconds = urllib3.Timeout(connect=connect, read=read)
         headers = {**self._headers, "Content-Type": content_type, "Accept": "application/json, */*"}
         url = self._url + path + (f"?{urlencode(query)}" if query else "")
         with self._answering():
@@ -214,6 +219,15 @@ class BearerServer(ApiServer):
             )  # fmt: skip
         self._open.add(response)
         return SimpleNamespace(response=response, status=response.status, read=response.read)
+
+
+def _noticing() -> list[tuple[int, int, int]]:
+    """Options of sockets that notice within half a minute, while they wait, that the other host cannot be reached."""
+    from urllib3.connection import HTTPConnection
+
+    options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    found = ((getattr(socket, name, None), value) for name, value in _KEEPALIVE.items())
+    return [*options, *((socket.IPPROTO_TCP, name, value) for name, value in found if name is not None)]
 
 
 def _trusting(ca: str) -> ssl.SSLContext:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from pathlib import Path
 
 import certifi
 import pytest
+import urllib3
 from ddpjob.cli.main import main
 from ddpjob.client.api_server import ApiRefusal, ApiServer, BearerServer
 from ddpjob.client.backend import NoAnswer, Unreachable
@@ -82,3 +84,52 @@ def test_a_list_is_no_empty_list_of_jobs(tmp_path: Path) -> None:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
     with pytest.raises(Unreachable, match="is no API server: it answers no JSON object"):
         opened(f"http://127.0.0.1:{served(answer)}", tmp_path).request("GET", "/a")
+
+
+def silent() -> int:
+    """The port of a server that begins each answer, and then says nothing."""
+    listener, kept = socket.create_server(("127.0.0.1", 0)), list[socket.socket]()
+
+    def serve() -> None:
+        with listener:
+            while True:
+                kept.append(listener.accept()[0])
+                kept[-1].recv(65536)
+                kept[-1].sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\na\n\r\n")
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("viewer", [False, True])
+def test_a_stream_ends_after_the_silence_that_was_asked_for(viewer: bool, tmp_path: Path) -> None:
+    """With a viewer's token it was 30 s, whatever was asked for: a quiet watch was begun again with a whole list."""
+    url = f"http://127.0.0.1:{silent()}"
+    api = BearerServer(url, certifi.where(), "token") if viewer else opened(url, tmp_path)
+    began = time.monotonic()
+    assert list(api.stream("/a", {}, silence=0.2)) == [b"a\n"]
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("viewer", [False, True])
+def test_a_connection_that_leads_nowhere_is_noticed(
+    viewer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a laptop that has slept, or of a VPN that is gone: `ddpjob logs -f` waited for ever."""
+    made: list[socket.socket] = []
+    connect = urllib3.util.connection.create_connection
+    monkeypatch.setattr(
+        urllib3.util.connection,
+        "create_connection",
+        lambda *arguments, **named: made.append(connect(*arguments, **named)) or made[-1],
+    )
+    url = f"http://127.0.0.1:{silent()}"
+    api = BearerServer(url, certifi.where(), "token") if viewer else opened(url, tmp_path)
+    pieces = api.stream("/a", {})
+    assert next(pieces) == b"a\n"
+    [connection] = made
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+    if all(hasattr(socket, name) for name in names):
+        idle, each, times = (connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names)
+        assert idle + each * times <= 60
