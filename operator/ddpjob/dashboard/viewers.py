@@ -56,6 +56,10 @@ class _Session:
     user: str
     began: float = field(default_factory=time.monotonic)
 
+    @property
+    def over(self) -> bool:
+        return time.monotonic() - self.began > SESSION_SECONDS
+
 
 @dataclass
 class _Opened:
@@ -139,8 +143,8 @@ class Viewers:
             return token.strip(), ""
         session = request.cookies.get(_cookie(request), "")
         found = self._sessions.get(session)
-        if found is not None and time.monotonic() - found.began > SESSION_SECONDS:
-            del self._sessions[session]
+        if found is not None and found.over:
+            self._end(session)
             found = None
         return (found.token if found is not None else None), session
 
@@ -181,14 +185,18 @@ class Viewers:
     async def _sign_out(self, request: web.Request) -> web.StreamResponse:
         self._private(request)
         _own_form(request)
-        found = self._sessions.pop(request.cookies.get(_cookie(request), ""), None)
-        if found is not None and all(other.token != found.token for other in self._sessions.values()):
-            for key in [key for key in self._views if key[0] == _digest(found.token)]:
-                self._forget(key)
+        self._end(request.cookies.get(_cookie(request), ""))
         moved = web.HTTPSeeOther("/")
         for name in (_cookie(request), _CHOICE):
             moved.del_cookie(name, path="/", secure=name.startswith("__Host-"), httponly=True, samesite="Lax")
         raise moved
+
+    def _end(self, session: str) -> None:
+        """Forgets a session, and what was opened with its token, unless another session has that too."""
+        found = self._sessions.pop(session, None)
+        if found is not None and all(other.token != found.token for other in self._sessions.values()):
+            for key in [key for key in self._views if key[0] == _digest(found.token)]:
+                self._forget(key)
 
     # --- views
 
@@ -299,9 +307,14 @@ class Viewers:
             self._forget(idle[0])
 
     async def _look_after(self) -> None:
-        """Closes what nobody looks at, and asks about the tokens of those who only read a stream."""
+        """Closes what nobody looks at, and asks about the tokens of those who only read a stream.
+
+        Sessions whose time is over end also where their viewers do not come back.
+        """
         while True:
             await asyncio.sleep(TRUST_SECONDS)
+            for name in [name for name, session in self._sessions.items() if session.over]:
+                self._end(name)
             for key, opened in list(self._views.items()):
                 if opened.view.streams == 0 and time.monotonic() - opened.used > IDLE_SECONDS:
                     self._forget(key)

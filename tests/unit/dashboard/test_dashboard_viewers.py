@@ -261,6 +261,24 @@ async def test_a_session_is_signed_in_and_out(cluster: tuple[Rbac, str]) -> None
         assert (await visitor.ask("/"))[0] == 401 and not gate._views and not gate._sessions
 
 
+async def test_a_pasted_token_is_forgotten_after_its_time(
+    cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of somebody who did not come back stayed in the memory until the server's end."""
+    _, url = cluster
+    monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.05)
+    async with opened(url, "team-a") as (visitor, gate):
+        assert (await visitor.sign_in("ann"))[0] == 303
+        async with visitor.session.get(visitor.address + "/live") as live:
+            assert b"changed" in await live.content.readany()
+            assert gate._sessions and gate._views
+            monkeypatch.setattr(viewers, "SESSION_SECONDS", 0.0)
+            async with asyncio.timeout(30 * slowness()):
+                while await live.content.readany():
+                    pass
+        assert not gate._sessions and not gate._views
+
+
 async def test_another_site_can_neither_sign_in_nor_read(cluster: tuple[Rbac, str]) -> None:
     _, url = cluster
     async with opened(url, "team-a") as (visitor, gate):
