@@ -293,6 +293,8 @@ class Viewers:
         found = self._views.pop(key, None)
         if found is not None:
             found.close()
+        if key in self._locks and not self._locks[key].locked():  # Else whoever has it forgets it.
+            del self._locks[key]
 
     def _make_room(self, user: str) -> None:
         """Closes views that were used longest ago. Raises HTTPServiceUnavailable if all are being looked at."""

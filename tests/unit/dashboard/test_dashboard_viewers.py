@@ -279,6 +279,23 @@ async def test_a_pasted_token_is_forgotten_after_its_time(
         assert not gate._sessions and not gate._views
 
 
+async def test_nothing_is_kept_of_a_token_that_is_not_used_any_more(
+    cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy sends another token every few minutes: its lock stayed for each, and the memory grew."""
+    _, url = cluster
+    monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.05)
+    async with opened(url, "team-a") as (visitor, gate):
+        async with visitor.session.get(visitor.address + "/live", headers={"Authorization": "Bearer ann"}) as live:
+            assert b"changed" in await live.content.readany()
+        monkeypatch.setattr(viewers, "IDLE_SECONDS", 0.0)
+        for _ in range(int(200 * slowness())):
+            if not gate._views:
+                break
+            await asyncio.sleep(0.05)
+        assert not gate._views and not gate._locks
+
+
 async def test_another_site_can_neither_sign_in_nor_read(cluster: tuple[Rbac, str]) -> None:
     _, url = cluster
     async with opened(url, "team-a") as (visitor, gate):
