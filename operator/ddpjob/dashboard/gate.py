@@ -62,7 +62,12 @@ class View:
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="dashboard")
 
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Runs a function in a thread of this view: one viewer's slow requests do not hold up another's."""
+        """Runs a function in a thread of this view: one viewer's slow requests do not hold up another's.
+
+        Raises Refused once the view is closed: the viewer has left in another window, or has other rights now.
+        """
+        if self.closed.is_set():
+            raise Refused(401, "Open the page again", "This view was closed while the page was made.")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from ddpjob.dashboard import viewers
+from ddpjob.dashboard.gate import View
 from ddpjob.dashboard.viewers import Viewers
 from ddpjob.dashboard.web_server import serve
 from machine import slowness
@@ -359,6 +360,23 @@ async def test_what_a_viewer_may_not_read_is_not_said_to_be_missing(cluster: tup
         _, page = await visitor.ask("/jobs/team-a/alpha", "ann")
         assert "Not shown: pods: " in page and "Not shown: events: " in page
         assert "no pod" not in page and "None; a cluster" not in page and ">Not shown.<" in page
+
+
+async def test_a_page_whose_view_is_closed_meanwhile_is_to_be_opened_again(
+    cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signed out in another window: it was a fault of the dashboard's own."""
+    admit = Viewers.admit
+
+    async def left_at_once(gate: Viewers, request: web.Request) -> View:
+        view = await admit(gate, request)
+        view.close()
+        return view
+
+    monkeypatch.setattr(Viewers, "admit", left_at_once)
+    async with opened(cluster[1], "team-a") as (visitor, _):
+        status, page = await visitor.ask("/jobs/team-a/alpha", "ann")
+        assert status == 401 and "Open the page again" in page
 
 
 async def test_no_command_runs_in_a_pod(cluster: tuple[Rbac, str]) -> None:
