@@ -288,6 +288,20 @@ def test_a_status_that_others_have_written_is_read_again_at_once() -> None:
     run(main())
 
 
+def test_a_job_that_went_with_its_namespace_and_the_role_in_it_is_forgotten() -> None:
+    async def main() -> None:
+        async with case() as c:
+            await c.reconcile()
+            c.server.faults = lambda method, path: Fault(403, reason="Forbidden")
+            with pytest.raises(Refused):
+                await c.cluster.write_status(c.cached(), {"phase": "Pending"})
+            c.server.store.delete("DDPJob", "job")
+            await seen()
+            assert await c.reconcile() is None
+
+    run(main())
+
+
 def test_a_job_that_has_ended_costs_no_request() -> None:
     async def main() -> None:
         async with case() as c:

@@ -154,10 +154,12 @@ class KubernetesCluster:
     # --- reading
 
     async def observe(self, key: JobKey) -> Observation | None:
-        if key in self._unsure:
+        if key in self._unsure and self.caches.job(key) is not None:
             await self._read_again(key)
         job = self.caches.job(key)
         if job is None:
+            # Not read again: with its namespace the role that allows it may be gone as well.
+            self._unsure.discard(key)
             for known in (self._pauses, self._tokens, self._found):
                 known.pop(key, None)
             self._follow(key, None)
