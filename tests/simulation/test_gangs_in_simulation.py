@@ -405,6 +405,20 @@ class RefusesGroups(MemoryCluster):
         await super().create(job, manifest)
 
 
+async def test_a_group_of_a_priority_class_that_is_missing_is_not_to_be_done_without() -> None:
+    class Refusing(Simulation):
+        cluster_class = RefusesGroups
+
+    s = Refusing({}, steps=20)
+    s.cluster.serves_gangs = True
+    missing = 'podgroups.scheduling.k8s.io "job-gang-0" is forbidden: no PriorityClass with name high was found'
+    RefusesGroups.refusal = Refused(403, missing)
+    await passes(s, 10)
+    message = conditions(s)["Scheduled"]["message"]
+    assert f"{missing}; what is judged is spec.scheduling.priorityClassName;" in message
+    assert "scheduling.gang" not in message, "the API server refuses its pods as well"
+
+
 @pytest.mark.parametrize("status", [400, 403, 404, 422])
 async def test_a_refused_group_is_named_with_its_cause_and_the_way_out(status: int) -> None:
     class Refusing(Simulation):

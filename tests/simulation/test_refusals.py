@@ -430,7 +430,7 @@ async def test_what_else_a_namespace_forbids_is_reported_with_the_field() -> Non
         await s.one_pass()
         s.advance(1)
     message = conditions(s)["Scheduled"]["message"]
-    assert "hostPort" in message and "spec.podTemplate.spec.securityContext" in message
+    assert "spec.podTemplate.spec.securityContext" in message and "do without hostNetwork and hostPort" in message
     assert not list(s.store.all("Pod"))
 
 

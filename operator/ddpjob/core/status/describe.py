@@ -189,19 +189,24 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
     what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
     if rejected.name_taken:
         return NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s"
-    if rejected.of_gang:
+    if _NO_CLASS.search(rejected.message):
+        what += "; what is judged is spec.scheduling.priorityClassName"
+    elif rejected.of_gang:
         what += "; to have the pods scheduled one by one, without a gang, set scheduling.gang to false"
     if _OF_A_CONTAINER.search(rejected.message):
         of_coordinator = rejected.object.startswith(f"Pod {view.job.name}-coordinator-")
         what += f"; what is judged is {'spec.rendezvous.resources' if of_coordinator else 'spec.resources'}"
     if "violates PodSecurity" in rejected.message:
         where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
-        what += f"; set what is missing in {where}; instead of hostPath and nfs use claims"
+        instead = "instead of hostPath and nfs use claims, and do without hostNetwork and hostPort"
+        what += f"; set what is missing in {where}; {instead}"
     return CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}"
 
 
 _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (Container|Pod) is")
 """What a LimitRange refuses. It names no container."""
+_NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
+"""Without it no pod is created either, one by one or as a gang."""
 _NO_BUDGET = (
     "is refused, so that a drain may end several pods at once (scheduling.disruptionBudget: false does without)"
 )
