@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -398,7 +399,7 @@ class ClusterBackend:
                 command=["python3", "-c", code], container="trainer", stdout=True, stderr=True, _request_timeout=60,
             )  # fmt: skip
         except Exception as error:  # ApiException, and what websocket-client raises.
-            raise Mistake(f"pod {pod.name}: {getattr(error, 'reason', None) or error}") from error
+            raise Mistake(f"pod {pod.name}: {_refusal(str(getattr(error, 'reason', None) or error))}") from error
         return str(answer)
 
 
@@ -406,6 +407,15 @@ NO_CRD = (
     "this cluster has no DDPJob: its definition (CRD) is not installed. Install the operator, "
     "`helm install ddpjob charts/ddpjob-operator -n ddpjob --create-namespace`; `ddpjob doctor` checks it"
 )
+
+
+def _refusal(said: str) -> str:
+    """The API server's own words, where websocket-client wraps them in its view of the handshake."""
+    handshake, *_, body = said.split(" -+-+- ") if " -+-+- " in said else (said, "")
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return handshake
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:

@@ -272,6 +272,38 @@ def test_commands_in_pods_leave_the_other_requests_alone(monkeypatch: pytest.Mon
     assert changed == [False, False] and "call_api" not in vars(client)
 
 
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (
+            b'{"kind":"Status","message":"pods \\"j-0-0\\" is forbidden: no","code":403}',
+            'pods "j-0-0" is forbidden: no',
+        ),
+        (b"<html>", "Handshake status 403 Forbidden"),
+        (b"[]", "Handshake status 403 Forbidden"),
+    ],
+)
+def test_a_command_that_the_api_server_refuses_is_reported_in_its_words(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, shown: str
+) -> None:
+    from kubernetes.client import ApiClient, Configuration
+    from kubernetes.stream import ws_client
+    from websocket import WebSocketBadStatusException
+
+    class Refused(Exec):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            headers = {"audit-id": "bd564c66", "content-type": "application/json"}
+            said = f"Handshake status 403 Forbidden -+-+- {headers} -+-+- {body.decode()}"
+            raise WebSocketBadStatusException(said, 403, "Forbidden", headers, body)
+
+    monkeypatch.setattr(ws_client, "WSClient", Refused)
+    server = Server()
+    server.client = ApiClient(Configuration(host="http://127.0.0.1:9"))  # type: ignore[attr-defined]
+    with pytest.raises(Mistake) as caught:
+        ClusterBackend(server).run_in(POD, "print()")  # type: ignore[arg-type]
+    assert str(caught.value) == f"pod {POD.name}: {shown}"
+
+
 def test_metrics_are_looked_for_in_a_few_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     backend = ClusterBackend(Server())  # type: ignore[arg-type]
