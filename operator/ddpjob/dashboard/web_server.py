@@ -372,7 +372,7 @@ async def _stream(request: web.Request, view: View) -> AsyncIterator[_EventStrea
 def _backend(view: View, key: Key) -> Backend:
     """Raises NoSuchJob for a namespace that is not followed."""
     if view.fleet.row(key) is None:
-        raise NoSuchJob(f"no job {key[1]} in namespace {key[0]} of {view.where}")
+        raise NoSuchJob(f"no job {key[1]} in namespace {key[0]}; this dashboard shows {view.where}")
     return view.scoped(key[0])
 
 

@@ -145,7 +145,8 @@ async def test_a_job_has_its_restarts_pods_events_and_manifest(names: list[str])
         assert "ValueError: loss is NaN at step 4121" in page or all(r["reason"] != "WorkerFailed" for r in restarts)
         assert "script: train.py" in await web.get(f"/jobs/default/{name}/manifest")
         assert "managedFields" not in await web.get(f"/jobs/default/{name}/manifest")
-        await web.get(f"/jobs/other/{name}", 404)
+        missing = f"no job {name} in namespace other; this dashboard shows "
+        assert missing in text(await web.get(f"/jobs/other/{name}", 404))
         await web.get("/jobs/default/nobody", 404)
         for path in (
             "/jobs/default/..",
