@@ -264,6 +264,23 @@ def _first_line(text: str) -> str:
 
 def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     """What a job waits for or why it failed, and what to do about it."""
+    yield from _state(body, pods, now)
+    name, meta = body["metadata"]["name"], body["metadata"]
+    held = [it for it in meta.get("finalizers") or () if it not in ("foregroundDeletion", "orphan")]  # Kubernetes' own
+    deleted = parse_time(meta.get("deletionTimestamp"))
+    if held and deleted is not None:
+        ago = _since(deleted, now)
+        yield f"It was deleted {ago} ago, and is left alone until whoever set the finalizer {held[0]} removes it."
+        return
+    seen = (body.get("status") or {}).get("observedGeneration")
+    if isinstance(seen, int) and seen < meta.get("generation", 0):
+        yield (
+            "This is what was so before its spec changed: the operator has not acted on the change yet. "
+            f"If that lasts, `ddpjob events {name}` may say why; `ddpjob doctor` checks the operator."
+        )
+
+
+def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     status = JobStatus.read(body.get("status") or {})
     name, state = body["metadata"]["name"], phase(body)
     main = main_condition(status)

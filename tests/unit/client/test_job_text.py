@@ -37,6 +37,25 @@ def text(body: Json, *pods: PodLine) -> str:
     return "\n".join(why(body, pods, NOW))
 
 
+def test_a_deleted_job_that_a_finalizer_holds_says_so() -> None:
+    body = job(phase="Running", conditions=[condition("Running", True, "GroupRuns")])
+    assert "deleted" not in text(body)
+    body["metadata"] |= {
+        "deletionTimestamp": "2026-01-01T11:58:00Z",
+        "finalizers": ["foregroundDeletion", "example.com/hold"],
+    }
+    assert "It was deleted 2m00s ago, and is left alone until whoever set the finalizer example.com/hold" in text(body)
+
+
+def test_a_status_older_than_the_spec_is_said_to_be_so() -> None:
+    """Where an admission policy refuses the status, an event alone says so."""
+    body = job(phase="Running", conditions=[condition("Running", True, "GroupRuns")], observedGeneration=1)
+    body["metadata"]["generation"] = 1
+    assert "before its spec changed" not in text(body)
+    body["metadata"]["generation"] = 2
+    assert "before its spec changed" in text(body) and "`ddpjob events j`" in text(body)
+
+
 @pytest.mark.parametrize(
     ("order", "line"),
     [
