@@ -25,7 +25,7 @@ MATRIX ?=
 # Tests that run at once: twice the processors of a small machine, since many wait for a process or a timer.
 WORKERS ?= 4
 # The same for the cluster's tests: each has a cluster of its own.
-CLUSTERS ?= 2
+CLUSTERS ?= 3
 
 # Bytecode is written at the first import: compiling all of torch and sympy would take a minute for modules that nobody imports. Where the
 # environment forbids to write it, each process would compile what it imports, which doubles the time that torch takes.
