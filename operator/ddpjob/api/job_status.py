@@ -405,9 +405,8 @@ class JobStatus:
             "spare": self.spare,
         }
         written["nodes"]["display"] = self.nodes_display(spec)
-        counts, allowed = self.restarts, spec.recovery.max_restarts
-        if self.terminal and counts.allowed is not None:
-            allowed = counts.allowed
+        counts, most = self.restarts, spec.recovery.max_restarts
+        allowed = counts.limit(most) if self.terminal else most
         seen = {"generation": counts.seen_generation, "incident": counts.seen_incident, "round": counts.seen_round}
         display = f"{counts.counted}/{allowed}" + (f" +{counts.uncounted}" if counts.uncounted else "")
         written["restarts"] |= {"max": allowed, "display": display, "seen": seen}

@@ -402,13 +402,15 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
                 shown += bodies
             else:
                 _say(f"ddpjob {name} created", backend)
-            if not local and not _keeps_files(bodies[-1]["spec"]):
+            if local:
+                continue
+            if not _keeps_files(bodies[-1]["spec"]):
                 _note(
                     "note: spec.storage.checkpoints is not set: what a pod saves is gone with the pod, and training"
                     " begins again when the one that saved is lost; set claimTemplate, claimName or url there"
                     + ("" if _is_manifest(program) else " (--set)")
                 )
-            if not local and _keeps_sigterm(bodies[-1]["spec"]):
+            if _keeps_sigterm(bodies[-1]["spec"]):
                 _note(f"note: {_NO_SIGTERM}")
     finally:  # Also of the first ones, when a later one is refused.
         if shown:
@@ -542,10 +544,9 @@ def _foreign(source: str) -> list[Any]:
     """The manifests that can be converted; those that cannot are named."""
     from ddpjob.api.reader import CONVERTIBLE
     from ddpjob.api.yamltext import YamlError, read_documents
-    from ddpjob.client.manifest_sources import standard_input
+    from ddpjob.client.manifest_sources import refuse_address, standard_input
 
-    if source.startswith(("http://", "https://")):
-        raise Mistake(f"{source}: is not fetched; write `curl -fsSL {source} | ddpjob convert -`")
+    refuse_address(source, "convert")
     try:
         text = standard_input() if source == "-" else Path(source).read_text(encoding="utf-8")
         items = [item.value for document in read_documents(text) for item in document.items()]

@@ -411,9 +411,10 @@ NO_CRD = (
 
 def _refusal(said: str) -> str:
     """The API server's own words, where websocket-client wraps them in its view of the handshake."""
-    handshake, *_, body = said.split(" -+-+- ") if " -+-+- " in said else (said, "")
+    between = " -+-+- "
+    handshake, _, rest = said.partition(between)
     try:
-        return str(json.loads(body)["message"])
+        return str(json.loads(rest.rpartition(between)[2])["message"])
     except (ValueError, KeyError, TypeError):
         return handshake
 

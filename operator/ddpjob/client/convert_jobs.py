@@ -278,7 +278,7 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
 def _sharing(made: Conversion) -> None:
     """Pods may share a Kubernetes node, as before: several of few GPUs each would wait for nodes of their own."""
     spec = made.job["spec"]
-    affinity = (spec.get("podTemplate", {}).get("spec") or {}).get("affinity") or {}
+    affinity = _pod_spec(spec).get("affinity") or {}
     if max(spec["nodes"], (spec.get("elastic") or {}).get("maxNodes", 1)) > 1 and "podAntiAffinity" not in affinity:
         spec.setdefault("scheduling", {})["onePodPerNode"] = False
 
@@ -303,7 +303,7 @@ def _procs(made: Conversion, count: Any) -> None:
     elif text == "cpu":
         notes.append("nprocPerNode cpu: write procsPerNode, the number of processes")
     elif not gpus and {"script", "module"} & spec.keys():
-        claims = (spec.get("podTemplate", {}).get("spec") or {}).get("resourceClaims")
+        claims = _pod_spec(spec).get("resourceClaims")
         each = "device of resourceClaims" if claims else "CPU"
         notes.append(f"procsPerNode: 1 here; torchrun started a process for each {each}: write their number")
 
@@ -372,23 +372,33 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     wanted = ({"metadata": metadata} if metadata else {}) | ({"spec": pod} if pod else {})
     if wanted:
         target["podTemplate"] = wanted
-    if theirs := dict.fromkeys(found[0] for found in _THEIR_LABELS.finditer(json.dumps(wanted))):
+    if theirs := _their_labels(wanted):
         notes.append(
             f"podTemplate: has {', '.join(theirs)}, which pods of a DDPJob have not, so that a selector finds none; "
             f"their label is {LABEL_JOB}, with the job's name"
         )
-    if theirs := dict.fromkeys(found[0] for found in _THEIR_LABELS.finditer(json.dumps(target.get("env", "")))):
+    if theirs := _their_labels(target.get("env")):
         notes.append(
             f"env: reads {', '.join(theirs)}, which pods of a DDPJob have not, so that it is empty; torchrun gives a "
             "script RANK and GROUP_RANK, the number of its node"
         )
 
 
+def _their_labels(written: Any) -> list[str]:
+    """Labels of other operators' pods that are named anywhere in it."""
+    return list(dict.fromkeys(found[0] for found in _THEIR_LABELS.finditer(json.dumps(written))))
+
+
+def _pod_spec(spec: Json) -> Json:
+    found: Json = spec.get("podTemplate", {}).get("spec") or {}
+    return found
+
+
 def _privileges(made: Conversion, pod: Json, container: Json) -> None:
     """Notes what root cannot do in a container without capabilities."""
     contexts = [holder.get("securityContext") or {} for holder in (pod, container)]
-    words = [*made.job["spec"].get("command", ()), *made.job["spec"].get("args", ())]
-    tools = dict.fromkeys(_ROOTS_TOOLS.findall(" ".join(words))) if "command" in made.job["spec"] else {}
+    command, args = (made.job["spec"].get(name, ()) for name in ("command", "args"))
+    tools = dict.fromkeys(_ROOTS_TOOLS.findall(" ".join([*command, *args]))) if command else {}
     needs = [f"command: runs {', '.join(tools)}"] if tools else []
     needs += ["securityContext.runAsUser: 0"] if any(context.get("runAsUser") == 0 for context in contexts) else []
     if needs and not contexts[1].get("privileged"):

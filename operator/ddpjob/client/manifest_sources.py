@@ -42,11 +42,16 @@ def standard_input() -> str:
         raise BadInput(f"standard input: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
 
 
+def refuse_address(source: str, command: str) -> None:
+    """Raises BadInput for an address of the web, which `ddpjob COMMAND -` takes from another program."""
+    if source.startswith(("http://", "https://")):
+        raise BadInput(f"{source}: is not fetched; write `curl -fsSL {source} | ddpjob {command} -`")
+
+
 def _read(source: str) -> Iterator[Manifest | BadInput]:
+    refuse_address(source, "...")
     if source == "-":
         yield from read_manifests(standard_input(), "standard input")
-    elif source.startswith(("http://", "https://")):
-        yield BadInput(f"{source}: is not fetched; write `curl -fsSL {source} | ddpjob ... -`")
     elif source.endswith(".py"):
         line = shlex.quote(source)
         yield BadInput(

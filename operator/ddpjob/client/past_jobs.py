@@ -108,15 +108,13 @@ class PastJobs:
         """A job that still trains writes on: its folder is read again when it has changed."""
         end = None if seconds is None else time.monotonic() + seconds
         stamps: dict[Path, tuple[float, ...]] | None = None
-        seen: dict[tuple[str, str], Json] = {
-            (b["metadata"]["namespace"], b["metadata"]["name"]): b for b in known or ()
-        }
+        seen = _by_name(known or ())
         while end is None or time.monotonic() < end:
             now = {folder: _stamp(folder) for folder in self._folders()}
             if now != stamps:
                 stamps = now
                 chosen = [body for body in self.jobs() if name in (None, body["metadata"]["name"])]
-                before, seen = seen, {(b["metadata"]["namespace"], b["metadata"]["name"]): b for b in chosen}
+                before, seen = seen, _by_name(chosen)
                 yield from ((body, True) for key, body in before.items() if key not in seen)
                 yield from ((body, False) for body in chosen)
             time.sleep(_LOOK_SECONDS)
@@ -219,6 +217,10 @@ def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
             if line.world is not None and line.time >= incident.time:
                 entry["seconds"] = round((line.time - incident.time).total_seconds(), 1)
             yield entry
+
+
+def _by_name(jobs: Iterable[Json]) -> dict[tuple[str, str], Json]:
+    return {(job["metadata"]["namespace"], job["metadata"]["name"]): job for job in jobs}
 
 
 def _message(incident: Incident) -> str:

@@ -236,7 +236,8 @@ class Fleet:
         while not self._stop.is_set():
             try:
                 # Who was deleted since the last look is in no list any more.
-                for body, gone in backend.changes(None, known=self._known(backend)):
+                known = [{"metadata": {"namespace": of, "name": name}} for of, name in self._keys(backend)]
+                for body, gone in backend.changes(None, known=known):
                     if self._stop.is_set():
                         return
                     if gone:
@@ -255,19 +256,19 @@ class Fleet:
         """Keeps the rows of a place that does not answer, and none of one that refuses to be read."""
         self._failures[backend] = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
         if isinstance(error, Mistake) and error.denied:
-            for body in self._known(backend):
-                self._drop(key_of(body))
+            for key in self._keys(backend):
+                self._drop(key)
 
-    def _known(self, backend: Backend) -> list[Json]:
-        """The names of its jobs, as objects."""
-        keys = [key for key, source in self._sources.copy().items() if source is backend]
-        return [{"metadata": {"namespace": namespace, "name": name}} for namespace, name in keys]
+    def _keys(self, backend: Backend) -> list[Key]:
+        """Those of its jobs."""
+        return [key for key, source in self._sources.copy().items() if source is backend]
 
     def _look(self, backend: Backend) -> None:
         """Reads all jobs; also finds those that were deleted while nobody followed."""
         now = {key_of(body): body for body in backend.jobs()}
-        for key in [key_of(body) for body in self._known(backend) if key_of(body) not in now]:
-            self._drop(key)
+        for key in self._keys(backend):
+            if key not in now:
+                self._drop(key)
         for body in now.values():
             self._keep(body, backend)
         self._failures.pop(backend, None)

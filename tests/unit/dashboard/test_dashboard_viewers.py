@@ -136,6 +136,12 @@ async def opened(url: str, *namespaces: str, names: tuple[str, ...] = ()) -> Asy
             await task
 
 
+async def until_end(stream: aiohttp.ClientResponse) -> None:
+    async with asyncio.timeout(30 * slowness()):
+        while await stream.content.readany():
+            pass
+
+
 async def test_two_viewers_see_different_namespaces(cluster: tuple[Rbac, str]) -> None:
     rbac, url = cluster
     async with opened(url, "team-a", "team-b") as (visitor, _):
@@ -216,9 +222,7 @@ async def test_a_stream_ends_with_its_token(cluster: tuple[Rbac, str], monkeypat
         async with visitor.session.get(visitor.address + "/live", headers=headers) as live:
             assert b"changed" in await live.content.readany()
             del rbac.rights["ann"]
-            async with asyncio.timeout(30 * slowness()):
-                while await live.content.readany():
-                    pass
+            await until_end(live)
 
 
 async def test_a_fault_in_judging_one_token_ends_the_judging_of_none(
@@ -239,9 +243,7 @@ async def test_a_fault_in_judging_one_token_ends_the_judging_of_none(
             assert b"changed" in await live.content.readany()
             monkeypatch.setattr(gate, "_again", again)
             del rbac.rights["ann"]
-            async with asyncio.timeout(30 * slowness()):
-                while await live.content.readany():
-                    pass
+            await until_end(live)
         assert not faults
 
 
@@ -274,9 +276,7 @@ async def test_a_pasted_token_is_forgotten_after_its_time(
             assert b"changed" in await live.content.readany()
             assert gate._sessions and gate._views
             monkeypatch.setattr(viewers, "SESSION_SECONDS", 0.0)
-            async with asyncio.timeout(30 * slowness()):
-                while await live.content.readany():
-                    pass
+            await until_end(live)
         assert not gate._sessions and not gate._views
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpjob_trainer.config.command_line import wants_help
 from ddpjob_trainer.errors import LedgerError
 from ddpjob_trainer.reporting.ledger import FOLDER
 
@@ -310,7 +311,7 @@ def table(summary: LedgerSummary) -> str:
 
 def main(arguments: list[str]) -> int:
     """Print the table. Raises LedgerError with the first violation."""
-    if {"--help", "-h"} & {*arguments}:
+    if wants_help(arguments):
         print(__doc__)
         return 0
     if not arguments:

@@ -58,13 +58,13 @@ FILE: a YAML file, or the name of one of the package: {shipped}. Keys, with thei
 
 def run(arguments: list[str]) -> int:
     """Run a command, or train, as one rank of the group that the environment describes; returns the exit code."""
-    from ddpjob_trainer.config.command_line import without_local_rank
+    from ddpjob_trainer.config.command_line import wants_help, without_local_rank
 
     arguments = without_local_rank(arguments)
     if arguments and arguments[0] in COMMANDS:
         module, _, _ = COMMANDS[arguments[0]]
         return _printed(lambda: int(importlib.import_module(module).main(arguments[1:])))
-    if "--help" in arguments or "-h" in arguments:
+    if wants_help(arguments):
         return _printed(_help)
     if arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
         raise ConfigError(_unknown_command(arguments[0]))

@@ -15,6 +15,7 @@ import torch
 from ddpjob_trainer.checkpoints import best, dcp, torch_file
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.snapshot import Snapshot, map_tensors
+from ddpjob_trainer.config.command_line import wants_help
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 _HEAD = ("checkpoint", "step", "epoch", "ranks", "saved", "size", "state")
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> int:
 
     Returns 1 when one is broken. Raises TrainerError.
     """
-    if {"--help", "-h"} & {*arguments}:
+    if wants_help(arguments):
         print(__doc__)
         return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):

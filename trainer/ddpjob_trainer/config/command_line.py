@@ -26,6 +26,11 @@ def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[s
     return value, others
 
 
+def wants_help(arguments: Sequence[str]) -> bool:
+    """Whether they ask how the command is called."""
+    return "--help" in arguments or "-h" in arguments
+
+
 def without_local_rank(arguments: Sequence[str]) -> list[str]:
     """The arguments without `--local-rank N` or `--local_rank=N`, which torch.distributed.launch appends.
 

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from ddpjob_trainer.config.command_line import read_settings, take_option
+from ddpjob_trainer.config.command_line import read_settings, take_option, wants_help
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError, PreflightError
 from ddpjob_trainer.lifecycle import fast_exit, fast_start
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     Raises PreflightError on every rank when a check failed, so that a job's status says why; ConfigError for a wrong
     command line.
     """
-    if "--help" in arguments or "-h" in arguments:
+    if wants_help(arguments):
         print(__doc__)
         return 0
     name, rest = take_option(arguments, "--json")

@@ -59,7 +59,7 @@ def _happened(job: DDPJob, status: JobStatus) -> Iterator[NotifyEvent]:
             yield NotifyEvent.FAILED if status.holds(ConditionType.FAILED) else NotifyEvent.COMPLETE
         return
     allowed, old = job.spec.recovery.max_restarts, job.status.restarts
-    before = _nearly_spent(old.counted, allowed if old.allowed is None else old.allowed)
+    before = _nearly_spent(old.counted, old.limit(allowed))
     if _nearly_spent(status.restarts.counted, allowed) and not before:
         yield NotifyEvent.BUDGET_NEARLY_SPENT
 
