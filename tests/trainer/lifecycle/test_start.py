@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from ddpjob_trainer import config, train
 from ddpjob_trainer.config.sections import ModelConfig
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.errors import ConfigError, DeviceError
+from ddpjob_trainer.lifecycle.fast_start import uncollected
 from ddpjob_trainer.model.models import build_model
 from machine import free_port, slowness
 from ranks import TINY, good
@@ -72,6 +74,21 @@ def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) 
         out, error = process.communicate(timeout=60 * slowness())
         assert process.returncode == 0, error
         assert "2.0" in out and "_dynamo/__init__.py" in out and "torch._dynamo.config" in out
+
+
+def test_the_collector_is_off_during_imports_and_as_before_after_them() -> None:
+    with pytest.raises(ImportError), uncollected():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled() and gc.get_freeze_count() > 0
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def test_a_setting_of_the_compiler_is_made_where_the_compiler_reads_it() -> None:

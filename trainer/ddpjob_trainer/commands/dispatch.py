@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from ddpjob_trainer.errors import ConfigError, FencedError
 from ddpjob_trainer.lifecycle import fast_exit
+from ddpjob_trainer.lifecycle.fast_start import uncollected
 
 COMMANDS = {
     # name: (module whose `main(arguments)` returns the exit code, usage, purpose)
@@ -122,8 +123,9 @@ def train(arguments: list[str]) -> int:
     from ddpjob_trainer.config.command_line import read_settings
 
     settings = read_settings(arguments)  # What is wrong in them is reported before torch is imported: seconds.
-    from ddpjob_trainer import train
-    from ddpjob_trainer.lifecycle.fence import EXIT_FENCED
+    with uncollected():
+        from ddpjob_trainer import train
+        from ddpjob_trainer.lifecycle.fence import EXIT_FENCED
 
     fast_exit.leave_fast()
     try:
