@@ -34,6 +34,7 @@ SLOW = (
     "runtime/test_rendezvous.py",
     "runtime/test_runtime_fast.py",
     "runtime/test_runtime_standard.py",
+    "runtime/test_worker.py",
     "simulation/test_classes_in_simulation.py",
     "simulation/test_crashes.py",
     "simulation/test_gangs_in_simulation.py",
@@ -46,6 +47,7 @@ SLOW = (
     "unit/monitoring/test_monitoring.py",
     "unit/test_chart.py",
     "unit/test_install_script.py",
+    "unit/test_runtime.py",
     "unit/test_site.py",
 )
 """What takes long, in CPU seconds: other programs, torch's import, and searches through thousands of cases."""
