@@ -1270,3 +1270,33 @@ def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
     assert [verb for verb in world.verbs(second) if verb == "restart"] == ["restart"] * 2
     world.pass_time(2)
     assert world.last(second)[0] == "stop"
+
+
+@pytest.mark.parametrize("peer_first", [True, False], ids=["its peer has reported", "nobody has reported"])
+def test_a_failure_whose_report_was_lost_with_a_link_is_still_the_cause(peer_first: bool) -> None:
+    """The peer whose connection to it was reset was blamed, or nothing but a loss was known."""
+    world = World()
+    first, second = world.form()
+    world.silent.add(second.pod)
+    world.pass_time(1)
+    if peer_first:
+        world.fail(first, RESET)
+        world.ready(first)
+    world.pass_time(5)
+    assert world.resume(1, 1, 1, 2, "Ready") is second
+    world.silent.clear()
+    world.fail(second, "ValueError: bug", ago=5)
+    world.ready(second)
+    world.ready(first)
+    world.pass_time(1)
+    assert world.incidents() == [("WorkerFailed", second.pod, int(peer_first))]
+
+
+def test_a_failure_that_is_reported_again_counts_once() -> None:
+    world = World(nodes=3)
+    members = world.form(3)
+    world.fail(members[0], RESET)
+    for ago in (0.0, 0.1):
+        world.fail(members[1], "ValueError: bug", ago=ago)
+    world.pass_time(1)
+    assert world.incidents() == [("WorkerFailed", members[1].pod, 1)]

@@ -223,6 +223,38 @@ def test_what_a_connection_did_not_take_waits_for_the_next_one(monkeypatch: pyte
     assert written == ["failure", "joined"]
 
 
+def test_what_has_failed_is_said_again_to_the_coordinator_that_may_have_missed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A link that is cut takes lines that never arrive; another coordinator might count the break a second time."""
+    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(client, "_write", lambda data: written.append(json.loads(data)) or True)
+    client._socket, client.welcomed, client._place = object(), True, (0, 0)  # type: ignore[assignment]
+
+    def fail() -> None:
+        client.send("failure", round=1, message="ValueError: bug", traceback="t" * 9999, sent=time.time())
+        client.send("note", kind="Data", why="")
+
+    def said_after_a_welcome() -> list[str]:
+        written.clear()
+        client._on_welcome({"generation": 0})
+        return [line["t"] for line in written]
+
+    fail()
+    client._ready = {"after": 1, "host": "", "port": 0}
+    assert said_after_a_welcome() == ["failure", "ready"] and written[0]["traceback"]
+    assert said_after_a_welcome() == ["failure", "ready"], "a link that loses large packets takes this one"
+    assert written[0]["message"] == "ValueError: bug" and not written[0]["traceback"]
+    assert said_after_a_welcome() == ["ready"]
+    fail()
+    client._place = (0, 1)
+    assert said_after_a_welcome() == ["ready"]
+    fail()
+    client._on_go({"round": 2, "rank": 0, "world": 2})
+    assert said_after_a_welcome() == []
+
+
 TOKEN = "the job's token"
 STRANGER: dict[str, object] = {}
 """The answer of a coordinator with another token: its proof."""

@@ -323,5 +323,5 @@ def _same_workers(old: Member, resumed: Resume | None) -> bool:
         return True  # Whatever it still does, it leaves, and the round breaks when it is gone.
     if not old.has_workers:
         return resumed is None or not resumed.has_workers
-    # Without workers it has ended them as it was asked to, and says `ready` again: no loss, while others may save.
-    return resumed is not None and resumed.round == old.round and (resumed.has_workers or old.drain_by is not None)
+    # Without workers it says again what has failed, and `ready`: no loss, while others may save.
+    return resumed is not None and resumed.round == old.round

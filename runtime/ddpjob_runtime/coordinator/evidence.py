@@ -23,6 +23,11 @@ class Evidence:
     def add_failure(self, failure: Failure) -> None:
         self._failures.append(failure)
 
+    def knows(self, failure: Failure) -> bool:
+        """Whether it was reported before: a member that has come back says it again."""
+        worker = failure.source, failure.rank, failure.local_rank
+        return any(worker == (known.source, known.rank, known.local_rank) for known in self._failures)
+
     def add_loss(self, loss: Loss) -> None:
         self._losses.append(loss)
 

@@ -169,6 +169,8 @@ class Round:
         if failure.exit_code == 0:
             self._evidence.add_finish(Finish(failure.source, failure.time, failure.rank, failure.local_rank))
             return
+        if self._evidence.knows(failure):
+            return
         self._evidence.add_failure(failure)
         if member.state == MemberState.LEAVING:
             return  # as it was asked to; its peers may still save

@@ -25,6 +25,8 @@ FIRST_SECONDS = 60.0
 """Without a coordinator for so long, it is tried less often."""
 MAX_UNSENT = 1000
 """Lines that wait for a connection: a node of many ranks reports each of them, and one may be the cause."""
+SHORT_MESSAGE = 300
+"""Characters of a failure's message that any link takes in one packet."""
 GOODBYE_SECONDS = 1.0
 
 
@@ -57,6 +59,8 @@ class CoordinatorClient:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[tuple[str, dict[str, Any]]] = []
+        self._failures: list[tuple[tuple[int, int], dict[str, Any]]] = []
+        """This node's failures of the present round that a coordinator, by its place, was sent."""
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
         self._refusal = ""  # why the present connection's coordinator is not this pod's
@@ -142,14 +146,40 @@ class CoordinatorClient:
         data = protocol.encode(verb, **fields)
         with self._lock:
             if self._socket is not None and self.welcomed and self._write(data):
+                self._keep_failure(verb, fields)
                 return
             self._unsent.append((verb, fields))
             del self._unsent[:-MAX_UNSENT]
+
+    def _keep_failure(self, verb: str, fields: dict[str, Any]) -> None:
+        """A link that is cut takes lines that never arrive. Without a failure's, the errors of its peers are blamed."""
+        if verb == FromMember.FAILURE:
+            self._failures.append((self._place, fields))
+            del self._failures[:-MAX_UNSENT]
 
     def _write_kept(self, verb: str, fields: dict[str, Any]) -> bool:
         if "sent" in fields:
             fields["sent"] = time.time()  # The coordinator reads from it how long ago the failure was.
         return self._write(protocol.encode(verb, **fields))
+
+    def _write_all_kept(self) -> None:
+        """What waits for a connection, and the failures that this coordinator may have missed: it knows them again.
+        Another one may find in them a break that the operator has counted. Once, and then without what is long, since
+        a link may lose large packets alone.
+        """
+        failures, self._failures = self._failures, []
+        for place, fields in failures:
+            if place == self._place:
+                self._write_kept(FromMember.FAILURE, fields)
+                if fields.get("traceback"):
+                    short = {"message": protocol.clip(fields["message"], SHORT_MESSAGE), "traceback": ""}
+                    self._failures.append((place, {**fields, **short}))
+        waiting, self._unsent = self._unsent, []
+        for verb, fields in waiting:
+            if self._write_kept(verb, fields):
+                self._keep_failure(verb, fields)
+            else:
+                self._unsent.append((verb, fields))
 
     def _write(self, data: bytes) -> bool:
         assert self._socket is not None
@@ -378,6 +408,8 @@ class CoordinatorClient:
             if self._ready is None or message["round"] <= self._ready["after"]:
                 return  # sent before a later line of this node arrived
             self._ready, self._go, self._idle_since = None, message, None
+            with self._lock:
+                self._failures = []
             self._position = {
                 "round": message["round"],
                 "rank": message["rank"],
@@ -410,7 +442,7 @@ class CoordinatorClient:
             return True
         with self._lock:
             self.welcomed = True
-            self._unsent = [(verb, fields) for verb, fields in self._unsent if not self._write_kept(verb, fields)]
+            self._write_all_kept()
             # Read here: `wait_go` sets it first, and sends only what it finds welcomed.
             ready = self._ready
             if ready is not None:
