@@ -791,6 +791,8 @@ def test_members_that_are_silent_all_at_once_are_waited_for(tmp_path: Path) -> N
         assert job.status()["state"] == "Running"
         report = job.wait_until(lambda r: r["lost"], BLIND_SECONDS + 10)
         assert (report["state"], len(report["lost"])) == ("Restarting", 3)
+        reasons = [*(lost["why"] for lost in report["lost"]), *(i["message"] for i in report["incidents"])]
+        assert [why for why in reasons if "as most members are" not in why] == [], "no member alone is to blame"
     finally:
         job.close()
 

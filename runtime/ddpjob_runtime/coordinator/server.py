@@ -195,7 +195,7 @@ class Server:
                 await asyncio.sleep(RETURN_SECONDS)
             if member.send is send:  # else a newer connection of the member is in use
                 together = self._silent_members() if judged else []
-                self._lose(member, why)
+                self._lose(member, f"{why}, as most members are" if together else why)
                 for other in together:
                     if now() - other.heard >= SLOW_SECONDS:
                         other.give_up()
