@@ -16,7 +16,7 @@ dist = pytest.importorskip("torch.distributed")
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun  # noqa: E402
 
 import_torchrun()
-from ddpjob_runtime.launcher.rendezvous import StandardRendezvous  # noqa: E402
+from ddpjob_runtime.launcher.rendezvous import FastRendezvous, StandardRendezvous  # noqa: E402
 from machine import slowness  # noqa: E402
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters  # noqa: E402
 
@@ -95,6 +95,34 @@ def test_a_round_that_is_over_is_left_although_its_rank_0_never_came(store: Any)
     with pytest.raises(EOFError):  # It asks for the next round, and there is none.
         late.next_rendezvous()
     assert client.words == []
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_store_that_listens_is_waited_for_while_a_name_server_is_slow(
+    listens: bool, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch looks up the name of the address before it connects: each try was over before that had an answer."""
+    tried = list[float]()
+
+    def connect(host: str, port: int, timeout: timedelta, **more: Any) -> Any:
+        tried.append(timeout.total_seconds())
+        if not listens or tried[-1] < 10:
+            raise dist.DistNetworkError("timed out")
+        return store
+
+    monkeypatch.setattr(dist, "TCPStore", connect)
+    client: Any = Client(1, 2)
+    shutdown: Any = Shutdown()
+    handler = FastRendezvous(client, shutdown, "127.0.0.1", "job")
+    port = store.port if listens else 1
+    if listens:
+        assert handler._connect("127.0.0.1", port) is store
+        assert tried == [2, 25]
+    else:
+        threading.Timer(0.2, client.over.set).start()
+        with pytest.raises(dist.DistStoreError):
+            handler._connect("127.0.0.1", port)
+        assert set(tried) == {2}
 
 
 LEAN = """

@@ -8,6 +8,7 @@ Fast: the node of rank 0 hosts a store for the round; nothing else is needed.
 
 from __future__ import annotations
 
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,8 @@ FAST_BACKEND = "ddpjob"
 STORE_SECONDS = 15.0
 """For a key of a rendezvous that is complete: its writer is there, or dead."""
 CONNECT_SECONDS = 2.0
+LOOKUP_SECONDS = 25.0
+"""The same to a store that listens: a name server may be slow, or silent."""
 LONGEST_PAUSE = 0.5
 """Between two looks for a key that is not there yet: a store's own wait cannot be ended when the round is over."""
 VERDICT_SECONDS = 30.0
@@ -226,18 +229,28 @@ class FastRendezvous(CoordinatedRendezvous):
         )
 
     def _connect(self, host: str, port: int) -> Any:
-        deadline = time.monotonic() + STORE_SECONDS
+        began, wait = time.monotonic(), CONNECT_SECONDS
         while True:
             try:
                 store = dist.TCPStore(
-                    host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_SECONDS)
+                    host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait)
                 )
             except (dist.DistNetworkError, dist.DistStoreError) as error:
-                if self._client.must_restart(self.number) or time.monotonic() > deadline:
+                # Torch asks the name server for the name of the address before it connects, and counts that time.
+                wait = LOOKUP_SECONDS if _listens(host, port) else CONNECT_SECONDS
+                if self._client.must_restart(self.number) or time.monotonic() > began + max(wait, STORE_SECONDS):
                     raise dist.DistStoreError(f"no store of rank 0 at {host}:{port}: {error}") from error
                 continue
             store.set_timeout(timedelta(seconds=STORE_SECONDS))
             return store
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+        return True
+    except OSError:
+        return False
 
 
 def register_fast(client: CoordinatorClient, shutdown: Shutdown, preflight: Preflight | None = None) -> None:
