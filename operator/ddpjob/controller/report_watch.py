@@ -27,7 +27,10 @@ PAUSE, SLOW_PAUSE = 0.1, 1.0
 BURST = 10
 WAKE_SECONDS = 1.0
 """Between two wakes of one job. The first news after a quiet second wakes it at once."""
-FIRST_RETRY, LONGEST_RETRY = 0.5, 30.0
+FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
+"""Seconds. The longest is what a user waits for the truth once a network is whole again."""
+LONGEST_SHARE = 30.0
+"""Seconds that a coordinator with a large report waits for those of others."""
 STALE_SECONDS = 3.0
 """A coordinator that has not answered for so long has no report."""
 READ_BYTES = 25_000_000
@@ -127,7 +130,7 @@ class ReportWatch:
         """
         self._bytes += size - followed.size
         followed.size = size
-        return min(LONGEST_RETRY, min(self._bytes, len(self._followed) * size) / READ_BYTES)
+        return min(LONGEST_SHARE, min(self._bytes, len(self._followed) * size) / READ_BYTES)
 
     def _pause(self, followed: Followed) -> float:
         """A coordinator that always has news is asked once a second, which is as often as it can wake its job."""

@@ -32,7 +32,8 @@ log = logging.getLogger("ddpjob.coordinator")
 
 SECONDS = 2.0
 """For a request, beyond the time for which a long poll is held."""
-CONNECT_SECONDS = 1.0
+CONNECT_SECONDS = 1.5
+"""Longer than the second after which Linux sends a lost SYN again."""
 SMALL = 64 * 1024
 """Bytes of an answer that any number of coordinators may send at the same time."""
 LARGE_ANSWERS = 64
