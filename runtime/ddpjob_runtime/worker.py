@@ -327,7 +327,7 @@ def record(error: BaseException, path: str, code: int) -> None:
     if not path:
         return
     text = "".join(traceback.format_exception(type(error), error, program_frames(error)))
-    said = f"{type(error).__name__}: {text_of(error)}"
+    said = with_inner_error(f"{type(error).__name__}: {text_of(error)}")
     said += refused_arguments(error) or causes(error, said)
     content: Any = {"message": {"message": said, "extraInfo": {
         "py_callstack": text, "timestamp": str(int(time.time()))}}}  # fmt: skip
@@ -335,7 +335,8 @@ def record(error: BaseException, path: str, code: int) -> None:
         with open(path) as file:  # noqa: PTH123
             written = json.load(file)  # by the program's own @record
         if isinstance(written["message"]["extraInfo"], dict):
-            written["message"]["message"] += causes(error, written["message"]["message"])
+            said = with_inner_error(written["message"]["message"])
+            written["message"]["message"] = said + causes(error, said)
             content = written
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -355,6 +356,22 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "<exception str() failed>"
+
+
+def with_inner_error(said: str) -> str:
+    """The error with what a traceback in its text ends with in its first line, which is what most places show.
+
+    mp.spawn and DataLoaders pass the errors of their processes on so; mp.spawn's text begins with an empty line.
+    """
+    lines = [line for line in said.splitlines() if line.strip()]
+    heads = [number for number, line in enumerate(lines) if "Traceback (most recent call last):" in line]
+    inner = next((line for line in lines[heads[-1] + 1 :] if not line[0].isspace()), "") if heads else ""
+    if not inner:
+        return said
+    first = lines.pop(0).rstrip()
+    if first.endswith(":") and heads[0] > 1:
+        first += f" {lines.pop(0)}"
+    return "\n".join([f"{first.rstrip('.:')}: {inner}", *lines])
 
 
 def causes(error: BaseException, said: str) -> str:

@@ -150,6 +150,19 @@ def test_ctrl_c_ends_by_the_signal(tmp_path: Path) -> None:
             "    json.dump({'message': kept}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n    sys.exit(1)",
             "ValueError: no",
         ),
+        (
+            "raise ValueError('\\n\\n-- Process 1 terminated with the following error:\\n'"
+            "'Traceback (most recent call last):\\n'"
+            "'  File \"a.py\", line 1\\nOSError: no port\\n')",
+            "ValueError: -- Process 1 terminated with the following error: OSError: no port\n"
+            'Traceback (most recent call last):\n  File "a.py", line 1\nOSError: no port',
+        ),
+        (
+            "raise ValueError('Caught it in process 0.\\nOriginal Traceback (most recent call last):\\n'"
+            "' f\\nKeyError: 3')",
+            "ValueError: Caught it in process 0: KeyError: 3\n"
+            "Original Traceback (most recent call last):\n f\nKeyError: 3",
+        ),
         ("import sys; sys.exit(75)", None),
         ("import sys; sys.exit(0)", None),
         ("import os\nif os.fork() == 0:\n    raise ValueError('in a child')\nos.wait()", None),
