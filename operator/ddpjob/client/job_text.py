@@ -317,6 +317,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     since = _since(main.since, now)
     yield f"{name} {waits}: {main.reason}, {f'{since} ago' if verb == 'failed' else f'for {since}'}."
     yield from (f"  {line}" for line in main.message.splitlines())
+    if main.type is ConditionType.RUNNING and status.restarts.recent:
+        yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
     held = [pod for pod in pods if pod.message and pod.message not in main.message and not pod.ended]
     for pod in held[:3] if main.type is not ConditionType.FAILED else ():
         yield f"  pod {pod.name} ({pod.state}): {_first_line(pod.message)}"

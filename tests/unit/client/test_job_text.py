@@ -47,6 +47,17 @@ def test_a_deleted_job_that_a_finalizer_holds_says_so() -> None:
     assert "It was deleted 2m00s ago, and is left alone until whoever set the finalizer example.com/hold" in text(body)
 
 
+def test_a_job_that_backs_off_names_the_failure() -> None:
+    failed = {"time": "2026-01-01T11:59:00Z", "pod": "j-0-0", "counted": True}
+    failed |= {"reason": "WorkerFailed", "message": "rank 0: no driver"}
+    body = job(
+        phase="Restarting",
+        conditions=[condition("Running", False, "BackingOff"), condition("Restarting", True, "WorkerFailed")],
+        restarts={"recent": [failed]},
+    )
+    assert "Last restart: 1m00s ago WorkerFailed (counted): rank 0: no driver" in text(body)
+
+
 def test_a_status_older_than_the_spec_is_said_to_be_so() -> None:
     """Where an admission policy refuses the status, an event alone says so."""
     body = job(phase="Running", conditions=[condition("Running", True, "GroupRuns")], observedGeneration=1)
