@@ -168,6 +168,8 @@ STRAGGLERS = "stragglers"
 MAX_STRAGGLERS = 8
 ROUND = "round"
 """In a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
+UNGROUPED = "ungrouped"
+"""In the step counter's reports: true if the program makes steps and has formed no group with the other ranks."""
 COUNTED_SPEED = "stepsPerSecond"
 """The metric of a script that reports no samples per second; the step counter's only one."""
 CHECKPOINT_TIME = "checkpointTime"
@@ -385,6 +387,8 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
         figures["metrics"] = _figures(value["metrics"])
     if stragglers := read_stragglers(value.get(STRAGGLERS)):
         figures[STRAGGLERS] = stragglers
+    if value.get(UNGROUPED) is True:
+        figures[UNGROUPED] = True
     return figures
 
 

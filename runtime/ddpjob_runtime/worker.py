@@ -23,6 +23,10 @@ MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
 """Exceptions before one that is recorded, and characters of each."""
 POST_SECONDS = 0.5
 POSTS_OF_SPEED = 10
+STEPS_WITHOUT_GROUP = 10
+"""From so many on a program is taken not to form a group any more."""
+OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byteps", "bagua", "ray")
+"""Packages by which a program may train with other ranks without a group of torch.distributed."""
 
 
 def main() -> None:
@@ -412,6 +416,13 @@ def group_exists() -> bool:
     return bool(distributed is not None and distributed.is_available() and distributed.is_initialized())
 
 
+def exchanges_otherwise() -> bool:
+    """Whether the program may be in touch with other ranks by other means than a process group."""
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    by_rpc = rpc is not None and hasattr(rpc, "_is_current_rpc_agent_set") and rpc._is_current_rpc_agent_set()
+    return by_rpc or any(name in sys.modules for name in OTHER_EXCHANGES)
+
+
 # ---- progress
 
 
@@ -462,6 +473,8 @@ class StepCounter:
 
         self.counts: dict[int, int] = {}
         self.process, self.posted = os.getpid(), 0
+        self.world, self.grouped, self.says_group = int(os.environ.get("WORLD_SIZE") or 1), False, True
+        self.said = False
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
@@ -475,6 +488,7 @@ class StepCounter:
                 self.start()
             key = id(optimizer)
             counts[key] = counts.get(key, 0) + 1
+            self.grouped = self.grouped or group_exists()
 
         optimizer_module.register_optimizer_step_post_hook(count_step)
 
@@ -516,6 +530,8 @@ class StepCounter:
         report: dict[str, Any] = {"step": steps, "automatic": True, **self.round}
         if steps_per_second:
             report["metrics"] = {"stepsPerSecond": round(steps_per_second, 3)}
+        if self.says_group and self.trains_alone(steps):
+            report["ungrouped"] = True
         body = json.dumps(report).encode()
         try:
             status, instance = self.ask(body)
@@ -526,6 +542,19 @@ class StepCounter:
             return
         if status == "200":
             self.posted = steps
+        elif status == "400":
+            self.says_group = False  # it is of an earlier release, and the next post counts
+
+    def trains_alone(self, steps: int) -> bool:
+        """Whether each of several ranks seems to train a model of its own; the program's log says so once."""
+        alone = self.world > 1 and steps >= STEPS_WITHOUT_GROUP and not self.grouped and not exchanges_otherwise()
+        if alone and not self.said:
+            self.said = True
+            sys.stderr.write(
+                f"ddpjob: rank 0 has made {steps} steps and formed no group (torch.distributed is not initialized): "
+                f"each of the {self.world} ranks trains a model of its own\n"
+            )
+        return alone
 
     def ask(self, body: bytes) -> tuple[str, str]:
         """The answer's status and the coordinator's number. The token stays here: nobody knows who listens there."""

@@ -290,6 +290,43 @@ def test_the_speed_of_counted_steps_is_of_those_that_were_timed(monkeypatch: pyt
     assert [speed for _, speed in posted[10:]] == pytest.approx([5.0, 5.0, 5.0])
 
 
+def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
+    monkeypatch.setattr(worker, "exchanges_otherwise", lambda: False)
+    posted: list[dict[str, Any]] = []
+    answers = {"status": "200"}
+
+    def counted(world: str, *steps: int) -> list[bool]:
+        monkeypatch.setenv("WORLD_SIZE", world)
+        hooks: list[Any] = []
+        counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=hooks.append))
+        monkeypatch.setattr(counter, "start", lambda: None)
+        monkeypatch.setattr(counter, "ask", lambda body: (posted.append(json.loads(body)), (answers["status"], ""))[1])
+        posted.clear()
+        for number in steps:
+            for _ in range(number):
+                hooks[0]("optimizer", (), {})
+            counter.post(1.0)
+        return ["ungrouped" in report for report in posted]
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(compiler=SimpleNamespace(is_compiling=lambda: False)))  # type: ignore[arg-type]
+    monkeypatch.setattr(worker, "group_exists", lambda: False)
+    assert counted("2", 9, 1, 5) == [False, True, True], "a few steps may come before the group"
+    assert capsys.readouterr().err.count("each of the 2 ranks trains a model of its own") == 1
+    assert counted("1", 9, 1, 5) == [False, False, False]
+    answers["status"] = "400"
+    assert counted("2", 20, 1) == [True, False], "an earlier coordinator does not know it"
+    answers["status"] = "200"
+    monkeypatch.setattr(worker, "group_exists", lambda: True)
+    assert counted("2", 20, 1) == [False, False]
+    monkeypatch.setattr(worker, "group_exists", lambda: False)
+    monkeypatch.setattr(worker, "exchanges_otherwise", lambda: True)
+    assert counted("2", 20) == [False]
+
+
 @pytest.mark.parametrize("kind", ["link", "curves"])
 def test_what_a_script_reports_last_is_kept_though_what_came_before_is_on_its_way(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

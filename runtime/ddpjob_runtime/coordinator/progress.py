@@ -13,6 +13,7 @@ from ddpjob_runtime.protocol import (
     MAX_FIGURES,
     ROUND,
     STRAGGLERS,
+    UNGROUPED,
     is_number,
     iso,
     read_stragglers,
@@ -35,9 +36,9 @@ def check(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ValueError("progress must be a JSON object")
     for name, value in body.items():
-        if name == AUTOMATIC:
+        if name in (AUTOMATIC, UNGROUPED):
             if not isinstance(value, bool):
-                raise ValueError(f"{AUTOMATIC}: must be true or false")
+                raise ValueError(f"{name}: must be true or false")
         elif name == "metrics":
             _check_metrics(value)
         elif name == ACTIVITY:
@@ -105,6 +106,10 @@ class Progress:
     def merge(self, report: dict[str, Any], now: float) -> bool:
         """Merge a checked report; False if it is ignored because the script counts its steps by itself."""
         if report.get(AUTOMATIC):
+            if report.get(UNGROUPED):
+                self.values[UNGROUPED] = True
+            else:
+                self.values.pop(UNGROUPED, None)
             if self._script_counts:
                 return False
         elif "step" in report and not self._script_counts:
@@ -118,7 +123,7 @@ class Progress:
                 self.values["metrics"] = dict([*old.items(), *kept.items()][-MAX_FIGURES:])
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
-            elif name not in (AUTOMATIC, ACTIVITY, ROUND):
+            elif name not in (AUTOMATIC, UNGROUPED, ACTIVITY, ROUND):
                 self.values[name] = value if is_number(value) else None
         if is_of_copies(report):
             return True
@@ -131,6 +136,7 @@ class Progress:
     def forget_ranks(self) -> None:
         """A round is over: in the next one the ranks are others, and the script names again who lags."""
         self.values.pop(STRAGGLERS, None)
+        self.values.pop(UNGROUPED, None)
 
     def _note_activity(self, activity: str | None) -> None:
         self.values.pop(ACTIVITY, None)

@@ -116,6 +116,18 @@ def test_an_overdue_step_is_one_event_however_often_its_report_is_lost_and_its_c
     assert events == [(10, True), (1600, True)] and len(messages) == 2, "two steps"
 
 
+def test_ranks_without_a_group_are_not_said_to_train_as_one() -> None:
+    job, pods = running(2)
+    for at, progress in ((5, {"ungrouped": True}), (6, {"ungrouped": True}), (7, {})):
+        reported = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2, progress={"step": at, **progress})
+        job, decision = seen(job, at, pods, reported)
+        condition = job.status.condition(ConditionType.RUNNING)
+        assert condition is not None and condition.status
+        assert condition.reason == ("NoGroup" if progress else "GroupRuns")
+        assert ("each rank trains a model of its own" in condition.message) is bool(progress)
+        assert [e.reason for e in decision.events if e.warning] == (["NoGroup"] if at == 5 else [])
+
+
 def test_a_job_that_has_finished_is_not_starting() -> None:
     job, pods = running(2)
     done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(3))

@@ -13,6 +13,7 @@ from ddpjob_runtime.protocol import (
     DATA,
     DATA_WAITS,
     PREFLIGHT,
+    UNGROUPED,
     CoordinatorState,
     MemberState,
     Overdue,
@@ -37,6 +38,7 @@ CREATION_REFUSED = "CreationRefused"
 NAME_IS_TAKEN = "NameTaken"
 DELETION_REFUSED = "DeletionRefused"
 STEP_OVERDUE = "StepOverdue"
+NO_GROUP = "NoGroup"
 SURELY_TRAINED = timedelta(minutes=10)
 _FORMED = (CoordinatorState.RUNNING, CoordinatorState.SUCCEEDED)
 _IN_GROUP = (MemberState.RUNNING, MemberState.FINISHED)
@@ -406,6 +408,14 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
     wanted = view.job.spec.nodes
     if view.report is not None and view.report.overdue is not None:
         return True, STEP_OVERDUE, _without_steps(view, view.report.overdue, training)
+    if view.report is not None and view.report.progress.get(UNGROUPED):
+        run = f"{count(training, 'node')} {'runs' if training == 1 else 'run'}"
+        return (
+            True,
+            NO_GROUP,
+            f"{run}, but the ranks form no group: the script makes steps without torch.distributed being initialized, "
+            "so each rank trains a model of its own",
+        )
     if training == wanted:
         return True, "GroupRuns", f"{_train(wanted)}{_finished_early(view)}"
     if training > wanted:

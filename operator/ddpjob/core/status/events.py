@@ -9,7 +9,7 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.decision import Event
 from ddpjob.core.failures.classify import PLANNED, PULLING, Cause, names_pod, without_wait
 from ddpjob.core.status.conditions import GROUP_RESTARTS
-from ddpjob.core.status.describe import STEP_OVERDUE, UNREACHABLE_LONG, last_step
+from ddpjob.core.status.describe import NO_GROUP, STEP_OVERDUE, UNREACHABLE_LONG, last_step
 from ddpjob.core.status.messages import count, event_text, why_held
 from ddpjob.core.view import View
 from ddpjob.core.world import node_pod_name
@@ -96,6 +96,8 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
     late = running is not None and running.reason == STEP_OVERDUE and last_step(before) != last_step(running)
     if running is not None and (late or (UNREACHABLE_LONG in running.message and not known_before)):
         events.append(Event(True, running.reason, event_text(running.message)))
+    if running is not None and running.reason == NO_GROUP and (before is None or before.reason != NO_GROUP):
+        events.append(Event(True, NO_GROUP, event_text(running.message)))
     known = {entry.node for entry in old.avoided_nodes}
     for entry in new.avoided_nodes:
         if entry.node not in known:
