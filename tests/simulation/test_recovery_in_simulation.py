@@ -793,6 +793,8 @@ async def test_an_import_error_before_any_step_fails_the_job() -> None:
 
 
 NAME_ERROR = "NameError: name 'lunch' is not defined"
+RESTART_OF_1 = {"cause": "ExitCode", "exitCodes": [1], "action": "Restart"}
+NO_GPU = "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
@@ -807,19 +809,35 @@ async def test_the_same_error_in_the_program_three_times_before_any_step_fails_t
     assert NAME_ERROR in failed["message"] and "waits" not in failed["message"]
 
 
+async def test_a_program_that_wants_a_gpu_in_a_job_without_one_fails_the_job() -> None:
+    s = Simulation({"gpusPerNode": 0}, steps=10**9)
+    s.training.progress = False
+    for rank in (1, 0, 1):
+        await s.until(lambda: s.phase == "Failed" or s.worker_fails(f"job-{rank}-0", NO_GPU))  # noqa: B023
+    await s.until_phase("Failed", limit=5)
+    failed = conditions(s)["Failed"]
+    assert failed["reason"] == "ProgramError" and "spec.gpusPerNode is 0" in failed["message"]
+    assert "no NVIDIA driver" in failed["message"]
+
+
 @pytest.mark.parametrize(
-    ("messages", "recovery", "progress"),
+    ("messages", "spec", "progress"),
     [
         ([NAME_ERROR, NAME_ERROR, NAME_ERROR.replace("lunch", "dinner")], {}, False),
+        ([NO_GPU] * 3, {"gpusPerNode": 1}, False),  # A machine's driver may be at fault: the job has asked for GPUs.
         (["ValueError: lunch"] * 3, {}, False),  # What a disk or a network gave may be another value the next time.
         ([NAME_ERROR] * 3, {}, True),
-        ([NAME_ERROR] * 3, {"rules": [{"cause": "ExitCode", "exitCodes": [1], "action": "Restart"}]}, False),
+        (
+            [NAME_ERROR] * 3,
+            {"recovery": {"rules": [{"cause": "ExitCode", "exitCodes": [1], "action": "Restart"}]}},
+            False,
+        ),
     ],
 )
 async def test_other_errors_before_the_first_step_are_tried_again(
-    messages: list[str], recovery: dict[str, Any], progress: bool
+    messages: list[str], spec: dict[str, Any], progress: bool
 ) -> None:
-    s = Simulation({"recovery": recovery}, steps=10**9)
+    s = Simulation(spec, steps=10**9)
     s.training.progress = progress
     for number, message in enumerate(messages, start=1):
         await s.until_phase("Running")

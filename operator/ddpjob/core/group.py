@@ -26,7 +26,7 @@ from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
 from ddpjob.core.failures.new_incidents import NewIncidents, new_incidents, with_seen
 from ddpjob.core.failures.node_health import judge_nodes
-from ddpjob.core.failures.policy import PROGRAM_ERROR, REPEATS, evaluate_rules, repeated_program_error
+from ddpjob.core.failures.policy import PROGRAM_ERROR, evaluate_rules, repeated_program_error
 from ddpjob.core.plan.gang import is_broken_up
 from ddpjob.core.plan.slots import (
     Repeated,
@@ -376,10 +376,8 @@ def _failure_of(attributed: Attributed) -> Failure | None:
 
 def _program_error(view: View) -> Failure | None:
     """No restart helps a wrong program. Only before the first step: later there is progress to keep."""
-    last = None if view.trained else repeated_program_error(view.job.spec, view.status.restarts.recent)
-    if last is None:
-        return None
-    return Failure(PROGRAM_ERROR, f"the same error {REPEATS} times before the first step: {without_wait(last.message)}")
+    said = None if view.trained else repeated_program_error(view.job.spec, view.status.restarts.recent)
+    return Failure(PROGRAM_ERROR, said) if said is not None else None
 
 
 def _cannot_start(view: View) -> Failure | None:

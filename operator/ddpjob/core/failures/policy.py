@@ -48,6 +48,12 @@ _PROGRAM_ERROR = re.compile(
     re.MULTILINE,
 )
 """What Python raises for a wrong program or a name that is missing, and hardly for a network or a disk."""
+_NO_GPU = re.compile(
+    r"^rank .* ended with exit code 1: (\w+: (?:Found no NVIDIA driver|Torch not compiled with CUDA|No CUDA GPUs are"
+    r"|Attempting to deserialize object on a CUDA device).*)$",
+    re.MULTILINE,
+)
+"""What torch raises where there is no GPU: the program's fault in a job without them, else perhaps the machine's."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,8 @@ def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, traine
     return Ruling(cause in COUNTED)
 
 
-def repeated_program_error(spec: JobSpec, recent: Sequence[Restart]) -> Restart | None:
-    """The last counted failure, if it and the REPEATS - 1 before it are one and the same error in the program.
+def repeated_program_error(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
+    """What is said of the last REPEATS counted failures, if they are one and the same error in the program.
 
     Not where a rule says what follows from exit code 1: its author knows better.
     """
@@ -93,9 +99,15 @@ def repeated_program_error(spec: JobSpec, recent: Sequence[Restart]) -> Restart 
     last = [r for r in recent if r.counted][-REPEATS:]
     if len(last) < REPEATS or any(not rule.exit_codes or 1 in rule.exit_codes for rule in rules):
         return None
-    found = [_PROGRAM_ERROR.search(without_wait(r.message)) if r.reason == Cause.WORKER_FAILED else None for r in last]
-    same = None not in found and len({match[1] for match in found if match}) == 1
-    return last[-1] if same else None
+    texts = [without_wait(r.message) if r.reason == Cause.WORKER_FAILED else "" for r in last]
+    where = ""
+    found = [_PROGRAM_ERROR.search(text) for text in texts]
+    if None in found and not spec.gpus_per_node:
+        where = " in a job without GPUs (spec.gpusPerNode is 0)"
+        found = [_NO_GPU.search(text) for text in texts]
+    if None in found or len({match[1] for match in found if match}) > 1:
+        return None
+    return f"the same error {REPEATS} times before the first step{where}: {texts[-1]}"
 
 
 def shell_code(exit_code: int | None, signal_name: str | None) -> int | None:
