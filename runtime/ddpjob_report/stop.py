@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 
 _MARGIN = 5.0
 """Seconds of the grace period for all that comes after saving."""
+_GLOO_DEFAULT = datetime.timedelta(minutes=30)
+"""How long torch lets ranks wait in a collective over gloo."""
 
 
 class _State:
@@ -102,9 +105,20 @@ def _group(distributed: Any) -> Any:
     """A group over gloo: one number must not wait for the GPU, nor mix with the script's own collectives."""
     world = distributed.group.WORLD
     if _State.world is not world:
-        _State.group = distributed.new_group(backend="gloo") if distributed.is_gloo_available() else world
+        gloo = distributed.is_gloo_available()
+        _State.group = distributed.new_group(backend="gloo", timeout=_timeout(world)) if gloo else world
         _State.world = world
     return _State.group
+
+
+def _timeout(world: Any) -> Any:
+    """How long the script lets ranks wait for each other, where that is longer than torch's default for gloo (None)."""
+    given = []
+    for device in getattr(world, "_device_types", ()):
+        with contextlib.suppress(AttributeError, RuntimeError):  # Of a backend, or a torch, that does not say.
+            given.append(world._get_backend(device).options._timeout)
+    longest = max(given, default=_GLOO_DEFAULT)
+    return longest if longest > _GLOO_DEFAULT else None
 
 
 def _any_rank(distributed: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import importlib.util
 import json
@@ -191,6 +192,21 @@ def test_a_framework_s_handler_is_replaced_and_a_child_is_ended_by_sigterm() -> 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     signal.raise_signal(signal.SIGTERM)
     assert ddpjob_report.should_stop() and not called
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(("given", "taken"), [(180, 180), (1, 30)])
+def test_ranks_wait_as_long_for_an_answer_as_the_script_lets_them(given: int, taken: int) -> None:
+    """While rank 0 evaluates for an hour, the others wait in should_stop(). Less than torch's default is not taken."""
+    distributed = pytest.importorskip("torch.distributed")
+    minutes = datetime.timedelta(minutes=given)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=minutes)
+    try:
+        backend = stop._group(distributed)._get_backend(sys.modules["torch"].device("cpu"))
+        assert backend.options._timeout == datetime.timedelta(minutes=taken)
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("fresh")
