@@ -144,6 +144,8 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
             bucket's should not have.
         OSError: the checkpoint cannot be read.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"ddpjob_report.copy_checkpoint: path must be a path, not {path!r:.80}")
     number = as_number(step)
     if not isinstance(number, int) or not 0 <= number < 10**9:
         raise ValueError(

@@ -369,6 +369,7 @@ def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_what_its_folder_
         ({"step": 1.5}, "step must be a whole number"),
         ({"step": 10**9}, "step must be a whole number"),
         ({"step": 1, "keep": 0}, "keep must be"),
+        ({"step": 1, "path": None}, "path must be a path, not None"),
         ({"step": 1, "path": "/no/such"}, "path /no/such does not exist"),
         (
             {"step": 1, "path": "/proc/self/status"},
@@ -377,7 +378,7 @@ def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_what_its_folder_
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((TypeError, ValueError), match=said):
         ddpjob_report.copy_checkpoint(**{"path": tmp_path, **arguments})
 
 
