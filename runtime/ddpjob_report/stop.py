@@ -9,6 +9,8 @@ import signal
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -27,9 +29,9 @@ class _State:
     """All ranks know that one of them was."""
     warned = False
     hooked = False
-    world: Any = None
-    group: Any = None
-    """The ranks' own group, made within the process group `world`."""
+    world: Callable[[], Any] = staticmethod(lambda: None)
+    group: Callable[[], Any] = staticmethod(lambda: None)
+    """The ranks' own group, made within the process group `world`: torch's, which end when the script destroys them."""
 
 
 def agreed() -> bool:
@@ -104,11 +106,11 @@ def _distributed() -> Any:
 def _group(distributed: Any) -> Any:
     """A group over gloo: one number must not wait for the GPU, nor mix with the script's own collectives."""
     world = distributed.group.WORLD
-    if _State.world is not world:
+    if _State.world() is not world:
         gloo = distributed.is_gloo_available()
-        _State.group = distributed.new_group(backend="gloo", timeout=_timeout(world)) if gloo else world
-        _State.world = world
-    return _State.group
+        group = distributed.new_group(backend="gloo", timeout=_timeout(world)) if gloo else world
+        _State.group, _State.world = weakref.ref(group), weakref.ref(world)
+    return _State.group()
 
 
 def _timeout(world: Any) -> Any:

@@ -205,8 +205,10 @@ def test_ranks_wait_as_long_for_an_answer_as_the_script_lets_them(given: int, ta
     try:
         backend = stop._group(distributed)._get_backend(sys.modules["torch"].device("cpu"))
         assert backend.options._timeout == datetime.timedelta(minutes=taken)
+        del backend
     finally:
         distributed.destroy_process_group()
+    assert stop._State.group() is None, "its threads would end in the middle of Python's own end"
 
 
 @pytest.mark.usefixtures("fresh")
