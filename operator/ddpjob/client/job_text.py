@@ -297,6 +297,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if status.holds(ConditionType.COMPLETE):
         ran = took(body, now)  # Not known of one that made its last step while it was suspended.
         yield f"{name} is complete{f': it ran for {ran}' if ran else ''}."
+        if not body["spec"].get("command") and status.progress.get("step") is None and not status.progress.get("epoch"):
+            yield f"Its program has ended with 0, but no step of it was seen: `ddpjob logs {name}` shows what it did."
         return
     if main is None:
         spare = f" and {count(status.spare, 'spare')}" if status.spare else ""

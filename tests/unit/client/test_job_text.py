@@ -143,10 +143,14 @@ def test_what_is_said_of_a_waiting_job_is_the_cause_not_the_consequence() -> Non
 def test_suspended_complete_running_and_interrupted() -> None:
     assert "`ddpjob resume j`" in text(job(phase="Suspended", conditions=[condition("Suspended", True, "Suspended")]))
     times = {"startTime": "2026-01-01T11:00:00Z", "completionTime": "2026-01-01T11:30:00Z"}
-    done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], **times)
+    done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], progress={"step": 9}, **times)
     assert text(done) == "j is complete: it ran for 30m00s."
     del done["status"]["startTime"]
     assert text(done) == "j is complete.", "it was suspended at its last step"
+    del done["status"]["progress"]
+    assert "no step of it was seen: `ddpjob logs j`" in text(done), "perhaps it has printed that it needs GPUs"
+    done["spec"]["command"] = ["bash", "run.sh"]
+    assert text(done) == "j is complete.", "nobody counts its steps"
     running = job(phase="Running", nodes={"ready": 2, "spare": 1}, conditions=[condition("Running", True, "GroupRuns")])
     assert text(running) == "j trains on 2 nodes and 1 spare."
     for moment, quiet in {"11:59:31": False, "11:58:00": True}.items():
