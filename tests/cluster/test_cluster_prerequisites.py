@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from testcluster import processes
 from testcluster.settings import Settings
 
 HERE = Path(__file__).parent
@@ -56,3 +57,12 @@ def test_missing_binaries_are_reported(cluster_machine: Settings, tmp_path: Path
     assert done.returncode == 1
     assert re.search(said, done.stderr)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_limit_of_watches_is_raised_and_never_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "max_user_instances"
+    monkeypatch.setattr(processes, "WATCHES", limit)
+    for before, after in (("128\n", "1024"), ("8192\n", "8192\n")):
+        limit.write_text(before)
+        processes.allow_watches()
+        assert limit.read_text() == after

@@ -136,6 +136,7 @@ class Cluster:
         for name in ("log", "pid", "pki", "images"):
             (settings.run / name).mkdir(parents=True, exist_ok=True)
         programs = binaries.collect(settings)
+        processes.allow_watches()
         cgroups.create(settings, "system")
         network.create_control_plane(settings)
         authority = controlplane.create_credentials(settings)

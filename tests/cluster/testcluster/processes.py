@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,20 @@ from machine import slowness
 
 from testcluster import cgroups
 from testcluster.settings import ClusterError, Settings
+
+WATCHES = Path("/proc/sys/fs/inotify/max_user_instances")
+"""How many watches of files, of a kubelet's, a containerd's or a proxy's kind, the programs of one user may hold."""
+ENOUGH_WATCHES = 1024
+
+
+def allow_watches() -> None:
+    """Raise the machine's limit, often 128, which three clusters reach: "too many open files" ends what starts then."""
+    if int(WATCHES.read_text()) >= ENOUGH_WATCHES:
+        return
+    try:
+        WATCHES.write_text(f"{ENOUGH_WATCHES}")
+    except OSError as error:
+        print(f"{WATCHES}: too few for several clusters, and cannot be raised: {error}", file=sys.stderr, flush=True)
 
 
 def run(
