@@ -183,11 +183,13 @@ def test_a_framework_s_handler_is_replaced_and_a_child_is_ended_by_sigterm() -> 
     assert not ddpjob_report.should_stop()
     signal.signal(signal.SIGTERM, lambda *_: called.append(1))
     assert not ddpjob_report.should_stop()
+    there, child_is = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(child_is, b"1")
         time.sleep(60)
         os._exit(0)
-    time.sleep(0.1)
+    os.read(there, 1)  # Python forgets a signal that comes in the middle of its fork.
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     signal.raise_signal(signal.SIGTERM)
