@@ -128,8 +128,8 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
     Every rank may call it; rank 0's is copied: of a folder of torch.distributed.checkpoint it must have all parts.
 
     Args:
-        path: a complete checkpoint, in `checkpoint_dir()`. It may be replaced or removed afterwards, but not written
-            in place: write to another name first, then os.replace.
+        path: a complete checkpoint, a file or folder in `checkpoint_dir()`. It may be replaced or removed afterwards,
+            but not written in place: write to another name first, then os.replace.
         step: steps done, which orders the checkpoints: of a job's start the highest is the newest.
         keep: so many of the newest stay in the bucket.
         wait: return when it is in the bucket. Without it the end of the script waits for the last one.
@@ -158,6 +158,10 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
     saved, copies = Path(path), _copies()
     if not saved.exists():
         raise ValueError(f"ddpjob_report.copy_checkpoint: path {saved} does not exist")
+    if checkpoint_dir().resolve().is_relative_to(saved.resolve()):  # Restored copies would be in the next ones, too.
+        raise ValueError(
+            f"ddpjob_report.copy_checkpoint: path {saved} holds all checkpoints: give one file or folder in it"
+        )
     if copies is None:
         from ddpjob_report.copies import record
 
