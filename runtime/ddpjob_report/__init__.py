@@ -21,6 +21,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -205,7 +206,12 @@ def saved_and_leave() -> NoReturn:
 
     All ranks call it. It waits for those that are still saving, and for the last copy in the job's bucket as long as
     the pod's grace period allows.
+
+    Raises:
+        RuntimeError: called outside of the main thread, where only that thread would end.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("ddpjob_report.saved_and_leave: must be called in the main thread, which it ends")
     copies = sys.modules.get("ddpjob_report.copies")
     if copies is not None:
         copies.leave(stop.seconds_left())

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -222,6 +223,11 @@ def test_in_another_thread_it_says_that_it_cannot_listen(capsys: pytest.CaptureF
         thread.join()
     assert answers == [False, False]
     assert capsys.readouterr().err.count("call should_stop() in the main thread") == 1
+
+
+def test_another_thread_cannot_end_the_process() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="must be called in the main thread"):
+        pool.submit(ddpjob_report.saved_and_leave).result()
 
 
 def test_the_newest_whole_checkpoint_is_resumed_from(
