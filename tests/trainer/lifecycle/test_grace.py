@@ -197,13 +197,13 @@ def test_what_a_rank_starts_ends_on_sigterm_and_does_not_stop_the_rank(how: str,
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
         os.kill(child.pid or 0, signal.SIGTERM)
-        child.join(5)
+        child.join(30)
         code = child.exitcode
     else:
         process = subprocess.Popen([sys.executable, "-c", HELPER], stdout=subprocess.PIPE)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         process.terminate()
-        code = process.wait(5)
+        code = process.wait(30)
     assert code == -signal.SIGTERM
     time.sleep(0.2)
     assert not stop.requested
