@@ -793,7 +793,6 @@ async def test_an_import_error_before_any_step_fails_the_job() -> None:
 
 
 NAME_ERROR = "NameError: name 'lunch' is not defined"
-RESTART_OF_1 = {"cause": "ExitCode", "exitCodes": [1], "action": "Restart"}
 NO_GPU = "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"
 
 
