@@ -402,13 +402,13 @@ def test_stop_of_a_run_that_ctrl_z_has_stopped_leaves_the_time_to_save(machine: 
 
 
 def test_suspend_and_resume(machine: Machine) -> None:
-    run = machine.start(manifest(args=["--steps=60", "--sleep=0.1"], recovery=FAST))
+    run = machine.start(manifest(args=["--steps=200", "--sleep=0.1"], recovery=FAST))
     run.until(lambda r: r.steps() >= 3)
     assert machine.command("suspend", "job").returncode == 0
     run.until(lambda r: r.status["phase"] == "Suspended" and not r.processes())
     assert machine.command("resume", "job").returncode == 0
     assert run.wait() == 0, run.everything()
-    run.assert_ledger(60)
+    run.assert_ledger(200)
 
 
 def test_a_job_runs_once_at_a_time_and_two_jobs_side_by_side(machine: Machine) -> None:
