@@ -460,7 +460,7 @@ def _worker(folder: Path, name: str, text: str) -> Iterator[subprocess.Popen[byt
             worker.kill()
 
 
-WAITS = "def wait_for_ever():\n    open('up', 'w')\n    time.sleep(60)\n\nwait_for_ever()\n"
+WAITS = "def wait_for_ever():\n    open('up', 'w'); time.sleep(60)\n\nwait_for_ever()\n"
 
 
 def test_a_look_at_a_worker_reads_the_frames_of_its_main_thread_alone(
@@ -473,7 +473,7 @@ def test_a_look_at_a_worker_reads_the_frames_of_its_main_thread_alone(
         text = stacks.collect({0: worker.pid})[0]
         assert worker.poll() is None
     assert text.startswith("Stack (most recent call first):\n") and "threading.py" not in text
-    assert hang.innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:5)"
+    assert hang.innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:4)"
 
 
 def test_a_look_leaves_a_worker_alone_that_has_become_another_program(
