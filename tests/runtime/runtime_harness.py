@@ -26,6 +26,13 @@ PYTHON = os.environ.get("DDPJOB_TEST_PYTHON", sys.executable)
 """Of the job's pods: names one with another torch, to see whether that one is supported."""
 
 
+def until(reached: Callable[[], object], seconds: float = 20) -> None:
+    began = time.monotonic()
+    while not reached():
+        assert time.monotonic() - began < seconds * slowness(), "not in time"
+        time.sleep(0.02)
+
+
 class Job:
     """One generation of a job."""
 

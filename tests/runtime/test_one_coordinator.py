@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from ddpjob_runtime.launcher import client as launcher_client
 from ddpjob_runtime.launcher.client import CoordinatorClient
 from ddpjob_runtime.protocol import Mode
 from machine import slowness
-from runtime_harness import RUNTIME, TOKEN, Job
+from runtime_harness import RUNTIME, TOKEN, Job, until
 
 NAME = "coordinator.test"
 
@@ -76,13 +76,6 @@ class Town:
 def reaches(address: str, port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex((address, port)) == 0
-
-
-def until(reached: Callable[[], object], seconds: float = 20) -> None:
-    began = time.monotonic()
-    while not reached():
-        assert time.monotonic() - began < seconds * slowness(), "not in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def _progress(line: Line) -> str:
     words = [str(shown["display"])] if "display" in shown else []
     words += [f"loss {shown['lossDisplay']}"] if "lossDisplay" in shown else []
     metrics = {name: value for name, value in (shown.get("metrics") or {}).items() if is_number(value)}
-    return ", ".join([*words, *(f"{name} {value:.5g}" for name, value in list(metrics.items())[:10])])
+    return ", ".join([*words, *(f"{' '.join(name.split())} {value:.5g}" for name, value in list(metrics.items())[:10])])
 
 
 def _break(incident: Incident) -> Iterator[str]:

@@ -29,7 +29,9 @@ LINES = [
     line("round", 1, 1, world=2, uid="earlier"),
     line("round", 3, 1, world=2),
     line("round", 6, 2, world=3, incidents=[BREAK]),
-    line("end", 9, 2, ok=True, why="every node has finished", progress={"step": 7, "loss": 0.25, "metrics": {"a": 2}}),
+    line(
+        "end", 9, 2, ok=True, why="every node has finished", progress={"step": 7, "loss": 0.25, "metrics": {"a\nb": 2}}
+    ),
 ]
 
 
@@ -42,7 +44,7 @@ def test_rounds_causes_and_the_end_are_shown(tmp_path: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert out.startswith("Job:       ml/first\nState:     Complete: every node has finished\n")
     assert "2026-01-02T03:03:00Z to 2026-01-02T03:09:00Z, 6m" in out and "1 other job" in out
-    assert "step 7" in out and "loss 0.25, a 2" in out and "Rounds:    2, with 1 break\n" in out
+    assert "step 7" in out and "loss 0.25, a b 2" in out and "Rounds:    2, with 1 break\n" in out
     rest = out.partition("round 1 begins with 2 nodes\n")[2].splitlines()
     where = "pod first-1-0, rank 3, exit code 1, 2 consequences"
     assert rest[0] == f"2026-01-02T03:05:00Z  WorkerFailed ({where}): ValueError: bug"
