@@ -14,12 +14,7 @@ from ddpjob.api.schema import object_schema
 
 
 def _named(kind: str) -> list[Any]:
-    return [pytest.param(case, id=case.path.stem, marks=_marks(case, kind)) for case in cases(kind)]
-
-
-def _marks(case: Case, kind: str) -> list[pytest.MarkDecorator]:
-    """The rule about the order of the environment takes two seconds in Python."""
-    return [pytest.mark.slow] if kind == "updates" and case.path.stem.startswith("env-") else []
+    return [pytest.param(case, id=case.path.stem) for case in cases(kind)]
 
 
 @pytest.mark.parametrize("case", _named("valid"))
@@ -36,6 +31,7 @@ def test_invalid(case: Case) -> None:
     assert str(case.path) in str(caught.value)
 
 
+@pytest.mark.slow  # a quarter of a second each in Python, those of the environment two
 @pytest.mark.parametrize("case", _named("updates"))
 def test_updates(case: Case) -> None:
     old, new = case.documents()
