@@ -97,6 +97,7 @@ class MemoryCluster:
         self._job: DDPJob | None = None
         self._views: dict[str, tuple[str, PodView]] = {}
         self._hosts: dict[str, tuple[str, HostView]] = {}
+        self._found: dict[str, HostView] = {}
         self._remembered: dict[str, HostView] | None = None
         self._departed: dict[str, tuple[float, PodView]] = {}
         store.watchers.append(self._watch)
@@ -197,7 +198,8 @@ class MemoryCluster:
             if known is None or known[0] != version:
                 known = self._hosts[name] = version, HostView.read(body, SIGNALS)
             found[name] = known[1]
-        self._remembered = remembered(self._remembered, found, self.clock.moment())
+        if self._remembered is None or found != self._found:  # As the controller does, which is called with changes.
+            self._remembered, self._found = remembered(self._remembered, found, self.clock.moment()), found
         return self._remembered
 
     def _report(self, endpoint: str) -> Report | None:

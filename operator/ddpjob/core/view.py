@@ -29,7 +29,7 @@ class View:
         """The same job, world and time after a change of the status: none, where it is the same object."""
         if status is self.status:
             return self
-        view = replace(self, status=status)
+        view = View(self.job, status, self.world, self.now)
         if status.slots is self.status.slots:
             # A large job has many: they are looked up once.
             kept = ("pods",) + (("current_names",) if status.rendezvous is self.status.rendezvous else ())
