@@ -9,7 +9,7 @@ import random
 import socket
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-PORTS = 2500
+PORTS = 750
 FIRST_PORT = 10000 + PORTS * (_WORKER % 8)
 _ports = itertools.count(random.SystemRandom().randrange(PORTS))
 

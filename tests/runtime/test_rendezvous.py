@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +18,8 @@ dist = pytest.importorskip("torch.distributed")
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun  # noqa: E402
 
 import_torchrun()
-from ddpjob_runtime.launcher.rendezvous import FastRendezvous, StandardRendezvous  # noqa: E402
+from ddpjob_runtime.launcher import rendezvous  # noqa: E402
+from ddpjob_runtime.launcher.rendezvous import PORTS, FastRendezvous, StandardRendezvous  # noqa: E402
 from machine import slowness  # noqa: E402
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters  # noqa: E402
 
@@ -70,12 +73,21 @@ def test_a_group_has_the_ranks_of_the_coordinator_and_the_address_of_its_rank_0(
     assert [info.rank for info in infos] == list(range(world))
     assert {info.world_size for info in infos} == {world}
     first = infos[0].bootstrap_store_info
-    assert first.master_addr == "10.0.0.0" and first.master_port > 0
+    assert first.master_addr == "10.0.0.0"
+    assert first.master_port in PORTS, "no connection of another program gets it before the workers listen there"
     assert {(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos} == {
         (first.master_addr, first.master_port)
     }
     infos[0].store.set("word", "of all")
     assert infos[-1].store.get("word") == b"of all", "they share the store"
+
+
+def test_a_port_that_another_program_has_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as free:
+        one, other = taken.getsockname()[1], free.getsockname()[1]
+        free.close()
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda _, ports, number: [one, other])
+        assert rendezvous._free_port() == other
 
 
 def test_a_round_finds_nothing_of_an_earlier_one(store: Any) -> None:

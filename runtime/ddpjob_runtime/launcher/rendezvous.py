@@ -8,6 +8,8 @@ Fast: the node of rank 0 hosts a store for the round; nothing else is needed.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import time
 from datetime import timedelta
@@ -38,6 +40,10 @@ LOOKUP_SECONDS = 25.0
 """The same to a store that listens: a name server may be slow, or silent."""
 LONGEST_PAUSE = 0.5
 """Between two looks for a key that is not there yet: a store's own wait cannot be ended when the round is over."""
+PORTS = range(16000, 20000)
+"""For the store that workers host in Standard, seconds after its port was chosen: systems give none of these to a
+connection of another program meanwhile, and Kubernetes none to a service.
+"""
 VERDICT_SECONDS = 30.0
 """For the round to end once a check has found a node at fault, which ends then."""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
@@ -167,7 +173,8 @@ class StandardRendezvous(CoordinatedRendezvous):
         ranks, host = dist.PrefixStore("ranks/", store), str(known.local_addr or self._host)
         if rank > 0:
             self._wait_for_first(ranks)
-        return RendezvousInfo(store, rank, int(go["world"]), RendezvousStoreInfo.build(rank, ranks, host))
+        first = RendezvousStoreInfo.build(rank, ranks, host, _free_port() if rank == 0 else None)
+        return RendezvousInfo(store, rank, int(go["world"]), first)
 
     def _wait_for_first(self, ranks: Any) -> None:
         """Until rank 0 has written its address. It may be dead, and the round over."""
@@ -179,6 +186,15 @@ class StandardRendezvous(CoordinatedRendezvous):
                 raise dist.DistStoreError(f"rank 0 of round {self.number} has not written its address to the store")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _free_port() -> int | None:
+    """One of PORTS that nobody listens on; None: torch finds any other."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    return None
 
 
 class FastRendezvous(CoordinatedRendezvous):

@@ -7,8 +7,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -236,6 +238,13 @@ def test_places_of_ranks() -> None:
         "4",
     )
     assert second[init_method.INIT_METHOD] == "tcp://h:1"
+
+
+def test_a_port_is_chosen_that_no_connection_gets_before_rank_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 16000 <= init_method.free_port() < 20000
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken.getsockname()[1]])
+        assert init_method.free_port() not in (0, taken.getsockname()[1]), "a full range leaves any other port"
 
 
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import random
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,15 @@ def address_towards(host: str) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at this address, for now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    """A TCP port of this address that nobody listens on. Rank 0 listens seconds later: hence one of those that systems
+    do not give to a connection of another program meanwhile, while any is free. Raises OSError.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in random.SystemRandom().sample(range(16000, 20000), 100):
+        with socket.socket(family) as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    with socket.socket(family) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
