@@ -14,8 +14,6 @@ import yaml
 from ddpjob.api.reader import MAX_BYTES, ManifestError, read_manifest, validate, with_defaults
 from ddpjob.api.schema import Problem
 from ddpjob.api.yamltext import YamlError, read_documents
-from hypothesis import given
-from hypothesis import strategies as st
 
 JOB = """\
 apiVersion: ddpjob.io/v1alpha1
@@ -202,28 +200,6 @@ def test_a_pipe_can_be_read() -> None:
         assert read_manifest(Path(f"/dev/fd/{reading}"))["kind"] == "DDPJob"
     finally:
         os.close(reading)
-
-
-_SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-_VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
-_FIELDS = st.sampled_from(
-    ["image", "script", "nodes", "env", "storage", "resources", "runPolicy", "podTemplate", "torchrunArgs", "x"]
-)
-
-
-@given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
-def test_no_text_makes_the_reader_raise_another_exception(text: str) -> None:
-    try:
-        read_manifest(text)
-    except ManifestError as error:
-        assert str(error)
-
-
-@pytest.mark.slow
-@given(st.dictionaries(_FIELDS, _VALUES))
-def test_no_spec_makes_the_checks_raise(spec: dict[str, object]) -> None:
-    problems = validate({"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "a"}, "spec": spec})
-    assert all(p.message for p in problems)
 
 
 def test_importing_the_reader_is_cheap() -> None:

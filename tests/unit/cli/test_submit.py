@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from ddpjob.api.yamltext import read_documents, write_document
+from ddpjob.api.yamltext import read_documents
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
 from ddpjob.client.process_backend import ProcessBackend
-from hypothesis import given
-from hypothesis import strategies as st
 
 JOB = "apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: t}\nspec:\n  image: a\n  script: b.py\n"
 OTHER_KIND = "---\napiVersion: v1\nkind: ConfigMap\nmetadata: {name: settings}\n"
@@ -35,16 +33,12 @@ def read(text: str) -> list[Any]:
     return [document.value for document in read_documents(text)]
 
 
-@given(st.one_of(st.sampled_from(ODD), st.text("0123456789eE+-._xobyn:~", max_size=6)))
-def test_text_stays_text_for_every_reader(text: str) -> None:
-    written = write_document({"args": [text]})
-    assert read(written) == [{"args": [text]}] and yaml.safe_load(written) == {"args": [text]}
-
-
 def test_arguments_that_look_like_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--cluster", "--image", "x", "--name", "j", "--dry-run", "-e", "A=1e-4", "m", "--", *ODD]
     assert main(words) == 0
-    [job] = read(capsys.readouterr().out)
+    written = capsys.readouterr().out
+    [job] = read(written)
+    assert yaml.safe_load(written)["spec"]["args"] == ODD, "for every reader"
     assert job["spec"]["args"] == ODD and job["spec"]["env"] == [{"name": "A", "value": "1e-4"}]
     assert main(["convert", "--image", "x", "--", "torchrun", "a.py", "--lr", "1e-4", "y"]) == 0
     assert read(capsys.readouterr().out)[0]["spec"]["args"] == ["--lr", "1e-4", "y"]
