@@ -319,11 +319,11 @@ def test_the_record_of_a_stopped_run_shows_no_pod_that_is_ending(machine: Machin
 
 def test_a_terminal_that_closes_behind_another_signal_leaves_the_time_to_save(machine: Machine) -> None:
     """As at a logout and a shutdown: systemd sends SIGHUP right behind SIGTERM."""
-    saves = ["bash", "-c", "trap 'sleep 1; touch saved; exit 143' TERM; while :; do sleep 0.1; done"]
+    saves = ["bash", "-c", "trap 'sleep 1; touch saved; exit 143' TERM; touch up; while :; do sleep 0.1; done"]
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     run = machine.start(manifest(command=saves, nodes=1))
     signal.signal(signal.SIGHUP, inherited)
-    run.until(lambda r: r.status.get("phase") == "Running")
+    run.until(lambda r: (machine.folder / "up").exists() and r.status.get("phase") == "Running")
     run.signal(signal.SIGTERM)
     run.until(lambda r: "a second signal" in r.output)
     run.signal(signal.SIGHUP)
@@ -392,9 +392,9 @@ def test_stop_ends_a_hanging_job(machine: Machine) -> None:
 
 
 def test_stop_of_a_run_that_ctrl_z_has_stopped_leaves_the_time_to_save(machine: Machine) -> None:
-    saves = ["bash", "-c", "trap 'touch saved; exit 143' TERM; while :; do sleep 0.1; done"]
+    saves = ["bash", "-c", "trap 'touch saved; exit 143' TERM; touch up; while :; do sleep 0.1; done"]
     run = machine.start(manifest(command=saves, nodes=1))
-    run.until(lambda r: r.status.get("phase") == "Running")
+    run.until(lambda r: (machine.folder / "up").exists() and r.status.get("phase") == "Running")
     run.signal(signal.SIGSTOP)
     assert machine.command("stop", "job").returncode == 0
     assert run.wait(5) == 143
