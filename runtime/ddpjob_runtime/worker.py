@@ -2,9 +2,10 @@
 
     python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
 
-Adds five things: the process dies with its launcher; an exception is written to torchrun's error file (as @record does
+Adds six things: the process dies with its launcher; an exception is written to torchrun's error file (as @record does
 for scripts that use it); on rank 0 the steps of optimizers are counted; torch's compiler is imported when something
-needs it; `import ddpjob_report` finds it beside the runtime. Nothing else of this file stays visible to the program: no
+needs it; an extension of torch whose builder was killed is built again; `import ddpjob_report` finds it beside the
+runtime. Nothing else of this file stays visible to the program: no
 other module of the runtime is imported under its name, and standard modules only where they are needed.
 """
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 EXIT_STEPPED_ASIDE = 75
+MARK = b"ddpjob\n"
+"""In the file by which torch locks an extension while a rank builds it."""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
 """Exceptions before one that is recorded, and characters of each."""
 POST_SECONDS = 0.5
@@ -51,6 +54,7 @@ def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
     show_stacks_on_signal()
     count_steps()
     put_compiler_off()
+    build_again()
     offer_report()
     if hide is not None:
         hide()
@@ -172,6 +176,83 @@ class CompilerImport:
         late_dynamo = ModuleType("__ddpjob_late_dynamo__")
         exec(spec.loader.get_code("late_dynamo"), vars(late_dynamo))
         return late_dynamo.find()
+
+
+def build_again() -> None:
+    """In a job: have an extension of torch whose builder was killed built again."""
+    import os
+
+    if os.environ.get("DDPJOB_COORDINATOR"):
+        after_import("torch.utils.file_baton", mend_baton)
+
+
+def mend_baton(module: Any) -> None:
+    """Have whoever builds an extension (torch.utils.cpp_extension) hold a lock of the kernel's beside the file.
+
+    It ends with the process. torch (but for the newest) knows the file alone: of a builder that was killed, as by a
+    restart of the group, it stays, and every later rank waits for ever. A file without the mark is not a rank's.
+    """
+    import contextlib
+    import fcntl
+    import os
+
+    acquire = module.FileBaton.try_acquire
+
+    def try_acquire(baton: Any) -> bool:
+        path = baton.lock_file_path
+        if not acquire(baton) and not (is_left_behind(path) and acquire(baton)):
+            return False
+        with contextlib.suppress(OSError):  # A file system without locks: as torch does it.
+            baton.held = open(path, "r+b", buffering=0)  # noqa: PTH123, SIM115 - as long as the baton
+            fcntl.flock(baton.held, fcntl.LOCK_EX)
+            baton.held.write(MARK)
+        return True
+
+    def is_left_behind(path: str) -> bool:
+        with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:  # noqa: PTH123
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another rank may have removed it meanwhile, and made a new one.
+            if file.read() == MARK and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # noqa: PTH116
+                os.remove(path)  # noqa: PTH107
+                return True
+        return False
+
+    module.FileBaton.try_acquire = try_acquire
+
+
+def after_import(name: str, act: Callable[[Any], None]) -> None:
+    """Call `act` with a module as soon as the program has it: one without torch pays nothing."""
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        act(loaded)
+    else:
+        sys.meta_path.insert(0, AfterImport(name, act))
+
+
+class AfterImport:
+    """Import hook for one module: what is done to it is there for its first use."""
+
+    def __init__(self, name: str, act: Callable[[Any], None]) -> None:
+        self.name, self.act = name, act
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Wrap the module's execution."""
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        from importlib.machinery import PathFinder
+
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_act(module: Any) -> None:
+            execute(module)
+            self.act(module)
+
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
 
 
 # ---- the program
@@ -432,37 +513,13 @@ def count_steps() -> None:
 
     if os.environ.get("RANK") != "0" or not os.environ.get("DDPJOB_COORDINATOR") or not os.environ.get("DDPJOB_TOKEN"):
         return
-    loaded = sys.modules.get(OptimizerImport.name)
-    if loaded is not None:
-        StepCounter(loaded)
-    else:
-        sys.meta_path.insert(0, OptimizerImport())
+    after_import("torch.optim.optimizer", hook_steps)
 
 
-class OptimizerImport:
-    """Import hook for one module: a program without torch pays nothing, and torch is not imported earlier."""
-
-    name = "torch.optim.optimizer"
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Wrap the module's execution, so that the step hook is there for the first optimizer."""
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        from importlib.machinery import PathFinder
-
-        spec = PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_hook(module: Any) -> None:
-            execute(module)
-            if hasattr(module, "register_optimizer_step_post_hook"):
-                StepCounter(module)
-
-        spec.loader.exec_module = execute_and_hook  # type: ignore[method-assign]
-        return spec
+def hook_steps(optimizer_module: Any) -> None:
+    """Count the steps of its optimizers, where this torch can say so."""
+    if hasattr(optimizer_module, "register_optimizer_step_post_hook"):
+        StepCounter(optimizer_module)
 
 
 class StepCounter:

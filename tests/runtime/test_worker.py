@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -337,3 +338,47 @@ def test_an_image_s_own_comes_first(tmp_path: Path) -> None:
         worker, capture_output=True, text=True, timeout=60, check=False, env={"DDPJOB_COORDINATOR": "127.0.0.1:1"}
     )
     assert done.stdout == "True False\n", done.stderr
+
+
+BUILDER = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+baton = FileBaton(sys.argv[1])
+print(baton.try_acquire(), flush=True)
+if sys.argv[2] == "dies":
+    time.sleep(1000)
+if sys.argv[2] == "ends":
+    baton.release()
+"""
+
+
+def test_what_a_killed_rank_was_building_is_built_again(tmp_path: Path) -> None:
+    """torch waits forever for a builder that is no more, up to some release after 2.6."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        pytest.skip("needs torch")
+    script, lock = write(tmp_path, "builder.py", BUILDER), tmp_path / "lock"
+    write(tmp_path, "torch/__init__.py", "")  # The rest of it would take seconds.
+    write(tmp_path, "torch/utils/__init__.py", "")
+    shutil.copy(Path(torch.origin).parent / "utils" / "file_baton.py", tmp_path / "torch" / "utils")
+
+    def start(what: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-u", WORKER, "--script", script, str(lock), what], cwd=tmp_path, text=True,
+            stdout=subprocess.PIPE, env={**os.environ, "DDPJOB_COORDINATOR": "127.0.0.1:1"},
+        )  # fmt: skip
+
+    with start("dies") as builder:
+        try:
+            assert builder.stdout is not None and builder.stdout.readline() == "True\n"
+            with start("looks") as other:
+                assert other.communicate()[0] == "False\n", "slow is not dead"
+        finally:
+            builder.kill()
+    assert lock.exists()
+    with start("ends") as heir:
+        assert heir.communicate()[0] == "True\n"
+    assert not lock.exists()
+    lock.touch()
+    with start("looks") as other:
+        assert other.communicate()[0] == "False\n", "a file of another program is left alone"
