@@ -76,6 +76,13 @@ async def coordinator(token: str = TOKEN, host: str = "127.0.0.1") -> AsyncItera
         listener.close()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coordinator and operator are one process here: what a busy machine keeps from it is no lost request."""
+    for name in ("SECONDS", "CONNECT_SECONDS"):
+        monkeypatch.setattr(f"ddpjob.engine.coordinator_client.{name}", 60.0)
+
+
 @pytest.fixture
 async def client() -> AsyncIterator[CoordinatorClient]:
     made = CoordinatorClient()
