@@ -12,7 +12,6 @@ WORLD ranks train until after STEP; the last WORLD to the end.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,14 +53,14 @@ def replay(folder: Path, parts: Segments, arguments: list[str]) -> Path:
 
 def main() -> int:
     """The exit code."""
+    from ddpjob_trainer.distributed.init_method import free_port
+
     mark = sys.argv.index("--")
     folder, parts = sys.argv[1], [tuple(map(int, word.split(":"))) for word in sys.argv[2:mark]]
     arguments, done = [*sys.argv[mark + 1 :], f"checkpoint.dir={folder}"], 0
     for number, (world, last) in enumerate(parts, 1):
         expected = 0 if number == len(parts) else 75
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         stop = None if number == len(parts) else last - done
         ranks = [
             fork(lambda rank=rank, world=world, port=port, stop=stop: run_rank(rank, world, port, stop, arguments))

@@ -5,8 +5,8 @@
 Adds six things: the process dies with its launcher; an exception is written to torchrun's error file (as @record does
 for scripts that use it); on rank 0 the steps of optimizers are counted; torch's compiler is imported when something
 needs it; an extension of torch whose builder was killed is built again; `import ddpjob_report` finds it beside the
-runtime. Nothing else of this file stays visible to the program: no
-other module of the runtime is imported under its name, and standard modules only where they are needed.
+runtime. Nothing else of this file stays visible to the program: no other module of the runtime is imported under its
+name, and standard modules only where they are needed.
 """
 
 from __future__ import annotations
