@@ -8,7 +8,6 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.lifecycle.fence import Claim
 from ranks import until
+from slow_storage import Slow
 
 pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
 MARK = "0000abcd"
@@ -333,17 +333,15 @@ def test_while_a_rank_downloads_its_part_the_ranks_agree_that_it_takes_longer(
     train.timeout_seconds.
     """
     save(tmp_path, *begun(url), 7)
-    fetch, gather, agreed, alive = Bucket.fetch_file, Group.gather, list[float](), list[float]()
+    at_once, slow = Bucket.fetch_file, Slow(monkeypatch)
+    slowly = slow(at_once)
 
-    def slowly(self: Bucket, manifest: Manifest, file: Any, to: Path) -> None:
-        time.sleep(2.0 if file.path.endswith(PART) else 0.0)
-        fetch(self, manifest, file, to)
+    def fetch(self: Bucket, manifest: Manifest, file: Any, to: Path) -> None:
+        (slowly if file.path.endswith(PART) else at_once)(self, manifest, file, to)
 
-    monkeypatch.setattr(Bucket, "fetch_file", slowly)
+    monkeypatch.setattr(Bucket, "fetch_file", fetch)
     checkpoints = opened(url, tmp_path / "empty")
-    checkpoints.alive = lambda: alive.append(time.monotonic())
-    monkeypatch.setattr(Group, "gather", lambda *given: (agreed.append(time.monotonic()), gather(*given))[1])
+    checkpoints.alive = slow.alive
     found = checkpoints.newest()
     assert found is not None and torch.equal(found["model"]["a"], torch.ones(5000))
-    for times in (agreed, alive):
-        assert times[-1] - times[0] > 1.5 and max(b - a for a, b in pairwise(times)) < 1
+    assert slow.ended == 1 and slow.reported >= 2

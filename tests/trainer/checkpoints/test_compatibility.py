@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from ddpjob_trainer.data.sampler import ElasticSampler
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 from ranks import TINY, good, metrics, run
+from slow_storage import Slow
 
 ONE_EPOCH = [*TINY, "train.epochs=1"]
 
@@ -213,14 +212,12 @@ def test_while_rank_0_reads_the_ranks_agree_that_it_takes_longer(
     trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others waited in a collective: a large file on a slow disk ended the start after train.timeout_seconds."""
-    read, gather, agreed, alive = compatibility.read_whole, Group.gather, list[float](), list[float]()
-    monkeypatch.setattr(compatibility, "read_whole", lambda path: (time.sleep(2.0), read(path))[1])
-    monkeypatch.setattr(Group, "gather", lambda *given: (agreed.append(time.monotonic()), gather(*given))[1])
-    load_weights(trained, (), weights(trained / "best.pt"), Group(), alive=lambda: alive.append(time.monotonic()))
-    count = len(agreed)
+    slow = Slow(monkeypatch)
+    monkeypatch.setattr(compatibility, "read_whole", slow(compatibility.read_whole))
+    load_weights(trained, (), weights(trained / "best.pt"), Group(), alive=slow.alive)
+    assert slow.ended == 1 and slow.reported >= 2
     evaluate_checkpoint._read(trained, Group())
-    for times in (agreed[:count], agreed[count:], alive):
-        assert times[-1] - times[0] > 1 and max(b - a for a, b in pairwise(times)) < 1
+    assert slow.ended == 2
 
 
 def test_a_best_one_that_is_gone_is_named(trained: Path, tmp_path: Path) -> None:
