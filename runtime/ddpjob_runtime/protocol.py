@@ -151,6 +151,7 @@ as long as its workers run; without workers it waits as for its first coordinato
 MAX_LINE = 256 * 1024
 MAX_TEXT = 4096
 MAX_TRACEBACK = 32 * 1024
+MAX_NOTE = 1000
 MAX_REPORT = 1024 * 1024
 """Bytes of a report."""
 MAX_INCIDENTS = 50

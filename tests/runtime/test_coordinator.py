@@ -1119,6 +1119,16 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
     assert world.try_hello(1) is None
 
 
+def test_an_empty_note_takes_the_one_before_back() -> None:
+    """A hundred notes are reported at most: those of pods that have fetched their data hid others."""
+    world = World(2)
+    first, second = world.form()
+    world.coordinator.note(first, "Data", "1 of 2 files")
+    world.coordinator.note(second, "ColdWorkers", "torch is too old")
+    world.coordinator.note(first, "Data", "")
+    assert world.report()["notes"] == [{"pod": "job-1-0", "kind": "ColdWorkers", "why": "torch is too old"}]
+
+
 def test_a_lost_member_is_reported_with_when_it_was_last_heard() -> None:
     world = World(2)
     _, second = world.form()

@@ -475,6 +475,17 @@ def test_a_note_reaches_the_operator(job: Job) -> None:
     wire.say("note", kind="ColdWorkers", why="--no-python")
     note = {"pod": "job-0-0", "kind": "ColdWorkers", "why": "--no-python"}
     job.wait_until(lambda r: r["notes"] == [note], 5)
+    wire.say("note", kind="ColdWorkers", why="")
+    job.wait_until(lambda r: r["notes"] == [], 5)
+
+
+def test_notes_come_with_the_hello_of_a_member_that_another_coordinator_has_let_in(job: Job) -> None:
+    """Not after it: the operator would read a report in between."""
+    wire = member(job, 0, notes={"ColdWorkers": "--no-python", "Data": ""})
+    assert wire.hear()["t"] == "welcome"
+    assert job.status()["notes"] == [{"pod": "job-0-0", "kind": "ColdWorkers", "why": "--no-python"}]
+    refused = member(job, 1, notes=["ColdWorkers"])
+    assert refused.hear() == {"t": "refused", "why": "notes: must be an object, not ['ColdWorkers']"}
 
 
 def test_a_member_that_reads_nothing_does_not_stop_the_others(job: Job) -> None:

@@ -234,7 +234,7 @@ def test_what_has_failed_is_said_again_to_the_coordinator_that_may_have_missed_i
 
     def fail() -> None:
         client.send("failure", round=1, message="ValueError: bug", traceback="t" * 9999, sent=time.time())
-        client.send("note", kind="Data", why="")
+        client.note("Data", "")
 
     def said_after_a_welcome() -> list[str]:
         written.clear()
@@ -346,6 +346,22 @@ def test_another_coordinator_learns_whether_workers_are_saving(number: int, plan
         assert client.wait_welcome(10)
         client.close()
     assert heard[1]["resume"] == {**client._position, "planned": number == 7 and planned}
+
+
+def test_every_coordinator_hears_the_last_note_of_each_kind() -> None:
+    """A later one knew nothing of a pod's cold workers, and a link that is cut takes lines that never arrive."""
+    heard: list[dict[str, Any]] = []
+    with coordinator(OURS, heard=heard) as address:
+        client = client_of(address, 10.0, [])
+        client.note(protocol.DATA, "1 of 2 files")
+        client.note(protocol.COLD_WORKERS, "torch is too old " * 1000)
+        client.note(protocol.DATA, "")
+        client.start()
+        assert client.wait_welcome(10)
+        client.close()
+    notes = heard[1]["notes"]
+    assert notes[protocol.DATA] == "" and notes[protocol.COLD_WORKERS].startswith("torch is too old torch")
+    assert notes.keys() == {protocol.DATA, protocol.COLD_WORKERS} and len(notes[protocol.COLD_WORKERS]) <= 1000
 
 
 def test_a_stranger_learns_nothing_but_a_random_number() -> None:

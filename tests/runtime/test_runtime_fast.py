@@ -244,14 +244,19 @@ def test_steps_of_a_script_that_reports_none_are_counted(tmp_path: Path, mode: s
         job.close()
 
 
-def test_programs_that_cannot_be_forked_run_cold_and_say_so(job: Job) -> None:
-    command = (sys.executable, STEPS, "--steps", "5")
+def test_programs_that_cannot_be_forked_run_cold_and_say_so_to_each_coordinator(job: Job) -> None:
+    command = (sys.executable, STEPS, "--steps", "100000", "--sleep", "0.03")
     job.start_coordinator()
     job.start_node(0, *command, torchrun=("--no-python",))
     job.start_node(1, *command, torchrun=("--no-python",))
-    report = finish(job, "job-0-0", "job-1-0")
+    job.wait_until(lambda r: r["state"] == "Running")
+    job.kill("coordinator")
+    job.wait_exit("coordinator")
+    job.start_coordinator(attempt=1)
+    report = job.wait_until(lambda r: r["state"] == "Running")
     assert {(n["kind"], n["pod"]) for n in report["notes"]} == {("ColdWorkers", "job-0-0"), ("ColdWorkers", "job-1-0")}
-    assert "--no-python" in report["notes"][0]["why"]
+    assert "--no-python" in report["notes"][0]["why"] and report["attempt"] == 1
+    finish(job, "job-0-0", "job-1-0")
 
 
 class FullDisk(Job):

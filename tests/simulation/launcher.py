@@ -56,6 +56,7 @@ class Launcher:
         self._welcomed = self._reached = self._booted = False
         self._ready: dict[str, Any] | None = None
         self._unsent: list[tuple[str, dict[str, Any]]] = []
+        self._notes: dict[str, str] = {}
         self._missed_since, self._idle_since = network.clock.now, network.clock.now  # type: float, float | None
         self._place = (-1, -1)
         self._outdated = False
@@ -162,6 +163,8 @@ class Launcher:
         if self.place:
             planned = self.planned and self.restart_round >= self.place["round"]
             hello["resume"] = {**self.place, "planned": planned}
+        if self._notes:
+            hello["notes"] = self._notes
         self._connection.to_coordinator(production.encode("hello", **hello))
 
     def disconnected(self, connection: Connection, why: str) -> None:
@@ -249,6 +252,7 @@ class Launcher:
             self.leave(production.EXIT_UNFIT, "PreflightFailed", self.unfit)
             return
         if self.note_cold:
+            self._notes["ColdWorkers"] = self.note_cold
             self.send("note", kind="ColdWorkers", why=self.note_cold)
         self._wait_go()
 

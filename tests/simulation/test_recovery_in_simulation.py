@@ -410,6 +410,10 @@ async def test_a_pod_without_warm_workers_is_reported_by_a_condition() -> None:
         "ColdWorkers",
         "pod job-1-0: torch 1.9 is not supported",
     )
+    s.force_delete("job-coordinator-0")
+    await s.until(lambda: s.status["rendezvous"]["attempt"] == 1)
+    await passes(s, 5)
+    assert conditions(s)["FastRecovery"] == reported, "the next coordinator knows it as soon as the pod"
     standard = Simulation({}, steps=1000)
     await standard.until_phase("Running")
     assert "FastRecovery" not in conditions(standard)

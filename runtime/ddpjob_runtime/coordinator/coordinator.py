@@ -182,8 +182,10 @@ class Coordinator:
         self.rounds.stacks(member, number, rank, text)
 
     def note(self, member: Member, kind: str, why: str) -> None:
-        """Something that the operator should know about a pod."""
-        self._notes[(member.pod, kind)] = why
+        """Something that the operator should know about a pod; empty: no longer."""
+        self._notes.pop((member.pod, kind), None)
+        if why:
+            self._notes[member.pod, kind] = why
         self._bump()
 
     def init_failure(self, member: Member, message: str) -> None:

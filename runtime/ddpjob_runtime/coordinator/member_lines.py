@@ -39,7 +39,8 @@ def _stacks(coordinator: Coordinator, member: Member, message: dict[str, Any]) -
 
 
 def _note(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
-    coordinator.note(member, protocol.clip(message.get("kind"), 100), protocol.clip(message.get("why"), 1000))
+    kind, why = protocol.clip(message.get("kind"), 100), protocol.clip(message.get("why"), protocol.MAX_NOTE)
+    coordinator.note(member, kind, why)
 
 
 def _leaving(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:

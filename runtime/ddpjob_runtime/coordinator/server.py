@@ -249,12 +249,19 @@ class Server:
             grace = hello.get("grace", DEFAULT_GRACE)
             if not isinstance(grace, (int, float)) or isinstance(grace, bool) or not 0 <= grace < float("inf"):
                 raise ValueError(f"grace: must be a number of seconds from 0, not {grace!r}")
+            notes = hello.get("notes", {})
+            if not isinstance(notes, dict):
+                raise ValueError(f"notes: must be an object, not {notes!r}")
             log(f"hello from {pod} (index {index}, attempt {attempt}): {resume or 'new'}")
             generation = self.coordinator.settings.generation
             if hello.get("generation", generation) != generation:
                 send(ToMember.WELCOME, {"generation": generation})  # it sees that it belongs to another one and leaves
                 return None
-            return self.coordinator.hello(pod, index, attempt, pid, send, float(grace), resume)
+            member = self.coordinator.hello(pod, index, attempt, pid, send, float(grace), resume)
+            if member is not None:
+                for kind, why in notes.items():
+                    HANDLERS[FromMember.NOTE](self.coordinator, member, {"kind": kind, "why": why})
+            return member
         except ValueError as error:
             self._refuse(error, send)
             return None

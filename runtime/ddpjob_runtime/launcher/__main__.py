@@ -193,7 +193,7 @@ def torchrun(
             if why not in reported:
                 reported.append(why)
                 log(f"workers of this node are not pre-warmed: {why}")
-                client.send(FromMember.NOTE, kind=protocol.COLD_WORKERS, why=why)
+                client.note(protocol.COLD_WORKERS, why)
 
         cold = cold or why_cold(parsed) or fork_server.why_not() or warm_workers(fork_server, report_cold)
         if cold:
@@ -229,7 +229,7 @@ def fetch_data(data: Any, client: CoordinatorClient, shutdown: Shutdown) -> None
     from ddpjob_runtime.launcher import fetch_data as fetching
 
     def report(text: str) -> None:
-        client.send(FromMember.NOTE, kind=protocol.DATA, why=text)
+        client.note(protocol.DATA, text)
 
     try:
         fetching.Fetch(data, lambda: shutdown.begun or client.done, report).run()

@@ -59,6 +59,8 @@ class CoordinatorClient:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[tuple[str, dict[str, Any]]] = []
+        self._notes: dict[str, str] = {}
+        """The last note of each kind. They are part of a hello: a later coordinator knows none, a link may lose one."""
         self._failures: list[tuple[tuple[int, int], dict[str, Any]]] = []
         """This node's failures of the present round that a coordinator, by its place, was sent."""
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
@@ -134,6 +136,13 @@ class CoordinatorClient:
     def joined(self, number: int) -> None:
         """The workers of round `number` are started."""
         self.send(FromMember.JOINED, round=number)
+
+    def note(self, kind: str, why: str) -> None:
+        """Have the operator know something about this pod until the next note of its kind; empty: no longer."""
+        why = protocol.clip(why, protocol.MAX_NOTE)
+        with self._lock:
+            self._notes[kind] = why
+        self.send(FromMember.NOTE, kind=kind, why=why)
 
     def send_now(self, verb: str, **fields: Any) -> None:
         """Send if there is a connection; what is sent again after a welcome need not be kept."""
@@ -282,6 +291,8 @@ class CoordinatorClient:
         with self.changed:
             if self._position:
                 hello["resume"] = {**self._position, "planned": self.is_planned(self._position["round"])}
+        with self._lock:
+            hello["notes"] = dict(self._notes)
         stream.sendall(protocol.encode(FromMember.HELLO, **hello))
         self._place = place
 

@@ -30,7 +30,6 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.client import CoordinatorClient
 from ddpjob_runtime.launcher.conduct_preflight import Abandoned, Preflight
 from ddpjob_runtime.launcher.shutdown import Shutdown, log
-from ddpjob_runtime.protocol import FromMember
 
 FAST_BACKEND = "ddpjob"
 STORE_SECONDS = 15.0
@@ -96,7 +95,7 @@ class CoordinatedRendezvous(RendezvousHandler):
         log(f"preflight: {verdict.failed or verdict.passed}")
         if not verdict.failed:
             if info.rank == 0:
-                self._client.send(FromMember.NOTE, kind=protocol.PREFLIGHT, why=protocol.clip(verdict.passed, 1000))
+                self._client.note(protocol.PREFLIGHT, verdict.passed)
             return
         if info.rank in verdict.culprits:
             self._shutdown.exit(protocol.EXIT_UNFIT, "PreflightFailed", verdict.culprits[info.rank])

@@ -35,6 +35,8 @@ def test_a_fetch_that_is_done_is_not_shown_and_is_no_reason_against_warm_workers
     job = job_of(2, storage=BUCKET, recovery={"mode": "Fast"})
     pods = (pod(0), pod(1), COORDINATOR)
     _, decision = seen(job, 5, pods, report(CoordinatorState.FORMING, MemberState.STARTING, notes=(done,)))
+    assert decision.status.condition(ConditionType.FAST_RECOVERY) is None, "one may still be cold"
+    _, decision = seen(job, 5, pods, report(CoordinatorState.RUNNING, MemberState.RUNNING, notes=(done,)))
     warm = decision.status.condition(ConditionType.FAST_RECOVERY)
     assert warm is not None and warm.status
 

@@ -536,7 +536,10 @@ def _timed(view: View) -> tuple[Restart, ...]:
 
 
 def _fast_recovery(view: View) -> JobStatus:
-    """In mode Fast, once the coordinator has reported: whether every pod can do what the mode promises."""
+    """In mode Fast: whether every pod of the group can do what the mode promises, once it runs or one cannot.
+
+    A coordinator that takes over hears the pods one after the other.
+    """
     status, report = view.status, view.report
     if not view.job.spec.fast:
         return without_condition(status, ConditionType.FAST_RECOVERY)
@@ -548,6 +551,8 @@ def _fast_recovery(view: View) -> JobStatus:
         others = len({n.pod for n in notes}) - 1
         message = f"pod {first.pod}: {first.why}" + (f" (and {others} more)" if others else "")
         return with_condition(status, ConditionType.FAST_RECOVERY, False, first.kind, message, view.now)
+    if report.state not in _FORMED:
+        return status
     message = "workers start from a process that has imported torch"
     return with_condition(status, ConditionType.FAST_RECOVERY, True, "WarmWorkers", message, view.now)
 
