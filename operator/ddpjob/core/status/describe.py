@@ -560,7 +560,7 @@ def _fast_recovery(view: View) -> JobStatus:
 def preflight_passed(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
     """With spec.preflight: which pod has not passed, until the group is `formed`; then what the links are like.
 
-    `restarts` are new. A coordinator that took over has no notes: what its predecessor's said still holds.
+    `restarts` are new. A coordinator that took over has no notes until the pods are back: its predecessor's hold.
     """
     status, report, preflight = view.status, view.report, view.job.spec.preflight
     if preflight is None:
