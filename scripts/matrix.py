@@ -42,6 +42,7 @@ QUICK = (
     "test_runtime_standard.py::test_exceptions_restart_in_place_and_name_rank_and_line",
     "test_runtime_fast.py::test_a_spare_takes_over_at_once",
     "test_runtime_fast.py::test_a_crash_loop_slows_down",
+    "test_launcher_checks.py::test_arguments_of_a_script_are_not_taken_for_options_of_torchrun",
     # What the fork server does to torch, and expects of it.
     "test_forkserver.py::test_a_worker_sees_what_a_fresh_process_would_see",
     "test_forkserver.py::test_its_end_is_reported",

@@ -97,7 +97,8 @@ class Job:
         command = [
             *prefix, PYTHON, str(RUNTIME), "launcher",
             f"--nnodes={self.nodes}:{self.nodes}", f"--nproc-per-node={self.procs}",
-            "--rdzv-id=uid-0", "--max-restarts=1000000", "--local-addr=127.0.0.1", *self.rendezvous(), *torchrun, *what,
+            "--rdzv-id=uid-0", "--max-restarts=1000000", "--local-addr=127.0.0.1", *self.rendezvous(), *torchrun,
+            "--", *what,
         ]  # fmt: skip
         place = {"DDPJOB_POD": pod, "DDPJOB_INDEX": str(index), "DDPJOB_ATTEMPT": str(attempt)}
         place["DDPJOB_TERMINATION_LOG"] = str(self.folder / f"{pod}.end")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import hang
+from ddpjob_runtime.launcher import __main__ as launcher
 from ddpjob_runtime.launcher import import_torchrun, stacks
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
 from ddpjob_runtime.launcher.client import CoordinatorClient
@@ -38,6 +39,45 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "n",
+        "nn",
+        "m",
+        "ma",
+        "r",
+        "rd",
+        "l",
+        "log",
+        "logs",
+        "local",
+        "no",
+        "nproc",
+        "rdzv",
+        "master",
+        "start",
+        "s",
+        "max",
+        "t",
+    ],
+)
+@pytest.mark.parametrize("program", [("a.py",), ("-m", "a")])
+def test_arguments_of_a_script_are_not_taken_for_options_of_torchrun(option: str, program: tuple[str, ...]) -> None:
+    """Each is the beginning of an option of torchrun, of two of them mostly, which argparse calls ambiguous."""
+    pytest.importorskip("torch")
+    run = import_torchrun.import_torchrun()
+    given = [f"--{option}=1", f"--{option}", "x", "--", f"-{option}"]
+    parsed = launcher.parse(run, ["--nnodes=2", *program[:-1], "--", program[-1], *given])
+    assert (parsed.nnodes, parsed.training_script, parsed.training_script_args) == ("2", program[-1], given)
+    assert parsed.module == (len(program) == 2)
+
+
+def test_the_number_of_processes_is_read_before_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["launcher", "--nproc-per-node=2", "--", "a.py", "--nproc-per-node=8"])
+    assert launcher.processes_per_node() == 2
 
 
 def test_a_signal_that_pid_1_has_no_handler_for_does_not_end_the_node() -> None:

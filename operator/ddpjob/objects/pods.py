@@ -306,7 +306,8 @@ def _entry_point(job: DDPJob, status: JobStatus, platform: Platform) -> tuple[li
     if not spec.under_torchrun:
         return list(spec.command), list(spec.args)
     options = [f"--{name}={value}" for name, value in rendezvous_settings(job, status, platform).items()]
-    program = ["-m", spec.module] if spec.module else [spec.script or ""]
+    # Without `--` torchrun would read the script's --log or --n as the beginning of options of its own.
+    program = ["-m", "--", spec.module] if spec.module else ["--", spec.script or ""]
     args = [*options, *spec.torchrun_args, *program, *spec.args]
     return _program(platform, "launcher"), args
 

@@ -133,7 +133,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> CoordinatorClient:
         grace = shutdown.grace_seconds if code == protocol.EXIT_STOPPED else LOST_GRACE
         shutdown.exit(code, kind, message, grace=grace)
 
-    timeout = re.search(r"\bjoin_timeout=(\d+)", " ".join(sys.argv[1:]))
+    timeout = re.search(r"\bjoin_timeout=(\d+)", torchrun_options())
     try:
         return CoordinatorClient(
             os.environ["DDPJOB_COORDINATOR"],
@@ -257,9 +257,15 @@ def warm_up() -> tuple[Any, str]:
 
 
 def processes_per_node() -> int:
-    """From torchrun's arguments; 1 where they name a kind of device."""
-    found = re.findall(r"--nproc[-_]per[-_]node[= ](\d+)", " ".join(sys.argv[1:]))
+    """Return what torchrun's options say, or 1 where they name a kind of device."""
+    found = re.findall(r"--nproc[-_]per[-_]node[= ](\d+)", torchrun_options())
     return int(found[-1]) if found else 1
+
+
+def torchrun_options() -> str:
+    """Return the arguments before `--`, without the script, whose own options may have the same names."""
+    options = sys.argv[1:]
+    return " ".join(options[: options.index("--")] if "--" in options else options)
 
 
 def why_cold(parsed: Any) -> str:

@@ -170,7 +170,9 @@ def test_a_command_gets_what_torchrun_reads_and_a_script_gets_arguments() -> Non
         and given["PET_RDZV_ENDPOINT"] == "job-coordinator-0.job:29400"
     )
     pod = node(args=["--lr", "0.1"], torchrunArgs=["--tee=3"])
-    assert container(pod)["args"][-4:] == ["--tee=3", "train.py", "--lr", "0.1"]
+    assert container(pod)["args"][-5:] == ["--tee=3", "--", "train.py", "--lr", "0.1"]
+    pod = node(script=None, module="pkg.train", args=["--n=1"])
+    assert container(pod)["args"][-4:] == ["-m", "--", "pkg.train", "--n=1"]
     assert not any(name.startswith("PET_") for name in environment(pod))
 
 
