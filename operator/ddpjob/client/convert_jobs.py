@@ -515,7 +515,7 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
             made.notes.append(
                 "torch.distributed.launch: gave the script --local-rank; here it reads LOCAL_RANK of the environment"
             )
-        _torchrun(made, launched)
+        _torchrun(made, words[: len(words) - len(launched)], launched)
         return
     if _PYTHON.fullmatch(words[0]):
         rest = [w for w in words[1:] if w not in ("-u",)]
@@ -592,7 +592,7 @@ def _options(words: Sequence[str]) -> int:
     return position
 
 
-def _torchrun(made: Conversion, words: list[str]) -> None:
+def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
     spec, own, module, plain = made.job["spec"], list[str](), False, False
     position, nproc = 0, None
     while position < len(words) and words[position].startswith("-"):
@@ -633,18 +633,12 @@ def _torchrun(made: Conversion, words: list[str]) -> None:
         raise Mistake("the torchrun command line names no script")
     program, rest = words[position], words[position + 1 :]
     if plain:
-        spec["command"] = [program, *rest]
-        if nproc is not None and nproc.isdigit():
-            spec.setdefault("gpusPerNode", int(nproc))
-        made.notes.append(
-            "--no-python: becomes command, which runs once in a pod: it must start its processes and find their ranks"
-        )
-        return
-    spec["module" if module else "script"] = program
-    if rest:
-        spec["args"] = rest
-    if own:
-        spec["torchrunArgs"] = own
+        start = launcher if len(launcher) == 1 else [launcher[0], "-m", "torch.distributed.run"]
+        spec["command"] = [*start, *own, "--no-python", "--", program, *rest]
+    else:
+        spec["module" if module else "script"] = program
+        spec |= {"args": rest} if rest else {}
+        spec |= {"torchrunArgs": own} if own else {}
     made.counted = nproc is not None
     if nproc is not None and nproc.isdigit():
         spec.setdefault("gpusPerNode", int(nproc))

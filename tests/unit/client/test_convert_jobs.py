@@ -149,7 +149,18 @@ def test_a_train_job() -> None:
                 "torchrunArgs": ["--virtual-local-rank"],
             },
         ),
-        ("torchrun --nproc-per-node=2 --no-python ./a.sh", {"command": ["./a.sh"], "gpusPerNode": 2}),
+        (
+            "torchrun --nnodes=2 --nproc-per-node=2 --tee=3 --no-python ./a.sh --log x",
+            {
+                "command": ["torchrun", "--tee=3", "--no-python", "--", "./a.sh", "--log", "x"],
+                "nodes": 2,
+                "gpusPerNode": 2,
+            },
+        ),
+        (
+            "python3 -m torch.distributed.launch --use-env --no_python python3 -c 'print(1)'",
+            {"command": ["python3", "-m", "torch.distributed.run", "--no-python", "--", "python3", "-c", "print(1)"]},
+        ),
     ],
 )
 def test_a_command_line(line: str, spec: dict[str, Any]) -> None:
