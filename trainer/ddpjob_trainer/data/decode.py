@@ -22,6 +22,8 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """An image's bytes choose its decoder, whatever its name says. Pillow has many more: that of EPS runs Ghostscript."""
 MOST_PIXELS = 178_956_970
 """An image's size comes from its file, and decoding takes some 12 bytes for each pixel. This is Pillow's own limit."""
+MOST_BYTES = 6 * MOST_PIXELS
+"""Of an encoded image: three colours of 16 bits, not compressed."""
 _MOST_SCANS = 500
 """Scans of a progressive JPEG; encoders write some 10. Each is a pass over all pixels, whatever its length."""
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # Tags of TIFF.
@@ -152,8 +154,8 @@ def _opened(content: bytes) -> Iterator[Any]:
             check_pixels(*size)
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             check_pixels(image.height, image.width)
-            if image.format == "TIFF":  # libtiff decodes whole tiles, however small the image is.
-                check_pixels(*(image.tag_v2.get(tag, 0) for tag in (_TILE_LENGTH, _TILE_WIDTH)))
+            tags: Any = getattr(image, "tag_v2", {})  # libtiff decodes whole tiles, however small the image is.
+            check_pixels(*(tags.get(tag, 0) for tag in (_TILE_LENGTH, _TILE_WIDTH)))
             yield image
     except (UnreadableImage, MemoryError):
         raise
