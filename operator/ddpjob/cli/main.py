@@ -1185,10 +1185,10 @@ def doctor(place: Place) -> int:
     faults = 0
     for check in checks(backend.api, backend.namespace):
         mark = {True: "ok", False: "FAULT", None: "?"}[check.ok]
-        click.echo(f"{mark:<6}{check.what}")
+        _print(f"{mark:<6}{check.what}")
         if check.ok is False:
             faults += 1
-            click.echo(f"      {check.remedy}" if check.remedy else "", nl=bool(check.remedy))
+            click.echo(printable(f"      {check.remedy}") if check.remedy else "", nl=bool(check.remedy))
     return EXIT_NEGATIVE if faults else 0
 
 

@@ -52,7 +52,7 @@ def _counted(steps: set[int]) -> str:
 
 
 def _is_step(value: object) -> bool:
-    return isinstance(value, int) and abs(value) < _LAST_STEP
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LAST_STEP
 
 
 def read_metrics(text: str) -> MetricSeries:

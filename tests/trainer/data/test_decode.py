@@ -252,7 +252,7 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_undecoded(monkeypatch: pytest.M
     content = whole[:-2] + scan * 600 + whole[-2:]
     refuse_to_decode(monkeypatch)
     for act in (middle, lambda content, _: decode.size_of(content)):
-        with pytest.raises(UnreadableImage, match=r"^it has \d+ scans, more than 500: save it anew$"):
+        with pytest.raises(UnreadableImage, match=r"^it has \d+ scans, more than 500: save it again$"):
             act(content, 8)
 
 

@@ -86,7 +86,7 @@ def check_pixels(height: int, width: int) -> None:
 def _check_scans(content: bytes) -> None:
     scans = content.count(b"\xff\xda") if content[:3] == _JPEG else 0
     if scans > _MOST_SCANS:
-        raise UnreadableImage(f"it has {scans} scans, more than {_MOST_SCANS}: save it anew")
+        raise UnreadableImage(f"it has {scans} scans, more than {_MOST_SCANS}: save it again")
 
 
 def _resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
