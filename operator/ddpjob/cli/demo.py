@@ -13,6 +13,7 @@ from pathlib import Path
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import JobStatus
 from ddpjob.cli.display import recoveries, reported_accuracy, stall_line
+from ddpjob.cli.output import printable
 from ddpjob.client.manifest_sources import BadInput, read_job
 from ddpjob.local.paths import JobFolder, job_folder
 from ddpjob.local.record import ask, read_record, runner
@@ -56,7 +57,7 @@ def main() -> int:
     try:
         manifest = read_job(arguments.file)
     except BadInput as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return 2
     try:
         return _demo(arguments, manifest)
@@ -103,7 +104,7 @@ def _judge(folder: JobFolder, killed: str | None, wanted: float) -> int:
         return _fail("the plot was not drawn")
     print(
         f"\nPod {killed} was killed on purpose.",
-        *recoveries(status),
+        *map(printable, recoveries(status)),
         *map(stall_line, record["local"]["stallSeconds"]),
         sep="\n  ",
     )
@@ -112,7 +113,7 @@ def _judge(folder: JobFolder, killed: str | None, wanted: float) -> int:
 
 
 def _fail(why: str) -> int:
-    print(f"demo: {why}", file=sys.stderr)
+    print(printable(f"demo: {why}"), file=sys.stderr)
     return 1
 
 

@@ -42,8 +42,14 @@ def abandon_output() -> None:
 def document(body: Json, kind: str) -> str:
     """An object as YAML or JSON, with a newline at the end."""
     if kind == "json":
-        return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps(body, indent=1, ensure_ascii=False) + "\n"
+        return re.sub(r"[^\n -~]", lambda found: _escaped(found[0]), text)
     return write_document(body)
+
+
+def _escaped(character: str) -> str:
+    """A character of JSON's text, escaped if it could command a terminal: JSON itself escapes only those below 32."""
+    return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def documents(bodies: Sequence[Json], kind: str) -> str:

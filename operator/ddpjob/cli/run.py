@@ -71,7 +71,7 @@ def run_command(arguments: RunOptions) -> int:
             job = ready(arguments)
             run, ports = _claim(job, holding, fresh=arguments.fresh)
         except (BadInput, AlreadyRunning, NoFreePorts) as error:
-            print(error, file=sys.stderr)
+            print(printable(str(error)), file=sys.stderr)
             return EXIT_BAD_INPUT
         return _run(job, run, ports)
 
@@ -105,7 +105,7 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
 
 def _run(job: Ready, run: RunFolder, ports: tuple[int, socket.socket]) -> int:
     for warning in job.local_spec.warnings:
-        print(f"note: {warning}", file=sys.stderr)
+        print(printable(f"note: {warning}"), file=sys.stderr)
     resumes = job.folder.is_resumable()
     print(f"job {job.folder.name}: logs and status in {shortest(run.path)}")
     if resumes:

@@ -110,6 +110,9 @@ def test_a_whole_number_stays_what_it_is() -> None:
         ("optim.lr", "is not key=value"),
         ("data.shape={a: 1}", "expected|is not a list"),
         ("optim.lr=[", "is not YAML"),
+        ("data.batch=0x" + "f" * 5_000, "is not YAML: a number of 5,002 characters, more than 100"),
+        ("data.batch=" + "9" * 5_000, "is not YAML: a number of 5,000 characters, more than 100"),
+        ('data.batch=!!int ""', "'' is not a number"),
     ],
 )
 def test_mistakes_are_named_with_the_remedy(argument: str, message: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ddpjob.cli import main as cli
 from ddpjob.cli.main import main
+from ddpjob.cli.output import document, printable
 from ddpjob.cli.places import Place
 from ddpjob.client.api_server import ApiRefusal
 from ddpjob.client.backend import Happened, Mistake, NoAnswer, NoSuchJob, PodLine
@@ -234,3 +237,32 @@ def test_a_previous_log_is_not_followed(monkeypatch: pytest.MonkeyPatch, capsys:
     """Where there was none it was asked for each second, without a word."""
     assert called(monkeypatch, OneJob("Running"), "logs", "j", "-f", "--previous") == 2
     assert "--previous: " in capsys.readouterr().err
+
+
+HOSTILE = "\x1b]52;c;cm0=\x07\x1b[2J\x9b31m\u202etext"
+
+
+def test_stacks_of_a_pod_cannot_command_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pod = PodLine("j-0-0", "node", 0, "Running")
+    backend = SimpleNamespace(job=lambda job: {}, pods=lambda job: [pod], run_in=lambda pod, code: f"rank 0\n{HOSTILE}")
+    assert called(monkeypatch, backend, "stacks", "j") == 0  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "--- pod j-0-0\nrank 0\n]52;c;cm0=[2J31mtext\n"
+
+
+def test_json_of_an_object_cannot_command_the_terminal() -> None:
+    """JSON escapes only control characters below 32; a terminal obeys U+009B as it obeys ESC [."""
+    written = document({"a": HOSTILE + "größe"}, "json")
+    assert json.loads(written) == {"a": HOSTILE + "größe"} and "größe" in written
+    assert printable(written) == written, "nothing to drop"
+
+
+def test_a_manifest_that_is_refused_by_run_cannot_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text('apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: a}\nspec: {"fi\\e[31m": 1}\n')
+    assert main(["run", str(path)]) == 2
+    printed = capsys.readouterr().err
+    assert "fi[31m" in printed and "\x1b" not in printed

@@ -249,3 +249,10 @@ def test_the_screen_draws_the_steps_per_second_of_a_job_that_counts_no_samples(r
         console.print(screen.frame(ProcessBackend().job("j"), [], utc_now()))
     [line] = [line for line in console.export_text().splitlines() if "2 steps/s" in line]
     assert line.split() == ["speed", "2", "steps/s", "▁█"]
+
+
+@pytest.mark.parametrize("step", [10**4000, -(10**4000), 2**63, True])
+def test_a_step_beyond_64_bits_is_no_step(step: int) -> None:
+    series = read_metrics(f"{row('start', step)}\n{row('step', step, loss=0.5)}\n{row('eval', step, accuracy=0.5)}")
+    assert series.steps == series.evaluations == {} and series.starts == [0]
+    assert not series.after_last_loss()

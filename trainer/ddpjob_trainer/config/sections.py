@@ -60,13 +60,13 @@ class DataConfig:
 
     name: str = "digits"
     """digits: 1797 real images of 8x8 pixels that ship with scikit-learn. cifar10, cifar100: the folders that the
-    official archives unpack to (python or binary version). imagefolder: train/ and val/ with one folder of images
-    per class. shards: train/ and val/ with tar files of KEY.jpg and KEY.cls (WebDataset's layout), as `python -m
-    ddpjob_trainer shards` makes them. shapes: ten classes of shapes, generated, 16x16 pixels in colour, the same on any
-    machine; hard enough to compare recipes. synthetic: a pattern per class and noise, generated; easy, of any shape.
-    Or package.module:function of your own, which is called with data.dir (a Path, or None) and returns (train, test)
-    or (train, test, classes): each set a torch Dataset with a length, or a pair of arrays (inputs, targets); targets
-    are class numbers, or float values."""
+    official archives unpack to; prefer the binary version, which needs no pickle, to the python version. imagefolder:
+    train/ and val/ with one folder of images per class. shards: train/ and val/ with tar files of KEY.jpg and KEY.cls
+    (WebDataset's layout), as `python -m ddpjob_trainer shards` makes them. shapes: ten classes of shapes, generated,
+    16x16 pixels in colour, the same on any machine; hard enough to compare recipes. synthetic: a pattern per class
+    and noise, generated; easy, of any shape. Or package.module:function of your own, which is called with data.dir (a
+    Path, or None) and returns (train, test) or (train, test, classes): each set a torch Dataset with a length, or a
+    pair of arrays (inputs, targets); targets are class numbers, or float values."""
     dir: Path | None = field(default=None, metadata=from_env("DDPJOB_DATA_DIR"))
     """Folder of the data set (not needed for digits, shapes and synthetic)."""
     url: str | None = None
@@ -137,7 +137,8 @@ class DataConfig:
     random crops (data.augment=false)."""
     corrupt: Corrupt = Corrupt.SKIP
     """imagefolder, shards: an image that cannot be decoded is named and has weight zero (skip), or ends the training
-    (stop)."""
+    (stop). Formats are JPEG, PNG, WebP, BMP, GIF, TIFF and PPM; an image of more than 178,956,970 pixels or 1 GiB is
+    not decoded."""
     corrupt_limit: float = 0.01
     """imagefolder, shards: training ends when a larger share of the training images than this could not be decoded in
     an epoch, or of the test images in an evaluation."""
