@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import runpy
 import shutil
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -433,3 +435,32 @@ def test_the_security_page_has_every_right_to_write() -> None:
                 assert re.search(named.get(resource, resource), text, re.IGNORECASE), resource
             if "patch" in rule["verbs"]:
                 assert re.search(rf"patch (and delete )?{resource}", text, re.IGNORECASE), resource
+
+
+PACKAGE = runpy.run_path(str(CHART.parents[1] / "scripts" / "package_chart.py"))["package"]
+DIGEST = f"sha256:{'0123456789abcdef' * 4}"
+
+
+@needs_helm
+def test_the_chart_of_a_release_runs_the_image_of_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(str(HELM)).parent}:/usr/bin:/bin")
+    PACKAGE(DIGEST, tmp_path)
+    [packed] = tmp_path.glob("ddpjob-operator-*.tgz")
+    words = [str(HELM), "template", "mine", str(packed), "--set", "key.existingSecret=given,dashboard.enabled=true"]
+    rendered = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    deployments = [body for body in yaml.safe_load_all(rendered) if body and body["kind"] == "Deployment"]
+    images = [body["spec"]["template"]["spec"]["containers"][0]["image"] for body in deployments]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert images == [f"{values['image']['repository']}:{version}@{DIGEST}"] * 2
+    with tarfile.open(packed) as archive:
+        taken = archive.extractfile("ddpjob-operator/values.yaml")
+        assert taken is not None
+        assert yaml.safe_load(taken) == {**values, "image": {**values["image"], "digest": DIGEST}}
+
+
+@pytest.mark.parametrize("digest", ["", "sha256:12", f"{DIGEST}\n", DIGEST.upper()])
+def test_a_text_that_is_not_a_digest_is_not_packaged(digest: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="not the digest of an image; write sha256: and 64 hexadecimal digits"):
+        PACKAGE(digest, tmp_path)
+    assert not list(tmp_path.iterdir())
