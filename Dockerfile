@@ -1,26 +1,20 @@
-# Two images: `docker build --target operator .` and `docker build --target trainer .` (buildah builds them as well).
+# Two images: `docker build --target operator .` and `docker build --target trainer .` (buildah builds them as well, with a
+# BASE_IMAGE).
+# All packages come from the lock files in locks/, with the hash of each file; `make locks` renews them.
 # BASE_IMAGE: a Debian-like image with python3 >= 3.11 and its venv module. TORCH_INDEX_URL: the index of torch instead of
-# the default one, for instance with wheels for another accelerator, or for the CPU only (a tenth of the size).
-ARG BASE_IMAGE=python:3.12-slim
+# the default one, for instance with wheels for another accelerator, or for the CPU only (a tenth of the size). From such an
+# index the locked versions of torch and torchvision are installed, and what they need, without hashes.
+ARG BASE_IMAGE=base
 
-# --- requirements: each image's third-party packages, taken from pyproject.toml, so that the layers that install them
-# depend on these lists only.
-FROM ${BASE_IMAGE} AS requirements
-WORKDIR /requirements
-COPY pyproject.toml .
-RUN python3 -c "import pathlib, tomllib; \
-    project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = project['optional-dependencies']; \
-    chosen = lambda *names: project['dependencies'] + [r for n in names for r in extras[n] if not r.startswith('ddpjob[')]; \
-    write = lambda name, lines: pathlib.Path(name).write_text('\n'.join(lines) + '\n'); \
-    write('operator.txt', chosen('operator', 'cli')); \
-    write('trainer.txt', chosen('trainer', 's3')); \
-    write('torch.txt', [r for r in chosen('trainer') if r.startswith('torch')])" \
- && rm pyproject.toml
+# --- base: a stage, because Dependabot raises what a FROM names, and nothing else. A release needs its digest
+# (scripts/release_notes.py).
+FROM python:3.12-slim AS base
 
 # --- code: this repository's packages as a wheel.
 FROM ${BASE_IMAGE} AS code
-RUN python3 -m venv /opt/build && /opt/build/bin/pip install --no-cache-dir "setuptools>=77" wheel
+COPY locks/build.txt /locks/
+RUN python3 -m venv /opt/build \
+ && /opt/build/bin/pip install --no-cache-dir --no-deps --only-binary=:all: --require-hashes -r /locks/build.txt
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY charts/ddpjob-operator/crds charts/ddpjob-operator/crds
@@ -33,11 +27,12 @@ RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels 
 # operator's imports is compiled here. The synchronous API classes of the client (24 MB) are removed, but not its models:
 # the operator uses asyncio only.
 FROM ${BASE_IMAGE} AS operator-build
-COPY --from=requirements /requirements/operator.txt /requirements/
+COPY locks/operator.txt /locks/
 RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/build \
- && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-compile -r /requirements/operator.txt
+ && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-compile --no-deps --only-binary=:all: \
+    --require-hashes -r /locks/operator.txt
 COPY --from=code /wheels /wheels
-RUN /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-compile --no-deps /wheels/*.whl \
+RUN /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-compile --no-deps --no-index /wheels/*.whl \
  && rm -r /opt/venv/lib/python3*/site-packages/kubernetes/client/api \
  && /opt/venv/bin/python -c "import ddpjob.controller.main, ddpjob.dashboard.__main__"
 
@@ -64,13 +59,18 @@ RUN apt-get update \
 ARG TORCH_INDEX_URL=
 # Else what pip downloads stays in the image beside what it installs: gigabytes. Empty where a folder is mounted there.
 ARG PIP_NO_CACHE_DIR=1
-COPY --from=requirements /requirements/torch.txt /requirements/
+COPY locks/torch.txt /locks/
 RUN python3 -m venv /opt/venv \
- && /opt/venv/bin/pip install --no-compile ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} -r /requirements/torch.txt \
+ && if [ -z "${TORCH_INDEX_URL}" ]; then \
+      /opt/venv/bin/pip install --no-compile --no-deps --only-binary=:all: --require-hashes -r /locks/torch.txt; \
+    else \
+      /opt/venv/bin/pip install --no-compile --only-binary=:all: --index-url "${TORCH_INDEX_URL}" \
+        $(grep -oE '^torch(vision)?==[0-9.]+' /locks/torch.txt); \
+    fi \
  && rm -f /opt/venv/lib/python3*/site-packages/triton/backends/nvidia/lib/cupti*/*.a \
  && /opt/venv/bin/python -m compileall -q -j 0 -x '/tests?/' /opt/venv/lib
-COPY --from=requirements /requirements/trainer.txt /requirements/
-RUN /opt/venv/bin/pip install --no-compile -r /requirements/trainer.txt \
+COPY locks/trainer.txt /locks/
+RUN /opt/venv/bin/pip install --no-compile --no-deps --only-binary=:all: --require-hashes -r /locks/trainer.txt \
  && /opt/venv/bin/python -m compileall -q -j 0 -x '/tests?/' /opt/venv/lib
 # torch.compile names its cache folder after the user, so it needs a name. Group 0 may write, for platforms that choose
 # the user ID.

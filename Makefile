@@ -10,6 +10,7 @@
 #   make matrix       the runtime's tests on every Python from 3.9 and torch from 2.6 that this machine can get;
 #                     MATRIX="--python=3.9 --torch=none" chooses rows, MATRIX=--all takes every pair and all tests
 #   make lint         ruff, mypy, import-linter
+#   make locks        renew the lock files, by which CI (LOCKED=1), the images and the release install
 #   make docs         the documentation as a site in build/site, links checked; no network
 #   make cluster-up   start the test cluster, or find it running; prints how to use it (root, Go)
 #   make cluster-down
@@ -18,6 +19,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # An index of smaller torch wheels (CPU only), where one can be reached.
 TORCH_INDEX_URL ?=
+# 1: the versions and hashes of locks/dev.txt, as in CI. Otherwise the newest that pyproject.toml allows.
+LOCKED ?=
 # More of pytest's options, for instance: make test PYTEST=--durations=20
 PYTEST ?=
 # Options of make matrix.
@@ -31,13 +34,16 @@ CLUSTERS ?= 3
 # environment forbids to write it, each process would compile what it imports, which doubles the time that torch takes.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL = $(VENV)/bin/python scripts/install.py
+# uv checks the hashes of a constraint, too. pip refuses a checkout beside hashes, so nothing is installed without uv.
+LOCK = $(if $(LOCKED),--constraint locks/dev.txt)
+TORCH = $(if $(LOCKED),$(shell grep -oE '^torch(vision)?==[0-9.]+' locks/dev.txt),"torch>=2.6,<3" "torchvision>=0.21,<1")
 DEMO_READY = $(VENV)/.ddpjob-demo
 DEV_READY = $(VENV)/.ddpjob-dev
 IN_VENV = $(VENV)/bin/python -m
 TESTS = $(IN_VENV) pytest --dist=loadfile $(PYTEST)
 TESTCLUSTER = PYTHONPATH=tests:tests/cluster $(IN_VENV) testcluster
 
-.PHONY: help demo unit test-local test-cluster test test-gpu matrix lint docs cluster-up cluster-down demo-cluster
+.PHONY: help demo unit test-local test-cluster test test-gpu matrix lint locks docs cluster-up cluster-down demo-cluster
 
 help:
 	@sed -n '/^[^#]/q; s/^# \{0,1\}//p' Makefile
@@ -81,6 +87,10 @@ lint: $(DEV_READY)
 	$(IN_VENV) mypy operator/ddpjob runtime/ddpjob_runtime runtime/ddpjob_report runtime/ddpjob_bucket trainer/ddpjob_trainer
 	$(VENV)/bin/lint-imports
 
+# uv is in the environment when anything has been installed there.
+locks: $(DEV_READY)
+	$(IN_VENV) scripts.lock
+
 # Not --quiet: it would swallow the warnings that --strict counts. The variable silences a notice of the theme about its successor.
 docs: $(DEV_READY)
 	NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict
@@ -101,12 +111,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(DEMO_READY): pyproject.toml | $(VENV)/bin/python
-	@if [ -n "$(TORCH_INDEX_URL)" ]; then set -x; $(INSTALL) --index-url "$(TORCH_INDEX_URL)" "torch>=2.6,<3" "torchvision>=0.21,<1"; fi
-	$(INSTALL) -e ".[cli,trainer]"
+	@if [ -n "$(TORCH_INDEX_URL)" ]; then set -x; $(INSTALL) --index-url "$(TORCH_INDEX_URL)" $(TORCH); fi
+	$(INSTALL) $(LOCK) -e ".[cli,trainer]"
 	@touch $@
 
 $(DEV_READY): pyproject.toml $(DEMO_READY)
-	$(INSTALL) -e ".[dev]"
+	$(INSTALL) $(LOCK) -e ".[dev]"
 	# The test cluster's pods see this environment read-only: what they import must have its bytecode already, or each start compiles it.
 	$(VENV)/bin/python -c 'import torch, torch._dynamo, torch.distributed.run, torch.utils.data, torchvision.models, deepspeed'
 	$(VENV)/bin/python -c 'import torch.distributed.fsdp, torch.distributed.pipelining, torch.distributed.rpc, sklearn.datasets, matplotlib.pyplot'

@@ -39,6 +39,12 @@ def problems(root: Path, tag: str, registry: str | None = None) -> list[str]:
         found.append(
             f"{CHART}/values.yaml: image.repository is {repository}, and this release pushes to {registry}/operator"
         )
+    base = re.search(r"^FROM (\S+) AS base$", (root / "Dockerfile").read_text(), flags=re.MULTILINE)
+    if base is None or "@sha256:" not in base[1]:
+        found.append(
+            "Dockerfile: the stage base names an image by a tag, which can move; write FROM IMAGE:TAG@DIGEST AS base,"
+            " with the digest that `docker buildx imagetools inspect IMAGE:TAG` shows first"
+        )
     heading, notes = _section(root, version)
     if not re.search(r" - \d{4}-\d{2}-\d{2}$", heading):
         found.append(f"CHANGELOG.md: needs a heading '## [{version}] - YYYY-MM-DD', not {heading or 'none'!r}")

@@ -109,7 +109,7 @@ def _horovod(ranks: int) -> str:
 
 def _deepspeed(ranks: int) -> str:
     if importlib.util.find_spec("deepspeed") is None:
-        return "DeepSpeed is not installed: pip install 'ddpjob[deepspeed]'"
+        return "DeepSpeed is not installed: pip install deepspeed"
     return _devices(ranks)
 
 

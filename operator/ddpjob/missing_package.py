@@ -1,8 +1,13 @@
-"""What a program says that lacks a package: `pip install ddpjob` brings the programs without their packages."""
+"""What a program says that lacks a package: the package `ddpjob` without extras brings only the programs themselves."""
 
 from __future__ import annotations
 
 import sys
+
+INSTALL = "pip install '.[{extra}]' in the checkout of DDPJob"
+"""How a user installs an extra. No index has the package yet, and its name is not reserved: whoever registers it would
+run code on the machine of each reader who installs it by name. After the first release this becomes "pip install
+'ddpjob[{extra}]'". Until then tests/unit/test_names.py finds every text that installs it by name."""
 
 
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:
@@ -11,4 +16,4 @@ def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str
         raise error
     if error.name.partition(".")[0] in sys.stdlib_module_names:
         return f"{program} runs on Linux and macOS, on Windows in WSL 2: this Python has no module {error.name}"
-    return f"{program} needs the package {error.name}: pip install 'ddpjob[{extra}]'"
+    return f"{program} needs the package {error.name}: {INSTALL.format(extra=extra)}"

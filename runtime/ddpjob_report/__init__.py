@@ -12,7 +12,7 @@
             save(folder / "snapshot.pt")  # of rank 0: ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)
             ddpjob_report.saved_and_leave()
 
-Job pods have it beside the runtime; elsewhere `pip install ddpjob` brings it. `ddpjob_report.huggingface`, `.lightning`
+Job pods have it beside the runtime; elsewhere the package `ddpjob` brings it. `ddpjob_report.huggingface`, `.lightning`
 and `.accelerate` do the same for those frameworks.
 """
 

@@ -50,6 +50,8 @@ class Release:
             f"image.tag={tag}",
             "--set",
             "image.pullPolicy=Never",
+            "--set",  # The test cluster has OpenShift's admission plugin on.
+            "rbac.deleteConfigMaps=true",
         )
         return helm(
             self.cluster,

@@ -14,7 +14,7 @@ from jobs import Jobs, Json, training_job
 from s3_server import program
 from testcluster import python_host
 
-pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+pytest.importorskip("obstore", reason="pip install obstore")
 PORT, BUCKET = 7070, "models"
 KEYS = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "a-secret-of-the-test"}
 

@@ -11,7 +11,7 @@ from jobs import SCRIPTS, Jobs, Json, job
 from s3_server import serving
 from test_buckets import BUCKET, KEYS, PORT, server
 
-obstore = pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+obstore = pytest.importorskip("obstore", reason="pip install obstore")
 SIZES = {"train/a.bin": 3_000_000, "train/b.bin": 70_000, "labels.txt": 100}
 
 

@@ -52,6 +52,8 @@ image:
   pullPolicy: Always
 updateStrategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 1}}
 isolation: {metricsFrom: [{namespaceSelector: {matchLabels: {team: monitoring}}}]}
+networkPolicy: {enabled: true}
+rbac: {deleteConfigMaps: true}
 extraEnv: [{name: HTTPS_PROXY, value: "http://proxy:3128"}]
 imagePullSecrets: [{name: registry}]
 replicas: 2
@@ -115,6 +117,9 @@ def test_every_value_arrives(cluster: Cluster, every_value: Path) -> None:
     assert {"name": "HTTPS_PROXY", "value": "http://proxy:3128"} in operator["env"]
     (budget,) = of_kind(documents, "PodDisruptionBudget")
     assert budget["spec"]["selector"] == deployment["spec"]["selector"]
+    (policy,) = of_kind(documents, "NetworkPolicy")
+    assert policy["spec"]["podSelector"] == deployment["spec"]["selector"]
+    assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": 9191}]
     assert operator["imagePullPolicy"] == "Always"
     assert operator["resources"] == {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
     environment = {variable["name"]: variable for variable in operator["env"]}
@@ -286,7 +291,14 @@ ALLOWED = {
     "ddpjobs.ddpjob.io/status": {"update"},
     "pods": {"get", "list", "watch", "create", "delete", "patch"},
     "services": {"get", "list", "watch", "create"},
-    "configmaps": {"get", "list", "watch", "create", "patch", "delete"},  # delete: to change owners
+    "configmaps": {
+        "get",
+        "list",
+        "watch",
+        "create",
+        "patch",
+        "delete",
+    },  # delete: for OpenShift's plugin, which is on
     "secrets": {"create"},
     "networkpolicies.networking.k8s.io": {"get", "list", "watch", "create"},
     "poddisruptionbudgets.policy": {"get", "list", "watch", "create"},

@@ -15,7 +15,7 @@ from ranks import final_losses, metrics
 from s3_server import BUCKET, Server, SlowLine, serving
 from strategy_jobs import held
 
-pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+pytest.importorskip("obstore", reason="pip install obstore")
 STEPS = 60
 
 

@@ -13,7 +13,7 @@ import pytest
 from process_harness import FAST, SCRIPTS, Json, Machine, Run, manifest
 from s3_server import BUCKET, Server, SlowLine, serving
 
-pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+pytest.importorskip("obstore", reason="pip install obstore")
 SCRIPT = str(SCRIPTS / "process_data.py")
 
 

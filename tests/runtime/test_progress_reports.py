@@ -388,7 +388,7 @@ def test_a_copy_is_reported_when_it_is_there_and_not_with_the_next_step(
     job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reports: str
 ) -> None:
     """Of a script that hangs, or has ended, the newest copy was not shown."""
-    pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+    pytest.importorskip("obstore", reason="pip install obstore")
     folder = tmp_path / "pod"
     folder.mkdir()
     own = {"DDPJOB_CHECKPOINT_DIR": str(folder), "DDPJOB_CHECKPOINT_URL": f"file://{tmp_path / 'store'}", "RANK": "0"}

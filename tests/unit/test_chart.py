@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import runpy
 import shutil
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +163,8 @@ def test_a_class_arrives_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     "name", ["image.repository", "replicas", "shards", "workers", "logLevel", "healthPort", "metrics.port",
              "metrics.rules.runbooks", "dashboard.port", "dashboard.apiServerPorts", "image", "notify", "metrics",
-             "metrics.podMonitor", "metrics.podMonitor.interval", "metrics.serviceMonitor.interval", "queues"],
+             "metrics.podMonitor", "metrics.podMonitor.interval", "metrics.serviceMonitor.interval", "queues",
+             "networkPolicy", "rbac"],
 )  # fmt: skip
 def test_another_value_that_is_missing_is_named(name: str) -> None:
     """Else `replicas:` would mean no replica, and `apiServerPorts:` all ports."""
@@ -177,6 +180,10 @@ def test_another_value_that_is_missing_is_named(name: str) -> None:
         ("metrics.port=8080", "metrics.port: 8080 is healthPort, too"),
         ("healthPort=9090", "metrics.port: 9090 is healthPort, too"),
         ("metrics.port=0,metrics.rules.enabled=true", "metrics.rules.enabled: metrics.port is 0"),
+        (
+            "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true",
+            "networkPolicy.enabled: isolation.metricsFrom is empty",
+        ),
         ("nodeHealth.conditions={GpuUnhealthy=True,Re*=True}", "a healthy node has Ready=True, which Re*=True matches"),
         ("nodeHealth.conditions={MemoryPressure=False}", "a healthy node has MemoryPressure=False"),
     ],
@@ -375,13 +382,43 @@ def test_no_page_upgrades_without_the_values_of_the_new_chart() -> None:
 
 
 @needs_helm
+@pytest.mark.parametrize("delete", [None, False, True])
 @pytest.mark.parametrize(("values", "kind"), [("queues.kueue=true", "ClusterRole"), ("watchNamespaces={one}", "Role")])
-def test_whoever_changes_owners_may_delete(values: str, kind: str) -> None:
-    """OpenShift refuses each job of a namespace but the first else: OwnerReferencesPermissionEnforcement is on."""
-    rendered = yaml.safe_load_all(template("--set", f"key.existingSecret=given,{values}"))
+def test_the_operator_may_delete_config_maps_only_where_the_values_say_so(
+    values: str, kind: str, delete: bool | None
+) -> None:
+    """OpenShift's OwnerReferencesPermissionEnforcement requires that right from whoever adds an owner."""
+    chosen = "" if delete is None else f",rbac.deleteConfigMaps={str(delete).lower()}"
+    rendered = yaml.safe_load_all(template("--set", f"key.existingSecret=given,{values}{chosen}"))
     (role,) = [b for b in rendered if b and (b["kind"], b["metadata"]["name"]) == (kind, "ddpjob-operator")]
     (verbs,) = [rule["verbs"] for rule in role["rules"] if rule["resources"] == ["configmaps"]]
-    assert {"patch", "delete"} <= set(verbs)
+    assert verbs == ["get", "list", "watch", "create", "patch", *(["delete"] if delete else [])]
+
+
+def operators_policy(*values: str) -> dict[str, Any] | None:
+    """The spec of the NetworkPolicy that the chart renders for the operator's pods."""
+    words = (word for value in values for word in ("--set-json" if "[" in value else "--set", value))
+    found = yaml.safe_load_all(template("--set", "key.existingSecret=given,dashboard.enabled=true", *words))
+    policies = [o for o in found if o and (o["kind"], o["metadata"]["name"]) == ("NetworkPolicy", "mine-operator")]
+    return policies[0]["spec"] if policies else None
+
+
+@needs_helm
+def test_the_operators_pods_are_reached_by_the_metrics_peers_alone() -> None:
+    peer = '[{"podSelector": {"matchLabels": {"app": "prometheus"}}}]'
+    admitted = (f"isolation.metricsFrom={peer}", "networkPolicy.enabled=true")
+    assert operators_policy() is None, "off unless it is asked for"
+    assert operators_policy(*admitted, "metrics.port=9999") == {
+        "podSelector": {
+            "matchLabels": {"app.kubernetes.io/name": "ddpjob-operator", "app.kubernetes.io/instance": "mine"}
+        },
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": json.loads(peer), "ports": [{"protocol": "TCP", "port": 9999}]}],
+    }
+    for closed in (("networkPolicy.enabled=true",), (*admitted, "metrics.port=0")):
+        policy = operators_policy(*closed)
+        # No empty list, which the API server does not keep: tools that compare would see a change at each look.
+        assert policy is not None and "ingress" not in policy and policy["policyTypes"] == ["Ingress"]
 
 
 @needs_helm
@@ -398,3 +435,32 @@ def test_the_security_page_has_every_right_to_write() -> None:
                 assert re.search(named.get(resource, resource), text, re.IGNORECASE), resource
             if "patch" in rule["verbs"]:
                 assert re.search(rf"patch (and delete )?{resource}", text, re.IGNORECASE), resource
+
+
+PACKAGE = runpy.run_path(str(CHART.parents[1] / "scripts" / "package_chart.py"))["package"]
+DIGEST = f"sha256:{'0123456789abcdef' * 4}"
+
+
+@needs_helm
+def test_the_chart_of_a_release_runs_the_image_of_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(str(HELM)).parent}:/usr/bin:/bin")
+    PACKAGE(DIGEST, tmp_path)
+    [packed] = tmp_path.glob("ddpjob-operator-*.tgz")
+    words = [str(HELM), "template", "mine", str(packed), "--set", "key.existingSecret=given,dashboard.enabled=true"]
+    rendered = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    deployments = [body for body in yaml.safe_load_all(rendered) if body and body["kind"] == "Deployment"]
+    images = [body["spec"]["template"]["spec"]["containers"][0]["image"] for body in deployments]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert images == [f"{values['image']['repository']}:{version}@{DIGEST}"] * 2
+    with tarfile.open(packed) as archive:
+        taken = archive.extractfile("ddpjob-operator/values.yaml")
+        assert taken is not None
+        assert yaml.safe_load(taken) == {**values, "image": {**values["image"], "digest": DIGEST}}
+
+
+@pytest.mark.parametrize("digest", ["", "sha256:12", f"{DIGEST}\n", DIGEST.upper()])
+def test_a_text_that_is_not_a_digest_is_not_packaged(digest: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="not the digest of an image; write sha256: and 64 hexadecimal digits"):
+        PACKAGE(digest, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -10,6 +10,29 @@ STAGES = {
     stage.splitlines()[0].rpartition(" AS ")[2]: stage
     for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
 }
+INSTALLS = re.findall(r"pip (?:\S+ )*?install [^&;\n]*", DOCKERFILE)
+
+
+def test_images_install_by_hash_and_build_nothing_but_the_project() -> None:
+    """But for torch from an index of the builder's own choice, whose files no lock file can know."""
+    from_an_index = [install for install in INSTALLS if "--no-index" not in install]
+    own_index = [install for install in from_an_index if "--index-url" in install]
+    by_hash = [install for install in from_an_index if "--require-hashes" in install]
+    assert sorted(own_index + by_hash) == sorted(from_an_index) and len(own_index) == 1
+    assert [install for install in from_an_index if "--only-binary=:all:" not in install] == []
+    assert {lock for install in by_hash for lock in re.findall(r"-r /locks/(\S+)", install)} == {
+        "build.txt",
+        "operator.txt",
+        "torch.txt",
+        "trainer.txt",
+    }
+    assert all("--no-build-isolation" in wheel for wheel in re.findall(r"pip wheel [^&;\n]*", DOCKERFILE))
+
+
+def test_the_base_image_is_named_where_dependabot_looks() -> None:
+    """It reads FROM lines and resolves no ARG in them."""
+    assert re.match(r"\S+:\S+ AS base\n", STAGES["base"]) and "ARG BASE_IMAGE=base\n" in DOCKERFILE
+    assert {stage.partition(" ")[0] for name, stage in STAGES.items() if name != "base"} == {"${BASE_IMAGE}"}
 
 
 def test_no_download_of_pip_stays_in_an_image() -> None:

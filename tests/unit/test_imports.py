@@ -8,6 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import grimp
 import pytest
+from ddpjob.missing_package import INSTALL
 
 
 def order(package: str, *more: tuple[str, str]) -> None:
@@ -54,5 +55,5 @@ def test_what_a_program_needs_is_named_with_its_extra(package: str, program: str
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WITHOUT, package, program], capture_output=True, text=True, check=False
     )
-    said = f"{program} needs the package {package}: pip install 'ddpjob[{extra}]'"
+    said = f"{program} needs the package {package}: {INSTALL.format(extra=extra)}"
     assert ran.returncode and ran.stderr.strip().removeprefix("error: ") == said, ran.stderr

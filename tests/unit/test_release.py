@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import tomllib
@@ -31,18 +32,22 @@ CHANGELOG = """\
 ## [9.8.6] - 2026-12-01
 """
 REGISTRY = "ghcr.io/ddpjob"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+DIGEST = f"@sha256:{'0' * 64}"
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the files that carry the version, with 9.8.7 in all of them."""
-    for name in ("pyproject.toml", CHART, VALUES):
+    for name in ("pyproject.toml", "Dockerfile", CHART, VALUES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     replace(tmp_path / "pyproject.toml", f'\nversion = "{version}"', '\nversion = "9.8.7"')
     replace(tmp_path / CHART, f"\nversion: {version}", "\nversion: 9.8.7")
     replace(tmp_path / CHART, f'appVersion: "{version}"', 'appVersion: "9.8.7"')
+    dockerfile = re.sub(r"^FROM ([^\s@]+)\S* AS base$", rf"FROM \1{DIGEST} AS base", DOCKERFILE, flags=re.MULTILINE)
+    (tmp_path / "Dockerfile").write_text(dockerfile)
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
     return tmp_path
 
@@ -65,6 +70,7 @@ def test_the_notes_are_the_section_of_the_version(checkout: Path) -> None:
         (CHART, "\nversion: 9.8.7", "\nversion: 9.8.6", "version is 9.8.6"),
         (CHART, 'appVersion: "9.8.7"', 'appVersion: "1"', "appVersion is 1"),
         (VALUES, REGISTRY, "ghcr.io/other", "image.repository is ghcr.io/other/operator"),
+        ("Dockerfile", DIGEST, "", "write FROM IMAGE:TAG@DIGEST AS base"),
         ("CHANGELOG.md", "2026-12-24", "unreleased", "needs a heading '## [9.8.7] - YYYY-MM-DD'"),
         ("CHANGELOG.md", "## [9.8.7]", "## [9.8.8]", "needs a heading"),
         ("CHANGELOG.md", "### Added\n\n- Snow, in\n  large flakes.\n- Ice.\n", "", "no text under"),
@@ -83,7 +89,7 @@ def test_other_tags_are_refused(checkout: Path, tag: str) -> None:
 
 
 def test_the_version_in_the_repository_is_one_and_has_a_section() -> None:
-    """At any time, not only on the day of a release: only the date may still be missing."""
+    """At any time, not only on the day of a release: only the date and the base image's digest may be missing."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert [p for p in SCRIPT["problems"](ROOT, f"v{version}", REGISTRY) if "YYYY-MM-DD" not in p] == []
+    assert [p for p in SCRIPT["problems"](ROOT, f"v{version}", REGISTRY) if not re.search("YYYY-MM-DD|DIGEST", p)] == []
     assert SCRIPT["notes"](ROOT, f"v{version}")

@@ -32,7 +32,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bucket:
-    pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+    pytest.importorskip("obstore", reason="pip install obstore")
     url = f"file://{tmp_path / 'store'}"
     monkeypatch.setenv("DDPJOB_CHECKPOINT_URL", url)
     start(monkeypatch, 0)

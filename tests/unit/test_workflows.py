@@ -17,7 +17,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MODULE = Path(__file__).parent / "actionlint"
 
 # A path of this repository: one of its top-level entries, then anything up to a space or a quote. Not in a URL.
-TOP = r"\.github|benchmarks|charts|docs|examples|operator|runtime|scripts|tests|trainer"
+TOP = r"\.github|benchmarks|charts|docs|examples|locks|operator|runtime|scripts|tests|trainer"
 PATH = re.compile(
     rf"(?<![\w/.:-])(?:\./)?((?:{TOP})/[\w./*-]+|pyproject\.toml|Dockerfile|CONTRIBUTING\.md|CHANGELOG\.md)"
 )
@@ -144,6 +144,12 @@ def test_dependabot_sees_every_folder_that_pins_something() -> None:
     assert {path.parent for path in ROOT.glob("tests/**/go.mod")} <= watched
 
 
+def test_dependabot_waits_for_a_week() -> None:
+    """A poisoned release is mostly found within days."""
+    updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
+    assert [update["cooldown"]["default-days"] for update in updates] == [7] * 5
+
+
 def test_pre_commit_runs_the_same_actionlint() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     [pinned] = [repo["rev"] for repo in hooks if repo["repo"].endswith("/actionlint")]
@@ -153,7 +159,137 @@ def test_pre_commit_runs_the_same_actionlint() -> None:
 def test_a_release_of_an_owner_with_capitals_pushes_to_names_without() -> None:
     """Else it ends with "repository name must be lowercase" after all tests."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
-    for name in ("image", "chart"):
+    for name in ("image", "publish"):
         steps = [text for step in jobs[name]["steps"] for text in texts(step)]
         first = next(number for number, text in enumerate(steps) if "REGISTRY" in text)
         assert steps[first] == 'echo "REGISTRY=${REGISTRY,,}" >> "$GITHUB_ENV"'
+
+
+RELEASE = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+READ = {"contents": "read"}
+RIGHTS = {
+    "ci": READ,
+    "notes": READ,
+    "package": READ,
+    "image": {"contents": "read", "packages": "write"},
+    "chart": READ,
+    "publish": {"packages": "write", "id-token": "write", "attestations": "write"},
+    "pypi": {"id-token": "write"},
+    "release": {"contents": "write"},
+    "verify": {"contents": "read", "packages": "read", "attestations": "read"},
+}
+
+
+def script_of(job: str, step: str) -> str:
+    """The commands of a named step."""
+    [found] = [one["run"] for one in RELEASE[job]["steps"] if one.get("name") == step]
+    return str(found)
+
+
+def test_each_job_of_a_release_has_its_rights_and_no_more() -> None:
+    assert {name: job.get("permissions", READ) for name, job in RELEASE.items()} == RIGHTS
+
+
+def test_a_second_person_can_be_required_for_all_that_publishes() -> None:
+    """The environment's settings ask for a reviewer."""
+    writing = {name for name, rights in RIGHTS.items() if "write" in rights.values()}
+    assert {name for name, job in RELEASE.items() if job.get("environment") == "release"} == writing
+
+
+def test_no_job_with_an_identity_runs_the_project_s_code() -> None:
+    """A dependency that the build runs could sign or attest whatever it likes."""
+    for name, rights in RIGHTS.items():
+        code = [
+            text
+            for text in texts(RELEASE[name])
+            if re.search(r"actions/checkout|pip install|scripts/|build-push", text)
+        ]
+        assert not (code and "id-token" in rights), f"{name}: {code}"
+    assert "actions/checkout" in str(RELEASE["package"]) and "python -m build --no-isolation" in str(RELEASE["package"])
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_no_workflow_installs_what_no_lock_file_names(workflow: Path) -> None:
+    installs = re.findall(r"^.*\b(?:pip3?|uv|pipx) install\b.*$", workflow.read_text(), flags=re.MULTILINE)
+    assert [line for line in installs if not re.search(r"--require-hashes .*-r locks/\w+\.txt", line)] == []
+    assert len(installs) == (2 if workflow.stem == "release" else 0)
+
+
+def git(folder: Path, *words: str) -> None:
+    settings = ["-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "init.defaultBranch=main"]
+    subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_tag_beside_main_is_not_released(tmp_path: Path) -> None:
+    origin, checkout = tmp_path / "origin", tmp_path / "checkout"
+    origin.mkdir()
+    git(origin, "init")
+    for words in (["commit", "--allow-empty", "-m", "a"], ["tag", "v1.0.0"], ["commit", "--allow-empty", "-m", "b"],
+                  ["switch", "-c", "other"], ["commit", "--allow-empty", "-m", "c"], ["tag", "v2.0.0"]):  # fmt: skip
+        git(origin, *words)
+    git(tmp_path, "clone", str(origin), "checkout")
+    said = {}
+    for tag in ("v1.0.0", "v2.0.0"):
+        git(checkout, "checkout", tag)
+        command = ["bash", "-e", "-c", script_of("notes", "The tag's commit is on main")]
+        ended = subprocess.run(
+            command, cwd=checkout, env={**os.environ, "GITHUB_REF_NAME": tag}, capture_output=True, text=True
+        )
+        said[tag] = ended.returncode, ended.stdout
+    assert said["v1.0.0"] == (0, "")
+    assert said["v2.0.0"] == (1, "::error::v2.0.0 is not on main; merge its commit first, then tag it there\n")
+
+
+STAND_IN = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$LOG"
+case "$*" in *"$FAILS"*) exit 1;; esac
+case "$*" in
+*"release download"*)
+  mkdir -p "${7}" && touch "${7}/ddpjob-1.2.3.whl"
+  echo bill | tee "${7}/sbom-operator.json" > "${7}/sbom-trainer.json";;
+*imagetools*) echo bill;;
+esac
+"""
+
+
+def verified(tmp_path: Path, fails: str = "nothing fails") -> tuple[int, list[str]]:
+    """Run the workflow's verification with stand-ins for its programs, which fail where a command has `fails` in it."""
+    for name in ("cosign", "gh", "docker"):
+        (tmp_path / name).write_text(STAND_IN)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "verify-a-release.md", tmp_path / "docs")
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), "FAILS": fails,
+        "GITHUB_REF_NAME": "v1.2.3", "GITHUB_REPOSITORY": "Acme/ddpjob", "REGISTRY": "ghcr.io/Acme",
+    }  # fmt: skip
+    command = ["bash", "-e", "-o", "pipefail", "-c", script_of("verify", "Verify")]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    return ended.returncode, (tmp_path / "log").read_text().splitlines()
+
+
+def test_a_release_is_verified_by_the_commands_of_the_page(tmp_path: Path) -> None:
+    code, ran = verified(tmp_path)
+    identity = "https://github.com/Acme/ddpjob/.github/workflows/release.yml@refs/tags/v1.2.3"
+    issuer = "https://token.actions.githubusercontent.com"
+    expected = []
+    for name in ("operator", "trainer", "charts/ddpjob-operator"):
+        image = f"ghcr.io/acme/{name}:1.2.3"
+        expected += [
+            f"cosign verify {image} --certificate-identity {identity} --certificate-oidc-issuer {issuer}",
+            f"gh attestation verify oci://{image} --repo Acme/ddpjob --cert-identity {identity}",
+        ]
+    expected += ["gh release download v1.2.3 --repo Acme/ddpjob --dir ddpjob-1.2.3"]
+    for file in ("ddpjob-1.2.3.whl", "sbom-operator.json", "sbom-trainer.json"):
+        expected += [f"gh attestation verify ddpjob-1.2.3/{file} --repo Acme/ddpjob --cert-identity {identity}"]
+    bills = [
+        f"docker buildx imagetools inspect ghcr.io/acme/{name}:1.2.3 --format {{{{ json .SBOM }}}}"
+        for name in ("operator", "trainer")
+    ]
+    assert (code, ran) == (0, [*expected, *bills])
+    assert {"publish", "pypi", "release"} <= set(RELEASE["verify"]["needs"]), "what they verify is published by then"
+
+
+@pytest.mark.parametrize("fails", ["verify ghcr.io/acme/trainer", "oci://ghcr.io/acme/operator", ".whl", "inspect"])
+def test_what_cannot_be_verified_fails_the_release(tmp_path: Path, fails: str) -> None:
+    assert verified(tmp_path, fails)[0] != 0

@@ -16,7 +16,9 @@ from ddpjob_trainer.lifecycle.fast_start import uncollected
 
 _EXTRA = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklearn", "matplotlib", "rich", "psutil",
           "prometheus_client")  # fmt: skip
-"""What ddpjob[trainer] brings, as it is imported: an image may lack some."""
+"""What the extra `trainer` brings, as it is imported: an image may lack some."""
+_INSTALL = "pip install '.[trainer]' in the checkout of DDPJob"
+"""As ddpjob/missing_package.py says it, which the trainer cannot import."""
 
 
 def main() -> int:
@@ -43,7 +45,7 @@ def _main() -> int:
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
             raise
-        needs = f"ddpjob_trainer needs the package {error.name}: pip install 'ddpjob[trainer]'"
+        needs = f"ddpjob_trainer needs the package {error.name}: {_INSTALL}"
         raise _refused(ConfigError(needs)) from None
 
 

@@ -83,12 +83,11 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, watch, create]
-# Jobs of a namespace share the ConfigMap of the runtime: each adds itself to its owners. The operator deletes none, but
-# the admission plugin OwnerReferencesPermissionEnforcement (on in OpenShift) lets only those change an object's owners
-# who may delete it.
+# Jobs of a namespace share the ConfigMap of the runtime, and each adds itself to its owners by a patch. No resourceNames:
+# the names change with the runtime's version, and operators of two versions act in turn during an upgrade.
 - apiGroups: [""]
   resources: [configmaps]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch{{ if .Values.rbac.deleteConfigMaps }}, delete{{ end }}]
 # The jobs' tokens; the operator never reads a Secret.
 - apiGroups: [""]
   resources: [secrets]

@@ -713,7 +713,7 @@ def plot(place: Place, job: str, output: Path | None) -> int:
 
     From run/metrics.jsonl in the checkpoint folder, which the built-in trainer writes, and ddpjob_report.report with
     a `step`: on this machine at any time, on a cluster while a pod runs. Of a file above 8 MiB only the end is drawn,
-    and the command says so. A picture needs the package ddpjob[trainer] here.
+    and the command says so. A picture needs the extra `trainer` here.
 
     \b
     Example: ddpjob plot first

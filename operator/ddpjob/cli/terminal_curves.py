@@ -13,6 +13,7 @@ from pathlib import Path
 from ddpjob.client.backend import METRICS, METRICS_BYTES, Mistake
 from ddpjob.client.metric_series import MetricSeries, read_metrics
 from ddpjob.core.status.messages import count
+from ddpjob.missing_package import INSTALL
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 72, 8
@@ -90,7 +91,8 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
 def draw(text: str, job: str, output: Path) -> None:
     """Writes the picture that `python -m ddpjob_trainer plot` makes. Raises Mistake."""
     if importlib.util.find_spec("ddpjob_trainer") is None or importlib.util.find_spec("matplotlib") is None:
-        raise Mistake("a picture needs the package ddpjob[trainer]; without --output the curves are printed")
+        needed = INSTALL.format(extra="trainer")
+        raise Mistake(f"a picture needs the built-in trainer: {needed}; without --output the curves are printed")
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / job / METRICS  # the picture's title is the folder's name
         metrics.parent.mkdir(parents=True)

@@ -13,6 +13,7 @@ from ddpjob.api.job import GROUP, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import load_crd
 from ddpjob.client.api_server import ApiRefusal, ApiServer
+from ddpjob.missing_package import INSTALL
 
 SUPPORTED_MINOR = 29
 """Of Kubernetes 1, the oldest that the chart accepts."""
@@ -82,7 +83,9 @@ def _definition(api: ApiServer) -> Iterator[Check]:
     elif extra:
         shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
         yield Check(
-            False, f"definition {name} is newer than this client: {shown}", "upgrade the client: pip install -U ddpjob"
+            False,
+            f"definition {name} is newer than this client: {shown}",
+            f"upgrade the client: {INSTALL.format(extra='cli')}",
         )
     else:
         yield Check(True, f"definition {name} is that of this client")

@@ -15,7 +15,7 @@ from ddpjob_bucket import uploads as module
 from ddpjob_bucket.stored import discard
 from ranks import until
 
-obstore = pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+obstore = pytest.importorskip("obstore", reason="pip install obstore")
 
 
 @pytest.fixture(params=["memory", "local"])

@@ -20,7 +20,7 @@ from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.lifecycle.fence import Claim
 from slow_storage import Slow
 
-pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+pytest.importorskip("obstore", reason="pip install obstore")
 
 
 def snapshot(step: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ddpjob_trainer.lifecycle.fence import Claim
 from ranks import until
 from slow_storage import Slow
 
-pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+pytest.importorskip("obstore", reason="pip install obstore")
 MARK = "0000abcd"
 PART = "__0_0.distcp"
 

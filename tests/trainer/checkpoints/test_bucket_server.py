@@ -18,7 +18,7 @@ from ranks import TINY, final_losses, finish, metrics, until
 from ranks import start as start_ranks
 from s3_server import BUCKET, Server, SlowLine, serving
 
-pytest.importorskip("obstore", reason="pip install 'ddpjob[s3]'")
+pytest.importorskip("obstore", reason="pip install obstore")
 URL = f"s3://{BUCKET}/runs/one"
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ddpjob.missing_package import INSTALL
 from ddpjob_trainer import config
 from ddpjob_trainer.commands import dispatch
 from ddpjob_trainer.config import loader, other_names
@@ -295,7 +296,7 @@ def test_torch_is_imported_for_nothing_but_training(tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stderr[:28]) == (2, "error: argument: unknown key")
     lacks = ended(*TINY, f"checkpoint.dir={tmp_path}", PYTHONPATH=path)
     assert lacks.returncode == 2
-    assert lacks.stderr == "error: ddpjob_trainer needs the package torch: pip install 'ddpjob[trainer]'\n"
+    assert lacks.stderr == f"error: ddpjob_trainer needs the package torch: {INSTALL.format(extra='trainer')}\n"
 
 
 @pytest.mark.parametrize("command", dispatch.COMMANDS)

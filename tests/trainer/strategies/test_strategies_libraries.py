@@ -68,7 +68,7 @@ def horovod() -> str:
 def deepspeed() -> None:
     """Imported once, here; forked ranks have it."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'ddpjob[deepspeed]'")
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install deepspeed")
     importlib.import_module(
         "deepspeed.runtime.zero.muon.muon_optimizer"
     )  # Its engine asks for it, and it brings the compiler.
@@ -357,7 +357,7 @@ def test_one_rank_is_no_parameter_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"), [("horovod", "scripts/install_horovod.py"), ("deepspeed", "pip install 'ddpjob[deepspeed]'")]
+    ("name", "remedy"), [("horovod", "scripts/install_horovod.py"), ("deepspeed", "pip install deepspeed")]
 )
 def test_a_missing_library_is_named_with_how_to_get_it(name: str, remedy: str, tmp_path: Path) -> None:
     def without(rank: int) -> None:

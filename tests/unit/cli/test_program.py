@@ -1,4 +1,4 @@
-"""The program that `pip install ddpjob` brings, without the packages of ddpjob[cli]."""
+"""The program that the package without extras brings, without the packages of the extra `cli`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from ddpjob.cli import demo
+from ddpjob.missing_package import INSTALL
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
@@ -26,7 +27,7 @@ def test_what_to_install_is_named(
     monkeypatch.delitem(sys.modules, "ddpjob.cli.main", raising=False)
     monkeypatch.setitem(sys.modules, "click", None)
     assert program.load()() == 2
-    assert capsys.readouterr().err == "ddpjob needs the package click: pip install 'ddpjob[cli]'\n"
+    assert capsys.readouterr().err == f"ddpjob needs the package click: {INSTALL.format(extra='cli')}\n"
 
 
 @pytest.mark.parametrize("missing", ["jsonschema", "ddpjob.cli.gone"])
@@ -44,7 +45,7 @@ def test_a_package_that_is_imported_late(
             program.load()()
     else:
         assert program.load()() == 2
-        assert "jsonschema: pip install 'ddpjob[cli]'" in capsys.readouterr().err
+        assert f"jsonschema: {INSTALL.format(extra='cli')}" in capsys.readouterr().err
 
 
 def test_ctrl_c_while_it_starts_is_quiet(program: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> None:

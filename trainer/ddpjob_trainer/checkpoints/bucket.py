@@ -56,7 +56,7 @@ def open_bucket(config: CheckpointConfig) -> Bucket:
         return Bucket.open(config.url)
     except LibraryMissing:
         raise ConfigError(
-            f"checkpoint.url={config.url} needs the library obstore, which this image lacks; pip install 'ddpjob[s3]'"
+            f"checkpoint.url={config.url} needs the library obstore, which this image lacks; pip install obstore"
         ) from None
     except BucketError as error:
         raise ConfigError(f"checkpoint.url={error}") from None

@@ -399,7 +399,7 @@ class CheckpointConfig:
     """s3://BUCKET/PREFIX: copy each checkpoint there while training continues, and resume from the newest complete one
     of it and of checkpoint.dir. In a job storage.checkpoints.url gives each job a folder of its own; a url given here
     is used as it is. Credentials, region and endpoint are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and
-    AWS_ENDPOINT_URL. Needs `pip install ddpjob[s3]`. Empty: none."""
+    AWS_ENDPOINT_URL. Needs `pip install obstore`. Empty: none."""
     url_wait_seconds: float = 600.0
     """How long the end of training waits for the last copy in checkpoint.url; with SIGTERM as long as the grace period
     allows. A copy that is missing then is a warning; with checkpoint.shared=false, where the folder is lost with its

@@ -331,7 +331,7 @@ def _deepspeed(device: torch.device) -> ModuleType:
         import deepspeed
     except ImportError as error:
         raise ConfigError(
-            f"strategy=deepspeed: DeepSpeed cannot be imported ({error}); pip install 'ddpjob[deepspeed]', or take"
+            f"strategy=deepspeed: DeepSpeed cannot be imported ({error}); pip install deepspeed, or take"
             " strategy=fsdp, which also shards weights"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # It warns of every optimizer that is not its own.

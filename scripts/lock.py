@@ -1,0 +1,76 @@
+"""Writes the lock files in locks/: `make locks`, or `python -m scripts.lock [OPTIONS OF uv pip compile]`.
+
+Each lock file names every package that an installation needs, on any platform and any Python that pyproject.toml
+allows, with one version and the SHA-256 of each of its files. It names no index.
+
+    dev.txt       what CI tests with (`LOCKED=1`); its versions are those of the files below
+    operator.txt  the operator's image
+    torch.txt     the trainer's image: torch, torchvision and what they need. A layer of its own, which is left out
+                  where TORCH_INDEX_URL names other wheels of torch
+    trainer.txt   the trainer's image: all else
+    build.txt     what builds the package, the images and the release's notes
+
+The newest versions are chosen that are at least a week old, since a poisoned release is mostly found within days.
+To take a fix at once: `python -m scripts.lock --upgrade-package=NAME --exclude-newer-package=NAME=DATE`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+from scripts import install
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "locks"
+OPTIONS = ("--universal", "--python-version=3.11", "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links",
+           "--no-annotate", "--only-binary=:all:", "--custom-compile-command=make locks")  # fmt: skip
+FROM_SOURCE = ("deepspeed",)
+"""Has no wheels. A package that is built when it is installed would bring a build environment that nothing locks, so
+no image holds one."""
+PINNED = re.compile(r"^([a-z0-9][a-z0-9-]*)==([^ ;\\]+)", re.MULTILINE)
+"""Name and version at the beginning of a requirement. A package has several, with markers, where a version does not
+suit all Pythons."""
+
+
+def pins(name: str) -> dict[str, set[str]]:
+    """The versions of each package in the lock file of this name."""
+    found: dict[str, set[str]] = {}
+    for package, version in PINNED.findall((LOCKS / name).read_text()):
+        found.setdefault(package, set()).add(version)
+    return found
+
+
+def compile_lock(name: str, words: Iterable[str], requirements: Iterable[str] = ()) -> None:
+    """Write one lock file, of extras and groups of pyproject.toml that `words` choose, or of `requirements`."""
+    listed = subprocess.run([*install.PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", *OPTIONS]
+    command += [f"--no-binary={package}" for package in FROM_SOURCE]
+    command += ["-" if requirements else "pyproject.toml", *words, f"--output-file={LOCKS / name}"]
+    subprocess.run(
+        command, cwd=ROOT, env={**install.settings(listed), **os.environ}, text=True, input="\n".join(requirements),
+        stdout=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    """Write all lock files. `arguments` are uv's, instead of --upgrade."""
+    LOCKS.mkdir(exist_ok=True)
+    chosen = ["--exclude-newer=7 days", *(arguments or ["--upgrade"])]
+    tested = [*chosen, f"--constraint={LOCKS / 'dev.txt'}"]
+    trainer = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["trainer"]
+    compile_lock("dev.txt", ["--extra=dev", *chosen])
+    compile_lock("operator.txt", ["--extra=operator", *tested])
+    compile_lock("torch.txt", tested, [requirement for requirement in trainer if requirement.startswith("torch")])
+    others = [f"--no-emit-package={package}" for package in pins("torch.txt")]
+    compile_lock("trainer.txt", ["--extra=trainer", "--extra=s3", *others, *tested])
+    compile_lock("build.txt", ["--group=build", *tested], [])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

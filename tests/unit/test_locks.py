@@ -1,0 +1,109 @@
+"""The lock files in locks/ hold what pyproject.toml asks for, with hashes, and CI tests the versions that ship."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from scripts import lock
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+SHIPPED = ("operator.txt", "torch.txt", "trainer.txt")
+LOCKS = ("dev.txt", *SHIPPED, "build.txt")
+
+
+def asked(*extras: str) -> list[Requirement]:
+    """What the package with these extras needs itself; an extra of its own is followed."""
+    found = [Requirement(text) for text in PYPROJECT["project"]["dependencies"]]
+    for requirement in (Requirement(text) for extra in extras for text in EXTRAS[extra]):
+        found += asked(*requirement.extras) if requirement.name == "ddpjob" else [requirement]
+    return found
+
+
+def unmet(requirements: list[Requirement], *names: str) -> list[str]:
+    """The requirements that the lock files of these names do not hold, or hold in a version that is not allowed."""
+    held = {package: versions for name in names for package, versions in lock.pins(name).items()}
+    return [
+        str(requirement)
+        for requirement in requirements
+        if not (versions := held.get(canonicalize_name(requirement.name)))
+        or not all(requirement.specifier.contains(version) for version in versions)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extras", "names"),
+    [(("dev",), ("dev.txt",)), (("operator",), ("operator.txt",)), (("trainer", "s3"), ("torch.txt", "trainer.txt"))],
+    ids=lambda value: value[0],
+)
+def test_a_lock_file_holds_what_its_extras_ask_for(extras: tuple[str, ...], names: tuple[str, ...]) -> None:
+    """After a change of pyproject.toml: make locks."""
+    assert unmet(asked(*extras), *names) == []
+
+
+@pytest.mark.parametrize("names", [("dev.txt",), ("operator.txt",), ("torch.txt", "trainer.txt")], ids=lambda n: n[0])
+def test_a_lock_file_holds_what_its_packages_need(names: tuple[str, ...]) -> None:
+    """As far as this environment has the locked versions. Images install with --no-deps."""
+    held = {package: versions for name in names for package, versions in lock.pins(name).items()}
+    lacking = []
+    for package, versions in held.items():
+        try:
+            found = distribution(package)
+        except PackageNotFoundError:
+            continue
+        if found.version in versions:
+            needed = [Requirement(text) for text in found.requires or ()]
+            names_of_needed = {
+                canonicalize_name(r.name) for r in needed if not r.marker or r.marker.evaluate({"extra": ""})
+            }
+            lacking += [f"{package} needs {name}" for name in names_of_needed - held.keys()]
+    assert lacking == []
+
+
+def test_the_build_s_lock_file_holds_the_build_s_tools() -> None:
+    group = [Requirement(text) for text in PYPROJECT["dependency-groups"]["build"]]
+    backend = [Requirement(text) for text in PYPROJECT["build-system"]["requires"]]
+    assert unmet([*group, *backend, *asked()], "build.txt") == []
+
+
+def test_a_requirement_that_no_lock_file_meets_is_found() -> None:
+    assert unmet([Requirement("kopf>=2"), Requirement("nothing-of-this-name")], "operator.txt") == [
+        "kopf>=2",
+        "nothing-of-this-name",
+    ]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_ships_was_tested(name: str) -> None:
+    """The images' versions are those of CI."""
+    tested = lock.pins("dev.txt")
+    assert {package: versions for package, versions in lock.pins(name).items() if versions != tested[package]} == {}
+
+
+def test_no_package_of_the_trainer_is_installed_twice() -> None:
+    """Otherwise the second lock file would put CUDA's torch over that of TORCH_INDEX_URL."""
+    assert not lock.pins("torch.txt").keys() & lock.pins("trainer.txt").keys()
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_file_has_a_hash_for_every_version_and_no_address(name: str) -> None:
+    """An index in the file would be the index of everybody who installs by it."""
+    text = (lock.LOCKS / name).read_text()
+    first, *requirements = re.split(r"^(?=[^\s#])", text, flags=re.MULTILINE)
+    assert requirements and "--hash" not in first
+    hashed = re.compile(r"[a-z0-9-]+==[^\n]+ \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+")
+    assert [block for block in requirements if not hashed.fullmatch(block)] == []
+    assert "://" not in text
+
+
+def test_only_wheels_are_locked_for_images() -> None:
+    """A source distribution is built when it is installed, by tools that no lock file names."""
+    assert not {package for name in (*SHIPPED, "build.txt") for package in lock.pins(name)} & {*lock.FROM_SOURCE}
