@@ -13,8 +13,9 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def protections(text: str) -> list[str]:
-    """The rows of the tables of what somebody cannot do."""
-    tables = re.findall(r"^\| cannot \| held by \|\n\| --- \| --- \|\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    """The rows of the tables of what somebody cannot do, and of what has which bound."""
+    heads = r"^\| (?:cannot|what a tenant chooses \| bound) \| held by \|\n\|(?: --- \|)+\n"
+    tables = re.findall(heads + r"((?:\|.*\n)+)", text, flags=re.MULTILINE)
     return [row for table in tables for row in table.splitlines()]
 
 

@@ -21,6 +21,10 @@ from ddpjob.api.job_spec import Json
 from ddpjob.client.backend import Mistake, NoAnswer, NotKnown, Unreachable
 
 SECONDS = 30
+LARGEST_PAGE = 500
+LARGEST_ANSWER = 16 * 1024 * 1024
+"""Bytes, for the viewers of a dashboard in a cluster. Twice as much is read of the pods, or events, of a job: a
+thousand of its pods have some 20 MB."""
 MERGE_PATCH = "application/merge-patch+json"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds, and the number of questions without an answer. TCP_KEEPALIVE is macOS' TCP_KEEPIDLE."""
@@ -37,8 +41,15 @@ class ApiRefusal(Mistake):
         self.denied = status == 403
 
 
+class TooLarge(Mistake):
+    """More was answered than is read."""
+
+
 class ApiServer:
     """One API server, as the kubeconfig or the pod's service account names it. Raises Unreachable, ApiRefusal."""
+
+    largest_answer: int | None = None
+    """Bytes; None: those of a user's own process have no bound."""
 
     def __init__(self, api: Any, namespace: str, context: str) -> None:
         self.client, self.namespace, self.context = api, namespace, context
@@ -81,10 +92,21 @@ class ApiServer:
         content_type: str = "application/json",
     ) -> Json:
         """The JSON response."""
+        return self._asked(method, path, query, body, content_type)[0]
+
+    def _asked(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Json | None = None,
+        content_type: str = "application/json",
+    ) -> tuple[Json, int]:
+        """The JSON response and its bytes."""
         response = self._send(method, path, query or {}, body, content_type, SECONDS)
         with self._answering():
             text = response.read()
-        return self._parsed(response, text)
+        return self._parsed(response, text), len(text or b"")
 
     def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
         """The JSON response to GET; None where the object does not exist or must not be read."""
@@ -95,17 +117,29 @@ class ApiServer:
                 return None
             raise
 
-    def items(self, path: str, query: Mapping[str, str] | None = None) -> list[Json]:
-        """The items of a collection, read in pages."""
+    def items(self, path: str, query: Mapping[str, str] | None = None, *, of_a_job: bool = False) -> list[Json]:
+        """The items of a collection, read in pages: smaller ones where the objects are large.
+
+        `of_a_job`: what belongs to one job, whose owner can make it as large as they like.
+        """
         found: list[Json] = []
-        page: Json = {}
-        while not found or page.get("metadata", {}).get("continue"):
-            more = {"continue": page["metadata"]["continue"]} if page else {}
-            page = self.request("GET", path, query={**(query or {}), "limit": "500", **more})
+        limit, total, more = LARGEST_PAGE, 0, ""
+        while True:
+            place = {"continue": more} if more else {}
+            try:
+                page, size = self._asked("GET", path, {**(query or {}), "limit": str(limit), **place})
+            except TooLarge:
+                if limit == 1:
+                    raise
+                limit = max(1, limit // 10)
+                continue
+            total += size
+            if of_a_job and self.largest_answer is not None and total > 2 * self.largest_answer:
+                raise TooLarge(f"{path}: the objects of this job have more than {2 * self.largest_answer} bytes")
             found += page.get("items") or ()
-            if not page.get("metadata", {}).get("continue"):
-                break
-        return found
+            more = page.get("metadata", {}).get("continue") or ""
+            if not more:
+                return found
 
     def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
         """Pieces of a response as they come, until it ends. `silence`: seconds without one, then it ends too."""
@@ -180,6 +214,8 @@ class BearerServer(ApiServer):
     `ca`: the file of the authorities that may have signed its certificate.
     """
 
+    largest_answer = LARGEST_ANSWER
+
     def __init__(self, url: str, ca: str, token: str) -> None:
         import urllib3
 
@@ -218,7 +254,15 @@ class BearerServer(ApiServer):
                 redirect=False, preload_content=False,
             )  # fmt: skip
         self._open.add(response)
-        return SimpleNamespace(response=response, status=response.status, read=response.read)
+        return SimpleNamespace(response=response, status=response.status, read=lambda: self._read(response, path))
+
+    def _read(self, response: Any, path: str) -> bytes:
+        """An answer within bounds: many viewers share this process, and any of them may look at hostile objects."""
+        text: bytes = response.read(LARGEST_ANSWER + 1, decode_content=True)
+        if len(text) > LARGEST_ANSWER:
+            response.close()
+            raise TooLarge(f"{path}: the answer has more than {LARGEST_ANSWER} bytes; look at it with kubectl")
+        return text
 
 
 def _noticing() -> list[tuple[int, int, int]]:

@@ -203,7 +203,7 @@ class ClusterBackend:
     def pods(self, name: str) -> list[PodLine]:
         selector = f"{LABEL_MANAGED}={MANAGED_BY},{LABEL_JOB}={name}"
         bodies = self._without_those_of_a_deleted_job(
-            name, self.api.items(self.path("pods"), {"labelSelector": selector})
+            name, self.api.items(self.path("pods"), {"labelSelector": selector}, of_a_job=True)
         )
         lines = []
         for body in bodies:
@@ -254,7 +254,7 @@ class ClusterBackend:
                 str(event.get("message") or ""),
                 int((event.get("series") or {}).get("count") or event.get("count") or 1),
             )
-            for event in self.api.items(self.path("events"), {"fieldSelector": chosen})
+            for event in self.api.items(self.path("events"), {"fieldSelector": chosen}, of_a_job=True)
         ]
         return sorted(found, key=lambda event: str(event.time))
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from ddpjob_runtime.protocol import MAX_NAME
+
 from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION, DDPJob, queue_labels, taken_class
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import JobStatus
@@ -32,6 +34,8 @@ DEPARTED_FOR = 30.0
 """Seconds for which the last state of a pod that is gone is kept: it may say why, to an operator that is late."""
 JOBS_PAGE = 100
 """A user may make a DDPJob as large as 1.5 MB."""
+MOST_REFERENCES = 2000
+"""Owners of an object that are looked at, of which the objects of many jobs have a thousand."""
 _View = TypeVar("_View")
 
 _ROOTS = {
@@ -351,13 +355,14 @@ def _asked(job: DDPJob) -> tuple[object, ...]:
 
 def _read_owned(body: Json) -> Owned:
     meta = body["metadata"]
-    owners = [o for o in meta.get("ownerReferences", ()) if o["kind"] == KIND]
+    references = [o for o in meta.get("ownerReferences", ())[:MOST_REFERENCES] if len(o["name"]) <= MAX_NAME]
+    owners = [o for o in references if o["kind"] == KIND]
     return Owned(
         meta["uid"],
         meta["name"],
         tuple(JobKey(meta["namespace"], o["name"]) for o in owners),
         frozenset(o["uid"] for o in owners),
-        frozenset(o["uid"] for o in meta.get("ownerReferences", ())),
+        frozenset(o["uid"] for o in references),
         "deletionTimestamp" in meta,
     )
 

@@ -82,6 +82,8 @@ FOUND_FOR = 30.0
 """Seconds for which an object is taken to exist that was made or found, and that nothing shows."""
 LOOK_AGAIN = 5.0
 """Seconds for which the answer to a look at a Kubernetes node that seems lost is believed."""
+_MOST_CHECKED = 5000
+"""ConfigMaps: one or two for each namespace with jobs. A user may delete them and have them made again at will."""
 MOST_OWNERS = 1000
 """Jobs that a shared ConfigMap names as owners: beyond that many it stays for long enough without the others."""
 
@@ -216,6 +218,9 @@ class KubernetesCluster:
             raise ReportPending(f"the coordinator of {key.name} is asked for the first time", REPORT_RETRY)
         return self.report_watch.report(key)
 
+    def _report_refused(self, key: JobKey) -> str:
+        return self.report_watch.refusal(key) if self.report_watch is not None else ""
+
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
         """Reads those of these Kubernetes nodes that seem lost: their pods would be replaced, and a watch may lag."""
         known = self.caches.hosts.hosts
@@ -262,6 +267,7 @@ class KubernetesCluster:
             serves_queues=self.caches.serves_queues(job.namespace),
             workloads=workloads,
             report=self._report(JobKey(job.namespace, job.name)),
+            report_refused=self._report_refused(JobKey(job.namespace, job.name)),
             report_seconds=self.report_watch.progress_seconds if self.report_watch is not None else 0.0,
             claims=claims,
             claim_template=template_mark(job),
@@ -296,6 +302,12 @@ class KubernetesCluster:
                 changes[position] = added(changes[position], more, spec.get("nodeLabels"))
         return replace(workload, grant=replace(grant, node=changes[0], coordinator=changes[1]))
 
+    def _check_runtime(self, body: Json) -> None:
+        """Note whether a ConfigMap of the runtime holds what it should; of many the oldest is forgotten."""
+        while len(self._checked) >= _MOST_CHECKED:
+            del self._checked[next(iter(self._checked))]
+        self._checked[body["metadata"]["uid"]] = holds_runtime(body)
+
     async def _runtime(self, job: DDPJob, name: str) -> str:
         """`name`, if this ConfigMap exists, is the job's (too) and holds what it should; else empty."""
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
@@ -311,7 +323,7 @@ class KubernetesCluster:
                 if error.status != 404:
                     raise
                 return ""
-            self._checked[body["metadata"]["uid"]] = holds_runtime(body)
+            self._check_runtime(body)
         return name if self._checked.get(found.uid) else ""
 
     async def _claim(self, namespace: str, name: str) -> ClaimView:
@@ -489,7 +501,7 @@ class KubernetesCluster:
 
     def _made(self, kind: str, body: Json) -> None:
         if kind == "ConfigMap":
-            self._checked[body["metadata"]["uid"]] = holds_runtime(body)
+            self._check_runtime(body)
         ours = body["metadata"].get("labels", {}).get(LABEL_MANAGED) == MANAGED_BY
         if ours and kind in WATCHED:
             self.caches.take(kind, body)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ddpjob_runtime.protocol import clip_kept
 
 from ddpjob.api.job_status import PodChanges, QueueStatus, parse_time
 from ddpjob.core.world import (
     ANNOTATION_TEMPLATE,
+    COORDINATOR_CONTAINER,
     LABEL_ATTEMPT,
     LABEL_GENERATION,
     LABEL_INDEX,
@@ -16,6 +19,7 @@ from ddpjob.core.world import (
     LABEL_ROLE,
     LABEL_UID,
     MANAGED_BY,
+    TRAINER_CONTAINER,
     ClaimView,
     ContainerView,
     PodView,
@@ -25,10 +29,19 @@ from ddpjob.core.world import (
 from ddpjob.objects.workload import COORDINATOR_SET, LABEL_SHAPE, NODE_SET
 
 _LONGEST_TEXT = 1000
+_LONGEST_ENDING = 4096
+"""Characters of what a container has written to /dev/termination-log, as in Kubernetes."""
+_MOST_CONTAINERS = 64
+"""Of a pod, its main container first."""
+_LARGEST_LABEL = 2**31
+_MAIN = (TRAINER_CONTAINER, COORDINATOR_CONTAINER)
 
 
 def read_pod(body: Mapping[str, Any]) -> PodView:
-    """From a Pod object of a job. Raises KeyError or ValueError where its labels are missing or wrong."""
+    """From a Pod object of a job. Raises KeyError or ValueError where its labels are missing or wrong.
+
+    Whoever may create pods can give them a job's labels: what is kept of each is bounded.
+    """
     meta, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
     labels = meta.get("labels", {})
     conditions = {c["type"]: c for c in status.get("conditions", ())}
@@ -41,27 +54,43 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
         name=meta["name"],
         uid=meta["uid"],
         role=Role(labels[LABEL_ROLE]),
-        index=int(labels.get(LABEL_INDEX, 0)),
-        attempt=int(labels.get(LABEL_ATTEMPT, 0)),
-        generation=int(labels.get(LABEL_GENERATION, 0)),
+        index=_number(labels, LABEL_INDEX),
+        attempt=_number(labels, LABEL_ATTEMPT),
+        generation=_number(labels, LABEL_GENERATION),
         phase=status.get("phase", "Pending"),
         host=spec.get("nodeName", ""),
         address=status.get("podIP", ""),
         created=parse_time(meta.get("creationTimestamp")),
         deleted_at=parse_time(meta.get("deletionTimestamp")),
-        status_reason=status.get("reason", ""),
-        status_message=status.get("message", ""),
-        unschedulable="" if gated else unplaced,
-        gated=unplaced if gated else "",
+        status_reason=_text(status.get("reason")),
+        status_message=_text(status.get("message")),
+        unschedulable="" if gated else _text(unplaced),
+        gated=_text(unplaced) if gated else "",
         scheduled=parse_time(placed.get("lastTransitionTime")) if placed.get("status") == "True" else None,
         prepared=prepared == "True" if prepared is not None else None,
-        disruption=disrupted.get("reason", "") if hit else "",
-        disruption_message=disrupted.get("message", "") if hit else "",
-        containers={c["name"]: read_container(c) for c in status.get("containerStatuses", ())},
-        init_containers={c["name"]: read_container(c) for c in status.get("initContainerStatuses", ())},
+        disruption=_text(disrupted.get("reason")) if hit else "",
+        disruption_message=_text(disrupted.get("message")) if hit else "",
+        containers=_containers(status.get("containerStatuses", ())),
+        init_containers=_containers(status.get("initContainerStatuses", ())),
         initialized=conditions.get("Initialized", {}).get("status") == "True",
         grace_seconds=spec.get("terminationGracePeriodSeconds", 30),
     )
+
+
+def _number(labels: Mapping[str, str], label: str) -> int:
+    value = int(labels.get(label, 0))
+    if not 0 <= value < _LARGEST_LABEL:
+        raise ValueError(f"{label}={value}: must be a number from 0 to {_LARGEST_LABEL - 1}")
+    return value
+
+
+def _text(text: str | None, most: int = _LONGEST_TEXT) -> str:
+    return clip_kept(text or "", most)
+
+
+def _containers(statuses: Sequence[Mapping[str, Any]]) -> dict[str, ContainerView]:
+    kept = sorted(statuses, key=lambda c: c["name"] not in _MAIN)[:_MOST_CONTAINERS]
+    return {c["name"]: read_container(c) for c in kept}
 
 
 def read_container(status: Mapping[str, Any]) -> ContainerView:
@@ -72,14 +101,14 @@ def read_container(status: Mapping[str, Any]) -> ContainerView:
         return ContainerView(
             started=parse_time(ended.get("startedAt")),
             exit_code=ended.get("exitCode", -1),
-            reason=ended.get("reason", ""),
-            message=ended.get("message", ""),
+            reason=_text(ended.get("reason")),
+            message=_text(ended.get("message"), _LONGEST_ENDING),
             finished=parse_time(ended.get("finishedAt")),
         )
     return ContainerView(
         started=parse_time(running.get("startedAt")),
-        waiting_reason=waiting.get("reason", ""),
-        waiting_message=waiting.get("message", ""),
+        waiting_reason=_text(waiting.get("reason")),
+        waiting_message=_text(waiting.get("message")),
     )
 
 

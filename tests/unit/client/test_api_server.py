@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import certifi
 import pytest
 import urllib3
 from ddpjob.cli.main import main
-from ddpjob.client.api_server import ApiRefusal, ApiServer, BearerServer
+from ddpjob.client.api_server import ApiRefusal, ApiServer, BearerServer, TooLarge
 from ddpjob.client.backend import NoAnswer, Unreachable
 
 
@@ -133,3 +138,52 @@ def test_a_connection_that_leads_nowhere_is_noticed(
     if all(hasattr(socket, name) for name in names):
         idle, each, times = (connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names)
         assert idle + each * times <= 60
+
+
+@pytest.fixture
+def large_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[int]]]:
+    """(address, limits asked for) of a server with 40 objects of 1,000 bytes, of which a dashboard reads 4,000."""
+    monkeypatch.setattr("ddpjob.client.api_server.LARGEST_ANSWER", 4000)
+    monkeypatch.setattr(BearerServer, "largest_answer", 4000)
+    asked: list[int] = []
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
+            begin, limit = int(query.get("continue", 0)), int(query["limit"])
+            asked.append(limit)
+            end = min(40, begin + limit)
+            meta = {"continue": str(end)} if end < 40 else {}
+            body = json.dumps({"metadata": meta, "items": [{"n": n, "x": "x" * 1000} for n in range(begin, end)]})
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    server.shutdown()
+
+
+def test_a_dashboard_reads_large_objects_in_small_pages(large_objects: tuple[str, list[int]]) -> None:
+    url, asked = large_objects
+    found = BearerServer(url, certifi.where(), "token").items("/a")
+    assert [one["n"] for one in found] == list(range(40)) and asked == [500, 50, 5, *[1] * 40]
+
+
+def test_of_one_job_a_dashboard_reads_objects_up_to_a_size(large_objects: tuple[str, list[int]]) -> None:
+    """Its owner can make pods and events as many and as large as they like: others look at the same dashboard."""
+    url, asked = large_objects
+    with pytest.raises(TooLarge, match="the objects of this job have more than 8000 bytes"):
+        BearerServer(url, certifi.where(), "token").items("/a", of_a_job=True)
+    assert len(asked) < 20
+
+
+def test_a_user_s_own_process_reads_what_there_is(large_objects: tuple[str, list[int]], tmp_path: Path) -> None:
+    url, asked = large_objects
+    assert len(opened(url, tmp_path).items("/a", of_a_job=True)) == 40 and asked == [500]

@@ -131,7 +131,7 @@ class Restarting(Server):
     def lines(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[Json]:
         yield {"type": "MODIFIED", "object": self._answer()}
 
-    def items(self, path: str, query: Mapping[str, str] | None = None) -> list[Json]:
+    def items(self, path: str, query: Mapping[str, str] | None = None, **_: object) -> list[Json]:
         found = self.optional("")
         assert found is not None
         return [found | {"spec": {"containers": [{"name": "trainer"}]}}]
@@ -385,7 +385,7 @@ def test_a_pod_that_cannot_be_prepared_has_the_kubelet_s_last_warning() -> None:
         asked: ClassVar[list[str]] = []
         refuses = False
 
-        def items(self, path: str, query: Mapping[str, str]) -> list[Json]:
+        def items(self, path: str, query: Mapping[str, str], **_: object) -> list[Json]:
             if path.endswith("/pods"):
                 return [preparing(index) for index in range(5)]
             self.asked.append(query["fieldSelector"])
@@ -423,7 +423,7 @@ def test_the_pods_of_a_deleted_job_are_not_those_of_a_new_one_of_its_name(uid: s
     class Ending:
         namespace, context = "ml", "test"
 
-        def items(self, path: str, query: Mapping[str, str]) -> list[Json]:
+        def items(self, path: str, query: Mapping[str, str], **_: object) -> list[Json]:
             labels = {"ddpjob.io/role": "node", "ddpjob.io/index": "0", "ddpjob.io/job-uid": "old"}
             meta = {"name": "j-0-0", "uid": "1", "labels": labels, "deletionTimestamp": "2026-01-01T00:00:00Z"}
             return [{"metadata": meta, "spec": {"containers": [{"name": "trainer"}]}, "status": {"phase": "Running"}}]
@@ -440,7 +440,7 @@ def test_a_pod_whose_sidecar_has_failed_runs_and_says_so() -> None:
     class Serving:
         namespace, context = "ml", "test"
 
-        def items(self, path: str, query: Mapping[str, str]) -> list[Json]:
+        def items(self, path: str, query: Mapping[str, str], **_: object) -> list[Json]:
             labels = {"ddpjob.io/role": "node", "ddpjob.io/index": "0"}
             runs = {"name": "trainer", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
             failed = {"name": "side", "state": {"terminated": {"exitCode": 3, "reason": "Error"}}}
@@ -464,7 +464,7 @@ def test_the_events_of_a_job_are_not_those_of_an_earlier_one_of_its_name() -> No
         def request(self, method: str, path: str) -> Json:
             return {"metadata": {"name": "j", "namespace": "ml", "uid": "2"}}
 
-        def items(self, path: str, query: Mapping[str, str]) -> list[Json]:
+        def items(self, path: str, query: Mapping[str, str], **_: object) -> list[Json]:
             chosen = [part.partition("=")[::2] for part in query["fieldSelector"].split(",")]
             found = [
                 {"involvedObject": {"kind": "DDPJob", "name": "j", "uid": uid}, "reason": reason, "eventTime": None,
@@ -485,7 +485,7 @@ def test_who_may_not_list_jobs_learns_all_the_same_that_there_is_none_of_a_name(
         def request(self, method: str, path: str, **options: Any) -> Json:
             raise ApiRefusal(404, "NotFound", 'ddpjobs.ddpjob.io "j" not found')
 
-        def items(self, path: str, query: Mapping[str, str] | None = None) -> list[Json]:
+        def items(self, path: str, query: Mapping[str, str] | None = None, **_: object) -> list[Json]:
             raise ApiRefusal(403, "Forbidden", "User may not list it")
 
     backend = ClusterBackend(Closed())  # type: ignore[arg-type]

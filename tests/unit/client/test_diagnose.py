@@ -31,7 +31,7 @@ class Deployed:
     def __init__(self, image: str) -> None:
         self.image = image
 
-    def items(self, path: str, query: dict[str, str]) -> list[dict[str, Any]]:
+    def items(self, path: str, query: dict[str, str], **_: object) -> list[dict[str, Any]]:
         labels = {"app.kubernetes.io/version": client_version()}
         pod = {"spec": {"containers": [{"image": self.image}]}}
         return [{"metadata": {"namespace": "n", "name": "o", "labels": labels}, "spec": {"template": pod}}]
