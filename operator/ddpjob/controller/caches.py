@@ -245,13 +245,22 @@ class Caches:
     # --- changes
 
     def _read_job(self, body: Json) -> DDPJob:
-        """The spec, which costs most, is read once per generation and class."""
+        """Read a job. The spec, which costs most, is read once per generation and class.
+
+        A job that has ended makes no pods, so that nothing is kept of what pods are made from.
+        """
+        job = self._read_changed(body)
+        if not job.status.terminal:
+            return job
+        return replace(job, spec=replace(job.spec, pod_template={}, env=(), args=()), written={})
+
+    def _read_changed(self, body: Json) -> DDPJob:
         meta = body["metadata"]
         known = self.job(JobKey(meta["namespace"], meta["name"]))
         if known is None or (known.uid, known.generation) != (meta["uid"], meta.get("generation")):
             return DDPJob.read(body)
         status = JobStatus.read(body.get("status") or {})
-        if status.job_class != known.status.job_class:
+        if status.job_class != known.status.job_class or known.status.terminal > status.terminal:
             return DDPJob.read(body)
         queue, queue_priority = queue_labels(meta, taken_class(body["spec"], status))
         return replace(
