@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import random
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from ddpjob.api.job_spec import Json
 from ddpjob.controller import kubernetes_cluster
+from ddpjob.controller import rest as rest_module
+from ddpjob.controller.caches import MISSED_SECONDS, collection
+from ddpjob.controller.informer import PAGE_BYTES, Informer
 from ddpjob.core.world import LABEL_JOB
 from ddpjob.engine.reconcile import reconcile
 
 from .test_cluster import KEY, case, seen
 from .virtual_loop import run
-from .world import loop_moment
+from .world import api_server, connected, loop_moment
 
 EMPTY: Json = {"spec": {"containers": [{} for _ in range(340_000)]}}
 UNKNOWN: Json = {"spec": {f"{n:05}{''.join(random.Random(n).sample('eoinsrtacl', 7))}": 1 for n in range(50_000)}}
@@ -110,5 +115,59 @@ def test_of_a_job_that_has_ended_nothing_is_kept_that_pods_are_made_from() -> No
             assert after is not None and after.status.terminal
             assert (after.spec.pod_template, after.spec.env, after.spec.args) == ({}, (), ())
             assert after.spec.template_hash == before.spec.template_hash
+
+    run(main())
+
+
+def test_pages_of_lists_are_bounded_by_their_bytes() -> None:
+    sizes: list[int] = []
+
+    async def main() -> None:
+        async with api_server() as server, connected(server) as rest:
+            for n in range(12):
+                note = {"note": "x" * (1_400_000 if n % 3 else 10)}
+                server.store.create("DDPJob", {"metadata": {"name": f"j{n:02}", "annotations": note}, "spec": {}})
+            loads = rest_module.loads
+
+            def reading(text: bytes) -> Any:
+                sizes.append(len(text))
+                return loads(text)
+
+            rest_module.loads = reading
+            try:
+                informer = Informer(rest, collection("DDPJob", ""), lambda body: body["metadata"]["name"], print)
+                await informer.list()
+            finally:
+                rest_module.loads = loads
+            assert sorted(informer.views()) == [f"j{n:02}" for n in range(12)]
+            limits = [int(query["limit"]) for _, _, query in server.requests]
+            assert limits[:5] == [500, 125, 31, 7, 1]
+            assert 2 in limits[5:], "a page of small objects may be larger again"
+
+    run(main())
+    assert max(sizes) < PAGE_BYTES
+
+
+def test_what_a_watch_has_missed_is_read_by_the_version_that_kopf_shows() -> None:
+    async def main() -> None:
+        async with case() as c:
+            body = c.server.store.get("DDPJob", "job")
+            await seen()
+            asked = c.asked("/ddpjobs/")
+            caches = c.cluster.caches
+            for event in (None, "ADDED", "MODIFIED"):
+                caches.seen_by_kopf(event, body)
+            await asyncio.sleep(2 * MISSED_SECONDS)
+            assert c.asked("/ddpjobs/") == asked, "the watch has shown it"
+            c.server.drop_events = lambda kind, body: kind == "DDPJob"
+            await c.change(nodes=3)
+            missed = {"metadata": c.server.store.get("DDPJob", "job")["metadata"]}
+            for _ in range(3):
+                caches.seen_by_kopf("MODIFIED", missed)
+            await asyncio.sleep(2 * MISSED_SECONDS)
+            assert c.cached().spec.nodes == 3
+            assert c.asked("/ddpjobs/") == asked + 1
+            caches.seen_by_kopf("DELETED", missed)
+            assert caches.job(KEY) is None
 
     run(main())
