@@ -160,7 +160,12 @@ def test_what_a_watch_has_missed_is_read_by_the_version_that_kopf_shows() -> Non
             await asyncio.sleep(2 * MISSED_SECONDS)
             assert c.asked("/ddpjobs/") == asked, "the watch has shown it"
             c.server.drop_events = lambda kind, body: kind == "DDPJob"
-            await c.change(nodes=3)
+            body = c.server.store.get("DDPJob", "job")
+            body["metadata"]["generation"] += 1
+            body["spec"] = {**body["spec"], "nodes": 3}
+            c.server.store.changed("DDPJob", body)
+            await seen()
+            assert c.cached().spec.nodes == 2
             missed = {"metadata": c.server.store.get("DDPJob", "job")["metadata"]}
             for _ in range(3):
                 caches.seen_by_kopf("MODIFIED", missed)
