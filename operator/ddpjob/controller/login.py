@@ -127,5 +127,5 @@ def _event(line: bytes) -> bytes:
 
 
 def _identity(body: Json) -> Json:
-    kept = {name: body[name] for name in ("apiVersion", "kind") if name in body}
+    kept: Json = {name: body[name] for name in ("apiVersion", "kind") if name in body}
     return {**kept, "metadata": {name: body["metadata"][name] for name in _IDENTITY if name in body["metadata"]}}
