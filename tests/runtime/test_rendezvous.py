@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,6 +23,7 @@ from ddpjob_runtime.launcher.rendezvous import FastRendezvous, StandardRendezvou
 from ddpjob_runtime.store import serve  # noqa: E402
 from listening import beyond_loopback, listening  # noqa: E402
 from machine import slowness  # noqa: E402
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend  # noqa: E402
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters  # noqa: E402
 
 
@@ -81,6 +84,32 @@ def test_a_group_has_the_ranks_of_the_coordinator_and_the_address_of_its_rank_0(
     }
     infos[0].store.set("word", "of all")
     assert infos[-1].store.get("word") == b"of all", "they share the store"
+
+
+def test_no_launcher_unpickles_what_is_in_the_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """c10d's own forming does: whoever writes its state runs code on every node."""
+    monkeypatch.setattr(Bomb, "exploded", [])
+    store.set("torch.rendezvous.job", b64encode(pickle.dumps((Bomb(), 1))).decode())
+    handlers = [handler(rank, 2, store) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        assert [info.rank for info in threads.map(lambda h: h.next_rendezvous(), handlers)] == [0, 1]
+    assert not Bomb.exploded
+    state, _ = c10d_rendezvous_backend.create_backend(handlers[0]._parameters)[0].get_state() or (b"", None)
+    pickle.loads(state)  # As torchrun's DynamicRendezvousHandler does.
+    assert Bomb.exploded == [1]
+
+
+class Bomb:
+    """Code in a pickle."""
+
+    exploded: ClassVar[list[int]] = []
+
+    def __reduce__(self) -> Any:
+        return Bomb.explode, ()
+
+    @staticmethod
+    def explode() -> None:
+        Bomb.exploded.append(1)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
