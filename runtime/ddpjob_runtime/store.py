@@ -1,6 +1,6 @@
 """Hosts the c10d TCPStore of one rendezvous, as a child process: the coordinator itself needs no torch.
 
-    python3 PATH/ddpjob_runtime store --port PORT
+    python3 PATH/ddpjob_runtime store --port PORT --host ADDRESS
 
 Prints a line "ready PORT" when it accepts connections; ends when its standard input does (the coordinator has died).
 """
@@ -10,20 +10,56 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import socket
 import sys
+from datetime import timedelta
+from typing import Any
 
 from ddpjob_runtime import lean_torch, protocol
+
+
+def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
+    """Return a TCPStore that listens on one address, with a timeout of `seconds`. Port 0 means any.
+
+    torch itself would listen on every address of the machine, and the store has no authentication.
+
+    Raises OSError: this machine does not have the address, or the port is in use.
+    """
+    import torch
+    from torch.distributed import TCPStore
+
+    try:
+        if not host:
+            raise OSError("the address is empty")
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            port, descriptor = listener.getsockname()[1], listener.detach()
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(
+            f"cannot host a store on {host!r}, port {port}: {why}; POD_IP, --local-addr (of torchrun) and --host (of"
+            " the coordinator) must name an address of this machine on which the port is free"
+        ) from error
+    # Before 2.8, only torch's older server takes over a socket.
+    uses_libuv, timeout = torch.__version__ >= (2, 8), timedelta(seconds=seconds)
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout,
+        master_listen_fd=descriptor, use_libuv=uses_libuv,
+    )  # fmt: skip
 
 
 def main() -> None:
     """Serve until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--port", type=int, required=True)
-    port = parser.parse_args().port
+    parser.add_argument("--host", required=True)
+    arguments = parser.parse_args()
     gc.disable()  # A tenth of the time that torch takes; afterwards this process makes no objects.
     try:
         with lean_torch.for_rendezvous():
-            from torch.distributed import TCPStore
+            import torch.distributed  # noqa: F401
     except Exception as error:  # OSError, too: a library of CUDA's that is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
             raise  # This node's trouble for now, not the image's: a library that is missing has no errno.
@@ -32,7 +68,10 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(protocol.EXIT_INIT_FAILURE)
 
-    store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    try:
+        store = serve(arguments.host, arguments.port)
+    except OSError as error:
+        sys.exit(f"store: {error}")
     sys.stdout.write(f"\nready {store.port}\n")  # The image may have printed something without a newline.
     sys.stdout.flush()
     while sys.stdin.buffer.read(4096):

@@ -53,7 +53,7 @@ class Job:
             mode,
         )
         self.min_nodes = nodes if min_nodes is None else min_nodes
-        self.port, self.store_port = free_port(), free_port()
+        self.port, self.store_port, self.store_host = free_port(), free_port(), "127.0.0.1"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def environment(self, **more: str) -> dict[str, str]:
@@ -65,12 +65,14 @@ class Job:
         }  # fmt: skip
         return {**os.environ, **fixed, **more}
 
-    def start_coordinator(self, *more: str, attempt: int = 0) -> subprocess.Popen[bytes]:
+    def start_coordinator(
+        self, *more: str, attempt: int = 0, host: str = "127.0.0.1", **env: str
+    ) -> subprocess.Popen[bytes]:
         """The coordinator, in Standard with a store unless asked for otherwise."""
         command = [PYTHON, str(RUNTIME), "coordinator", "--port", str(self.port), "--nodes", str(self.nodes)]
         command += [
             "--host",
-            "127.0.0.1",
+            host,
             "--mode",
             self.mode,
             "--min-nodes",
@@ -81,7 +83,7 @@ class Job:
         ]
         if self.store:
             command += ["--store-port", str(self.store_port)]
-        return self._start("coordinator", command, {})
+        return self._start("coordinator", command, env)
 
     def start_node(
         self,
@@ -112,7 +114,7 @@ class Job:
         conf += ",join_timeout=600,read_timeout=60"
         return [
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=127.0.0.1:{self.store_port}",
+            f"--rdzv-endpoint={self.store_host}:{self.store_port}",
             "--monitor-interval=0.1",
             f"--rdzv-conf={conf}",
         ]
@@ -199,19 +201,21 @@ class Job:
         self.processes[name].send_signal(number)
 
     def workers(self) -> list[int]:
-        """Process ids of everything that carries this job's environment, coordinator and launchers aside."""
-        mark, own, found = f"OUT={self.folder}".encode(), {p.pid for p in self.processes.values()}, []
+        """Process ids of everything that carries this job's environment, coordinator, store and launchers aside."""
+        own, found = {p.pid for p in self.processes.values()}, []
+        for pid in self.all_processes():
+            with contextlib.suppress(OSError):  # it has just ended
+                if pid not in own and b"\0store\0--port\0" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def all_processes(self) -> list[int]:
+        """Process ids of everything that carries this job's environment."""
+        mark, found = f"OUT={self.folder}".encode(), []
         for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) in own:
-                continue
-            try:
-                if (
-                    mark in (entry / "environ").read_bytes().split(b"\0")
-                    and b"\0store\0--port\0" not in (entry / "cmdline").read_bytes()
-                ):
+            with contextlib.suppress(OSError):  # it has just ended
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
-            except OSError:
-                continue  # it has just ended
         return found
 
     def close(self) -> None:

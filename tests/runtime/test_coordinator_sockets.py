@@ -37,8 +37,9 @@ from ddpjob_runtime.coordinator.settings import Settings
 from ddpjob_runtime.coordinator.states import IllegalTransition
 from ddpjob_runtime.launcher.client import CoordinatorClient
 from ddpjob_runtime.protocol import Mode
+from listening import listening
 from machine import slowness
-from runtime_harness import RUNTIME, TOKEN, Job
+from runtime_harness import RUNTIME, TOKEN, Job, until
 
 
 @pytest.fixture
@@ -610,6 +611,32 @@ def test_what_is_wrong_at_the_start_is_named(tmp_path: Path, nodes: int, argumen
     job = Job(tmp_path, nodes=nodes, store=False, mode="Fast")
     job.start_coordinator(*arguments)
     assert job.wait_exit("coordinator", 10) == 2
+    assert why in job.log("coordinator").read_text()
+
+
+def test_a_store_without_pod_ip_listens_on_the_address_of_its_pod_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator of an earlier release does not give POD_IP to a job that this release began."""
+    pytest.importorskip("torch", reason="the store needs torch")
+    monkeypatch.delenv("POD_IP", raising=False)
+    (tmp_path / "sitecustomize.py").write_text("import socket\nsocket.gethostname = lambda: '127.0.0.9'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    job = Job(tmp_path)
+    try:
+        job.start_coordinator(host="")
+        until(lambda: "store: ready" in job.log("coordinator").read_text(), 60)
+        assert {address for address, port in listening(job.all_processes()) if port == job.store_port} == {"127.0.0.9"}
+    finally:
+        job.close()
+
+
+def test_a_store_whose_pod_has_another_address_ends_its_coordinator_with_the_reason(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the store needs torch")
+    job = Job(tmp_path)
+    job.start_coordinator(host="", POD_IP="192.0.2.1")
+    assert job.wait_exit("coordinator", 60) == 1
+    why = f"store: cannot host a store on '192.0.2.1', port {job.store_port}: Cannot assign requested address; POD_IP"
     assert why in job.log("coordinator").read_text()
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import socket
+import os
+import pickle
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,9 +19,11 @@ dist = pytest.importorskip("torch.distributed")
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun  # noqa: E402
 
 import_torchrun()
-from ddpjob_runtime.launcher import rendezvous  # noqa: E402
-from ddpjob_runtime.launcher.rendezvous import PORTS, FastRendezvous, StandardRendezvous  # noqa: E402
+from ddpjob_runtime.launcher.rendezvous import FastRendezvous, StandardRendezvous  # noqa: E402
+from ddpjob_runtime.store import serve  # noqa: E402
+from listening import beyond_loopback, listening  # noqa: E402
 from machine import slowness  # noqa: E402
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend  # noqa: E402
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters  # noqa: E402
 
 
@@ -59,7 +62,7 @@ class Shutdown:
 def handler(rank: int, world: int, store: Any) -> StandardRendezvous:
     settings = {"is_host": "false", "keep_alive_interval": "1", "last_call_timeout": "1", "join_timeout": "60"}
     endpoint = f"127.0.0.1:{store.port}"
-    parameters = RendezvousParameters("c10d", endpoint, "job", 1, 1, local_addr=f"10.0.0.{rank}", **settings)
+    parameters = RendezvousParameters("c10d", endpoint, "job", 1, 1, local_addr=f"127.0.1.{rank}", **settings)
     client: Any = Client(rank, world)
     shutdown: Any = Shutdown()
     return StandardRendezvous(client, shutdown, "", parameters)
@@ -73,8 +76,9 @@ def test_a_group_has_the_ranks_of_the_coordinator_and_the_address_of_its_rank_0(
     assert [info.rank for info in infos] == list(range(world))
     assert {info.world_size for info in infos} == {world}
     first = infos[0].bootstrap_store_info
-    assert first.master_addr == "10.0.0.0"
-    assert first.master_port in PORTS, "no connection of another program gets it before the workers listen there"
+    where = first.master_addr, first.master_port
+    assert where[0] == "127.0.1.0" and where in listening([os.getpid()])
+    dist.TCPStore(*where, is_master=False, wait_for_workers=False).set("word", "of a worker")
     assert {(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos} == {
         (first.master_addr, first.master_port)
     }
@@ -82,12 +86,61 @@ def test_a_group_has_the_ranks_of_the_coordinator_and_the_address_of_its_rank_0(
     assert infos[-1].store.get("word") == b"of all", "they share the store"
 
 
-def test_a_port_that_another_program_has_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as free:
-        one, other = taken.getsockname()[1], free.getsockname()[1]
-        free.close()
-        monkeypatch.setattr(random.SystemRandom, "sample", lambda _, ports, number: [one, other])
-        assert rendezvous._free_port() == other
+def test_no_launcher_unpickles_what_is_in_the_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """c10d's own forming does: whoever writes its state runs code on every node."""
+    monkeypatch.setattr(Bomb, "exploded", [])
+    store.set("torch.rendezvous.job", b64encode(pickle.dumps((Bomb(), 1))).decode())
+    handlers = [handler(rank, 2, store) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        assert [info.rank for info in threads.map(lambda h: h.next_rendezvous(), handlers)] == [0, 1]
+    assert not Bomb.exploded
+    state, _ = c10d_rendezvous_backend.create_backend(handlers[0]._parameters)[0].get_state() or (b"", None)
+    pickle.loads(state)  # As torchrun's DynamicRendezvousHandler does.
+    assert Bomb.exploded == [1]
+
+
+class Bomb:
+    """Code in a pickle."""
+
+    exploded: ClassVar[list[int]] = []
+
+    def __reduce__(self) -> Any:
+        return Bomb.explode, ()
+
+    @staticmethod
+    def explode() -> None:
+        Bomb.exploded.append(1)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_a_store_listens_on_its_address_alone(host: str) -> None:
+    before = listening([os.getpid()])
+    try:
+        made = serve(host)
+    except OSError:
+        if host != "::1":
+            raise
+        pytest.skip("this machine has no IPv6")
+    [(address, port)] = listening([os.getpid()]) - before
+    assert (address == host or host == "localhost") and port == made.port
+    assert not beyond_loopback([(address, port)])
+    client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    client.set("key", "value")
+    assert made.get("key") == b"value"
+
+
+@pytest.mark.parametrize("host", ["", "192.0.2.1", "$(POD_IP)"])
+def test_an_address_that_the_pod_does_not_have_is_refused_and_nothing_listens(host: str) -> None:
+    before = listening([os.getpid()])
+    with pytest.raises(OSError, match=r"cannot host a store on '.*', port 0: .*; POD_IP, --local-addr .* must name"):
+        serve(host)
+    assert listening([os.getpid()]) == before
+
+
+def test_a_port_in_use_is_refused() -> None:
+    first = serve("127.0.0.1")
+    with pytest.raises(OSError, match=f"port {first.port}: Address already in use"):
+        serve("127.0.0.1", first.port)
 
 
 def test_a_round_finds_nothing_of_an_earlier_one(store: Any) -> None:

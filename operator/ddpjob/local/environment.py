@@ -83,6 +83,7 @@ def inherited(cores_per_rank: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",  # torch.distributed.rpc
         # All ranks share the cores of one machine; by default every one of them would use all.
         "OMP_NUM_THREADS": str(cores_per_rank),
     }

@@ -22,6 +22,8 @@ _LOWEST, _HIGHEST = 20000, 32000
 class LocalPlatform(Platform):
     """All pods share the loopback address."""
 
+    coordinator_listens_on: str = ADDRESS
+
     def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
         return ADDRESS
 

@@ -30,6 +30,10 @@ class Platform:
     """The operator's pods, as the peer of a NetworkPolicy; None: they are not known, and no policy is made."""
     metrics_peers: tuple[Json, ...] = ()
     """Further peers that may reach the coordinators' port, for their metrics."""
+    coordinator_listens_on: str = ""
+    """The coordinator's address, and its store's. Empty: all of its pod's, as the kubelet and
+    `kubectl port-forward` reach it, and POD_IP for the store, which has no authentication.
+    """
     checkpoints_shared: bool | None = None
     """Whether all nodes see the same checkpoints; None: by the kind of volume."""
 

@@ -48,6 +48,7 @@ DEFAULT_GRACE = 30
 _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
 """Volumes that are the same in all pods which name them. What csi mounts without a claim is mostly a bucket or a file
 system of the network: gcsfuse, Azure's files and blobs, JuiceFS."""
+_POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
 """Of the coordinator, or what it requests if that is more."""
 
@@ -341,7 +342,7 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
     if data is not None:
         values["DDPJOB_DATA_DIR"] = platform.data_path or data.mount_path
     owned: list[Json] = [
-        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        _POD_IP,
         {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         token_variable(job, platform),
         *({"name": name, "value": value} for name, value in values.items()),
@@ -439,10 +440,11 @@ def _identity(job: DDPJob, status: JobStatus, pod: str) -> dict[str, str]:
 
 def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
     rendezvous = job.spec.rendezvous
-    arguments = _coordinator_arguments(job, status)
+    arguments = _coordinator_arguments(job, status, platform)
     container = _container(job, status, COORDINATOR_CONTAINER, _program(platform, "coordinator"), arguments)
     pod = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
     container["env"] = [
+        _POD_IP,
         token_variable(job, platform),
         *({"name": name, "value": value} for name, value in _identity(job, status, pod).items()),
     ]
@@ -476,7 +478,7 @@ def _with_limits(resources: Json) -> Json:
     return {**resources, "requests": requests, "limits": limits | given}
 
 
-def _coordinator_arguments(job: DDPJob, status: JobStatus) -> list[str]:
+def _coordinator_arguments(job: DDPJob, status: JobStatus, platform: Platform) -> list[str]:
     recovery, rendezvous = job.spec.recovery, job.spec.rendezvous
     arguments = [
         f"--port={rendezvous.endpoint_port}",
@@ -486,6 +488,8 @@ def _coordinator_arguments(job: DDPJob, status: JobStatus) -> list[str]:
         f"--attempt={status.rendezvous.attempt}",
         f"--backoff={recovery.backoff.initial:g}:{recovery.backoff.maximum:g}",
     ]
+    if platform.coordinator_listens_on:
+        arguments.append(f"--host={platform.coordinator_listens_on}")
     if not job.spec.fast:
         arguments.append(f"--store-port={rendezvous.port}")
     if recovery.hang_after_seconds is not None:

@@ -4,8 +4,9 @@
         [--store-port 29400] [--host ADDRESS] [--hang-after SECONDS] [--backoff INITIAL:MAXIMUM]
 
 Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator will say how ranks are numbered),
-DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0). With --store-port a child process hosts the c10d store, and when it
-ends, the coordinator ends too (exit 1; 78 without a usable torch).
+DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0), POD_IP. With --store-port a child process hosts the c10d store, and
+when it ends, the coordinator ends too (exit 1; 78 without a usable torch). The store listens on one address: --host,
+else POD_IP.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 from typing import NoReturn
 
@@ -30,11 +32,11 @@ KEPT_OUTPUT = 16 * 1024
 """Bytes of the store's process."""
 
 
-async def _host_store(server: Server, port: int) -> int:
+async def _host_store(server: Server, host: str, port: int) -> int:
     """Run the store's process until it ends; returns the coordinator's exit code."""
     try:
         child = await asyncio.create_subprocess_exec(
-            sys.executable, str(PROGRAM), "store", "--port", str(port),
+            sys.executable, str(PROGRAM), "store", "--port", str(port), "--host", host,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
     except OSError as error:  # Too many processes, no memory.
@@ -91,7 +93,7 @@ async def run(arguments: argparse.Namespace, settings: Settings, token: str) -> 
     server.watch_for_stalls()
     ends = [asyncio.ensure_future(_until_asked(server))]
     if arguments.store_port is not None:
-        ends.append(asyncio.ensure_future(_host_store(server, arguments.store_port)))
+        ends.append(asyncio.ensure_future(_host_store(server, arguments.store_host, arguments.store_port)))
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     code = done.pop().result()
     os._exit(code)  # Here: from Python 3.12 on a server is not closed before its connections are, and members' stay.
@@ -135,8 +137,10 @@ def main() -> None:
     parser.add_argument(
         "--backoff", type=backoff, default=(1.0, 60.0), help="waits of a crash loop in seconds, INITIAL:MAXIMUM"
     )
-    parser.add_argument("--host", default="", help="address to listen on (default: all)")
+    parser.add_argument("--host", default="", help="address to listen on (default: all; the store's: POD_IP)")
     arguments = parser.parse_args()
+    # The last one for pods of an earlier release's operator, which did not give POD_IP.
+    arguments.store_host = arguments.host or os.environ.get("POD_IP") or socket.gethostname()
     settings = read_settings(parser, arguments)
     token = os.environ.get("DDPJOB_TOKEN", "")
     if not token:

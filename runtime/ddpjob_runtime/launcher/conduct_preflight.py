@@ -16,13 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure
 from ddpjob_runtime.launcher.shutdown import log
+from ddpjob_runtime.store import serve
 
 PACKAGE = Path(__file__).resolve().parent.parent
 STAGES = 5
@@ -173,15 +173,12 @@ class Preflight:
 
     def _join(self, store: Any, stage: str, group: Group, rank: int, host: str, cancelled: Cancelled) -> Result:
         """This node's part of one all-reduce among the nodes of `group`."""
-        import torch.distributed as dist
-
         known, place, key = self.settings, group.index(rank), f"{stage}/{group[0]}/store"
         pod = os.environ.get("DDPJOB_POD", "")
         on = os.environ.get("NODE_NAME", "")
         server = None
         if place == 0:
-            wait = timedelta(seconds=known.seconds)
-            server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+            server = serve(host, seconds=known.seconds)
             store.set(key, json.dumps([host, server.port]))
         address = _await(store, key, time.monotonic() + MARGIN_SECONDS, cancelled)
         if not address:

@@ -8,8 +8,6 @@ Fast: the node of rank 0 hosts a store for the round; nothing else is needed.
 
 from __future__ import annotations
 
-import contextlib
-import random
 import socket
 import time
 from datetime import timedelta
@@ -26,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
     rendezvous_handler_registry,
 )
 
-from ddpjob_runtime import protocol
+from ddpjob_runtime import protocol, store
 from ddpjob_runtime.launcher.client import CoordinatorClient
 from ddpjob_runtime.launcher.conduct_preflight import Abandoned, Preflight
 from ddpjob_runtime.launcher.shutdown import Shutdown, log
@@ -39,10 +37,6 @@ LOOKUP_SECONDS = 25.0
 """The same to a store that listens: a name server may be slow, or silent."""
 LONGEST_PAUSE = 0.5
 """Between two looks for a key that is not there yet: a store's own wait cannot be ended when the round is over."""
-PORTS = range(16000, 20000)
-"""For the store that workers host in Standard, seconds after its port was chosen: systems give none of these to a
-connection of another program meanwhile, and Kubernetes none to a service.
-"""
 VERDICT_SECONDS = 30.0
 """For the round to end once a check has found a node at fault, which ends then."""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
@@ -56,6 +50,7 @@ class CoordinatedRendezvous(RendezvousHandler):
         self, client: CoordinatorClient, shutdown: Shutdown, host: str, preflight: Preflight | None = None
     ) -> None:
         self._client, self._shutdown, self._host, self._preflight = client, shutdown, host, preflight
+        self._server: Any = None
         self.number = 0
 
     def next_rendezvous(self) -> Any:
@@ -85,9 +80,9 @@ class CoordinatedRendezvous(RendezvousHandler):
         def over() -> bool:
             return self._shutdown.begun or self._client.must_restart(self.number)
 
-        store = dist.PrefixStore("preflight/", info.store)
+        notes = dist.PrefixStore("preflight/", info.store)
         try:
-            verdict = preflight.check_links(store, info.rank, info.world_size, self._host, over)
+            verdict = preflight.check_links(notes, info.rank, info.world_size, self._host, over)
         except Abandoned:
             raise RendezvousClosedError(self._client.why) from None
         except RuntimeError as error:  # torch's: rank 0, which has the store, is gone
@@ -115,6 +110,14 @@ class CoordinatedRendezvous(RendezvousHandler):
         raise NotImplementedError
 
     # ---- what torchrun asks as well
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers are clients of a store that rank 0's launcher hosts.
+
+        Their own would listen on every address of the machine, and its port would have to be found free twice.
+        """
+        return True
 
     def num_nodes_waiting(self) -> int:
         """0: the coordinator decides when the group changes."""
@@ -154,26 +157,23 @@ class StandardRendezvous(CoordinatedRendezvous):
         """The job's, for all rounds."""
         return str(self._parameters.run_id)
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Workers host their own store, as with torchrun and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
-        return False
-
     def _offer(self) -> int:
         return 0
 
     def _join(self, go: dict[str, Any]) -> Any:
         rank, known = int(go["rank"]), self._parameters
+        host = str(known.local_addr or self._host)
+        self._server = store.serve(host, seconds=STORE_SECONDS) if rank == 0 else None
         _, of_all = c10d_rendezvous_backend.create_backend(known)
         if self._client.must_restart(self.number):
             raise RendezvousClosedError(self._client.why)
-        store = dist.PrefixStore(f"{known.run_id}-{self.number}/", of_all)
-        store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        ranks, host = dist.PrefixStore("ranks/", store), str(known.local_addr or self._host)
+        of_round = dist.PrefixStore(f"{known.run_id}-{self.number}/", of_all)
+        of_round.set_timeout(timedelta(seconds=STORE_SECONDS))
+        ranks = dist.PrefixStore("ranks/", of_round)
         if rank > 0:
             self._wait_for_first(ranks)
-        first = RendezvousStoreInfo.build(rank, ranks, host, _free_port() if rank == 0 else None)
-        return RendezvousInfo(store, rank, int(go["world"]), first)
+        first = RendezvousStoreInfo.build(rank, ranks, host, int(self._server.port) if rank == 0 else None)
+        return RendezvousInfo(of_round, rank, int(go["world"]), first)
 
     def _wait_for_first(self, ranks: Any) -> None:
         """Until rank 0 has written its address. It may be dead, and the round over."""
@@ -185,15 +185,6 @@ class StandardRendezvous(CoordinatedRendezvous):
                 raise dist.DistStoreError(f"rank 0 of round {self.number} has not written its address to the store")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-
-
-def _free_port() -> int | None:
-    """One of PORTS that nobody listens on; None: torch finds any other."""
-    for port in random.SystemRandom().sample(PORTS, 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    return None
 
 
 class FastRendezvous(CoordinatedRendezvous):
@@ -209,7 +200,6 @@ class FastRendezvous(CoordinatedRendezvous):
     ) -> None:
         super().__init__(client, shutdown, host, preflight)
         self._run_id = run_id
-        self._server: Any = None
         self._store: Any = None
 
     def get_backend(self) -> str:
@@ -220,16 +210,9 @@ class FastRendezvous(CoordinatedRendezvous):
         """The job's, for all rounds."""
         return self._run_id
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Workers are clients of the agent's store: no port has to be found free twice."""
-        return True
-
     def _offer(self) -> int:
         self._store = None
-        self._server = dist.TCPStore(
-            self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_SECONDS)
-        )
+        self._server = store.serve(self._host, seconds=STORE_SECONDS)
         return int(self._server.port)
 
     def _join(self, go: dict[str, Any]) -> Any:
@@ -247,7 +230,7 @@ class FastRendezvous(CoordinatedRendezvous):
         began, wait = time.monotonic(), CONNECT_SECONDS
         while True:
             try:
-                store = dist.TCPStore(
+                found = dist.TCPStore(
                     host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait)
                 )
             except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -256,8 +239,8 @@ class FastRendezvous(CoordinatedRendezvous):
                 if self._client.must_restart(self.number) or time.monotonic() > began + max(wait, STORE_SECONDS):
                     raise dist.DistStoreError(f"no store of rank 0 at {host}:{port}: {error}") from error
                 continue
-            store.set_timeout(timedelta(seconds=STORE_SECONDS))
-            return store
+            found.set_timeout(timedelta(seconds=STORE_SECONDS))
+            return found
 
 
 def _listens(host: str, port: int) -> bool:

@@ -20,7 +20,9 @@ from pathlib import Path
 import pytest
 from ddpjob_trainer.commands import spawn_ranks
 from ddpjob_trainer.distributed import init_method
+from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError, RendezvousError
+from listening import beyond_loopback, listening
 from machine import free_port, slowness
 from ranks import TINY, final_losses, good, until
 
@@ -245,6 +247,33 @@ def test_a_port_is_chosen_that_no_connection_gets_before_rank_0_listens(monkeypa
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken.getsockname()[1]])
         assert init_method.free_port() not in (0, taken.getsockname()[1]), "a full range leaves any other port"
+
+
+def test_ranks_of_one_node_meet_at_a_store_that_no_network_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", init_method.INIT_METHOD):
+        monkeypatch.delenv(name, raising=False)
+    reached = []
+    # With LOCAL_WORLD_SIZE=1 other ranks may be elsewhere, although rank 0 is given the loopback.
+    for host, local_world in (("127.0.0.1", 2), ("localhost", 2), ("127.0.0.1", 1)):
+        port = free_port()
+        monkeypatch.setenv("MASTER_ADDR", host)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        for fence in ("0.1", "0.2"):  # A later incarnation in the same process uses the same port.
+            monkeypatch.setenv("DDPJOB_FENCE", fence)
+            init_method.open_store(Group(0, 2, 0, local_world), 30).set("key", fence)
+        where = {each for each in listening([os.getpid()]) if each[1] == port}
+        assert len(where) == 1
+        reached.append(bool(beyond_loopback(where)))
+    assert reached == [False, False, True]
+
+
+def test_a_port_of_the_loopback_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(RendezvousError, match=r"cannot listen on 127.0.0.1:.*in use. Give another port"):
+            init_method.open_store(Group(0, 2, 0, 2), 30)
 
 
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 import socket
 import time
@@ -23,6 +24,7 @@ from ddpjob_trainer.evaluation.curves import Curves
 from ddpjob_trainer.reporting.sinks import background
 from ddpjob_trainer.reporting.sinks.background import open_sinks
 from ddpjob_trainer.reporting.sinks.sink import Run
+from listening import listening
 from machine import free_port, slowness
 from ranks import TINY, good, metrics, run, stop_at
 
@@ -109,6 +111,20 @@ def scrape(port: int) -> dict[str, float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         lines = answer.read().decode().splitlines()
     return {line.split("{")[0]: float(line.split()[-1]) for line in lines if not line.startswith("#")}
+
+
+@pytest.mark.parametrize(("pod", "address"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "0.0.0.0"), (None, "0.0.0.0")])
+def test_prometheus_is_reached_by_the_network_unless_ddpjob_run_has_started_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pod: str | None, address: str
+) -> None:
+    need("prometheus_client")
+    monkeypatch.delenv("POD_IP", raising=False)
+    if pod:
+        monkeypatch.setenv("POD_IP", pod)
+    port = free_port()
+    sinks = open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path))
+    assert (address, port) in listening([os.getpid()])
+    sinks.close(complete=True)
 
 
 def test_prometheus_serves_the_newest_and_leaves_the_port(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
 from ddpjob_trainer.distributed.devices import Placement
+from ddpjob_trainer.distributed.interfaces import is_loopback
 from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.errors import ConfigError, RendezvousError, first_line
 
@@ -111,8 +113,9 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
             timeout=timeout,
             wait_for_workers=False,
             multi_tenant=serves,
+            **(_loopback_listener(where, group) if serves else {}),
         )
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         what = f"rank 0 cannot listen on {where}" if serves else f"rank {group.rank} cannot reach the store at {where}"
         raise RendezvousError(
             f"{what} within {timeout_seconds:.0f} s: {first_line(error)}. {_remedy(where, serves)}"
@@ -124,6 +127,24 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
     # none: where there is a fence, that is what all ranks of an incarnation have in common.
     prefix = incarnation if os.environ.get("DDPJOB_FENCE") else f"attempt_{incarnation}"
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
+
+
+def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
+    """TCPStore's arguments for a store that only this machine reaches, where all ranks are on it and meet on its
+    loopback. torch itself listens on every address, and the store has no authentication.
+
+    Raises OSError when the port is in use.
+    """
+    if group.world > group.local_world or any(where == known for known, *_ in _stores):
+        return {}  # Some give the ranks of other nodes another name for this one; or this process listens already.
+    family, kind, _, _, address = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM)[0]
+    if not is_loopback(str(address[0])):
+        return {}
+    with socket.socket(family, kind) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Before 2.8, only torch's older server takes over a socket.
+        return {"master_listen_fd": listener.detach(), "use_libuv": torch.__version__ >= (2, 8)}
 
 
 def address_towards(host: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 
@@ -15,6 +16,11 @@ def interfaces() -> dict[str, list[str]]:
         for name, entries in psutil.net_if_addrs().items()
     }  # fmt: skip
     return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only the machine itself can reach an address. A zone (`fe80::1%eth0`) is ignored."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def interface_of(address: str) -> str:

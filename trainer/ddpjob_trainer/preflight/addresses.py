@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_trainer.distributed.init_method import address_towards, meeting
-from ddpjob_trainer.distributed.interfaces import interface_of, interfaces
+from ddpjob_trainer.distributed.interfaces import interface_of, interfaces, is_loopback
 from ddpjob_trainer.distributed.process_group import Group
 
 
@@ -44,11 +43,6 @@ def own_address(group: Group) -> NodeAddress:
     elif not named and is_loopback(gloo) and group.world > group.local_world and not meeting().file:
         address = address_towards(meeting().address)
     return NodeAddress(network_stack(), address, gloo, named or interface_of(address))
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only the machine itself can reach an address; a zone (`fe80::1%eth0`) is left aside."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def network_stack() -> str:

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from ddpjob_trainer.preflight.addresses import NodeAddress, is_loopback
+from ddpjob_trainer.distributed.interfaces import is_loopback
+from ddpjob_trainer.preflight.addresses import NodeAddress
 from ddpjob_trainer.preflight.facts import Check
 from ddpjob_trainer.preflight.peers import Contact, Sum
 from ddpjob_trainer.preflight.results import Finding, Layout, Result, Status, gigabytes, listed, worst_first

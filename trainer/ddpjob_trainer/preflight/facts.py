@@ -24,9 +24,10 @@ from ddpjob_trainer.config.sections import DataName
 from ddpjob_trainer.data.shard_index import FILE as INDEX
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.init_method import meeting
+from ddpjob_trainer.distributed.interfaces import is_loopback
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import PreflightError
-from ddpjob_trainer.preflight.addresses import is_loopback, network_stack
+from ddpjob_trainer.preflight.addresses import network_stack
 from ddpjob_trainer.preflight.results import Finding, Status, gigabytes
 
 _DRIVER = Path("/proc/driver/nvidia/version")

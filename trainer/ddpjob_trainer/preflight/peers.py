@@ -45,14 +45,14 @@ def now() -> float:
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Answers in the background, on a port that the system chooses, those who know the token."""
+    """Answers those who know the token in the background, on this address and a port that the system chooses."""
 
     daemon_threads, block_on_close, request_queue_size = True, False, 1024
 
     def __init__(self, address: str, token: str) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.token = token.encode()
-        super().__init__(("", 0), _Answer)
+        super().__init__((address, 0), _Answer)
         threading.Thread(target=self.serve_forever, args=(0.05,), name="preflight: listener", daemon=True).start()
 
     def handle_error(self, *_: object) -> None:

@@ -95,6 +95,12 @@ _BY_LABEL = {
 }
 
 
+def _address() -> str:
+    """All of a pod's, as its network and `kubectl port-forward` reach them; under `ddpjob run` the loopback."""
+    pod = os.environ.get("POD_IP", "")
+    return pod if pod.startswith("127.") else "0.0.0.0"
+
+
 class Prometheus:
     """The newest numbers, collected when Prometheus scrapes."""
 
@@ -106,7 +112,7 @@ class Prometheus:
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, _ = start_http_server(config.prometheus_port, registry=registry)
+            self._server, _ = start_http_server(config.prometheus_port, _address(), registry=registry)
         except OSError as error:
             raise ConfigError(
                 f"report.prometheus_port: cannot listen on port {config.prometheus_port} ({error.strerror}); give"
