@@ -374,8 +374,8 @@ def _layout_of(cls: Any) -> tuple[tuple[str, str, Read, bool], ...]:
 _layout: Callable[[Any], tuple[tuple[str, str, Read, bool], ...]] = cache(_layout_of)
 
 
-def _at_most(most: int, default: Any = MISSING) -> Any:
-    """A field whose value has at most so many entries or characters."""
+def _at_most(most: int, default: Any) -> Any:
+    """A field with a default whose value has at most so many entries or characters."""
     return field(default=default, metadata={"most": most})
 
 
@@ -529,7 +529,7 @@ _READERS = {int: _read_number, float: _read_number, str: _read_text, Word: _read
 class Member(Record):
     """A launcher that is connected. `rank`: the group rank in its round."""
 
-    pod: str = _at_most(MAX_NAME)
+    pod: str = field(metadata={"most": MAX_NAME})
     state: MemberState
     index: int = 0
     attempt: int = 0
@@ -541,7 +541,7 @@ class Member(Record):
 class LostMember(Record):
     """A member whose connection has ended, and whose index nobody has taken. `since`: when it was last heard."""
 
-    pod: str = _at_most(MAX_NAME)
+    pod: str = field(metadata={"most": MAX_NAME})
     since: datetime
     index: int = 0
     why: str = _at_most(MAX_REASON, "")
@@ -551,9 +551,9 @@ class LostMember(Record):
 class Note(Record):
     """Something the operator should know about a pod, such as that it has no warm workers."""
 
-    pod: str = _at_most(MAX_NAME)
-    kind: str = _at_most(MAX_KIND)
-    why: str = _at_most(MAX_NOTE)
+    pod: str = field(metadata={"most": MAX_NAME})
+    kind: str = field(metadata={"most": MAX_KIND})
+    why: str = field(metadata={"most": MAX_NOTE})
 
 
 @dataclass(frozen=True)
@@ -622,7 +622,7 @@ class Report(Record):
     nodes: int
     """How many members a round shall have; `min_nodes` are enough."""
     min_nodes: int
-    backoff: tuple[float, ...] = _at_most(2)
+    backoff: tuple[float, ...] = field(metadata={"most": 2})
     """Initial and longest wait of a crash loop, in seconds."""
     now: Optional[datetime] = None
     """The coordinator's clock, which its times are read by."""
