@@ -43,7 +43,7 @@ def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
             " the coordinator) must name an address of this machine on which the port is free"
         ) from error
     # Before 2.8, only torch's older server takes over a socket.
-    uses_libuv, timeout = torch.__version__ >= (2, 8), timedelta(seconds=seconds)
+    uses_libuv, timeout = torch.__version__ >= "2.8", timedelta(seconds=seconds)
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout,
         master_listen_fd=descriptor, use_libuv=uses_libuv,

@@ -634,9 +634,9 @@ def test_a_store_without_pod_ip_listens_on_the_address_of_its_pod_s_name(
 def test_a_store_whose_pod_has_another_address_ends_its_coordinator_with_the_reason(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the store needs torch")
     job = Job(tmp_path)
-    job.start_coordinator(host="", POD_IP="192.0.2.1")
+    job.start_coordinator(host="", POD_IP="203.0.113.1")
     assert job.wait_exit("coordinator", 60) == 1
-    why = f"store: cannot host a store on '192.0.2.1', port {job.store_port}: Cannot assign requested address; POD_IP"
+    why = f"store: cannot host a store on '203.0.113.1', port {job.store_port}: Cannot assign requested address; POD_IP"
     assert why in job.log("coordinator").read_text()
 
 

@@ -144,7 +144,7 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         # Before 2.8, only torch's older server takes over a socket.
-        return {"master_listen_fd": listener.detach(), "use_libuv": torch.__version__ >= (2, 8)}
+        return {"master_listen_fd": listener.detach(), "use_libuv": torch.__version__ >= "2.8"}
 
 
 def address_towards(host: str) -> str:
