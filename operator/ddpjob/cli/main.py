@@ -613,6 +613,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
     if everywhere and job is not None:
         raise click.UsageError("-A lists jobs; name the job's namespace with -n")
     backend = place.backend(everywhere=everywhere)
+    backend.whole = output in ("json", "yaml") or isinstance(output, PathTemplate)
     bodies = [backend.job(job)] if job is not None else backend.jobs()
     for note in backend.notes:
         _note(note)

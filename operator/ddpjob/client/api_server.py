@@ -7,8 +7,10 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,10 @@ LARGEST_PAGE = 500
 LARGEST_ANSWER = 16 * 1024 * 1024
 """Bytes, for the viewers of a dashboard in a cluster. Twice as much is read of the pods, or events, of a job: a
 thousand of its pods have some 20 MB."""
+LARGEST_PAGE_BYTES = 2 * 1024 * 1024
+"""Of a list, for those viewers, unless it is one object: as Python's objects it may take 30 times as much."""
+_parsing = threading.Lock()
+"""Held while objects are parsed and shaped, so that many viewers do not have the same large object in memory at once."""
 MERGE_PATCH = "application/merge-patch+json"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds, and the number of questions without an answer. TCP_KEEPALIVE is macOS' TCP_KEEPIDLE."""
@@ -92,21 +98,10 @@ class ApiServer:
         content_type: str = "application/json",
     ) -> Json:
         """The JSON response."""
-        return self._asked(method, path, query, body, content_type)[0]
-
-    def _asked(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        body: Json | None = None,
-        content_type: str = "application/json",
-    ) -> tuple[Json, int]:
-        """The JSON response and its bytes."""
         response = self._send(method, path, query or {}, body, content_type, SECONDS)
         with self._answering():
             text = response.read()
-        return self._parsed(response, text), len(text or b"")
+        return self._parsed(response, text)
 
     def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
         """The JSON response to GET; None where the object does not exist or must not be read."""
@@ -118,28 +113,51 @@ class ApiServer:
             raise
 
     def items(self, path: str, query: Mapping[str, str] | None = None, *, of_a_job: bool = False) -> list[Json]:
-        """The items of a collection, read in pages: smaller ones where the objects are large.
+        """The items of a collection, as `listing` reads them."""
+        return self.listing(path, query, of_a_job=of_a_job)[0]
 
-        `of_a_job`: what belongs to one job, whose owner can make it as large as they like.
+    def listing(
+        self,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        *,
+        of_a_job: bool = False,
+        shape: Callable[[Json], Json] = lambda item: item,
+    ) -> tuple[list[Json], str]:
+        """Return the items of a collection and its version. Pages are smaller where the objects are large.
+
+        `of_a_job`: the collection belongs to one job, whose owner can make it as large as they like. `shape` is called
+        with each item of a page before the next page is read, and returns what is kept of it.
         """
         found: list[Json] = []
         limit, total, more = LARGEST_PAGE, 0, ""
         while True:
             place = {"continue": more} if more else {}
+            response = self._send(
+                "GET", path, {**(query or {}), "limit": str(limit), **place}, None, "application/json", SECONDS
+            )
             try:
-                page, size = self._asked("GET", path, {**(query or {}), "limit": str(limit), **place})
+                with self._answering():
+                    text = (
+                        response.read()
+                        if self.largest_answer is None or limit == 1
+                        else response.read(LARGEST_PAGE_BYTES)
+                    )
             except TooLarge:
                 if limit == 1:
                     raise
                 limit = max(1, limit // 10)
                 continue
-            total += size
+            total += len(text or b"")
             if of_a_job and self.largest_answer is not None and total > 2 * self.largest_answer:
                 raise TooLarge(f"{path}: the objects of this job have more than {2 * self.largest_answer} bytes")
-            found += page.get("items") or ()
-            more = page.get("metadata", {}).get("continue") or ""
+            with _parsing:
+                page = self._parsed(response, text)
+                found += map(shape, page.pop("items", None) or ())
+            metadata = page.get("metadata", {})
+            more = metadata.get("continue") or ""
             if not more:
-                return found
+                return found, str(metadata.get("resourceVersion", ""))
 
     def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
         """Pieces of a response as they come, until it ends. `silence`: seconds without one, then it ends too."""
@@ -159,12 +177,22 @@ class ApiServer:
         finally:
             raw.close()
 
-    def lines(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[Json]:
-        """The events of a watch."""
+    def lines(
+        self,
+        path: str,
+        query: Mapping[str, str],
+        silence: float | None = None,
+        shape: Callable[[Json], Json] = lambda event: event,
+    ) -> Iterator[Json]:
+        """Yield the events of a watch, as `shape` returns them."""
         rest = b""
         for piece in self.stream(path, query, silence):
             *whole, rest = (rest + piece).split(b"\n")
-            yield from (json.loads(line) for line in whole if line.strip())
+            for line in filter(bytes.strip, whole):
+                with _parsing:
+                    event = shape(json.loads(line))
+                yield event
+                del event
 
     def _send(
         self, method: str, path: str, query: Mapping[str, str], body: Json | None, content_type: str, timeout: Any
@@ -254,14 +282,15 @@ class BearerServer(ApiServer):
                 redirect=False, preload_content=False,
             )  # fmt: skip
         self._open.add(response)
-        return SimpleNamespace(response=response, status=response.status, read=lambda: self._read(response, path))
+        return SimpleNamespace(response=response, status=response.status, read=partial(self._read, response, path))
 
-    def _read(self, response: Any, path: str) -> bytes:
+    def _read(self, response: Any, path: str, most: int | None = None) -> bytes:
         """An answer within bounds: many viewers share this process, and any of them may look at hostile objects."""
-        text: bytes = response.read(LARGEST_ANSWER + 1, decode_content=True)
-        if len(text) > LARGEST_ANSWER:
+        most = LARGEST_ANSWER if most is None else most
+        text: bytes = response.read(most + 1, decode_content=True)
+        if len(text) > most:
             response.close()
-            raise TooLarge(f"{path}: the answer has more than {LARGEST_ANSWER} bytes; look at it with kubectl")
+            raise TooLarge(f"{path}: the answer has more than {most} bytes; look at it with kubectl")
         return text
 
 

@@ -132,6 +132,9 @@ class Backend(Protocol):
     """Whether jobs run on this machine, with its files and its Python."""
     notes: list[str]
     """What the last list of jobs has left out, and why `changes` gets no answer at present, for the user."""
+    whole: bool
+    """Whether `jobs` and `changes` give the large fields of specs that the operator refuses for their size. False at
+    first, because they take a hundred times as much memory as all other jobs."""
 
     @property
     def where(self) -> str:

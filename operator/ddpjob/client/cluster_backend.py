@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from ddpjob.api.job import API_VERSION, KIND, PLURAL
-from ddpjob.api.job_spec import Json
+from ddpjob.api.job_spec import Json, oversized, without_large_fields
 from ddpjob.api.job_status import parse_time
 from ddpjob.client.api_server import MERGE_PATCH, ApiRefusal, ApiServer
 from ddpjob.client.backend import (
@@ -57,6 +57,7 @@ MOST_OUTPUT = 16 << 20
 """Bytes of a command's output that are read from a pod: twice the metrics."""
 _PRINTED = (b"\x01", b"\x02")
 """Channels of the WebSocket: standard output and standard error."""
+_CHANGES = ("ADDED", "MODIFIED", "DELETED")
 _METRICS_PODS = 4
 """Pods that are asked for their metrics."""
 _METRICS_SECONDS = 60.0
@@ -83,6 +84,7 @@ class ClusterBackend:
         self.api, self.everywhere = api, everywhere
         self.namespace = namespace or api.namespace
         self.notes: list[str] = []
+        self.whole = False
 
     @property
     def where(self) -> str:
@@ -104,8 +106,20 @@ class ClusterBackend:
     # --- reading
 
     def jobs(self) -> list[Json]:
-        with_crd = self._explained(lambda: self.api.items(self.path(PLURAL, everywhere=self.everywhere)))
-        return sorted(map(_typed, with_crd), key=lambda job: str(job["metadata"].get("creationTimestamp")))
+        path = self.path(PLURAL, everywhere=self.everywhere)
+        listed, _ = self._explained(lambda: self.api.listing(path, shape=self._shaped))
+        return sorted(listed, key=lambda job: str(job["metadata"].get("creationTimestamp")))
+
+    def _shaped(self, job: Json) -> Json:
+        """A job as it is, or without the large fields of an oversized spec."""
+        spec = job.get("spec") or {}
+        small = {} if self.whole or not oversized(spec) else {"spec": without_large_fields(spec)}
+        return _typed({**job, **small})
+
+    def _shaped_event(self, event: Json) -> Json:
+        if event.get("type") not in _CHANGES:
+            return event
+        return {"type": event["type"], "object": self._shaped(event["object"])}
 
     def job(self, name: str) -> Json:
         try:
@@ -146,7 +160,7 @@ class ClusterBackend:
         patience = Patience()
         while True:
             try:
-                page = self._explained(lambda: self.api.request("GET", path, query=query))
+                items, version = self._explained(lambda: self.api.listing(path, query, shape=self._shaped))
             except Mistake as mistake:
                 if not answered:
                     raise
@@ -159,8 +173,6 @@ class ClusterBackend:
             answered = True
             patience.answered()
             self.notes = []
-            version = page["metadata"]["resourceVersion"]
-            items = page.pop("items", None) or []
             if name is not None and not items and not seen:
                 raise NoSuchJob(f"no job {name} in {self.where}")
             there = {_key(job) for job in items}
@@ -168,7 +180,7 @@ class ClusterBackend:
                 yield seen.pop(key), True
             items.reverse()
             while items:  # None of them is held for as long as the watch lasts.
-                job = _typed(items.pop())
+                job = items.pop()
                 before = seen.get(_key(job), {}).get("metadata", {}).get("resourceVersion")
                 if before != job["metadata"]["resourceVersion"]:
                     seen[_key(job)] = kept(job)
@@ -191,10 +203,10 @@ class ClusterBackend:
         left = _WATCH_SECONDS if end is None else max(1, min(_WATCH_SECONDS, round(end - time.monotonic())))
         watch = {**query, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(left)}
         try:
-            for event in self.api.lines(path, watch, silence=left + 10.0):
-                if event.get("type") not in ("ADDED", "MODIFIED", "DELETED"):
+            for event in self.api.lines(path, watch, silence=left + 10.0, shape=self._shaped_event):
+                if event.get("type") not in _CHANGES:
                     return
-                yield _typed(event["object"]), event["type"] == "DELETED"
+                yield event["object"], event["type"] == "DELETED"
         except Mistake as mistake:
             if not mistake.passing:
                 raise

@@ -155,6 +155,7 @@ class Client:
         kubeconfig: str | None = None,
     ) -> None:
         self._backend = _backend(backend, namespace, context, kubeconfig) if isinstance(backend, str) else backend
+        self._backend.whole = True  # `Job.body` promises the whole object.
 
     def train(
         self,

@@ -35,6 +35,7 @@ class PastJobs:
     def __init__(self, folder: Path) -> None:
         self._root, self._namespace = folder, ""
         self.notes: list[str] = []
+        self.whole = True  # Local files: nobody else sizes them.
         self._known: dict[Path, tuple[tuple[float, ...], LeftBehind]] = {}
         """By folder, with its stamp: of many folders those are read again that have changed."""
         self._found: dict[tuple[str, str], tuple[Path, LeftBehind]] = {}

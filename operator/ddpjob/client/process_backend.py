@@ -86,6 +86,7 @@ class ProcessBackend:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.whole = True  # Local files: nobody else sizes them.
         """The status.json files that are no records of jobs."""
         self._known: dict[Path, _Known] = {}
         """Of the last list: who follows 1,000 jobs reads those that have changed."""

@@ -130,7 +130,7 @@ def test_a_picture_is_the_trainer_s(runs: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Mistake, match=r"^error: no folder$"):
         draw("text", "j", Path("x.png"))
     monkeypatch.setattr("ddpjob.cli.terminal_curves.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Mistake, match=r"needs the package ddpjob\[trainer\]"):
+    with pytest.raises(Mistake, match=r"needs the built-in trainer: pip install '\.\[trainer\]'"):
         draw("text", "j", Path("x.png"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import socket
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import certifi
@@ -144,6 +146,7 @@ def test_a_connection_that_leads_nowhere_is_noticed(
 def large_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[int]]]:
     """(address, limits asked for) of a server with 40 objects of 1,000 bytes, of which a dashboard reads 4,000."""
     monkeypatch.setattr("ddpjob.client.api_server.LARGEST_ANSWER", 4000)
+    monkeypatch.setattr("ddpjob.client.api_server.LARGEST_PAGE_BYTES", 4000)
     monkeypatch.setattr(BearerServer, "largest_answer", 4000)
     asked: list[int] = []
 
@@ -154,7 +157,7 @@ def large_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[i
             asked.append(limit)
             end = min(40, begin + limit)
             meta = {"continue": str(end)} if end < 40 else {}
-            body = json.dumps({"metadata": meta, "items": [{"n": n, "x": "x" * 1000} for n in range(begin, end)]})
+            body = json.dumps({"metadata": meta, "items": [{"n": n, "x": ["x" * 1000]} for n in range(begin, end)]})
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -174,6 +177,18 @@ def test_a_dashboard_reads_large_objects_in_small_pages(large_objects: tuple[str
     url, asked = large_objects
     found = BearerServer(url, certifi.where(), "token").items("/a")
     assert [one["n"] for one in found] == list(range(40)) and asked == [500, 50, 5, *[1] * 40]
+
+
+def test_nothing_else_is_kept_of_an_object_than_its_shape(large_objects: tuple[str, list[int]]) -> None:
+    url, _ = large_objects
+    alive: list[int] = []
+
+    def shape(item: dict[str, Any]) -> dict[str, Any]:
+        alive.append(sum("x" in one for one in gc.get_objects() if type(one) is dict and set(one) == {"n", "x"}))
+        return {"n": item["n"]}
+
+    found, _ = BearerServer(url, certifi.where(), "token").listing("/a", shape=shape)
+    assert found == [{"n": n} for n in range(40)] and max(alive) == 1
 
 
 def test_of_one_job_a_dashboard_reads_objects_up_to_a_size(large_objects: tuple[str, list[int]]) -> None:

@@ -124,11 +124,13 @@ class Restarting(Server):
         version = str(self.asked)
         return {"metadata": {"name": "j", "resourceVersion": version}, **(done if self.asked > 8 else {})}
 
-    def request(self, method: str, path: str, *, query: Mapping[str, str] | None = None) -> Json:
-        body = self._answer()
-        return body if path.endswith("/j") else {"metadata": {"resourceVersion": "9"}, "items": [body]}
+    def request(self, method: str, path: str) -> Json:
+        return self._answer()
 
-    def lines(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[Json]:
+    def listing(self, path: str, *_: object, **__: object) -> tuple[list[Json], str]:
+        return [self._answer()], "9"
+
+    def lines(self, path: str, query: Mapping[str, str], **_: object) -> Iterator[Json]:
         yield {"type": "MODIFIED", "object": self._answer()}
 
     def items(self, path: str, query: Mapping[str, str] | None = None, **_: object) -> list[Json]:
@@ -156,10 +158,10 @@ class Deleting(Server):
         super().__init__()
         self.lists = [[{"metadata": {"name": "j", "resourceVersion": "1"}}], [], []]
 
-    def request(self, method: str, path: str, *, query: Mapping[str, str] | None = None) -> Json:
-        return {"metadata": {"resourceVersion": "9"}, "items": self.lists.pop(0)}
+    def listing(self, path: str, *_: object, **__: object) -> tuple[list[Json], str]:
+        return self.lists.pop(0), "9"
 
-    def lines(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[Json]:
+    def lines(self, path: str, query: Mapping[str, str], **_: object) -> Iterator[Json]:
         return iter([{"type": "ERROR", "object": {"code": 410}}])
 
 
@@ -171,6 +173,27 @@ def test_a_deletion_that_the_watch_has_missed_is_seen() -> None:
     ]
     with pytest.raises(NoSuchJob, match="no job j in namespace ml"):
         next(changes)
+
+
+def test_of_a_job_that_is_too_large_lists_and_watches_keep_its_small_fields() -> None:
+    """A hundred such jobs of one team are gigabytes in each view of all jobs, a dashboard's above all."""
+    spec = {"image": "a", "podTemplate": {"spec": {"containers": [{}] * 9999}}}
+    large = {"metadata": {"name": "j", "resourceVersion": "1"}, "spec": spec}
+
+    class Serving:
+        namespace, context = "ml", "test"
+
+        def listing(self, path: str, *_: object, shape: Any) -> tuple[list[Json], str]:
+            return [shape(large)], "9"
+
+        def lines(self, path: str, query: Mapping[str, str], silence: float, shape: Any) -> Iterator[Json]:
+            yield shape({"type": "MODIFIED", "object": {**large, "metadata": {"name": "j", "resourceVersion": "2"}}})
+
+    backend = ClusterBackend(Serving())  # type: ignore[arg-type]
+    changes = backend.changes(None)
+    assert [body["spec"] for body in (*backend.jobs(), next(changes)[0], next(changes)[0])] == [{"image": "a"}] * 3
+    backend.whole = True
+    assert backend.jobs()[0]["spec"] == spec
 
 
 class Text(str):
@@ -190,10 +213,10 @@ class Growing(Server):
         meta = {"name": name, "namespace": "ml", "resourceVersion": str(len(self.made))}
         return {"metadata": meta, "spec": {"image": image}}
 
-    def request(self, method: str, path: str, *, query: Mapping[str, str] | None = None) -> Json:
-        return {"metadata": {"resourceVersion": "9"}, "items": [self.job("a"), self.job("b")]}
+    def listing(self, path: str, *_: object, **__: object) -> tuple[list[Json], str]:
+        return [self.job("a"), self.job("b")], "9"
 
-    def lines(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[Json]:
+    def lines(self, path: str, query: Mapping[str, str], **_: object) -> Iterator[Json]:
         yield {"type": "MODIFIED", "object": self.job("a")}
 
     def held(self) -> int:
@@ -485,7 +508,7 @@ def test_who_may_not_list_jobs_learns_all_the_same_that_there_is_none_of_a_name(
         def request(self, method: str, path: str, **options: Any) -> Json:
             raise ApiRefusal(404, "NotFound", 'ddpjobs.ddpjob.io "j" not found')
 
-        def items(self, path: str, query: Mapping[str, str] | None = None, **_: object) -> list[Json]:
+        def listing(self, path: str, *_: object, **__: object) -> tuple[list[Json], str]:
             raise ApiRefusal(403, "Forbidden", "User may not list it")
 
     backend = ClusterBackend(Closed())  # type: ignore[arg-type]
