@@ -418,7 +418,7 @@ def test_what_nobody_writes_into_a_status_is_left_out() -> None:
 SCHEMA_WORDS = {
     *("type", "format", "description", "default", "enum", "pattern", "required"),
     *("properties", "additionalProperties", "maxProperties", "items", "minItems", "maxItems"),
-    *("minimum", "maximum", "minLength", "maxLength", "anyOf"),
+    *("minimum", "maximum", "minLength", "maxLength", "anyOf", "nullable"),
 }
 
 
