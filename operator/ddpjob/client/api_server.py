@@ -30,7 +30,7 @@ thousand of its pods have some 20 MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
 """Of a list, for those viewers, unless it is one object: as Python's objects it may take 30 times as much."""
 _parsing = threading.Lock()
-"""Held while objects are parsed and shaped, so that many viewers do not have the same large object in memory at once."""
+"""Held while objects are parsed and shaped: many viewers would have the same large object in memory at once."""
 MERGE_PATCH = "application/merge-patch+json"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds, and the number of questions without an answer. TCP_KEEPALIVE is macOS' TCP_KEEPIDLE."""
@@ -138,16 +138,14 @@ class ApiServer:
             )
             try:
                 with self._answering():
-                    text = (
-                        response.read()
-                        if self.largest_answer is None or limit == 1
-                        else response.read(LARGEST_PAGE_BYTES)
-                    )
+                    bounded = self.largest_answer is not None and limit > 1
+                    text = response.read(LARGEST_PAGE_BYTES) if bounded else response.read()
             except TooLarge:
                 if limit == 1:
                     raise
-                limit = max(1, limit // 10)
+                limit = max(1, limit // 4)
                 continue
+            limit = min(LARGEST_PAGE, 2 * limit)
             total += len(text or b"")
             if of_a_job and self.largest_answer is not None and total > 2 * self.largest_answer:
                 raise TooLarge(f"{path}: the objects of this job have more than {2 * self.largest_answer} bytes")
