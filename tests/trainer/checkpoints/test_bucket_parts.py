@@ -22,7 +22,7 @@ from ddpjob_trainer.config.sections import CheckpointConfig, Format
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.lifecycle.fence import Claim
-from hostile import ALLOWED, before, calling, listed_anew, setting, unchanged
+from hostile_checkpoints import ALLOWED, before, calling, listed_anew, setting, unchanged
 from ranks import until
 from slow_storage import Slow
 

@@ -13,7 +13,7 @@ from ddpjob_trainer.checkpoints import dcp
 from ddpjob_trainer.checkpoints.convert import convert
 from ddpjob_trainer.commands.show_checkpoint import main
 from ddpjob_trainer.errors import CheckpointError
-from hostile import ALLOWED, before, calling, earlier, listed_anew, setting, unchanged
+from hostile_checkpoints import ALLOWED, before, calling, earlier, listed_anew, setting, unchanged
 from torch.distributed.checkpoint import metadata
 
 SNAPSHOT = {

@@ -16,7 +16,7 @@ from ddpjob_trainer.commands import show_checkpoint
 from ddpjob_trainer.commands.show_checkpoint import main
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, ConfigError
-from hostile import earlier
+from hostile_checkpoints import earlier
 from ranks import TINY, good, stop_at
 from ranks import run as ranks
 
