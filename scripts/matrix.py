@@ -2,8 +2,9 @@
 
 A row is a Python with the standard library alone, or with one minor of torch. Short form: every Python,
 and each torch with the oldest and the newest Python that it has wheels for and that this machine has.
-`--all`: each torch with every such Python, and all tests instead of the quick ones. A row that cannot run
-(no interpreter, no wheel, no registry) is skipped with the reason. Exit code 1 when a row fails.
+`--all`: each torch with every such Python, and all tests instead of the quick ones. One more row runs the
+trainer's tests of checkpoints on Debian 12's Python, with the packages of the environment that runs this. A row
+that cannot run (no interpreter, no wheel, no registry) is skipped with the reason. Exit code 1 when a row fails.
 
 Environments are kept in ~/.cache/ddpjob/matrix (XDG_CACHE_HOME), by the versions of Python, torch and pytest.
 """
@@ -16,12 +17,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -63,6 +66,18 @@ LONG = (
     "test_coordinator_sockets.py::test_the_silence_of_a_host_is_death",
 )
 """Tests of a row without torch that the short form leaves out: they wait, which no version of Python does otherwise."""
+TRAINER_PYTHON = "3.11.2"
+"""python3 of Debian 12. Its patch release pickles otherwise than later ones, and CI's 3.11 is a late one."""
+TRAINER = (
+    "test_checkpoint.py",
+    "test_checkpoint_dcp.py",
+    "test_convert.py",
+    "test_manifest.py",
+    "test_other_pythons.py",
+)
+"""Its tests: what is saved comes back, with ddp and fsdp, and what other Pythons have written too."""
+CALLER = "DDPJOB_TEST_CALLER"
+"""Names the Python that runs the matrix, for the row's tests."""
 CUDA_PACKAGES = re.compile(r"(nvidia|cuda|triton|pytorch-triton)\b", re.IGNORECASE)
 CUDA_LIBRARY = re.compile(r"\(NEEDED\).*\[(lib(?:cu|nccl|nv)[^\]]*)\]")
 CUDA_SYMBOL = re.compile(r" U ((?:cu|nccl|nv|__cuda)\w*)(?:@+(\S+))?$", re.MULTILINE)
@@ -75,10 +90,11 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """`torch` is a full version, None for the standard library alone."""
+    """`torch` is a full version, None for the standard library alone. `trainer`: the row of TRAINER_PYTHON."""
 
     python: str
     torch: str | None = None
+    trainer: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,11 +139,14 @@ def main() -> int:
 
 
 def choose(everything: bool, pythons: Sequence[str] | None = None, torches: Sequence[str] | None = None) -> list[Row]:
-    """The rows, standard library first, then torch from the oldest on."""
+    """The rows, standard library first, then torch from the oldest on, then the trainer's."""
     chosen = [python for python in PYTHONS if not pythons or python in pythons]
     rows = [Row(python) for python in chosen] if not torches or "none" in torches else []
     if torches and set(torches) == {"none"}:
         return rows
+    debian = (
+        [Row(TRAINER_PYTHON, trainer=True)] if not torches and TRAINER_PYTHON in (pythons or [TRAINER_PYTHON]) else []
+    )
     here = [python for python in chosen if interpreter(python)]
     wheels = {python: torch_versions(python) for python in here}
     minors = sorted({minor for versions in wheels.values() for minor in versions})
@@ -135,7 +154,7 @@ def choose(everything: bool, pythons: Sequence[str] | None = None, torches: Sequ
         names = {".".join(map(str, minor)), *(["oldest"] * (minor == minors[0])), *(["newest"] * (minor == minors[-1]))}
         if not torches or names & set(torches):
             rows += of_minor(minor, wheels, everything)
-    return rows
+    return rows + debian
 
 
 def of_minor(
@@ -176,16 +195,22 @@ def index() -> list[str]:
 
 
 def interpreter(python: str) -> str | None:
-    """Path of an interpreter: pythonX.Y on PATH, else the newest of pyenv's."""
+    """Path of an interpreter of a version, such as 3.11 or 3.11.2.
+
+    That is pythonX.Y on PATH, else the newest of pyenv's, else the system's python3.
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
-    patches = sorted(pyenv.glob(f"{python}.*"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
-    for path in (shutil.which(f"python{python}"), *(str(patch / "bin" / "python") for patch in reversed(patches))):
+    found = [*pyenv.glob(f"{python}.*"), *pyenv.glob(python)]
+    patches = sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
+    minor = ".".join(python.split(".")[:2])
+    pyenvs = [str(patch / "bin" / "python") for patch in reversed(patches)]
+    for path in (shutil.which(f"python{minor}"), *pyenvs, "/usr/bin/python3"):
         # On PATH may be a shim that has no interpreter behind it.
-        code = "import ensurepip, sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
+        code = "import ensurepip, platform, sys; print(platform.python_version(), sys.executable)"
         with contextlib.suppress(OSError):
             done = subprocess.run([path or "", "-c", code], capture_output=True, text=True)
             version, _, executable = done.stdout.strip().partition(" ")
-            if version == python:
+            if f"{version}.".startswith(f"{python}."):
                 return executable
     return None
 
@@ -300,6 +325,8 @@ def clean_environment() -> dict[str, str]:
 def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Result:
     """Run the tests of one row; `tests` instead of those that the form has."""
     try:
+        if row.trainer:
+            return run_trainer(row, tests or TRAINER)
         python = prepare(row)
     except NotHere as why:
         return Result(row, skipped_because=str(why))
@@ -320,18 +347,44 @@ def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Re
         ]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}", *(str(TESTS / test) for test in tests or quick)]
         command += [f"--deselect={test}" for test in LONG if not everything]
-        began = time.monotonic()
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, cwd=TESTS, env=clean_environment(), timeout=ROW_SECONDS
-            )
-            output = done.stdout + done.stderr
-        except subprocess.TimeoutExpired:
-            output = f"more than {ROW_SECONDS} s"
-        seconds = time.monotonic() - began
-        if not report.exists():
-            return Result(row, failed=1, seconds=seconds, output=output)
-        return Result(row, *counts(report), seconds=seconds, output=output)
+        return run_tests(row, command, report, TESTS, clean_environment())
+
+
+def run_trainer(row: Row, tests: Sequence[str]) -> Result:
+    """Run the trainer's tests with the row's interpreter and this environment's packages, which fit its minor version.
+
+    Raises:
+        NotHere: there is no such interpreter, or this environment's packages are for another version, or lack torch.
+    """
+    base, own = interpreter(row.python), f"{sys.version_info.major}.{sys.version_info.minor}"
+    if base is None:
+        raise NotHere(f"no Python {row.python} on PATH, among pyenv's or as /usr/bin/python3")
+    if not row.python.startswith(f"{own}.") or importlib.util.find_spec("torch") is None:
+        raise NotHere(f"it borrows torch from a Python {row.python.rpartition('.')[0]}, and this is {own} or has none")
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([base, "-m", "venv", "--without-pip", folder], check=True, capture_output=True, text=True)
+        [packages] = Path(folder).glob("lib/python*/site-packages")
+        (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        report = Path(folder) / "report.xml"
+        names = [str(ROOT / "tests" / "trainer" / "checkpoints" / test) for test in tests]
+        command = [str(Path(folder) / "bin" / "python"), "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider"]
+        places = [str(ROOT / part) for part in ("operator", "runtime", "trainer")]
+        environment = {**clean_environment(), CALLER: sys.executable, "PYTHONPATH": os.pathsep.join(places)}
+        return run_tests(row, [*command, f"--junitxml={report}", *names], report, ROOT, environment)
+
+
+def run_tests(row: Row, command: list[str], report: Path, folder: Path, environment: dict[str, str]) -> Result:
+    """Run pytest, which writes a report, in a folder."""
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=ROW_SECONDS)
+        output = done.stdout + done.stderr
+    except subprocess.TimeoutExpired:
+        output = f"more than {ROW_SECONDS} s"
+    seconds = time.monotonic() - began
+    if not report.exists():
+        return Result(row, failed=1, seconds=seconds, output=output)
+    return Result(row, *counts(report), seconds=seconds, output=output)
 
 
 def counts(report: Path) -> tuple[int, int, int]:

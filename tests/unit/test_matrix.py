@@ -71,6 +71,11 @@ def test_newest_torch() -> None:
     run(row)
 
 
+@pytest.mark.slow
+def test_checkpoints_on_the_python_of_debian_12() -> None:
+    run(matrix.Row(matrix.TRAINER_PYTHON, trainer=True))
+
+
 # ---- the command itself
 
 
@@ -93,6 +98,22 @@ def test_a_missing_interpreter_skips_its_row(tmp_path: Path, monkeypatch: pytest
     result = matrix.run_row(matrix.Row("3.99"))
     assert result.ok and result.skipped_because == "no python3.99 on PATH or among pyenv's"
     assert "skipped: no python3.99" in matrix.table([result])
+
+
+def test_a_missing_patch_release_skips_the_row_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    result = matrix.run_row(matrix.Row("3.99.1", trainer=True))
+    assert result.ok and result.skipped_because.startswith("no Python 3.99.1 on PATH")
+
+
+def test_an_interpreter_is_found_by_its_patch_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tmp_path / "versions" / "3.98.2" / "bin" / "python"
+    found.parent.mkdir(parents=True)
+    found.write_text(f"#!/bin/sh\necho 3.98.2 {found}\n")
+    found.chmod(0o755)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert matrix.interpreter("3.98.2") == matrix.interpreter("3.98") == str(found)
+    assert matrix.interpreter("3.98.20") is None and matrix.interpreter("3.98.1") is None
 
 
 def test_failures_and_modules_that_cannot_be_imported_are_counted(tmp_path: Path) -> None:
