@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from ddpjob_trainer.data import decode
 from ddpjob_trainer.data.decode import Box, UnreadableImage, crop, middle
-from PIL import Image
+from PIL import Image, ImageFile, WebPImagePlugin
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +163,101 @@ def test_a_jpeg_with_a_harmless_fault_is_still_an_image(photograph: Image.Image)
     whole = encoded(photograph.resize((64, 48)), quality=90)
     pixels = crop(whole, box(0, 0, 48, 64), 32)
     assert torch.equal(crop(whole + b"trailing bytes", box(0, 0, 48, 64), 32), pixels)
+
+
+def giants() -> dict[str, bytes]:
+    """Images of a few hundred bytes whose headers say that they have more pixels than are allowed."""
+    small, wide, high = Image.new("RGB", (64, 64)), 16_383, 16_000
+
+    def patched(content: bytes, where: int, value: bytes) -> bytes:
+        return content[:where] + value + content[where + len(value) :]
+
+    jpeg, bmp, gif = encoded(small), encoded(small, "BMP"), encoded(small, "GIF")
+    lossy, lossless = encoded(small, "WEBP"), encoded(small, "WEBP", lossless=True)
+    header = b"IHDR" + struct.pack(">II", wide, high) + b"\x08\x02\x00\x00\x00"
+    png = patched(encoded(small, "PNG"), 12, header + struct.pack(">I", zlib.crc32(header)))
+    extended = (
+        b"VP8X\x0a\x00\x00\x00\x00\x00\x00\x00" + (wide - 1).to_bytes(3, "little") + (high - 1).to_bytes(3, "little")
+    )
+    return {
+        "JPEG": patched(jpeg, jpeg.index(b"\xff\xc0") + 5, struct.pack(">HH", high, wide)),
+        "PNG": png,
+        "WebP, lossy": patched(lossy, 26, struct.pack("<HH", wide, high)),
+        "WebP, lossless": patched(lossless, 21, ((high - 1) << 14 | (wide - 1)).to_bytes(4, "little")),
+        "WebP, extended": b"RIFF" + struct.pack("<I", len(extended + lossy) - 8) + b"WEBP" + extended + lossy[12:],
+        "BMP": patched(bmp, 18, struct.pack("<ii", wide, high)),
+        "GIF": patched(gif, 6, struct.pack("<HH", wide, high)),
+        "TIFF": tiff(wide, high),
+        "TIFF, tiles": tiff(64, 64, tile=(wide + 1, high)),
+        "PPM": f"P6 {wide} {high} 255\n".encode(),
+    }
+
+
+def tiff(width: int, height: int, tile: tuple[int, int] | None = None) -> bytes:
+    where = {322: tile[0], 323: tile[1], 324: 8, 325: 8} if tile else {273: 8, 278: height, 279: 8}
+    tags = {256: width, 257: height, 258: 8, 259: 8, 262: 1, 277: 1, **where}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted(tags.items()))
+    return b"II*\x00" + struct.pack("<I", 16) + zlib.compress(b"") + struct.pack("<H", len(tags)) + entries + b"\0" * 4
+
+
+def refuse_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def called(*_: Any, **__: Any) -> None:
+        raise AssertionError("a decoder was called")
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", called)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", called)
+    monkeypatch.setattr(WebPImagePlugin._webp, "WebPAnimDecoder", called)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # A script may lift Pillow's own limit.
+
+
+@pytest.mark.parametrize("kind", giants())
+def test_an_image_with_a_giant_header_is_refused_before_a_decoder_sees_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = giants()[kind]
+    refuse_to_decode(monkeypatch)
+    acts: list[Callable[[], Any]] = [
+        lambda: crop(content, box(0, 0, 8, 8), 8),
+        lambda: middle(content, 8),
+        lambda: decode.size_of(content),
+    ]
+    assert len(content) < 20_000
+    for act in acts:
+        with pytest.raises(
+            UnreadableImage, match=r"^1638[34] x 16000 pixels are more than 178,956,970: scale it down$"
+        ):
+            act()
+
+
+def test_an_image_of_the_most_pixels_reaches_its_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = encoded(Image.new("RGB", (64, 64)))
+    monkeypatch.setattr(decode, "MOST_PIXELS", 64 * 64)
+    assert middle(content, 8).shape == (3, 8, 8)
+    monkeypatch.setattr(decode, "MOST_PIXELS", 64 * 64 - 1)
+    refuse_to_decode(monkeypatch)
+    with pytest.raises(UnreadableImage, match=r"^64 x 64 pixels are more than 4,095: scale it down$"):
+        middle(content, 8)
+
+
+def test_a_line_of_pixels_is_not_scaled_to_billions() -> None:
+    content = encoded(Image.new("L", (65_000, 1)), "PNG")
+    with pytest.raises(UnreadableImage, match=r"^16640000 x 256 pixels are more than 178,956,970"):
+        middle(content, 224)
+
+
+def test_a_jpeg_of_thousands_of_scans_is_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each scan of a few bytes is a pass over all pixels."""
+    whole = encoded(Image.new("RGB", (64, 64)), progressive=True)
+    scan = whole[whole.index(b"\xff\xda") : -2]
+    content = whole[:-2] + scan * 600 + whole[-2:]
+    refuse_to_decode(monkeypatch)
+    for act in (middle, lambda content, _: decode.size_of(content)):
+        with pytest.raises(UnreadableImage, match=r"^it has \d+ scans, more than 500: save it anew$"):
+            act(content, 8)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
+def test_formats_that_are_not_documented_are_not_opened(kind: str) -> None:
+    """Pillow has some forty, chosen by a file's bytes; that of EPS runs Ghostscript."""
+    with pytest.raises(UnreadableImage, match=r"^of no known image format \(JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM\)$"):
+        middle(encoded(Image.new("RGB", (64, 64)), kind), 8)

@@ -11,6 +11,8 @@ import os
 import resource
 import tarfile
 import threading
+import tracemalloc
+import zipfile
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +26,7 @@ import yaml
 from datasets import write_image_folder
 from ddpjob_trainer import __main__, config
 from ddpjob_trainer.commands import pack_shards
-from ddpjob_trainer.data import shard_index
+from ddpjob_trainer.data import imagefolder, shard_index
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.dataset import DataSet
 from ddpjob_trainer.errors import ConfigError, DataError
@@ -503,3 +505,116 @@ def test_the_example_of_a_bucket_reads_shards(folder: Path, tmp_path: Path) -> N
     _, name, *keys = yaml.safe_load((EXAMPLES / "data-bucket.yaml").read_text())["spec"]["args"]
     settings = config.load(name, [*keys, *CONFIG, f"data.dir={tmp_path / 'out'}"])
     assert open_data(settings.data, torch.device("cpu")).train_size == 16
+
+
+def index_of(packed: Path, **changes: Any) -> dict[str, Any]:
+    columns: dict[str, Any] = dict(np.load(packed / "train" / "index.npz"))
+    return columns | {key: change(columns[key]) for key, change in changes.items()}
+
+
+def empty_array_of(shape: tuple[int, ...], kind: str) -> bytes:
+    """A .npy file that claims a shape and has no content."""
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": kind, "fortran_order": False, "shape": shape})
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"names": lambda names: np.array([f"../other/{name}" for name in names])}, "a shard's name has a slash"),
+        ({"shard": lambda shard: shard + 100}, "an image is in no shard"),
+        ({"shard": lambda shard: -shard - 1}, "an image is in no shard"),
+        ({"offsets": lambda offsets: offsets + 2**62}, "an image ends behind its shard"),
+        ({"sizes": lambda sizes: sizes + 2**30}, "an image ends behind its shard"),
+        ({"sizes": lambda sizes: -sizes}, "an image ends behind its shard"),
+        ({"labels": lambda labels: labels[1:]}, "its columns differ in length"),
+        ({"labels": lambda labels: labels.astype(float)}, "not of integers or of text"),
+        ({"stamps": lambda stamps: stamps[1:]}, "its columns differ in length"),
+    ],
+)
+def test_an_index_that_points_outside_of_its_shards_is_refused(
+    changes: dict[str, Any], reason: str, packed: Path
+) -> None:
+    columns = index_of(packed, **changes)
+    np.savez(packed / "train" / "index.npz", **columns)
+    with pytest.raises(DataError, match=rf"the index of \S+ is damaged \({reason}|is damaged \(an array is {reason}"):
+        opened(f"data.dir={packed}")
+
+
+def test_an_index_is_neither_unpacked_nor_believed_about_its_size(packed: Path) -> None:
+    """Each of these files is small, and numpy.load would allocate gigabytes for it."""
+    path = packed / "train" / "index.npz"
+    np.savez_compressed(path, **index_of(packed), more=np.zeros(10_000_000, np.int64))
+    with pytest.raises(DataError, match="its arrays are compressed"):
+        opened(f"data.dir={packed}")
+    for content in (empty_array_of((1 << 40,), "<i8"), empty_array_of((1 << 60,), "|S0"), empty_array_of((9,), "|O")):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("names.npy", content)
+        tracemalloc.start()
+        with pytest.raises(DataError, match=rf"the index of {packed}/train is damaged .*remove {path}"):
+            opened(f"data.dir={packed}")
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_an_extended_header_of_a_tar_is_not_read_into_memory(kind: bytes, folder: Path, tmp_path: Path) -> None:
+    member = tarfile.TarInfo("long")
+    member.type, member.size = kind, 1 << 32
+    for part in ("train", "val"):
+        (tmp_path / "t" / part).mkdir(parents=True)
+        shard = tmp_path / "t" / part / "0.tar"
+        shard.write_bytes(member.tobuf(tarfile.GNU_FORMAT))
+        os.truncate(shard, 1 << 33)
+    with pytest.raises(
+        DataError, match=r"0.tar cannot be read \(an extended header has 4,294,967,296 bytes, more than"
+    ):
+        opened(f"data.dir={tmp_path / 't'}")
+
+
+def test_headers_of_a_tar_that_only_announce_each_other_are_refused(tmp_path: Path) -> None:
+    member = tarfile.TarInfo("long")
+    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 0
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "0.tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) * 5_000)
+    with pytest.raises(DataError, match=r"0.tar cannot be read \(maximum recursion depth exceeded"):
+        opened(f"data.dir={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("label", "reason"),
+    [
+        (b"9" * 5_000, "more than 10,000,000"),
+        (b"99999999999", "holds 99999999999, more than 10,000,000"),
+        (b"-99999999999", "holds -99999999999, more than 10,000,000"),
+    ],
+)
+def test_a_label_does_not_choose_the_size_of_the_model(label: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with tarfile.open(tmp_path / "train" / "0.tar", "w") as archive:
+        for name, content in (("a.jpg", b"x"), ("a.cls", label)):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    with pytest.raises(DataError, match=rf"0.tar: a.cls .*{reason}"):
+        opened(f"data.dir={tmp_path}")
+
+
+def test_a_list_of_classes_is_not_read_whatever_its_size(packed: Path) -> None:
+    os.truncate(packed / "classes.txt", 1 << 40)
+    with pytest.raises(DataError, match=r"classes.txt has more than 67,108,864 bytes"):
+        opened(f"data.dir={packed}")
+
+
+def test_an_image_in_a_folder_is_a_file_of_bounded_size(folder: Path) -> None:
+    data = imagefolder.Folder(folder / "train")
+    paths = [Path(data.name(number)) for number in range(3)]
+    os.truncate(paths[0], 1 << 40)  # The file system stores no zeros.
+    for path in paths[1:]:
+        path.unlink()
+    os.mkfifo(paths[1])
+    paths[2].symlink_to("/dev/zero")
+    reasons = [str(getattr(found, "strerror", None)) for found in data.read([0, 1, 2])]
+    assert reasons[0] == "it has 1,099,511,627,776 bytes, more than 1,073,741,820"
+    assert reasons[1:] == ["it is not a regular file"] * 2

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 as the official archives unpack: the python version (pickles) and the binary version.
+"""CIFAR-10 and CIFAR-100 as the official archives unpack: the binary version and the python version (pickles).
 
 Formats: https://www.cs.toronto.edu/~kriz/cifar.html. Read without torchvision, whose import takes seconds; torchvision
 downloads.
@@ -6,7 +6,6 @@ downloads.
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from ddpjob_trainer.config.sections import DataConfig, DataName
 from ddpjob_trainer.data.augment import CropAndFlip, RandAugment
+from ddpjob_trainer.data.cifar_batch import MOST_BYTES, read_batch
 from ddpjob_trainer.data.dataset import Normalize, existing_folder
 from ddpjob_trainer.data.in_memory import Augment, MemoryData
 from ddpjob_trainer.errors import DataError
@@ -144,7 +144,7 @@ def _read_binary(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part:
     size = layout.label_bytes + _PIXELS
     images, labels = [], []
     for path in _present(folder, names):
-        content = np.fromfile(path, dtype=np.uint8)
+        content = np.frombuffer(_content(path), dtype=np.uint8)
         if not len(content) or len(content) % size:
             raise DataError(
                 f"{path} is truncated: {len(content)} bytes are not whole records of {size} bytes;"
@@ -160,32 +160,30 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
     images, labels = [], []
     for path in _present(folder, names):
         try:
-            with path.open("rb") as file:
-                content = _ArraysOnly(file, encoding="latin1").load()
-            part, part_labels = np.asarray(content["data"]), np.asarray(content[layout.label_key], dtype=np.int64)
-        except (
-            pickle.UnpicklingError,
-            EOFError,
-            KeyError,
-            ValueError,
-            TypeError,
-            IndexError,
-            AttributeError,
-            ImportError,
-        ) as error:
+            part, part_labels = read_batch(_content(path), "data", layout.label_key)
+        except ValueError as error:
             raise DataError(
-                f"{path} is not a whole CIFAR batch ({type(error).__name__}: {error}); unpack the archive again"
+                f"{path} is not a whole CIFAR batch ({error}); unpack the archive again, or the binary version of it,"
+                " which needs no pickle"
             ) from error
-        if part.dtype != np.uint8 or part.ndim != 2 or part.shape[1] != _PIXELS or len(part) != len(part_labels):
+        if part.dtype != np.uint8 or part.ndim != 2 or part.shape[1] != _PIXELS or part_labels.shape != (len(part),):
             raise DataError(
-                f"{path} holds {part.dtype} of shape {part.shape} with {len(part_labels)} labels, not uint8"
+                f"{path} holds {part.dtype} of shape {part.shape} with {part_labels.size} labels, not uint8"
                 f" (n, {_PIXELS}) with n labels; unpack the archive again"
             )
         if not len(part):
             raise DataError(f"{path} holds no records; unpack the archive again")
         images.append(part)
-        labels.append(part_labels)
+        labels.append(part_labels.astype(np.int64))
     return _joined(folder, images, labels, layout)
+
+
+def _content(path: Path) -> bytes:
+    """A file of an archive. Raises DataError for one that is larger than any: it would fill the memory."""
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise DataError(f"{path} has {size:,} bytes, and no file of an archive has more than {MOST_BYTES:,}")
+    return path.read_bytes()
 
 
 def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout) -> Part:
@@ -196,23 +194,6 @@ def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout)
             f"{folder} holds label {all_labels.max()}, outside of 0..{last}: it is another data set than data.name says"
         )
     return torch.from_numpy(np.concatenate(images).reshape(-1, 3, 32, 32)), torch.from_numpy(all_labels)
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Unpickles numpy arrays and text only: a pickle may run any code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        modules = (
-            "numpy",
-            "numpy.core.multiarray",
-            "numpy._core.multiarray",
-            "numpy.core.numeric",
-            "numpy._core.numeric",
-        )
-        is_array = module in modules and name in ("_reconstruct", "ndarray", "dtype", "_frombuffer")
-        if is_array or (module, name) == ("_codecs", "encode"):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a CIFAR batch")
 
 
 def _download(config: DataConfig) -> None:

@@ -8,15 +8,25 @@ torchvision, whose import takes seconds.
 from __future__ import annotations
 
 import io
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 _JPEG = b"\xff\xd8\xff"
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""An image's bytes choose its decoder, whatever its name says. Pillow has many more: that of EPS runs Ghostscript."""
+MOST_PIXELS = 178_956_970
+"""An image's size comes from its file, and decoding takes some 12 bytes for each pixel. This is Pillow's own limit."""
+MOST_BYTES = 6 * MOST_PIXELS
+"""Of an encoded image: three colours of 16 bits, not compressed."""
+_MOST_SCANS = 500
+"""Scans of a progressive JPEG; encoders write some 10. Each is a pass over all pixels, whatever its length."""
+_TILE_WIDTH, _TILE_LENGTH = 322, 323  # Tags of TIFF.
 _SCALES = (8, 4, 2)  # libjpeg-turbo has vector code for these; scales between cost more than they save.
 TEST_CROP = 224 / 256
 """Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning, 2015)."""
@@ -54,6 +64,7 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
     short = round(size / share)
     shorter, longer = min(height, width), max(height, width)
     long = int(short * longer / shorter)
+    check_pixels(short, long)  # A line of 65,535 pixels would be scaled to 4 billion.
     resized = _resized(pixels, *((short, long) if height <= width else (long, short)))
     top, left = (round((side - size) / 2) for side in resized.shape[1:])
     return resized[:, top : top + size, left : left + size]
@@ -61,13 +72,21 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
 
 def size_of(content: bytes) -> tuple[int, int]:
     """(height, width) of an encoded image, from its header. Raises UnreadableImage."""
-    from PIL import Image
+    _check_scans(content)
+    with _opened(content) as image:
+        return image.height, image.width
 
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            return image.height, image.width
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UnreadableImage(str(error)) from error
+
+def check_pixels(height: int, width: int) -> None:
+    """Raise UnreadableImage for an image of more than MOST_PIXELS."""
+    if height * width > MOST_PIXELS:
+        raise UnreadableImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}: scale it down")
+
+
+def _check_scans(content: bytes) -> None:
+    scans = content.count(b"\xff\xda") if content[:3] == _JPEG else 0
+    if scans > _MOST_SCANS:
+        raise UnreadableImage(f"it has {scans} scans, more than {_MOST_SCANS}: save it anew")
 
 
 def _resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -81,8 +100,10 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
     if content[:3] == _JPEG:
         import simplejpeg
 
+        _check_scans(content)
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
+            check_pixels(height, width)
             if colours not in ("CMYK", "YCCK"):  # libjpeg does not convert these
                 box = choose(height, width)
                 scale = _scale(box, size)
@@ -110,22 +131,58 @@ def _scaled(box: Box, down: float, across: float) -> Box:
 
 
 def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
+    with _opened(content) as image:
+        sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")  # Scaled to 65535.
+        if sixteen:  # Pillow's conversion would cut these at 255: white all over.
+            grey = (np.asarray(image) >> 8).astype(np.uint8)
+            return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
+        if image.mode in ("I", "F"):
+            raise UnreadableImage("its pixels have 32 bits, of which no value is known to be white: save it with 8")
+        return np.array(image.convert("RGB"))
+
+
+@contextmanager
+def _opened(content: bytes) -> Iterator[Any]:
+    """An image whose header has been read and is not too large, by Pillow. Raises UnreadableImage, also in its body.
+
+    Damaged files make Pillow raise almost any exception.
+    """
     from PIL import Image, UnidentifiedImageError
 
-    broken = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")  # Scaled to 65535.
-            if sixteen:  # Pillow's conversion would cut these at 255: white all over.
-                grey = (np.asarray(image) >> 8).astype(np.uint8)
-                return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
-            if image.mode in ("I", "F"):
-                raise UnreadableImage("its pixels have 32 bits, of which no value is known to be white: save it with 8")
-            return np.array(image.convert("RGB"))
+        if size := _webp_size(content):  # Pillow makes this decoder, with its memory, as it opens the image.
+            check_pixels(*size)
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            check_pixels(image.height, image.width)
+            tags: Any = getattr(image, "tag_v2", {})  # libtiff decodes whole tiles, however small the image is.
+            check_pixels(*(tags.get(tag, 0) for tag in (_TILE_LENGTH, _TILE_WIDTH)))
+            yield image
+    except (UnreadableImage, MemoryError):
+        raise
     except UnidentifiedImageError as error:
-        raise UnreadableImage("of no known image format" if content else "an empty file") from error
-    except broken as error:
+        known = ", ".join(_FORMATS)
+        raise UnreadableImage(f"of no known image format ({known})" if content else "an empty file") from error
+    except Exception as error:
         raise UnreadableImage(str(error) or type(error).__name__) from error
+
+
+def _webp_size(content: bytes) -> tuple[int, int] | None:
+    """(height, width) in the header of a WebP image; None for other bytes.
+
+    https://developers.google.com/speed/webp/docs/riff_container: the first chunk is an extended, a lossless or a lossy
+    header.
+    """
+    if content[:4] != b"RIFF" or content[8:12] != b"WEBP" or len(content) < 30:
+        return None
+    low, high = (int.from_bytes(content[start : start + 4], "little") for start in (21, 26))
+    match content[12:16]:
+        case b"VP8X":
+            width, height = (int.from_bytes(content[start : start + 3], "little") + 1 for start in (24, 27))
+        case b"VP8L":
+            width, height = (low & 0x3FFF) + 1, (low >> 14 & 0x3FFF) + 1
+        case _:
+            width, height = high & 0x3FFF, high >> 16 & 0x3FFF
+    return height, width
 
 
 def _planes(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:

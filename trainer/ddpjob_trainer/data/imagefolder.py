@@ -5,7 +5,9 @@ Listed as torchvision's ImageFolder does, without importing it.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 
 from ddpjob_trainer.config.sections import DataConfig
 from ddpjob_trainer.data.dataset import existing_folder
+from ddpjob_trainer.data.decode import MOST_BYTES
 from ddpjob_trainer.data.images import ImageData
 from ddpjob_trainer.data.listing import listing
 from ddpjob_trainer.errors import DataError
@@ -53,7 +56,13 @@ class Folder:
 
 
 def _content(path: str) -> bytes | OSError:
+    """The bytes of an image. Opening a pipe would wait for a writer, and a sparse file may claim terabytes."""
     try:
+        found = Path(path).stat()
+        if not stat.S_ISREG(found.st_mode):
+            return OSError(errno.EINVAL, "it is not a regular file")
+        if found.st_size > MOST_BYTES:
+            return OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, more than {MOST_BYTES:,}")
         return Path(path).read_bytes()
     except OSError as error:
         return error

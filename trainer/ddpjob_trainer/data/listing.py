@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
 import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ import numpy.typing as npt
 from ddpjob_trainer.atomic_files import replacing
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_MOST_ARRAYS = 16
 _SETTLED_NS = 2_000_000_000
 """A folder changed within this time before it was listed may change again without another time of modification."""
 
@@ -125,11 +128,39 @@ def _times_of(path: Path) -> tuple[int, int]:
 def _kept(path: Path, root: Path) -> Listing | None:
     """What was kept; None when there is nothing, nothing that can be read, or a folder has changed since."""
     try:
-        with np.load(path, allow_pickle=False) as saved:
-            kept = Listing(**{name: saved[name] for name in Listing.__dataclass_fields__})
+        with path.open("rb") as file:
+            saved = read_arrays(file)
+        kept = Listing(**{name: saved[name] for name in Listing.__dataclass_fields__})
         return kept if np.array_equal(_changed(root, kept.folders), kept.changed) else None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile):
         return None
+
+
+def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of numbers and texts in a file of numpy.savez, copied out of it.
+
+    numpy.load would unpack a thousand times the file's size, or allocate what an array's header claims before it looks
+    for the content. Raises ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile.
+    """
+    with zipfile.ZipFile(file) as archive:
+        parts = archive.infolist()
+        if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or len(parts) > _MOST_ARRAYS:
+            raise ValueError("its arrays are compressed, or too many")
+        return {part.filename.removesuffix(".npy"): _array(archive.read(part)) for part in parts}
+
+
+def _array(content: bytes) -> npt.NDArray[Any]:
+    """One array in numpy's format, version 1.0 or 2.0. Raises ValueError."""
+    stream = io.BytesIO(content)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    version = np.lib.format.read_magic(stream)
+    if version not in read:
+        raise ValueError(f"an array is of version {version}")
+    shape, by_columns, dtype = read[version](stream)
+    if dtype.kind not in "iuUS" or not dtype.itemsize:
+        raise ValueError("an array is not of integers or of text")
+    values = np.frombuffer(content, dtype, offset=stream.tell())
+    return values.reshape(shape, order="F" if by_columns else "C").copy()
 
 
 def _keep(path: Path, found: Listing) -> None:

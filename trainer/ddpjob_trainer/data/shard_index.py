@@ -19,11 +19,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpjob_trainer.atomic_files import replacing
-from ddpjob_trainer.data.listing import user_cache
+from ddpjob_trainer.data.decode import MOST_BYTES
+from ddpjob_trainer.data.listing import read_arrays, user_cache
 from ddpjob_trainer.errors import DataError, TrainerError
 
 FILE = "index.npz"
 _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
+MOST_LABEL = 10_000_000
+"""The highest label makes the size of a model's last layer."""
+_MOST_HEADER, _MOST_DIGITS = 1 << 20, 32
+"""Bytes of a tar's extended header, which is a name, and of a .cls file."""
+_EXTENDED = (
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+)
 _LOOKED_AT = 4 * tarfile.RECORDSIZE
 """Bytes from a tar's mark of the end on: writers fill their last record, of 10240 bytes, with zeros."""
 _WEB = ("http://", "https://")
@@ -185,17 +194,38 @@ def _listing(url: str, remedy: str) -> _Found:
 
 def _loaded(file: IO[bytes], url: str) -> Index:
     """The index in a file. Raises DataError."""
+    columns = {"shard": np.int32, "offsets": np.int64, "sizes": np.int32, "labels": np.int64, "lengths": np.int64}
     try:
-        with file, np.load(file, allow_pickle=False) as saved:
-            shards = [f"{url}/{name}" for name in saved["names"].tolist()]
-            columns = {key: saved[key] for key in ("lengths", "shard", "offsets", "sizes", "labels")}
-            # Files of earlier versions have none.
-            columns["stamps"] = saved["stamps"] if "stamps" in saved else np.full(len(shards), "-")
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
+        with file:
+            saved = read_arrays(file)
+        shards = [f"{url}/{name}" for name in saved["names"].tolist()]
+        # Files of earlier versions have no stamps.
+        stamps = saved.get("stamps", np.full(len(shards), "-"))
+        values = {key: saved[key].astype(kind, casting="same_kind") for key, kind in columns.items()}
+        index = Index(url=url, shards=shards, stamps=stamps, **values)
+        _check(index)
+    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, NotImplementedError) as error:
         raise DataError(
             f"the index of {url} is damaged ({error}): remove {getattr(file, 'name', FILE)}, it is built again"
         ) from error
-    return Index(url=url, shards=shards, **columns)
+    return index
+
+
+def _check(index: Index) -> None:
+    """Raise ValueError for an index that points outside of its shards."""
+    if any("/" in name[len(index.url) + 1 :] for name in index.shards):
+        raise ValueError("a shard's name has a slash")
+    rows = (index.shard, index.offsets, index.sizes, index.labels)
+    tables = (index.lengths, index.stamps)
+    if {row.shape for row in rows} != {(len(index.labels),)} or {row.shape for row in tables} != {(len(index.shards),)}:
+        raise ValueError("its columns differ in length")
+    if index.stamps.dtype.kind != "U" or (index.lengths < 0).any():
+        raise ValueError("its shards have no stamps or no lengths")
+    if len(index.labels) and (index.shard.min() < 0 or index.shard.max() >= len(index.shards)):
+        raise ValueError("an image is in no shard")
+    ends = index.lengths[index.shard]
+    if (index.offsets < 0).any() or (index.sizes < 0).any() or (index.offsets > ends - index.sizes).any():
+        raise ValueError("an image ends behind its shard")
 
 
 def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
@@ -230,7 +260,7 @@ def _scan(url: str, found: _Found, remedy: str) -> Index:
         try:
             with file_system(url).open(shard, "rb") as file:
                 rows.extend((number, *row) for row in _samples(file, shard, remedy))
-        except (OSError, tarfile.TarError) as error:
+        except (OSError, ValueError, RecursionError, tarfile.TarError) as error:
             raise DataError(f"shard {shard} cannot be read ({error}): {remedy}") from error
     if not rows:
         raise DataError(f"{url} holds no images ({', '.join(_IMAGES[:4])}, ...) in its .tar files: {remedy}")
@@ -247,12 +277,21 @@ def _scan(url: str, found: _Found, remedy: str) -> Index:
     )
 
 
+class _Member(tarfile.TarInfo):
+    """A header of a tar. tarfile reads the extended ones into memory, whatever their size."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> Any:
+        if self.type in _EXTENDED and self.size > _MOST_HEADER:
+            raise tarfile.ReadError(f"an extended header has {self.size:,} bytes, more than {_MOST_HEADER:,}")
+        return super()._proc_member(archive)  # type: ignore[misc]
+
+
 def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, int, int]]:
     """(offset, size, label) of each image, in the order of the tar."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     dotted: dict[str, str] = {}
-    with tarfile.open(fileobj=file, mode="r:") as archive:
+    with tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as archive:
         for member in archive:
             folder, _, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
@@ -260,11 +299,13 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
             if extension.lower().endswith(".cls"):
                 dotted[key] = member.name
             if member.isfile() and extension.lower() in _IMAGES:
+                if member.size > MOST_BYTES:
+                    raise DataError(f"{shard}: {member.name} has {member.size:,} bytes, more than {MOST_BYTES:,}")
                 images[key] = (member.offset_data, member.size)
             elif member.isfile() and extension.lower() == "cls":
                 content = archive.extractfile(member)
                 assert content is not None
-                labels[key] = _label(content.read(), f"{shard}: {member.name}")
+                labels[key] = _label(content.read(_MOST_DIGITS), f"{shard}: {member.name}")
         _check_end(file, archive.offset, shard)
     if lost := [name for key, name in dotted.items() if key not in images]:
         raise DataError(
@@ -298,6 +339,9 @@ def _check_end(file: IO[bytes], end: int, shard: str) -> None:
 
 def _label(content: bytes, where: str) -> int:
     try:
-        return int(content)
+        label = int(content)
     except ValueError:
         raise DataError(f"{where} holds {content[:20]!r}, not a class number; write a number from 0 on") from None
+    if abs(label) > MOST_LABEL:
+        raise DataError(f"{where} holds {label}, more than {MOST_LABEL:,}; number the classes from 0 on")
+    return label

@@ -26,6 +26,8 @@ from ddpjob_trainer.errors import DataError
 
 CLASSES = "classes.txt"
 _REMEDY = "`python -m ddpjob_trainer shards FOLDER OUT` makes OUT/train and OUT/val from folders of images"
+_MOST_NAMES = 64 << 20
+"""Bytes of classes.txt: a million names of 64."""
 _TRIES, _PAUSE = 3, 0.2
 
 
@@ -125,7 +127,11 @@ def _allow_open_files() -> None:
 def _class_names(root: str, train: Index) -> list[str] | None:
     """The lines of classes.txt; None without that file: the number of classes then follows from the labels."""
     files, path = train.files(), f"{root}/{CLASSES}"
-    return class_names(files.cat_file(path), path) if files.exists(path) else None
+    if not files.exists(path):
+        return None
+    if (files.size(path) or 0) > _MOST_NAMES:
+        raise DataError(f"{path} has more than {_MOST_NAMES:,} bytes: write the name of one class on each line")
+    return class_names(files.cat_file(path), path)
 
 
 def class_names(content: bytes, where: str) -> list[str]:
