@@ -152,16 +152,37 @@ MAX_LINE = 256 * 1024
 MAX_TEXT = 4096
 MAX_TRACEBACK = 32 * 1024
 MAX_NOTE = 1000
-MAX_REPORT = 1024 * 1024
-"""Bytes of a report."""
+MAX_KIND = 100
+"""Characters of a note's kind."""
+MAX_SIGNAL = 20
+MAX_NAME = 253
+"""Characters of a pod's name, as in Kubernetes."""
+MAX_REASON = 300
+"""Characters of the reason for which a member was lost."""
 MAX_INCIDENTS = 50
+MAX_NOTES = 100
+"""In a report. They are of a few kinds, and of as many pods as a job has."""
+DETAILED_INCIDENTS = 10
+"""The newest ones, of which the operator keeps the tracebacks: a status shows no more."""
+MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
+"""Characters that the operator keeps of the message and of the traceback of such an incident, of the message of an
+older one, and of the stacks of an overdue step. The pods' logs hold the whole texts."""
+MAX_REPORT = 1024 * 1024
+"""Bytes of the report of a job with so many pods that it grows no further."""
+MAX_TEXTS = 96 * 1024
+"""Bytes of a report without its pods."""
 ROUNDS_FILE = ".ddpjob-rounds.jsonl"
 """In the checkpoint folder: what a member was asked to write down of rounds and breaks, a line each. Hidden, since
 scripts take the newest or last of the files that they see there for their checkpoint."""
 MAX_RECORDED = 5
 """Incidents of one such line, which is half as long as a line may be: a longer one would end the connection."""
-MAX_PODS = 1024 + 100
+MAX_SPARES = 100
+MAX_PODS = 1024 + MAX_SPARES
 """Of one job: its nodes and spares."""
+MAX_NUMBER = 2**62
+"""The largest whole number that is taken from a member. A status holds 63 bits, and rounds are counted on from it."""
+MAX_SECONDS = 2**31
+"""The longest time that is taken from a member or from the operator."""
 MAX_FIGURES = 100
 """Entries of a progress report and of its metrics, and characters of their names."""
 STRAGGLERS = "stragglers"
@@ -218,6 +239,19 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
         return full
     head = min(200, limit // 4)
     return full[:head] + "..." + full[-(limit - head - 3) :]
+
+
+_BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
+
+
+def clip_kept(text: str, limit: int) -> str:
+    """The text within `limit` characters, of which Python keeps at most two bytes each.
+
+    One character beyond 16 bits, such as an emoji, would make it keep four bytes of every other one. In a text
+    of more than half the limit such characters are replaced.
+    """
+    text = clip(text, limit)
+    return text if text.isascii() or len(text) <= limit // 2 else _BEYOND_16_BITS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 # --- who knows the job's token
@@ -284,6 +318,15 @@ def iso(moment: datetime) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
 
 
+def largest_report(pods: int) -> int:
+    """Bytes that the report of a job with so many pods, spares included, may have.
+
+    The coordinator does not know the number of spares, and need not: the members beyond its nodes that it may
+    have to name fit into what is left of 64 KiB.
+    """
+    return min(MAX_REPORT, MAX_TEXTS + 64 * 1024 + 1024 * pods)
+
+
 class Record:
     """A dataclass that is written as a JSON object: field `min_nodes` is key `minNodes`."""
 
@@ -331,8 +374,8 @@ def _layout_of(cls: Any) -> tuple[tuple[str, str, Read, bool], ...]:
 _layout: Callable[[Any], tuple[tuple[str, str, Read, bool], ...]] = cache(_layout_of)
 
 
-def _at_most(most: int, default: Any) -> Any:
-    """A field with a default whose value has at most so many entries or characters."""
+def _at_most(most: int, default: Any = MISSING) -> Any:
+    """A field whose value has at most so many entries or characters."""
     return field(default=default, metadata={"most": most})
 
 
@@ -363,7 +406,7 @@ def _reader(kind: Any, most: int) -> Read:
         nested: Read = kind.read
         return nested
     if kind is str:
-        return lambda value, where: clip(_read_text(kind, value, where), most)
+        return lambda value, where: clip_kept(_read_text(kind, value, where), most)
     return partial(_READERS[Word if issubclass(kind, Word) else kind], kind)
 
 
@@ -407,7 +450,11 @@ def read_stragglers(value: Any) -> list[dict[str, Any]]:
 
 def _figures(value: dict[str, Any]) -> dict[str, Any]:
     known = ((name, item) for name, item in value.items() if len(name) <= MAX_FIGURES and _is_figure(item))
-    return dict(islice(known, MAX_FIGURES))
+    return {_kept_figure(name): _kept_figure(item) for name, item in islice(known, MAX_FIGURES)}
+
+
+def _kept_figure(value: Any) -> Any:
+    return clip_kept(value, MAX_FIGURES) if isinstance(value, str) else value
 
 
 def _is_figure(value: Any) -> bool:
@@ -429,6 +476,13 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 def is_number(value: Any) -> bool:
     """Whether it is a finite number of at most 64 bits: JSON's true is none, and the status holds no larger ones."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def whole_number(value: Any, name: str, least: int = 0, most: int = MAX_NUMBER) -> int:
+    """The value, if it is a whole number within these bounds. Raises ValueError, which names the field."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name}: must be a whole number from {least} to {most}, not {value!r:.80}")
+    return value
 
 
 def _read_number(kind: Any, value: Any, where: str) -> Any:
@@ -475,7 +529,7 @@ _READERS = {int: _read_number, float: _read_number, str: _read_text, Word: _read
 class Member(Record):
     """A launcher that is connected. `rank`: the group rank in its round."""
 
-    pod: str
+    pod: str = _at_most(MAX_NAME)
     state: MemberState
     index: int = 0
     attempt: int = 0
@@ -487,19 +541,19 @@ class Member(Record):
 class LostMember(Record):
     """A member whose connection has ended, and whose index nobody has taken. `since`: when it was last heard."""
 
-    pod: str
+    pod: str = _at_most(MAX_NAME)
     since: datetime
     index: int = 0
-    why: str = ""
+    why: str = _at_most(MAX_REASON, "")
 
 
 @dataclass(frozen=True)
 class Note(Record):
     """Something the operator should know about a pod, such as that it has no warm workers."""
 
-    pod: str
-    kind: str
-    why: str
+    pod: str = _at_most(MAX_NAME)
+    kind: str = _at_most(MAX_KIND)
+    why: str = _at_most(MAX_NOTE)
 
 
 @dataclass(frozen=True)
@@ -509,12 +563,12 @@ class Incident(Record):
     id: int
     time: datetime
     kind: IncidentKind
-    pod: Optional[str] = None
+    pod: Optional[str] = _at_most(MAX_NAME, None)
     index: Optional[int] = None
     rank: Optional[int] = None
     local_rank: Optional[int] = None
     exit_code: Optional[int] = None
-    signal: Optional[str] = None
+    signal: Optional[str] = _at_most(MAX_SIGNAL, None)
     message: str = ""
     traceback: str = _at_most(MAX_TRACEBACK, "")
     consequences: int = 0
@@ -525,6 +579,19 @@ class Incident(Record):
         """With so many characters of its traceback, and few of its message."""
         trace = clip(self.traceback, traceback) if traceback else ""
         return replace(self, message=clip(self.message, 500), traceback=trace)
+
+
+def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENTS) -> tuple[Incident, ...]:
+    """With the texts that the operator keeps: those of the newest incidents in detail."""
+    older = len(incidents) - detailed
+    return tuple(
+        replace(
+            incident,
+            message=clip_kept(incident.message, MAX_TOLD_BEFORE if number < older else MAX_TOLD),
+            traceback="" if number < older else clip_kept(incident.traceback.strip()[-MAX_TOLD:], MAX_TOLD),
+        )
+        for number, incident in enumerate(incidents)
+    )
 
 
 @dataclass(frozen=True)
@@ -542,7 +609,7 @@ class Overdue(Record):
     since: datetime
     where: str
     traceback: str = _at_most(MAX_TRACEBACK, "")
-    activity: str = ""
+    activity: str = _at_most(MAX_FIGURES, "")
     """What the script said that it does meanwhile."""
 
 
@@ -555,7 +622,7 @@ class Report(Record):
     nodes: int
     """How many members a round shall have; `min_nodes` are enough."""
     min_nodes: int
-    backoff: tuple[float, ...]
+    backoff: tuple[float, ...] = _at_most(2)
     """Initial and longest wait of a crash loop, in seconds."""
     now: Optional[datetime] = None
     """The coordinator's clock, which its times are read by."""
@@ -575,10 +642,10 @@ class Report(Record):
     incidents: tuple[Incident, ...] = _at_most(MAX_INCIDENTS, ())
     """Oldest first; the last ones only."""
     backoff_until: Optional[datetime] = None
-    notes: tuple[Note, ...] = _at_most(MAX_PODS, ())
+    notes: tuple[Note, ...] = _at_most(MAX_NOTES, ())
     progress: dict[str, Any] = field(default_factory=dict)
     recovery: Recovery = Recovery()
     overdue: Optional[Overdue] = None
     """Only where `hang_after` is none: else it is an incident."""
-    order: Optional[str] = None
+    order: Optional[str] = _at_most(MAX_FIGURES, None)
     """The `order_mark` of the pods in whose order ranks are numbered; empty: by index. None: it knows no order."""

@@ -6,14 +6,17 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count, pairwise
 from typing import Any
+from unittest import mock
 
 from ddpjob.controller.report_watch import STALE_SECONDS, ReportWatch
 from ddpjob.engine.coordinator_client import CoordinatorClient, Target
 from ddpjob.engine.ports import JobKey
 from ddpjob.engine.reconcile import utc_now
+from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator.server import Server
 from ddpjob_runtime.coordinator.settings import Settings
 from ddpjob_runtime.protocol import IncidentKind, Overdue
@@ -118,7 +121,7 @@ async def test_however_it_flaps_a_job_wakes_once_a_second(world: World, c: Coord
     await asyncio.sleep(30)
     began = world.now
     for number in range(1200):
-        c.news(3 + number)
+        c.news(3 + number % 1000)
         await asyncio.sleep(0.05)
     wakes = world.woken(since=began)
     assert wakes[0] - began < 0.2 and 20 <= len(wakes) <= 62
@@ -252,10 +255,24 @@ async def test_no_answer_ends_the_following(world: World, c: Coordinator) -> Non
     for lie in (b"[]", b"\xff", json.dumps(report).encode(), json.dumps(report | {"recovery": [1]}).encode()):
         c.lie = lie
         await asyncio.sleep(40)
-        assert world.watch.report(KEY) is None
+        assert world.watch.report(KEY) is None and "does not prove" in world.watch.refusal(KEY)
     c.lie = b""
     await asyncio.sleep(40)
-    assert world.watch.report(KEY) is not None
+    assert world.watch.report(KEY) is not None and world.watch.refusal(KEY) == ""
+
+
+@in_virtual_time
+async def test_a_report_that_is_too_large_is_refused_with_its_size_and_remedy(world: World, c: Coordinator) -> None:
+    c.target = replace(c.target, pods=2)
+    note = "x" * protocol.MAX_NOTE
+    with mock.patch("ddpjob_runtime.coordinator.http_api._report", lambda report: json.dumps([note] * 200)):
+        world.watch.follow(KEY, c.target)
+        await asyncio.sleep(40)
+        assert world.watch.report(KEY) is None
+        assert "more than 165888 bytes, the most for 2 pods; shorten" in world.watch.refusal(KEY)
+    c.news(3)
+    await asyncio.sleep(40)
+    assert world.watch.report(KEY) is not None and world.watch.refusal(KEY) == ""
 
 
 @in_virtual_time

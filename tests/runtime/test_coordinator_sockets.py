@@ -34,6 +34,7 @@ from ddpjob_runtime.coordinator.server import (
     Silent,
 )
 from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.states import IllegalTransition
 from ddpjob_runtime.launcher.client import CoordinatorClient
 from ddpjob_runtime.protocol import Mode
 from machine import slowness
@@ -162,6 +163,13 @@ HELLO = {"t": "hello", "pod": "p", "index": 1, "attempt": 0, "pid": 1}
         ({"grace": "long"}, "grace"),
         ({"resume": {"round": "one"}}, "resume.round"),
         ({"pod": None}, "pod"),
+        ({"pod": "x" * 254}, "pod"),
+        ({"pod": "a\nb"}, "pod"),
+        ({"index": protocol.MAX_PODS}, "index: must be a whole number from 0 to 1123"),
+        ({"attempt": 2**63}, "attempt: must be a whole number from 0 to"),
+        ({"pid": 10**400}, "pid: must be a whole number from 0 to"),
+        ({"grace": 10**400}, "grace: must be a number of seconds from 0 to"),
+        ({"resume": {"round": 2**63, "rank": 0, "world": 1, "state": "Running"}}, "resume.round"),
     ],
 )
 def test_a_bad_hello_is_refused_with_its_reason(job: Job, change: dict[str, Any], why: str) -> None:
@@ -198,6 +206,32 @@ def test_a_members_bad_lines_are_answered_and_change_nothing(job: Job) -> None:
     assert wire.hear()["t"] == "hb"
     wire.raw(b'{"t":"' + b"x" * 400_000)  # longer than any line may be: this connection is given up
     job.wait_until(lambda r: r["members"] == [], 5)
+
+
+@pytest.mark.parametrize("where", ["hello", "line"])
+async def test_a_defect_that_a_line_meets_ends_its_connection_with_one_line(
+    where: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And leaves no member behind whose connection has ended."""
+    server = Server(Settings(2, 2), TOKEN, store_ready=True)
+
+    def fail(*arguments: Any) -> None:
+        raise IllegalTransition("CoordinatorState:\nStopped -> Forming")
+
+    monkeypatch.setattr(server.coordinator, "_advance" if where == "hello" else "joined", fail)
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+    writer.write(protocol.encode("challenge", nonce="ours"))
+    nonce = protocol.decode(await reader.readline())["nonce"]
+    proof = protocol.seal(TOKEN, "member", "ours", nonce)
+    writer.write(protocol.encode("hello", proof=proof, pod="p", index=0, attempt=0, pid=1))
+    writer.write(protocol.encode("joined", round=1))
+    await reader.read()
+    writer.close()
+    listener.close()
+    said = [line for line in capfd.readouterr().err.splitlines() if "IllegalTransition" in line]
+    assert len(said) == 1 and "Traceback" not in said[0] and "test_coordinator_sockets.py" in said[0]
+    assert list(server.coordinator.members) == []
 
 
 def test_bad_requests_say_what_is_wrong(job: Job) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from datetime import datetime, timezone
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 from coordinator_world import World
 from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator import http_api
+from ddpjob_runtime.coordinator.member_lines import HANDLERS
 from ddpjob_runtime.protocol import Command, CoordinatorState, IncidentKind, Mode, Report
 
 
@@ -67,6 +70,96 @@ def test_a_required_key_must_be_there_and_an_unknown_one_may() -> None:
     with pytest.raises(ValueError, match=r"^report\.nodes: is missing$"):
         Report.read(body)
     assert Report.read({k: v for k, v in a_report().write().items() if k != "notes"}).notes == ()
+
+
+LINES = (
+    {"t": "ready", "after": 0, "host": "10.0.0.1", "port": 5000, "check": 3},
+    {"t": "joined", "round": 1},
+    {"t": "failure", "round": 1, "rank": 0, "localRank": 0, "exitCode": 1, "message": "m", "time": 1.0, "sent": 2.0},
+    {"t": "finished", "round": 1},
+    {"t": "stacks", "round": 1, "rank": 0, "text": "x"},
+    {"t": "note", "kind": "Data", "why": "x"},
+    {"t": "leaving", "why": "x"},
+    {"t": "init_failure", "message": "x"},
+    {"t": "replaced", "generation": 0, "attempt": 1},
+)
+EXTREMES: tuple[Any, ...] = (
+    *(-1, 2**62, 2**62 + 1, 2**63, 2**64, 10**400, -(10**400), True, 1.5, 1e308, float("nan"), float("inf")),
+    *(None, "", "x" * 250_000, "\0" * 40_000, "\udcff", [], {}, [{}]),
+)
+
+
+def as_read(world: World) -> Report:
+    """The report as the operator has it. Raises what its reading raises."""
+    text = http_api._report(world.coordinator.report()).encode(errors="backslashreplace")
+    assert len(text) <= protocol.largest_report(world.coordinator.settings.nodes)
+    return Report.read(json.loads(text))
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: str(line["t"]))
+def test_no_line_of_a_member_makes_the_report_unreadable(line: dict[str, Any]) -> None:
+    """Nor does it raise anything but a ValueError, which is answered."""
+    for name in [name for name in line if name != "t"]:
+        for value in EXTREMES:
+            world = World(2)
+            members = world.form(2)
+            with contextlib.suppress(ValueError):
+                HANDLERS[line["t"]](world.coordinator, members[0], {**line, name: value})
+            world.pass_time(40)
+            for member in members:
+                with contextlib.suppress(ValueError):
+                    world.ready(member)
+            as_read(world)
+
+
+def test_no_order_of_the_operators_port_makes_the_report_unreadable() -> None:
+    bodies: tuple[tuple[Command, dict[str, Any]], ...] = (
+        (Command.SIZE, {"nodes": 2, "minNodes": 2}),
+        (Command.PATIENCE, {"backoff": [1, 60], "hangAfter": 60}),
+        (Command.PATIENCE, {"backoff": [1, 60], "hangAfter": None}),
+        (Command.ORDER, {"pods": ["job-0-0"]}),
+        (Command.PROGRESS, {"step": 1, "loss": 0.5, "metrics": {"a": 1}, "activity": "x", "eta": 3}),
+        (Command.STOP, {"ok": False, "why": "x"}),
+    )
+    for command, body in bodies:
+        for name in body:
+            for value in (*EXTREMES, [1, 1e308], [float("inf")] * 2, [2**63, 2**64], {"x" * 100: 10**400}):
+                world = World(2)
+                world.form(2)
+                with contextlib.suppress(ValueError):
+                    http_api.ROUTES[command.path][1](world.coordinator, {**body, name: value})
+                as_read(world)
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 1024])
+@pytest.mark.parametrize("character", ["x", "\0", "\N{GRINNING FACE}"])
+def test_the_largest_report_of_a_coordinator_is_one_that_the_operator_reads(nodes: int, character: str) -> None:
+    """With all spares, names as long as they may be, 60 incidents, notes and metrics.
+
+    Tracebacks stay where texts are as they are in practice: ASCII, messages of one paragraph, and pods' names of
+    63 characters.
+    """
+    world, text = World(nodes), character * protocol.MAX_TRACEBACK
+    coordinator, pods = world.coordinator, nodes + protocol.MAX_SPARES
+    for index in range(pods):
+        pod = f"{'a' * (52 if character == 'x' else 240)}-{index}-0"
+        member = coordinator.hello(pod, index, 0, 1, lambda verb, fields: None)
+        assert member is not None
+        for kind in (protocol.DATA, protocol.COLD_WORKERS, protocol.PREFLIGHT):
+            coordinator.note(member, kind, text[: 100 if character == "x" else protocol.MAX_NOTE])
+        if index % 2:
+            world.lose(member, "x" * 1000)
+    message = text[: 500 if character == "x" else protocol.MAX_TEXT]
+    details = {"pod": pod, "message": message, "traceback": text, "signal": "SIGKILL"}
+    for _ in range(60):
+        coordinator.rounds.incidents.add(IncidentKind.WORKER_FAILED, world.now, details, 7)
+    figures = {f"{n}{character * 90}": 1 / 3 for n in range(100)}
+    coordinator.report_progress({"step": 2**40, "metrics": figures, "activity": text[: protocol.MAX_FIGURES]})
+    report = as_read(world)
+    assert len(report.members) + len(report.lost) == pods and report.progress["step"] == 2**40
+    assert report.incidents[-1].id == 60
+    if character == "x":
+        assert len(report.incidents[-1].traceback) >= 3000 and len(report.progress["metrics"]) == 100
 
 
 def test_words_format_as_their_values_in_every_python() -> None:

@@ -215,6 +215,18 @@ def test_a_malformed_resume_names_the_field(resume: object, why: str) -> None:
     assert world.report()["members"] == []
 
 
+def test_a_member_that_comes_back_to_a_superseded_coordinator_is_told_why_and_not_stopped() -> None:
+    """Its launcher looks for the later coordinator, with its workers. Nothing that it says is an illegal transition."""
+    world = World(2)
+    world.form(2)
+    world.coordinator.replaced(0, 1)
+    resume = {"round": 7, "rank": 0, "world": 2, "state": "Running"}
+    for said in (None, resume):
+        assert world.try_hello(0, attempt=1, resume=said) is None
+        why = "this coordinator has stopped: the coordinator of generation 0, attempt 1, has taken over"
+        assert world.heard["job-0-1"][-1] == ("error", {"why": why})
+
+
 def test_a_first_coordinator_waits_for_nobody_to_come_back() -> None:
     world = World(2, mode=FAST)
     world.restart_coordinator(Settings(2, 2, mode=FAST))

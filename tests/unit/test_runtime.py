@@ -15,7 +15,7 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.pods import build_coordinator, build_node
-from ddpjob.objects.service import build_runtime, runtime_name
+from ddpjob.objects.service import build_runtime, holds_runtime, runtime_name
 from ddpjob_runtime import protocol
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +146,25 @@ def test_the_config_map_is_one_that_kubernetes_takes() -> None:
     manifest = build_runtime(JOB)
     assert all(re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", key) for key in manifest["binaryData"])
     assert sum(map(len, manifest["binaryData"].values())) < 2**20 / 3, "a third of what a ConfigMap may hold"
-    assert manifest["metadata"]["name"] == runtime_name() and re.fullmatch(r"ddpjob-runtime-\w{8}", runtime_name())
+    assert manifest["metadata"]["name"] == runtime_name() and re.fullmatch(
+        r"ddpjob-runtime-[0-9a-f]{16}", runtime_name()
+    )
+
+
+def test_a_runtime_is_trusted_by_sixteen_digits_and_by_the_eight_of_earlier_releases() -> None:
+    """A running job is pinned to the name that it began with, and an upgrade does not disturb it."""
+    manifest = build_runtime(JOB)
+    for name, trusted in (
+        (runtime_name(), True),
+        (runtime_name()[:-8], True),
+        (runtime_name()[:-9], False),
+        (runtime_name()[:-8] + "00000000", False),
+        ("ddpjob-runtime-", False),
+    ):
+        assert holds_runtime({**manifest, "metadata": {"name": name}}) is trusted
+    changed = {**manifest["binaryData"], "ddpjob_report.py": ""}
+    for name in (runtime_name(), runtime_name()[:-8]):
+        assert not holds_runtime({**manifest, "metadata": {"name": name}, "binaryData": changed})
 
 
 def constants(path: str) -> dict[str, Any]:

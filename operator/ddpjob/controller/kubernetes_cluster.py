@@ -216,6 +216,9 @@ class KubernetesCluster:
             raise ReportPending(f"the coordinator of {key.name} is asked for the first time", REPORT_RETRY)
         return self.report_watch.report(key)
 
+    def _report_refused(self, key: JobKey) -> str:
+        return self.report_watch.refusal(key) if self.report_watch is not None else ""
+
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
         """Reads those of these Kubernetes nodes that seem lost: their pods would be replaced, and a watch may lag."""
         known = self.caches.hosts.hosts
@@ -262,6 +265,7 @@ class KubernetesCluster:
             serves_queues=self.caches.serves_queues(job.namespace),
             workloads=workloads,
             report=self._report(JobKey(job.namespace, job.name)),
+            report_refused=self._report_refused(JobKey(job.namespace, job.name)),
             report_seconds=self.report_watch.progress_seconds if self.report_watch is not None else 0.0,
             claims=claims,
             claim_template=template_mark(job),

@@ -54,7 +54,8 @@ class Followed:
     credit: float = BURST
     woken: float = field(default=float("-inf"))
     wake: asyncio.TimerHandle | None = None
-    complaint: str = ""
+    refusal: str = ""
+    """Why its last answer could not be used; empty: it could, or there was none."""
 
 
 class ReportWatch:
@@ -93,6 +94,11 @@ class ReportWatch:
         """The job's last report; None while its coordinator does not answer, or has not been asked."""
         followed = self._followed.get(key)
         return followed.report if followed is not None else None
+
+    def refusal(self, key: JobKey) -> str:
+        """Why the coordinator's last answer could not be used; empty: it could, or there was none."""
+        followed = self._followed.get(key)
+        return followed.refusal if followed is not None else ""
 
     def count(self, *, answers: bool) -> int:
         """How many coordinators have answered the last request, or have not. For any thread."""
@@ -143,7 +149,7 @@ class ReportWatch:
         news = _news(report)
         changed = followed.report is None or news != followed.news
         followed.report, followed.news = report, news
-        followed.failing_since, followed.failures, followed.complaint = None, 0, ""
+        followed.failing_since, followed.failures, followed.refusal = None, 0, ""
         if changed:
             self._plan_wake(key, followed)
 
@@ -155,11 +161,10 @@ class ReportWatch:
                 self._plan_wake(key, followed)
             else:
                 asyncio.get_running_loop().call_later(STALE_SECONDS, self._stale, key, followed, followed.failing_since)
-        if not isinstance(error, UNREACHABLE):
-            complaint = describe_error(f"the report of {key.namespace}/{key.name} cannot be used", error)
-            if complaint != followed.complaint:
-                log.warning("%s", complaint)
-            followed.complaint = complaint
+        refusal = "" if isinstance(error, UNREACHABLE) else f"{str(error)!r:.200}"
+        if refusal and refusal != followed.refusal:
+            log.warning("%s", describe_error(f"the report of {key.namespace}/{key.name} cannot be used", error))
+        followed.refusal = refusal
 
     def _stale(self, key: JobKey, followed: Followed, since: float) -> None:
         if followed.failing_since == since and self._followed.get(key) is followed:

@@ -370,6 +370,8 @@ class World:
     has_token: bool = False
     """Whether the Secret with the token was seen to exist. It cannot be read, and may have been deleted since."""
     report: Report | None = None
+    report_refused: str = ""
+    """Why the coordinator's last answer could not be used; empty: it could, or there was none."""
     report_seconds: float = 0.0
     """How old a report may become whose news wake the job by themselves. 0: each reconcile reads it."""
     serves_gangs: bool = False

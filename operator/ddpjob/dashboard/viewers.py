@@ -14,7 +14,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -39,14 +40,18 @@ MOST_VIEWS = 64
 MOST_SESSIONS = 1000
 MOST_OF_A_USER = 4
 """Views and sessions: one user's many tokens push out no other user."""
+MOST_OF_A_NAMESPACE = 16
+"""Views and sessions of a namespace's service accounts, of which its admins make as many as they like."""
 MOST_NAMESPACES = 16
 _MOST_WAITING = 64
 """Requests whose tokens are being judged."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{1,16384}=*")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_SERVICE_ACCOUNT = re.compile(r"system:serviceaccount:([^:]+):[^:]+")
 _CHOICE = "ddpjob-namespaces"
 _WHOSE = "This dashboard shows what your own token may read."
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 _log = logging.getLogger(__name__)
 
 
@@ -168,8 +173,7 @@ class Viewers:
                 raise Refused(
                     401, "Sign in", f"The API server does not know this token: {unknown}", form=True
                 ) from None
-            own = [name for name, one in self._sessions.items() if one.user == user]
-            for old in own[: max(0, len(own) - MOST_OF_A_USER + 1)]:
+            for old in _beyond_limits({name: one.user for name, one in self._sessions.items()}, user):
                 del self._sessions[old]
             while len(self._sessions) >= MOST_SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
@@ -276,7 +280,7 @@ class Viewers:
         """The namespaces to follow, empty: all of them. Raises Refused where none may be read, and Mistakes."""
         if not chosen and _may_list(api, ""):
             return ()
-        own = re.fullmatch(r"system:serviceaccount:([^:]+):[^:]+", user)
+        own = _SERVICE_ACCOUNT.fullmatch(user)
         candidates = chosen or tuple(dict.fromkeys((*self._namespaces, *(own.groups() if own else ()))))
         allowed = tuple(name for name in candidates[:MOST_NAMESPACES] if _may_list(api, name))
         if allowed:
@@ -297,16 +301,25 @@ class Viewers:
             del self._locks[key]
 
     def _make_room(self, user: str) -> None:
-        """Closes views that were used longest ago. Raises HTTPServiceUnavailable if all are being looked at."""
-        for_use = sorted(self._views, key=lambda key: self._views[key].used)
-        own = [key for key in for_use if self._views[key].view.user == user]
-        for key in own[: max(0, len(own) - MOST_OF_A_USER + 1)]:
+        """Close the views that were used longest ago, where there are too many of the user, of the namespace of its
+        service account, or of all.
+
+        Of all of them it is one of whoever has the most, if that is more than the user has; otherwise an idle one.
+        Raises HTTPServiceUnavailable if there is neither.
+        """
+        by_use = sorted(self._views.items(), key=lambda item: item[1].used)
+        for key in _beyond_limits({key: opened.view.user for key, opened in by_use}, user):
             self._forget(key)
-        if len(self._views) >= MOST_VIEWS:
-            idle = [key for key in for_use if key in self._views and not self._views[key].view.streams]
-            if not idle:
-                raise web.HTTPServiceUnavailable(reason=f"{MOST_VIEWS} viewers are here already")
-            self._forget(idle[0])
+        if len(self._views) < MOST_VIEWS:
+            return
+        left = [(key, opened.view) for key, opened in by_use if key in self._views]
+        owned = Counter(_owner(view.user) for _, view in left)
+        [(greediest, most)] = owned.most_common(1)
+        greedy = most > owned[_owner(user)] + 1
+        closable = [key for key, view in left if (_owner(view.user) == greediest if greedy else not view.streams)]
+        if not closable:
+            raise web.HTTPServiceUnavailable(reason=f"{MOST_VIEWS} viewers are here already")
+        self._forget(closable[0])
 
     async def _look_after(self) -> None:
         """Closes what nobody looks at, and asks about the tokens of those who only read a stream.
@@ -353,6 +366,23 @@ def _may_list(api: BearerServer, namespace: str) -> bool:
             return False
         raise Unreachable(str(refusal)) from refusal
     return True
+
+
+def _owner(user: str) -> str:
+    """Who answers for a user: the namespace of a service account, or the user."""
+    account = _SERVICE_ACCOUNT.fullmatch(user)
+    return f"system:serviceaccounts:{account[1]}" if account else user
+
+
+def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
+    """The first of these that have to go before the user gets one more, by the limits of users and of namespaces."""
+    own = [key for key, other in users.items() if other == user]
+    over = own[: max(0, len(own) - MOST_OF_A_USER + 1)]
+    owner = _owner(user)
+    if owner != user:
+        theirs = [key for key, other in users.items() if _owner(other) == owner and key not in over]
+        over += theirs[: max(0, len(theirs) - MOST_OF_A_NAMESPACE + 1)]
+    return over
 
 
 def _namespaces(text: str) -> tuple[str, ...]:

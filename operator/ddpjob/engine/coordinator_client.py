@@ -27,6 +27,7 @@ from ddpjob.api.schema import without_nulls
 from ddpjob.core.plan.slots import UNVERSIONED, protocol_of
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.objects.platform import Platform
+from ddpjob.objects.service import runtime_name
 
 log = logging.getLogger("ddpjob.coordinator")
 
@@ -41,11 +42,6 @@ LARGE_ANSWERS = 64
 SAME_CLOCK = timedelta(seconds=1)
 """A clock that differs by less is taken for ours: the difference holds the time that the answer took."""
 LONGEST_AGE = timedelta(days=3650)
-DETAILED_INCIDENTS = 10
-"""The newest ones, which are kept with their texts: a status shows no more."""
-_TEXT, _SHORT_TEXT = 3000, 200
-_STACKS = 6000
-"""Characters of the stacks of all ranks; the pods' logs hold them whole."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +54,26 @@ class Target:
     version: int = protocol.VERSION
     """Of the protocol. Those before version 3 prove nothing, and want the token itself with every message."""
     pods: int = protocol.MAX_PODS
-    """How many pods the job has: bounds what is kept of a report."""
+    """How many pods the job has: bounds what is read and kept of a report."""
+    own_runtime: bool = True
+    """Whether its coordinator is of this release. Those of earlier ones know the largest report's size alone."""
 
     @property
     def proves(self) -> bool:
         """Whether requests and answers carry a proof of the token."""
         return self.version >= 3
 
+    @property
+    def largest_report(self) -> int:
+        """Bytes."""
+        return protocol.largest_report(self.pods) if self.own_runtime else protocol.MAX_REPORT
+
 
 def target_of(job: DDPJob, platform: Platform, endpoint: str) -> Target:
     """The job's coordinator at `host:port`."""
     pods = max(job.spec.pods, len(job.status.slots))
-    return Target(endpoint, platform.token(job), protocol_of(job.status), pods)
+    own_runtime = job.status.runtime in ("", runtime_name())
+    return Target(endpoint, platform.token(job), protocol_of(job.status), pods, own_runtime)
 
 
 class CoordinatorClient:
@@ -202,12 +206,16 @@ class Link:
             return answer.status, answer.headers, content
 
     async def _read(self, stream: aiohttp.StreamReader) -> bytes:
+        most = self.target.largest_report
         content = await _until(stream, b"", SMALL)
         if len(content) > SMALL:
             async with self._client.large:
-                content = await _until(stream, content, protocol.MAX_REPORT)
-        if len(content) > protocol.MAX_REPORT:
-            raise ValueError(f"the answer has more than {protocol.MAX_REPORT} bytes")
+                content = await _until(stream, content, most)
+        if len(content) > most:
+            raise ValueError(
+                f"the answer has more than {most} bytes, the most for {self.target.pods} pods; shorten what the "
+                "program reports"
+            )
         self.size = len(content)
         return content
 
@@ -248,9 +256,9 @@ def read_report(
             members=report.members[:known],
             lost=report.lost[:known],
             notes=report.notes[:known],
-            incidents=_shortened(report.incidents),
+            incidents=protocol.shortened(report.incidents),
             overdue=report.overdue
-            and replace(report.overdue, traceback=protocol.clip(report.overdue.traceback, _STACKS)),
+            and replace(report.overdue, traceback=protocol.clip_kept(report.overdue.traceback, protocol.MAX_STACKS)),
         )
         ahead = received - report.now if report.now is not None else timedelta(0)
         placed: Report = _on_our_clock(report, received, ahead)
@@ -271,18 +279,6 @@ def _renamed(content: Any) -> Any:
 
 def _not_json(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
-
-
-def _shortened(incidents: tuple[protocol.Incident, ...]) -> tuple[protocol.Incident, ...]:
-    older = len(incidents) - DETAILED_INCIDENTS
-    return tuple(
-        replace(
-            incident,
-            message=protocol.clip(incident.message, _SHORT_TEXT if number < older else _TEXT),
-            traceback="" if number < older else incident.traceback.strip()[-_TEXT:],
-        )
-        for number, incident in enumerate(incidents)
-    )
 
 
 def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:

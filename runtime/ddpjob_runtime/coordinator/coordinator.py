@@ -14,7 +14,9 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.coordinator.settings import Settings
 from ddpjob_runtime.coordinator.takeover import Resume, Takeover
 from ddpjob_runtime.protocol import (
+    MAX_NOTES,
     MAX_PODS,
+    MAX_SECONDS,
     ROUND,
     STRAGGLERS,
     CoordinatorState,
@@ -28,9 +30,6 @@ from ddpjob_runtime.protocol import (
     order_mark,
     time_of,
 )
-
-MAX_NOTES = 100
-"""In a report. They are of a few kinds, and of as many pods as a job has."""
 
 
 class Coordinator:
@@ -108,6 +107,8 @@ class Coordinator:
             return ToMember.DONE, {}
         if self._stop is not None:
             return ToMember.STOP, self._stop
+        if self.rounds.over:  # The member looks for the later coordinator, and `stop` would end its workers.
+            return ToMember.ERROR, {"why": f"this coordinator has stopped: {self.exit_why}"}
         why = self.members.why_refused(pod, index, attempt)
         return None if why is None else (ToMember.STOP, {"ok": False, "why": why, "fenced": True})
 
@@ -201,8 +202,10 @@ class Coordinator:
         Raises:
             ValueError: names the field and what it must be.
         """
+        if not 1 <= nodes <= MAX_PODS:
+            raise ValueError(f"nodes: must be from 1 to {MAX_PODS}, not {nodes!r:.80}")
         if not 1 <= min_nodes <= nodes:
-            raise ValueError(f"minNodes: must be from 1 to nodes ({nodes}), not {min_nodes}")
+            raise ValueError(f"minNodes: must be from 1 to nodes ({nodes}), not {min_nodes!r:.80}")
         if self.rounds.resize(Size(nodes, min_nodes)):
             self._bump()
             self._advance()
@@ -213,11 +216,14 @@ class Coordinator:
         Raises:
             ValueError: names the field and what it must be.
         """
-        if hang_after is not None and hang_after <= 0:
-            raise ValueError(f"hangAfter: must be above 0 seconds, or null, not {hang_after}")
-        if not 0 < initial <= maximum:
+        if hang_after is not None and not 0 < hang_after <= MAX_SECONDS:
             raise ValueError(
-                f"backoff: must be [INITIAL, MAXIMUM] in seconds, 0 < INITIAL <= MAXIMUM, not {[initial, maximum]}"
+                f"hangAfter: must be above 0 and at most {MAX_SECONDS} seconds, or null, not {hang_after!r:.80}"
+            )
+        if not 0 < initial <= maximum <= MAX_SECONDS:
+            raise ValueError(
+                "backoff: must be [INITIAL, MAXIMUM] in seconds, 0 < INITIAL <= MAXIMUM <= "
+                f"{MAX_SECONDS}, not {[initial, maximum]!r:.80}"
             )
         self.rounds.watch.configure(hang_after)
         self.rounds.backoff.configure(initial, maximum)

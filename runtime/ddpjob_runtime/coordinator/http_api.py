@@ -139,12 +139,44 @@ async def _answer(
 
 
 def _report(report: Report) -> str:
-    text = json.dumps(report.write(), ensure_ascii=False)
-    if len(text.encode(errors="backslashreplace")) <= protocol.MAX_REPORT:
-        return text
-    short = tuple(replace(i, message=protocol.clip(i.message, 200), traceback="") for i in report.incidents)
-    overdue = report.overdue and replace(report.overdue, traceback="")
-    return json.dumps(replace(report, incidents=short, overdue=overdue).write(), ensure_ascii=False)
+    """As JSON, within the bytes that the operator reads: with shorter texts where it must be."""
+    most = report.nodes + protocol.MAX_SPARES  # No job has more pods; the operator cuts the lists, too.
+    report = replace(report, members=report.members[:most], lost=report.lost[:most])
+    text, allowed = _json(report), protocol.MAX_TEXTS
+    if _bytes(text) > allowed:
+        allowed += _bytes(text) - _bytes(_json(replace(report, members=(), lost=())))
+    for shorten in (_as_the_operator_keeps_it, _in_brief, _without_texts):
+        if _bytes(text) > allowed:
+            text = _json(shorten(report))
+    return text
+
+
+def _json(report: Report) -> str:
+    return json.dumps(report.write(), ensure_ascii=False)
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode(errors="backslashreplace"))
+
+
+def _as_the_operator_keeps_it(report: Report) -> Report:
+    overdue = report.overdue and replace(
+        report.overdue, traceback=protocol.clip(report.overdue.traceback, protocol.MAX_STACKS)
+    )
+    return replace(report, incidents=protocol.shortened(report.incidents), overdue=overdue)
+
+
+def _in_brief(report: Report) -> Report:
+    short = protocol.shortened(report.incidents, detailed=0)
+    return replace(report, incidents=short, overdue=report.overdue and replace(report.overdue, traceback=""))
+
+
+def _without_texts(report: Report) -> Report:
+    """Of nothing but names and numbers, such as where each character of the texts takes six in JSON."""
+    last = tuple(replace(i, message="", traceback="") for i in report.incidents[-protocol.DETAILED_INCIDENTS :])
+    overdue = report.overdue and replace(report.overdue, where="", traceback="")
+    figures = {name: value for name, value in report.progress.items() if name != "metrics"}
+    return replace(report, incidents=last, overdue=overdue, notes=(), progress=figures)
 
 
 def _change(server: Any, change: Any, body: bytes) -> tuple[int, str, str]:

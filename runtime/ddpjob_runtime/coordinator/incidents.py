@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ddpjob_runtime.protocol import MAX_INCIDENTS, NUMBERS_PER_ATTEMPT, Incident, IncidentKind, time_of
+from ddpjob_runtime.protocol import (
+    DETAILED_INCIDENTS,
+    MAX_INCIDENTS,
+    NUMBERS_PER_ATTEMPT,
+    Incident,
+    IncidentKind,
+    time_of,
+)
 
 OWN_FAILURES = (IncidentKind.WORKER_FAILED, IncidentKind.OOM_KILLED, IncidentKind.HANG)
 """Failures of the job itself: when they repeat, the next round waits."""
-KEPT_TRACEBACKS = 10
-"""Of the newest incidents; older ones were reported long ago, and a report has at most MAX_REPORT bytes."""
 
 
 class Incidents:
@@ -28,8 +33,9 @@ class Incidents:
         incident = Incident(
             self._next_id, time_of(unix_seconds), kind, consequences=consequences, backoff_seconds=backoff, **details
         )
-        older = tuple(replace(i, traceback="") if i.traceback else i for i in self.recent[: 1 - KEPT_TRACEBACKS])
-        self.recent = (*older, *self.recent[1 - KEPT_TRACEBACKS :], incident)[-MAX_INCIDENTS:]
+        detailed = self.recent[1 - DETAILED_INCIDENTS :]
+        older = tuple(replace(i, traceback="") if i.traceback else i for i in self.recent[: 1 - DETAILED_INCIDENTS])
+        self.recent = (*older, *detailed, incident)[-MAX_INCIDENTS:]
         self._next_id += 1
         self.counts[kind] = self.counts.get(kind, 0) + 1
 

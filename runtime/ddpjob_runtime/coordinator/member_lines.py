@@ -9,7 +9,7 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator.coordinator import Coordinator
 from ddpjob_runtime.coordinator.first_cause import Failure
 from ddpjob_runtime.coordinator.members import Member
-from ddpjob_runtime.protocol import FromMember
+from ddpjob_runtime.protocol import FromMember, whole_number
 
 LONGEST_AGE = 600.0
 """Seconds from a failure until its report is sent; more is a clock that was set meanwhile."""
@@ -20,9 +20,10 @@ LONGEST_CHECK = 4 * 3600
 def _ready(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
     host = message.get("host", "")
     if not isinstance(host, str):
-        raise ValueError(f"host: must be a name or an address, not {host!r}")
+        raise ValueError(f"host: must be a name or an address, not {host!r:.80}")
     check = min(_whole_or_none(message, "check") or 0, LONGEST_CHECK)
-    coordinator.ready(member, whole(message, "after"), host, whole(message, "port"), check)
+    host = protocol.clip(host, protocol.MAX_NAME)
+    coordinator.ready(member, whole(message, "after"), host, whole(message, "port", 2**16 - 1), check)
 
 
 def _joined(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
@@ -39,7 +40,8 @@ def _stacks(coordinator: Coordinator, member: Member, message: dict[str, Any]) -
 
 
 def _note(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
-    kind, why = protocol.clip(message.get("kind"), 100), protocol.clip(message.get("why"), protocol.MAX_NOTE)
+    kind = protocol.clip(message.get("kind"), protocol.MAX_KIND)
+    why = protocol.clip(message.get("why"), protocol.MAX_NOTE)
     coordinator.note(member, kind, why)
 
 
@@ -81,7 +83,7 @@ def read_failure(member: Member, message: dict[str, Any]) -> Failure:
         rank=_whole_or_none(message, "rank"),
         local_rank=_whole_or_none(message, "localRank"),
         exit_code=_whole_or_none(message, "exitCode", negative=True),
-        signal=None if message.get("signal") is None else str(message["signal"])[:20],
+        signal=None if message.get("signal") is None else str(message["signal"])[: protocol.MAX_SIGNAL],
         message=protocol.clip(message.get("message")),
         traceback=protocol.clip(message.get("traceback"), protocol.MAX_TRACEBACK),
         time=member.heard - min(max(0.0, age), LONGEST_AGE),
@@ -90,18 +92,13 @@ def read_failure(member: Member, message: dict[str, Any]) -> Failure:
     )
 
 
-def whole(message: dict[str, Any], name: str) -> int:
-    """A field that must be a whole number from 0. Raises ValueError, which names it."""
-    value = message.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name}: must be a whole number from 0, not {value!r}")
-    return value
+def whole(message: dict[str, Any], name: str, most: int = protocol.MAX_NUMBER) -> int:
+    """A field that must be a whole number from 0 to `most`. Raises ValueError, which names it."""
+    return whole_number(message.get(name), name, 0, most)
 
 
 def _whole_or_none(message: dict[str, Any], name: str, negative: bool = False) -> int | None:
     value = message.get(name)
     if value is None:
         return None
-    if negative and isinstance(value, int):
-        return value
-    return whole(message, name)
+    return whole_number(value, name, -protocol.MAX_NUMBER if negative else 0)

@@ -156,6 +156,7 @@ class Members:
     def miss(self, member: Member, why: str) -> None:
         """Lost unannounced: the operator will want to know whether its pod is still there."""
         if self.holds(member) and member.state != MemberState.LEAVING:
+            why = protocol.clip(why, protocol.MAX_REASON)
             self.missing[member.index] = LostMember(member.pod, time_of(member.heard), member.index, why)
 
     def remove(self, member: Member) -> None:

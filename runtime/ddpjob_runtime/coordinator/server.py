@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 import socket
 import sys
@@ -44,6 +45,7 @@ MAX_NONCES = 4096
 """Of requests that change something, which the coordinator remembers: nobody can send one of them again."""
 LOGGED_EVERY = 1.0
 """Seconds between two lines of the log about strangers."""
+POD_NAME = re.compile(rf"[-.\w]{{1,{protocol.MAX_NAME}}}", re.ASCII)
 STARTED_AT = time.time() - time.monotonic()
 
 
@@ -242,17 +244,20 @@ class Server:
                 raise ValueError('the second line must be "hello", not {!r}'.format(hello["t"]))
             if not protocol.is_sealed(hello.get("proof"), self.token, "member", *nonces):
                 raise ValueError("the proof is not made with this job's token")
-            index, attempt, pid = (whole(hello, name) for name in ("index", "attempt", "pid"))
+            index = whole(hello, "index", protocol.MAX_PODS - 1)
+            attempt, pid = whole(hello, "attempt"), whole(hello, "pid")
             pod, resume = hello.get("pod"), hello.get("resume")
-            if not isinstance(pod, str) or not pod:
-                raise ValueError("pod: must be the pod's name")
+            if not isinstance(pod, str) or not POD_NAME.fullmatch(pod):
+                raise ValueError(f"pod: must be the pod's name, not {pod!r:.80}")
             grace = hello.get("grace", DEFAULT_GRACE)
-            if not isinstance(grace, (int, float)) or isinstance(grace, bool) or not 0 <= grace < float("inf"):
-                raise ValueError(f"grace: must be a number of seconds from 0, not {grace!r}")
+            if not protocol.is_number(grace) or not 0 <= grace <= protocol.MAX_SECONDS:
+                raise ValueError(
+                    f"grace: must be a number of seconds from 0 to {protocol.MAX_SECONDS}, not {grace!r:.80}"
+                )
             notes = hello.get("notes", {})
             if not isinstance(notes, dict):
-                raise ValueError(f"notes: must be an object, not {notes!r}")
-            log(f"hello from {pod} (index {index}, attempt {attempt}): {resume or 'new'}")
+                raise ValueError(f"notes: must be an object, not {notes!r:.80}")
+            log(f"hello from {pod} (index {index}, attempt {attempt}): {resume or 'new'}"[:1000])
             generation = self.coordinator.settings.generation
             if hello.get("generation", generation) != generation:
                 send(ToMember.WELCOME, {"generation": generation})  # it sees that it belongs to another one and leaves
@@ -264,6 +269,12 @@ class Server:
             return member
         except ValueError as error:
             self._refuse(error, send)
+            return None
+        except Exception as defect:
+            send(ToMember.ERROR, {"why": _unexpected(defect)})
+            self.strangers.complain(f"a hello could not be answered: {_unexpected(defect)}")
+            for member in [member for member in self.coordinator.members if member.send is send]:
+                self._lose(member, "its hello could not be answered")
             return None
 
     async def _listen(
@@ -283,6 +294,8 @@ class Server:
             except ValueError as error:
                 log(f"node {member.pod} sent a bad line: {error}")
                 send(ToMember.ERROR, {"why": str(error)})
+            except Exception as defect:
+                return f"it sent a line that cannot be taken in: {_unexpected(defect)}"
             if member.given_up:
                 return "it is heard again, and has to come back"  # by a new hello: this member is lost
             if writer.is_closing() and reader.exception() is None:  # by `send`; a reset is an error of the next read
@@ -343,6 +356,12 @@ class Server:
 
 
 # ---- sockets
+
+
+def _unexpected(error: Exception) -> str:
+    """One line about an error that a member's line should not have caused, with the place where it was raised."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {str(error)!r:.200} ({place.filename}:{place.lineno})"
 
 
 def _is_confirmed(writer: asyncio.StreamWriter) -> bool:

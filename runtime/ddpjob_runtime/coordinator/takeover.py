@@ -13,7 +13,7 @@ from typing import Any
 from ddpjob_runtime.coordinator.loop import Loop
 from ddpjob_runtime.coordinator.members import Member, Members
 from ddpjob_runtime.coordinator.round_sequence import Rounds
-from ddpjob_runtime.protocol import MAX_PODS, MemberState
+from ddpjob_runtime.protocol import MAX_PODS, MemberState, whole_number
 
 ADOPT_SECONDS = 45.0
 """For the members of a round that runs undisturbed. Those whose former coordinator still runs look for the next one
@@ -49,11 +49,10 @@ class Resume:
         if not isinstance(body, dict):
             raise ValueError("resume: must be an object")
         for name in ("round", "rank", "world"):
-            if not isinstance(body.get(name), int) or isinstance(body[name], bool) or body[name] < 0:
-                raise ValueError(f"resume.{name}: must be a whole number from 0, not {body.get(name)!r}")
+            whole_number(body.get(name), f"resume.{name}")
         states = (MemberState.RUNNING, MemberState.FINISHED, MemberState.READY)
         if body.get("state") not in states:
-            raise ValueError("resume.state: must be {}, {} or {}, not {!r}".format(*states, body.get("state")))
+            raise ValueError("resume.state: must be {}, {} or {}, not {!r:.80}".format(*states, body.get("state")))
         if body["rank"] >= body["world"]:
             raise ValueError("resume.rank: must be below resume.world, {}, not {}".format(body["world"], body["rank"]))
         if body["world"] > MAX_PODS:

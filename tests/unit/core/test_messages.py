@@ -59,6 +59,17 @@ def test_a_coordinator_that_cannot_be_reached_is_said_with_its_time_and_once_as_
     assert "port 29401" in events[0].message and "neither counted nor shown" in events[0].message
 
 
+def test_why_a_coordinators_report_cannot_be_used_is_said_with_its_time_and_once_as_an_event() -> None:
+    job, pods = running(2)
+    why, events = "the answer has more than 165888 bytes", []
+    for at in range(10, 200, 10):
+        job, decision = seen(job, at, pods, None, report_refused=why)
+        events += [e for e in decision.events if e.reason == "CoordinatorUnreachable"]
+        said = message(job.status, ConditionType.RUNNING)
+        assert f"since 2026-01-01T00:00:10Z: its report cannot be used ({why})" in said and "reach port" not in said
+    assert [e.warning for e in events] == [True] and why in events[0].message
+
+
 def test_a_coordinator_without_a_kubernetes_node_is_not_called_unreachable() -> None:
     """The alert and an event would send somebody after the operator's network."""
     no_room = replace(COORDINATOR, host="", address="", containers={}, phase="Pending", unschedulable="0/3 nodes")

@@ -50,8 +50,11 @@ def job_of(nodes: int, **spec: Any) -> DDPJob:
     return replace(job, status=decide(job, World(runtime_offered="r"), NOW).status)
 
 
-def seen(job: DDPJob, at: float, pods: tuple[PodView, ...], last: Report | None) -> tuple[DDPJob, Decision]:
+def seen(
+    job: DDPJob, at: float, pods: tuple[PodView, ...], last: Report | None, report_refused: str = ""
+) -> tuple[DDPJob, Decision]:
     world = World(pods=pods, runtime="r", runtime_offered="r", report=last, has_service=True, has_budget=True)
+    world = replace(world, report_refused=report_refused)
     decision = decide(job, world, later(at))
     return replace(job, status=decision.status), decision
 

@@ -50,7 +50,10 @@ class Rbac:
             return self.refuse(401, "Unauthorized")
         if request.path.endswith("/selfsubjectreviews"):
             assert request.method == "POST"
-            return web.json_response({"status": {"userInfo": {"username": f"user-of-{token}"}}})
+            name = f"user-of-{token}"
+            if token.startswith("account."):
+                name = f"system:service{token.replace('.', ':')}"
+            return web.json_response({"status": {"userInfo": {"username": name}}})
         found = re.fullmatch(
             r"(?:/apis/ddpjob\.io/v1alpha1|/api/v1)(?:/namespaces/([^/]+))?/([^/]+)(?:/(.+))?", request.path
         )
@@ -348,6 +351,43 @@ async def test_one_user_s_tokens_push_out_no_other_user(
             assert (await visitor.ask(path, "ann", headers={"Cookie": f"ddpjob-namespaces=team-a.x{number}"}))[0] == 200
         users = [opened.view.user for opened in gate._views.values()]
         assert sorted(users) == ["user-of-ann"] * viewers.MOST_OF_A_USER + ["user-of-bob"]
+
+
+@pytest.mark.parametrize("namespaces", [1, 8])
+async def test_the_service_accounts_of_a_tenant_push_out_no_other_user(
+    cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch, namespaces: int
+) -> None:
+    """Nor do they keep anybody out, although each has a stream open: of one namespace, or of several."""
+    rbac, url = cluster
+    monkeypatch.setattr(viewers, "MOST_VIEWS", 32)
+    accounts = [f"account.evil-{number % namespaces}.a{number}" for number in range(64)]
+    rbac.rights |= {account: {"team-a"} for account in accounts}
+    async with opened(url, "team-a", "team-b") as (visitor, gate):
+        await visitor.ask("/", "bob")
+        for account in accounts:
+            assert (await visitor.ask("/", account))[0] in (200, 503)
+            for one in gate._views.values():
+                one.view.streams = 1
+        users = [opened.view.user for opened in gate._views.values()]
+        assert "user-of-bob" in users and len(users) <= 1 + namespaces * viewers.MOST_OF_A_NAMESPACE
+        for newcomer in ("ann", "admin"):
+            assert (await visitor.ask("/", newcomer))[0] == 200
+        users = [opened.view.user for opened in gate._views.values()]
+        assert {"user-of-ann", "user-of-bob", "user-of-admin"} <= set(users) and len(users) <= 32
+
+
+async def test_the_service_accounts_of_a_namespace_push_out_no_other_session(
+    cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rbac, url = cluster
+    monkeypatch.setattr(viewers, "MOST_SESSIONS", 20)
+    accounts = [f"account.evil.a{number}" for number in range(30)]
+    rbac.rights |= {account: {"team-a"} for account in accounts}
+    async with opened(url, "team-a", "team-b") as (visitor, gate):
+        for token in ("bob", *accounts):
+            assert (await visitor.sign_in(token))[0] == 303
+        users = [session.user for session in gate._sessions.values()]
+        assert "user-of-bob" in users and len(users) == 1 + viewers.MOST_OF_A_NAMESPACE
 
 
 async def test_what_a_viewer_may_not_read_is_not_said_to_be_missing(cluster: tuple[Rbac, str]) -> None:

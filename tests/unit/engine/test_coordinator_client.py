@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import gzip
 import json
 import logging
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -331,6 +334,63 @@ def test_a_report_of_the_first_release_is_read() -> None:
         body = first | broken if isinstance(broken, dict) else broken
         with pytest.raises(ValueError, match="report"):
             read_report(json.dumps(body).encode(), NOW, version=1)
+
+
+def in_four_bytes(length: int) -> str:
+    """A text of which Python keeps four bytes of each character."""
+    return "x" * (length - 1) + "\N{GRINNING FACE}"
+
+
+def costly_report(length: int) -> bytes:
+    """The report of a job of one pod with texts of this length wherever there may be one."""
+    text, time = in_four_bytes(length), protocol.iso(NOW)
+    name = {"pod": text, "signal": text, "message": text, "traceback": text}
+    figures = {f"{n}{in_four_bytes(90)}": in_four_bytes(100) for n in range(100)}
+    return json.dumps(
+        REPORT
+        | {"members": [{"pod": text, "state": "Ready"} for _ in range(18)]}
+        | {"lost": [{"pod": text, "since": time, "why": text} for _ in range(18)]}
+        | {"notes": [{"pod": text, "kind": text, "why": text} for _ in range(18)]}
+        | {"incidents": [{"id": n, "time": time, "kind": "Hang", **name} for n in range(50)]}
+        | {"overdue": {"since": time, "where": text, "traceback": text, "activity": text}}
+        | {"progress": figures | {"metrics": figures}, "order": text},
+        ensure_ascii=False,
+    ).encode()
+
+
+@pytest.mark.parametrize("length", [50, 500, 1500, 3000, 30_000])
+def test_a_report_of_one_pod_keeps_less_than_half_a_megabyte(length: int) -> None:
+    """However large it is, and although one character beyond 16 bits makes Python keep four bytes of each other."""
+    body = costly_report(length)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        report = read_report(body, NOW, pods=1)
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert report.incidents and kept < 500_000
+
+
+def test_short_texts_keep_their_emoji_and_long_ones_their_length() -> None:
+    incident = {"time": protocol.iso(NOW), "kind": "Hang", "message": "🤗 says no"}
+    long = {"id": 2, **incident, "traceback": "🤗" * 2999 + "!"}
+    [first, second] = read_report(written(incidents=[{"id": 1, **incident}, long]), NOW).incidents
+    assert first.message == "🤗 says no"
+    assert second.traceback == "\N{REPLACEMENT CHARACTER}" * 2999 + "!"
+
+
+@pytest.mark.parametrize(("pods", "own_runtime", "most"), [(1, True, 164_864), (2000, True, 2**20), (1, False, 2**20)])
+async def test_an_answer_is_read_up_to_a_size_that_grows_with_the_pods(
+    client: CoordinatorClient, pods: int, own_runtime: bool, most: int
+) -> None:
+    """A coordinator of an earlier release does not know that size, and its job is not disturbed by an upgrade."""
+    text = json.dumps(REPORT)
+    for spaces, is_read in ((most - len(text), True), (most - len(text) + 1, False)):
+        async with older_coordinator(" " * spaces + text) as (target, _):
+            target = replace(target, pods=pods, own_runtime=own_runtime)
+            assert (await client.report(target) is not None) is is_read
 
 
 def test_what_is_kept_of_a_report_is_bounded() -> None:

@@ -394,6 +394,8 @@ def _unreachable(view: View) -> str:
     said = _SINCE.search(known.message) if known is not None and known.reason == "CoordinatorUnreachable" else None
     since = (known_time(said[1]) if said else None) or view.now
     text = f"the coordinator{where} has not answered the operator since {format_time(since)}"
+    if view.world.report_refused:
+        return f"{text}: its report cannot be used ({view.world.report_refused}), and {UNREACHABLE_LONG}"
     if view.now - since >= UNREACHABLE:
         port = view.job.spec.rendezvous.endpoint_port
         text += f": training may continue, but {UNREACHABLE_LONG}; let the operator's pod reach port {port} of pods"
