@@ -10,6 +10,8 @@ from ddpjob_trainer.errors import CheckpointError
 
 VERSION = 2
 """Version of the content. 1: the optimizer's state by number; 2: by name."""
+_LATEST = 253402300800
+"""The year 10000, which no clock shows."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,23 @@ class Metadata:
             raise CheckpointError("no checkpoint of this trainer (it carries no checksum)")
         if found["format"] != VERSION:
             raise CheckpointError(
-                f"of format {found['format']}, and this trainer reads format {VERSION}; resume it with the trainer that"
-                " wrote it"
+                f"of format {str(found['format'])[:20]}, and this trainer reads format {VERSION}; resume it with the"
+                " trainer that wrote it"
             )
         try:
-            epoch = found["epoch"]
-            return cls(
-                int(found["step"]), None if epoch is None else int(epoch), int(found["world"]), float(found["time"])
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            step, epoch, world, saved = (found[key] for key in ("step", "epoch", "world", "time"))
+        except KeyError as error:
             raise CheckpointError(f"damaged (its metadata lacks {error})") from error
+        if not (
+            _is_count(step)
+            and (epoch is None or _is_count(epoch))
+            and _is_count(world)
+            and type(saved) in (int, float)
+            and 0 <= saved < _LATEST
+        ):
+            raise CheckpointError("damaged (its metadata has something else than numbers in their range)")
+        return cls(step, epoch, world, float(saved))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63

@@ -154,7 +154,7 @@ def _split(tail: bytes, size: int) -> tuple[int, bytes]:
 def _read_comment(comment: bytes) -> Any:
     try:
         return json.loads(comment)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError("no checkpoint of this trainer (it carries no checksum)") from error
 
 

@@ -1,0 +1,299 @@
+"""The manifest of a checkpoint in format dcp: everything that reading one needs, as JSON.
+
+    {"format": 2, "step": 7, "epoch": null, "world": 2, "time": 1700000000.0,
+     "files": {"__0_0.distcp": {"size": 4096, "sha256": "..."}, ...},
+     "tensors": {"0:model.weight": {"dtype": "float32", "shape": [4, 3],
+                                    "chunks": [[[0, 0], [2, 3], "__0_0.distcp", 1216], ...]}},
+     "state": {"dict": [["step", 7], ["model", {"dict": [["weight", {"tensor": "0:model.weight"}]]}]]},
+     "sha256": "..."}
+
+A chunk says where its part of the tensor begins, the sizes of that part, and in which file at which byte its values
+begin. The values are stored in row-major order, so sizes and dtype give their length.
+
+`state` is the structure around the tensors. Numbers, text, true, false, null and lists stand for themselves;
+an object has one key, which names what JSON lacks: `dict` (pairs of key and value), `tuple`, `float` (nan, inf) or
+`tensor` (a name).
+
+Whoever can write to the folder can write a manifest, with a correct checksum. `read` therefore refuses whatever could
+make a reader open another file, read outside of a file, or allocate more than the files hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.checkpoints.metadata import Metadata
+from ddpjob_trainer.checkpoints.snapshot import Path
+from ddpjob_trainer.errors import CheckpointError
+
+LARGEST = 2**28
+"""Bytes of a manifest: three million chunks."""
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("complex128", "complex64", "bool", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    )
+}
+_NAME = re.compile(r"\.?[A-Za-z0-9_][A-Za-z0-9_.-]{0,253}", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_BEYOND, _DIMENSIONS = 2**63, 64
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the checkpoint."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, whose values begin at byte `at` of `file`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    at: int
+
+    def written(self) -> list[Any]:
+        """Return it as JSON has it."""
+        return [[*self.offsets], [*self.sizes], self.file, self.at]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the checkpoint. Its chunks cover it exactly once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def written(self) -> dict[str, Any]:
+        """Return it as JSON has it. Raises CheckpointError for a dtype that `read` does not know."""
+        name = str(self.dtype).removeprefix("torch.")
+        if name not in DTYPES:
+            raise CheckpointError(
+                f"format dcp cannot hold a tensor of {self.dtype}; convert it to one of {', '.join(DTYPES)}, or set"
+                " checkpoint.format=torch"
+            )
+        return {"dtype": name, "shape": [*self.shape], "chunks": [chunk.written() for chunk in self.chunks]}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says, checked. `state` is still as JSON has it: see `decode`."""
+
+    metadata: Metadata
+    files: Mapping[str, File]
+    tensors: Mapping[str, Stored]
+    state: Any
+
+
+def write(recorded: dict[str, Any]) -> bytes:
+    """Return the content of a manifest: `recorded` with its checksum."""
+    return json.dumps({**recorded, "sha256": _digest(recorded)}).encode()
+
+
+def read(data: bytes, path: FilePath | str = "FOLDER") -> Manifest:
+    """Return what a manifest says. `path` is the checkpoint's, for messages.
+
+    Raises CheckpointError, and nothing else, for any other content.
+    """
+    try:
+        return _manifest(read_recorded(data), path)
+    except RecursionError:
+        raise _corrupt("it is nested too deeply") from None
+
+
+def read_recorded(data: bytes) -> dict[str, Any]:
+    """Return a manifest's JSON, of which only the checksum was verified. Raises CheckpointError."""
+    if len(data) > LARGEST:
+        raise _corrupt(f"it has {len(data)} bytes, and at most {LARGEST} are read")
+    try:
+        recorded = json.loads(data)
+        matches = isinstance(recorded, dict) and _digest(recorded) == recorded.pop("sha256", None)
+    except RecursionError:
+        raise _corrupt("it is nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"corrupt (its manifest is damaged: {str(error)[:200]})") from error
+    if not matches:
+        raise CheckpointError("corrupt (the checksum of its manifest does not match)")
+    found: dict[str, Any] = recorded
+    return found
+
+
+def _digest(recorded: dict[str, Any]) -> str:
+    text = json.dumps({key: value for key, value in recorded.items() if key != "sha256"})
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _manifest(recorded: dict[str, Any], path: FilePath | str) -> Manifest:
+    metadata, files = Metadata.read(recorded), read_files(recorded)
+    if "tensors" not in recorded:
+        raise CheckpointError(
+            "of an earlier version, whose index of tensors is a pickle, which this trainer does not read; convert it:"
+            f" python -m ddpjob_trainer checkpoint convert {shlex.quote(str(path))}"
+        )
+    listed = recorded["tensors"]
+    if not isinstance(listed, dict):
+        raise _corrupt("tensors is not an object")
+    tensors = {name: _tensor(name, found, files) for name, found in listed.items()}
+    held = sum(file.size for file in files.values())
+    if held < sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in tensors.values()):
+        raise _corrupt(f"its tensors need more bytes than its files have ({held})")
+    names: list[str] = []
+    state = recorded.get("state")
+    if not isinstance(decode(state, lambda _, name: names.append(name)), dict):
+        raise _corrupt("state is not a dict")
+    if sorted(names) != sorted(tensors):
+        raise _corrupt("state does not name each tensor once")
+    return Manifest(metadata, files, tensors, state)
+
+
+def read_files(recorded: dict[str, Any]) -> dict[str, File]:
+    """Return the files that a manifest lists. Raises CheckpointError."""
+    listed, files = recorded.get("files"), dict[str, File]()
+    if not isinstance(listed, dict):
+        raise _corrupt("files is not an object")
+    for name, entry in listed.items():
+        match entry:
+            case {"size": int(size), "sha256": str(sha256)} if (
+                _NAME.fullmatch(name) and _SHA256.fullmatch(sha256) and _is_number(size)
+            ):
+                files[name] = File(size, sha256)
+            case _:
+                raise _corrupt(f"files[{_short(name)}] is not a file's name with its size and SHA-256")
+    return files
+
+
+def _tensor(name: str, found: Any, files: Mapping[str, File]) -> Stored:
+    match found:
+        case {"dtype": str(dtype), "shape": list(shape), "chunks": list(chunks)} if (
+            dtype in DTYPES and _are_numbers(shape) and math.prod(max(size, 1) for size in shape) < _BEYOND
+        ):
+            stored = Stored(DTYPES[dtype], tuple(shape), tuple(_chunk(name, chunk) for chunk in chunks))
+        case _:
+            raise _corrupt(f"tensors[{_short(name)}] lacks a dtype, a shape or chunks that this trainer knows")
+    for chunk in stored.chunks:
+        size = math.prod(chunk.sizes) * stored.dtype.itemsize
+        if chunk.file not in files or chunk.at + size > files[chunk.file].size:
+            raise _corrupt(f"a chunk of tensors[{_short(name)}] is outside of the files")
+    if not _covers(stored):
+        raise _corrupt(f"the chunks of tensors[{_short(name)}] do not cover its shape exactly once")
+    return stored
+
+
+def _chunk(name: str, found: Any) -> Chunk:
+    match found:
+        case [list(offsets), list(sizes), str(file), int(at)] if (
+            _are_numbers(offsets) and _are_numbers(sizes) and _is_number(at)
+        ):
+            return Chunk(tuple(offsets), tuple(sizes), file, at)
+    raise _corrupt(f"a chunk of tensors[{_short(name)}] is not offsets, sizes, a file and a byte in it")
+
+
+def _covers(stored: Stored) -> bool:
+    """Whether the chunks form a grid over the whole shape, as shards of a tensor do."""
+    shape, chunks = stored.shape, stored.chunks
+    if 0 in shape:
+        return not chunks
+    if any(len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape) for chunk in chunks):
+        return False
+    ends: list[dict[int, int]] = []
+    for dimension, size in enumerate(shape):
+        starts = sorted({chunk.offsets[dimension] for chunk in chunks})
+        if starts[:1] != [0]:
+            return False
+        ends.append(dict(zip(starts, [*starts[1:], size], strict=True)))
+    cells = {chunk.offsets for chunk in chunks}
+    return len(cells) == len(chunks) == math.prod(map(len, ends)) and all(
+        at < at + size == end[at]
+        for chunk in chunks
+        for at, size, end in zip(chunk.offsets, chunk.sizes, ends, strict=True)
+    )
+
+
+def encode(tree: Any, name: Callable[[Path, torch.Tensor], str], path: Path = ()) -> Any:
+    """Return the structure around tensors as JSON has it; `name` gives each tensor's name.
+
+    Raises CheckpointError for a value that has no place there.
+    """
+    if isinstance(tree, torch.Tensor):
+        return {"tensor": name(path, tree)}
+    if isinstance(tree, dict):
+        if wrong := [key for key in tree if type(key) not in _PLAIN]:
+            raise _no_place(wrong[0], path, "a key")
+        return {"dict": [[encode(key, name), encode(value, name, (*path, key))] for key, value in tree.items()]}
+    if isinstance(tree, list | tuple):
+        items = [encode(value, name, (*path, index)) for index, value in enumerate(tree)]
+        return items if isinstance(tree, list) else {"tuple": items}
+    if type(tree) not in _PLAIN:
+        raise _no_place(tree, path, "a value")
+    return {"float": str(tree)} if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def _no_place(value: Any, path: Path, role: str) -> CheckpointError:
+    return CheckpointError(
+        f"the state to save has a {type(value).__module__}.{type(value).__qualname__} as {role} at"
+        f" state{''.join(f'[{key!r}]' for key in path)}, which checkpoint.format=dcp cannot hold; give tensors,"
+        " numbers, text, and dicts, lists and tuples of them, or set checkpoint.format=torch"
+    )
+
+
+def decode(found: Any, tensor: Callable[[Path, str], Any], path: Path = ()) -> Any:
+    """Return the structure that `encode` has written; `tensor` gives what belongs where a tensor's name is.
+
+    Raises CheckpointError.
+    """
+    match found:
+        case None | bool() | int() | float() | str():
+            return found
+        case list():
+            return [decode(value, tensor, (*path, index)) for index, value in enumerate(found)]
+        case {"tuple": list(items), **more} if not more:
+            return tuple(decode(value, tensor, (*path, index)) for index, value in enumerate(items))
+        case {"float": "nan" | "inf" | "-inf" as text, **more} if not more:
+            return float(text)
+        case {"tensor": str(name), **more} if not more:
+            return tensor(path, name)
+        case {"dict": list(pairs), **more} if not more:
+            return dict(_pair(pair, tensor, path) for pair in pairs)
+    raise _corrupt("state has something that is none of the known kinds")
+
+
+def _pair(pair: Any, tensor: Callable[[Path, str], Any], path: Path) -> tuple[Any, Any]:
+    match pair:
+        case [None | bool() | int() | float() | str() as key, value]:
+            return key, decode(value, tensor, (*path, key))  # type: ignore[arg-type]
+        case [{"float": "nan" | "inf" | "-inf" as text}, value]:
+            return float(text), decode(value, tensor, (*path, text))
+    raise _corrupt("a dict in state has an entry that is not a pair of key and value")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _BEYOND
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return len(values) <= _DIMENSIONS and all(map(_is_number, values))
+
+
+def _short(name: str) -> str:
+    return repr(name[:80])
+
+
+def _corrupt(what: str) -> CheckpointError:
+    return CheckpointError(f"corrupt (its manifest: {what})")
