@@ -123,6 +123,7 @@ _OPERATOR = Dashboard(
         ),
         Panel("Jobs that wait", {"{{pod}}": "ddpjob_operator_queue_depth"}, whole=True),
         Panel("Wait of the first", {"{{pod}}": "ddpjob_operator_queue_age_seconds"}, "s"),
+        Panel("Longest turn of the loop", {"{{pod}}": "ddpjob_operator_longest_loop_turn_seconds"}, "s"),
         Panel(
             "Requests to the API server",
             {

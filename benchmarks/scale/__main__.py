@@ -1,6 +1,9 @@
 """One operator with very many jobs: creation, rest, a storm of losses, a restart, hostile coordinators.
 
     python -m benchmarks.scale [--sizes 100 300] [--csv FILE] [--chart FILE.png] [--table benchmarks/README.md]
+    python -m benchmarks.scale hostile [--large 100] [--reports 500] [--csv FILE] [--table benchmarks/README.md]
+
+`hostile` measures what one team's very large jobs and reports cost the others, and what the operator is without them.
 
 Starts the API server of the test cluster alone (root, Go; the slot of DDPJOB_CLUSTER_SLOT) and ends it afterwards, or
 uses the test cluster that is up. The operator is a process of its own, as the chart runs it. Kubelets and coordinators
@@ -32,6 +35,7 @@ from benchmarks.processes import exit_on_sigterm
 from benchmarks.scale.chart import draw
 from benchmarks.scale.floor import BARE, BareClient
 from benchmarks.scale.hollow import Hollow
+from benchmarks.scale.hostile import HostileParts
 from benchmarks.scale.measure import Figure, Meter, Operator
 from benchmarks.scale.onlooker import Onlooker
 from benchmarks.scale.parts import BenchmarkError, Options, Parts, prepare
@@ -57,8 +61,11 @@ def api_server() -> Iterator[tuple[Cluster, bool]]:
             cluster.down()
 
 
-async def measure(options: Options, cluster: Cluster, shared: bool, log: Path) -> Parts:
-    """`shared`: others may use the cluster too, so that the operator watches the benchmark's namespaces only."""
+async def measure(kind: type[Parts], options: Options, cluster: Cluster, shared: bool, log: Path) -> Parts:
+    """Measure the parts of a `kind`.
+
+    If the cluster is `shared` with others, the operator watches the benchmark's namespaces only.
+    """
     settings = client.Configuration()
     await config.load_kube_config(config_file=str(cluster.kubeconfig), client_configuration=settings)
     rest = Rest.open(settings, CONNECTIONS)
@@ -73,7 +80,7 @@ async def measure(options: Options, cluster: Cluster, shared: bool, log: Path) -
         for it in (hollow, others):
             await it.ready()
         bare = BareClient(rest, others)
-        parts = Parts(options, rest, hollow, bare, onlooker, operator, Meter(cluster, operator), namespaces)
+        parts = kind(options, rest, hollow, bare, onlooker, operator, Meter(cluster, operator), namespaces)
         try:
             await parts.run()
         except BenchmarkError as error:
@@ -108,6 +115,9 @@ def write_csv(path: Path, figures: list[Figure]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("what", nargs="?", choices=["all", "hostile"], default="all")
+    made.add_argument("--large", type=int, default=100, help="hostile: jobs of 1.4 MB (default 100)")
+    made.add_argument("--reports", type=int, default=500, help="hostile: coordinators of largest reports (default 500)")
     made.add_argument("--sizes", type=int, nargs="+", default=[100, 300], help="numbers of jobs (default 100 300)")
     made.add_argument("--nodes", type=int, default=8, help="of each job (default 8)")
     made.add_argument("--burst", type=int, default=50, help="jobs created at once (default 50)")
@@ -128,19 +138,20 @@ def main() -> int:
     given = parser().parse_args()
     options = Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
     options.sizes.sort()
+    is_hostile = given.what == "hostile"
     with tempfile.TemporaryDirectory() as folder, api_server() as (cluster, shared):
         log = Path(folder) / "operator.log"
-        parts = asyncio.run(measure(options, cluster, shared, log))
+        parts = asyncio.run(measure(HostileParts if is_hostile else Parts, options, cluster, shared, log))
         if parts.error:
             print(f"{parts.error}; the end of the operator's log:", *log.read_text().splitlines()[-20:], sep="\n")
     if given.csv is not None:
         write_csv(given.csv, parts.figures)
     if parts.error:
         return 1
-    if given.chart is not None:
+    if given.chart is not None and not is_hostile:
         draw(parts.series, given.chart)
     if given.table is not None:
-        write_between(given.table, "scale", table(parts.figures))
+        write_between(given.table, "hostile" if is_hostile else "scale", table(parts.figures))
     return 0
 
 

@@ -53,6 +53,8 @@ FLOOD = 20_000_000
 """Bytes of the answer of a coordinator that floods."""
 HOSTILE = ("hangs", "floods", "redirects", "lies", "flaps")
 """First words of the names of jobs with such a coordinator."""
+LARGEST = "largest"
+"""The same of coordinators that always have news, in the largest report that the operator reads."""
 
 
 @dataclass(frozen=True)
@@ -301,11 +303,13 @@ async def _answer(group: Group, reader: asyncio.StreamReader, writer: asyncio.St
     status, more = "200 OK", ""
     if group.kind == "hangs":
         await asyncio.sleep(120)
-    elif group.kind == "flaps":
+    elif group.kind in ("flaps", LARGEST):
         group.news += 1
     elif int(query.get("news", -1)) >= group.news:
         await _wait(group.changed, float(query.get("wait", 0)))
     body = json.dumps(group.report().write()).encode() if method == "GET" else b"{}"
+    if group.kind == LARGEST and method == "GET":
+        body = _largest(group.report().write(), protocol.largest_report(group.nodes))
     if group.kind == "floods":
         body = b"[" * FLOOD
     elif group.kind == "redirects":
@@ -316,6 +320,22 @@ async def _answer(group: Group, reader: asyncio.StreamReader, writer: asyncio.St
     lines = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{more}{protocol.PROOF_HEADER}: {proof}\r\n\r\n"
     writer.write(lines.encode() + body)
     await writer.drain()
+
+
+def _largest(report: Json, limit: int) -> bytes:
+    """Return a report with incidents, up to `limit` bytes of JSON.
+
+    One character beyond ASCII in each text makes Python keep twice as many bytes as the others have in JSON.
+    """
+    text = "x" * 2990 + "\u4e2d"
+    filled, size = {**report, "incidents": []}, len(json.dumps(report))
+    for number in range(1, 51):
+        incident = {"id": number, "time": report["now"], "kind": "PeerLost", "message": text, "traceback": text}
+        size += len(json.dumps(incident, ensure_ascii=False).encode()) + 2
+        if size > limit:
+            break
+        filled["incidents"].append(incident)
+    return json.dumps(filled, ensure_ascii=False).encode()
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

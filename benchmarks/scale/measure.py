@@ -70,6 +70,10 @@ class Operator:
     def start(self) -> None:
         self.process.start(**self._settings)
 
+    def forget_peaks(self) -> None:
+        """Leave the memory of earlier starts out of `peak`."""
+        self._peaks.clear()
+
     def kill(self) -> None:
         if self.process.running():
             self._peaks.append(self.memory("VmHWM"))

@@ -62,6 +62,8 @@ class Options:
     ended: int
     storm: int
     hostile: int
+    large: int
+    reports: int
 
 
 @dataclass

@@ -264,7 +264,7 @@ class ApiServer:
         if token is not None:
             if token not in self._pages:
                 raise Refusal(410, "Expired", "The provided continue parameter is too old")
-            items, version = self._pages.pop(token)
+            items, version = self._pages[token]  # A client may ask for a smaller page at the same place.
         else:
             selected = _selector(query.get("labelSelector", ""))
             items = [

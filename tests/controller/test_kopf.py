@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddpjob.api.job_spec import Json
 from ddpjob.controller import handlers
 from ddpjob.controller.operator_settings import Settings
 from simulation.clock import Clock
@@ -37,19 +39,53 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("not within a minute")
 
 
+def use_kubeconfig(server: ApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kubeconfig = folder / "kubeconfig"
+    kubeconfig.write_text(
+        f"""{{apiVersion: v1, kind: Config, current-context: c, users: [{{name: u, user: {{token: t}}}}],
+        clusters: [{{name: k, cluster: {{server: "{server.url}"}}}}], contexts: [{{name: c,
+        context: {{cluster: k, user: u}}}}]}}"""
+    )
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+
+
+async def test_kopf_gets_names_and_versions_of_jobs_and_pages_of_bounded_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Users choose how large a job and its metadata are, and kopf keeps whole lists."""
+    async with ApiServer(Store(RealClock())).serve() as server:
+        use_kubeconfig(server, tmp_path, monkeypatch)
+        seen: list[tuple[str | None, Json]] = []
+
+        def add(name: str) -> None:
+            labels = {f"label-{n}": "x" * 50 for n in range(15_000)}
+            server.store.create("DDPJob", {"metadata": {"name": name, "labels": labels}, "spec": {}, "status": {}})
+
+        for n in range(8):
+            add(f"before-{n}")
+        following = asyncio.create_task(
+            handlers.follow_jobs(
+                Settings(key=b"0123456789abcdef", namespaces=("space",)), lambda event, body: seen.append((event, body))
+            )
+        )
+        await until(lambda: len({body["metadata"]["name"] for _, body in seen}) == 8)
+        add("watched")
+        await until(lambda: any(event == "ADDED" for event, _ in seen))
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert "DDPJob" not in server.read_whole
+    assert all(len(json.dumps(body)) < 500 for _, body in seen)
+    lists = [query for _, path, query in server.requests if path.endswith("/ddpjobs") and "watch" not in query]
+    assert [int(query["limit"]) for query in lists] == [100, 25, 6, 1, 1, 1, 1, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("namespaces", [(), ("space",)])
 async def test_kopf_s_watch_begins_again_after_an_error_that_ends_kopf(
     namespaces: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(handlers, "_RETRY", 0.2)
     async with ApiServer(Store(RealClock())).serve() as server:
-        kubeconfig = tmp_path / "kubeconfig"
-        kubeconfig.write_text(
-            f"""{{apiVersion: v1, kind: Config, current-context: c, users: [{{name: u, user: {{token: t}}}}],
-            clusters: [{{name: k, cluster: {{server: "{server.url}"}}}}], contexts: [{{name: c,
-            context: {{cluster: k, user: u}}}}]}}"""
-        )
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+        use_kubeconfig(server, tmp_path, monkeypatch)
         seen: list[tuple[str | None, str]] = []
 
         def add(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from ddpjob.controller import operator_metrics
-from ddpjob.controller.operator_metrics import CONNECTIONS, MetricsServer, Page, serve
+from ddpjob.controller.operator_metrics import CONNECTIONS, TURNS_SECONDS, MetricsServer, Page, TurnMeter, serve
 
 
 class Text:
@@ -92,3 +93,35 @@ def test_a_connection_that_is_silent_ends(
     monkeypatch.setattr(operator_metrics._Handler, "timeout", 0.1)
     with socket.create_connection(("127.0.0.1", served(Text())), timeout=60) as connection:
         assert connection.recv(1) == b""
+
+
+def test_the_longest_turn_of_a_loop_is_measured_and_forgotten() -> None:
+    now = 600.0
+    meter = TurnMeter(lambda: now)
+    meter.select(0)
+    now += 3.0
+    assert meter.longest() == 3.0, "a turn that has not ended counts"
+    meter.select(0)
+    now += 0.5
+    meter.select(0)
+    assert meter.longest() == 3.0
+    now += TURNS_SECONDS - 10
+    meter.select(0)
+    now += TURNS_SECONDS
+    meter._began = None  # It waits for events.
+    assert meter.longest() == TURNS_SECONDS - 10
+    now += TURNS_SECONDS
+    assert meter.longest() == 0.0
+    meter.close()
+
+
+def test_the_turns_of_a_real_loop_are_measured() -> None:
+    async def main() -> None:
+        await asyncio.sleep(0)
+        time.sleep(0.2)  # noqa: ASYNC251 (it blocks the loop)
+        await asyncio.sleep(0)
+
+    meter = TurnMeter()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(meter)) as runner:
+        runner.run(main())
+        assert meter.longest() >= 0.2

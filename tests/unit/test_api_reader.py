@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from ddpjob.api.reader import MAX_BYTES, ManifestError, read_manifest, validate, with_defaults
+from ddpjob.api import schema
+from ddpjob.api.reader import MAX_BYTES, MOST_LINES, ManifestError, read_manifest, validate, with_defaults
 from ddpjob.api.schema import Problem
 from ddpjob.api.yamltext import YamlError, read_documents
+from ddpjob.objects.later_refusals import later_refusals
 
 JOB = """\
 apiVersion: ddpjob.io/v1alpha1
@@ -216,3 +219,30 @@ def test_a_number_beyond_64_bits_is_read_as_the_api_server_does() -> None:
     spec = {"image": "a", "script": "b", "podTemplate": {"spec": {"terminationGracePeriodSeconds": 2**70}}}
     manifest = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "job"}, "spec": spec}
     assert validate(manifest) == []
+
+
+def test_of_very_many_problems_the_first_are_shown_and_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    near = schema._near
+
+    def searching(name: str, known: Any) -> str:
+        searched.append(name)
+        return near(name, known)
+
+    monkeypatch.setattr(schema, "_near", searching)
+    message = _message(JOB + "".join(f"  schedulinf{n}: 1\n" for n in range(5000)))
+    assert len(message.splitlines()) == MOST_LINES + 1
+    assert message.splitlines()[-1] == "... and at least 79 more; correct these first"
+    assert len(searched) <= schema.MOST_PROBLEMS
+    few = _message(JOB + "".join(f"  schedulinf{n}: 1\n" for n in range(30)))
+    assert few.splitlines()[-1] == "... and 9 more; correct these first"
+    long = _message(JOB + "".join(f"  ? {'x' * 10_000}{n}\n  : 1\n" for n in range(30)))
+    assert len(long) < 25_000 and "line" in long
+
+
+def test_a_spec_above_the_limits_of_size_is_refused_by_name() -> None:
+    body = read_manifest(JOB)
+    assert later_refusals(body) == []
+    spec = {**body["spec"], "podTemplate": {"spec": {"containers": [{} for _ in range(5000)]}}}
+    [problem] = later_refusals({**body, "spec": spec})
+    assert problem.path == "spec.podTemplate" and problem.message.startswith("has more than 256 KiB of text or 5000")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from ddpjob.api.job_spec import JobSpec, Json
+from ddpjob.api.job_spec import JobSpec, Json, oversized, without_large_fields
 from ddpjob.api.job_status import ClassLimits, JobClass, JobStatus, parse_time
 from ddpjob.api.merging import QUEUE, with_class
 
@@ -36,6 +36,8 @@ class DDPJob:
     """The WorkloadPriorityClass that its label names."""
     written: Json = field(default_factory=dict, compare=False, repr=False)
     """`spec` as it is in the object, of a job that names a class."""
+    oversized: str = ""
+    """Path of what is too large in the spec. Its large fields were not read, and no pods are made from the others."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
@@ -44,6 +46,9 @@ class DDPJob:
         `spec` is what runs: with the values of the class that the status holds, and within its limits.
         """
         meta, spec = body["metadata"], body["spec"]
+        too_large = oversized(spec)
+        if too_large:
+            spec = without_large_fields(spec)
         status = JobStatus.read(body.get("status") or {})
         taken = taken_class(spec, status)
         queue, queue_priority = queue_labels(meta, taken)
@@ -60,6 +65,7 @@ class DDPJob:
             queue=queue,
             queue_priority=queue_priority,
             written=spec if spec.get("className") else {},
+            oversized=too_large,
         )
 
     def granted(self, status: JobStatus) -> DDPJob:

@@ -18,7 +18,7 @@ from ddpjob_runtime.protocol import Mode
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.alias_generators import to_camel
 
-from ddpjob.api.schema import apply_defaults, default_of, schema_of, without_nulls
+from ddpjob.api.schema import apply_defaults, default_of, exceeds, schema_of, without_nulls
 
 MANAGER = "ddpjob.io/operator"
 """`spec.managedBy` of a job that this operator runs; it may as well be left out."""
@@ -420,3 +420,27 @@ def _without_later(value: Any, schema: Mapping[str, Any], path: str) -> Any:
 
 
 _SPEC = TypeAdapter(JobSpec)
+
+# --- limits of size: the operator keeps every job of every namespace, and users choose how large they are
+
+LARGEST_TEXT, MOST_VALUES = 256 * 1024, 5000
+"""Characters in all names and texts of a spec, and values (mappings, lists, texts and numbers) in it. An empty mapping
+takes 3 bytes in etcd and 72 in the operator, so that the number of values counts as well."""
+_SMALL_TEXT, _SMALL_VALUES = 4096, 100
+
+
+def oversized(spec: Mapping[str, Any]) -> str:
+    """Return the path of what is too large in a spec, or an empty text."""
+    parts = (("spec.podTemplate", spec.get("podTemplate")), ("spec", spec))
+    return next((path for path, part in parts if exceeds(part, LARGEST_TEXT, MOST_VALUES)), "")
+
+
+def without_large_fields(spec: Mapping[str, Any]) -> Json:
+    """Return the fields of ordinary size of an oversized spec."""
+    return {name: value for name, value in spec.items() if not exceeds(value, _SMALL_TEXT, _SMALL_VALUES)}
+
+
+def size_fault(path: str) -> str:
+    """Return the sentence about an oversized part of a spec."""
+    most = f"{LARGEST_TEXT // 1024} KiB of text or {MOST_VALUES} values"
+    return f"{path}: has more than {most}, the most that the operator reads; move data into a ConfigMap"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddpjob.api.job import API_VERSION, KIND
 from ddpjob.api.job_spec import Json
-from ddpjob.api.schema import Problem, apply_defaults, check_schema, object_schema
+from ddpjob.api.schema import MOST_PROBLEMS, Problem, apply_defaults, check_schema, object_schema
 from ddpjob.api.yamltext import Document, YamlError, read_documents
 
 MAX_BYTES = 3 * 1024 * 1024
@@ -23,13 +23,31 @@ _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 """The API server's alphabet for generateName: without vowels, so that no words appear."""
 
 
+MOST_LINES = 21
+"""Problems of one manifest that are shown."""
+_LONGEST_LINE = 1000
+
+
+def listed(problems: Sequence[Problem], line: Callable[[Problem], str] = str) -> str:
+    """Return a line for each of the first MOST_LINES problems, and one that counts the others."""
+    lines = [_without_middle(line(problem)) for problem in problems[:MOST_LINES]]
+    if len(problems) > MOST_LINES:
+        least = "at least " if len(problems) >= MOST_PROBLEMS else ""
+        lines.append(f"... and {least}{len(problems) - MOST_LINES} more; correct these first")
+    return "\n".join(lines)
+
+
+def _without_middle(text: str) -> str:
+    return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 205]} ... {text[-200:]}"
+
+
 class ManifestError(ValueError):
-    """An unusable manifest. `problems` holds every error; `str()` has one line for each."""
+    """An unusable manifest. `problems` holds the errors; `str()` has one line for each of the first MOST_LINES."""
 
     def __init__(self, source: str, problems: Iterable[Problem], document: Document | None = None) -> None:
         self.source, self.problems = source, tuple(problems)
         self._document = document
-        super().__init__("\n".join(map(self._line, self.problems)))
+        super().__init__(listed(self.problems, self._line))
 
     def _line(self, problem: Problem) -> str:
         where = self.source if self._document is None else f"{self.source}, line {self._document.line_of(problem.path)}"

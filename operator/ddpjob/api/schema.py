@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import chain, islice
 from typing import Any
 
 import yaml
@@ -124,6 +125,27 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+def exceeds(value: Any, text: int, values: int) -> bool:
+    """Return whether JSON has more characters in its names and texts, or more values, than these limits.
+
+    It looks no further than that, so that its cost is bounded too.
+    """
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        values -= 1
+        if isinstance(item, str):
+            text -= len(item)
+        elif isinstance(item, Mapping | list):
+            if len(item) > values - len(waiting):
+                return True
+            waiting.extend(item.values() if isinstance(item, Mapping) else item)
+            text -= sum(map(len, item)) if isinstance(item, Mapping) else 0
+        if text < 0 or values < 0:
+            return True
+    return False
+
+
 # --- JSON schema ------------------------------------------------------------------------------------------------
 
 
@@ -175,13 +197,17 @@ def _validator() -> Any:
     return Draft202012Validator(to_json_schema(object_schema()))
 
 
+MOST_PROBLEMS = 100
+"""Problems of one manifest that are looked for: the search for what was meant by one takes a millisecond."""
+
+
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Violations of the schema by a defaulted manifest."""
-    errors = list(_validator().iter_errors(manifest))
+    """Return violations of the schema by a defaulted manifest: all of them, or the first MOST_PROBLEMS."""
+    errors = list(islice(_validator().iter_errors(manifest), 2 * MOST_PROBLEMS))
     of_wrong_type = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
     causes = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)
-    problems = [problem for error in causes for problem in _explain(error)]
-    return problems + list(_duplicates(manifest, object_schema(), ""))
+    explained = (problem for error in causes for problem in _explain(error))
+    return list(islice(chain(explained, _duplicates(manifest, object_schema(), "")), MOST_PROBLEMS))
 
 
 def _explain(error: Any) -> Iterator[Problem]:
@@ -263,7 +289,7 @@ def _quote_hint(expected: Any, value: Any) -> str:
 
 def _near(name: str, known: Any) -> str:
     folded = {str(k).lower(): str(k) for k in known}
-    found = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.7)
+    found = difflib.get_close_matches(name[:100].lower(), folded, n=1, cutoff=0.7)
     return f"; did you mean {folded[found[0]]}?" if found else ""
 
 
@@ -309,6 +335,8 @@ def _paths_by_name() -> dict[str, list[str]]:
 
 def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Problem]:
     """Items of a list with map keys (x-kubernetes-list-map-keys) that have the same key."""
+    if not schema:
+        return  # Nothing below is described.
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _duplicates(item, schema.get("properties", {}).get(name, {}), join(path, name))

@@ -9,7 +9,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from ddpjob.api.job_spec import Json
-from ddpjob.api.reader import Manifest, ManifestError, read_manifests, validate, with_defaults
+from ddpjob.api.reader import Manifest, ManifestError, listed, read_manifests, validate, with_defaults
 from ddpjob.client.backend import Mistake
 from ddpjob.local.paths import runs_folder
 
@@ -105,7 +105,7 @@ def check_made(body: Json, what: str = "the job that the options describe") -> N
 
     faults = validate(body) or later_refusals(with_defaults(body))
     if faults:
-        raise BadInput("\n".join(f"{fault} ({what})" for fault in faults))
+        raise BadInput(listed(faults, lambda fault: f"{fault} ({what})"))
 
 
 def read_job(source: str | Path, name: str | None = None) -> Json:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION, DDPJob, queue_labels, taken_class
@@ -15,9 +17,9 @@ from ddpjob.api.job_status import JobStatus
 from ddpjob.controller.host_watch import Changed, HostWatch
 from ddpjob.controller.informer import Informer
 from ddpjob.controller.pod_views import read_pod, read_workload
-from ddpjob.controller.rest import Rest
+from ddpjob.controller.rest import ApiError, Rest
 from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY, HealthSignals, PodView, WorkloadView
-from ddpjob.engine.ports import JobKey
+from ddpjob.engine.ports import JobKey, Unavailable
 from ddpjob.objects.pod_group import API_VERSION as GANG_API
 from ddpjob.objects.pod_group import KIND as GANG
 from ddpjob.objects.pod_group import VOLCANO_API, kind_for
@@ -25,6 +27,7 @@ from ddpjob.objects.pod_group import VOLCANO_KIND as VOLCANO_GANG
 from ddpjob.objects.workload import API_VERSION as WORKLOAD_API
 from ddpjob.objects.workload import KIND as WORKLOAD
 
+log = logging.getLogger("ddpjob.caches")
 Wake = Callable[[JobKey, bool], None]
 """(job, whether its reconcile is urgent)"""
 
@@ -32,6 +35,8 @@ DEPARTED_FOR = 30.0
 """Seconds for which the last state of a pod that is gone is kept: it may say why, to an operator that is late."""
 JOBS_PAGE = 100
 """A user may make a DDPJob as large as 1.5 MB."""
+MISSED_SECONDS = 2.0
+"""Seconds for which the operator's own watch may be behind kopf's."""
 _View = TypeVar("_View")
 
 _ROOTS = {
@@ -109,7 +114,10 @@ class Caches:
         on_job: Callable[[DDPJob | None, DDPJob | None], None] = lambda before, after: None,
         signals: HealthSignals | None = None,
     ) -> None:
-        self._on_job = on_job
+        self._rest, self._on_job = rest, on_job
+        self._missed: dict[JobKey, int] = {}
+        """Jobs that kopf's watch shows at a later version than is known, with that version."""
+        self._reading: set[asyncio.Task[None]] = set()
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
@@ -235,23 +243,57 @@ class Caches:
         self._of(kind, namespace).forget(namespace, name)
 
     def seen_by_kopf(self, event: str | None, body: Json) -> None:
-        """A job, as kopf's watch shows it."""
-        informer = self._of(KIND, body["metadata"]["namespace"])
+        """Take note of a job's version in kopf's watch, which shows no more of it.
+
+        A job of which the operator's own watch still shows less after MISSED_SECONDS is read.
+        """
+        meta = body["metadata"]
+        key, version = JobKey(meta["namespace"], meta["name"]), int(meta["resourceVersion"])
+        informer = self._of(KIND, key.namespace)
         if event == "DELETED":
-            informer.drop(body)
-        elif informer.listed.is_set():
-            informer.take(body)
+            if informer.version(*key) <= version:
+                informer.forget(*key)
+        elif informer.listed.is_set() and informer.version(*key) < version:
+            if key not in self._missed:
+                asyncio.get_running_loop().call_later(MISSED_SECONDS, self._read_missed, key)
+            self._missed[key] = version
+
+    def _read_missed(self, key: JobKey) -> None:
+        if self._of(KIND, key.namespace).version(*key) >= self._missed.pop(key):
+            return
+        reading = asyncio.create_task(self._read(key))
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+
+    async def _read(self, key: JobKey) -> None:
+        informer = self._of(KIND, key.namespace)
+        try:
+            informer.take(await self._rest.request("GET", f"{collection(KIND, key.namespace)}/{key.name}"))
+        except ApiError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                informer.forget(*key)
+        except Unavailable as error:
+            log.info("%s/%s, which the watch has not shown, cannot be read: %s", *key, error)
 
     # --- changes
 
     def _read_job(self, body: Json) -> DDPJob:
-        """The spec, which costs most, is read once per generation and class."""
+        """Read a job. The spec, which costs most, is read once per generation and class.
+
+        A job that has ended makes no pods, so that nothing is kept of what pods are made from.
+        """
+        job = self._read_changed(body)
+        if not job.status.terminal:
+            return job
+        return replace(job, spec=replace(job.spec, pod_template={}, env=(), args=()), written={})
+
+    def _read_changed(self, body: Json) -> DDPJob:
         meta = body["metadata"]
         known = self.job(JobKey(meta["namespace"], meta["name"]))
         if known is None or (known.uid, known.generation) != (meta["uid"], meta.get("generation")):
             return DDPJob.read(body)
         status = JobStatus.read(body.get("status") or {})
-        if status.job_class != known.status.job_class:
+        if status.job_class != known.status.job_class or known.status.terminal > status.terminal:
             return DDPJob.read(body)
         queue, queue_priority = queue_labels(meta, taken_class(body["spec"], status))
         return replace(

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from ddpjob.api.job_spec import Json
 from ddpjob.controller.operator_metrics import WATCH_ERRORS
-from ddpjob.controller.rest import JSON, METADATA, METADATA_LIST, ApiError, Rest
+from ddpjob.controller.rest import JSON, METADATA, METADATA_LIST, ApiError, Rest, TooLarge
 from ddpjob.engine.ports import Unavailable
 
 log = logging.getLogger("ddpjob.informer")
@@ -23,6 +23,9 @@ Id = tuple[str, str]
 """Namespace (empty: none) and name."""
 
 PAGE = 500
+PAGE_BYTES = 2 * 1024 * 1024
+"""Bytes of one page of a list: as Python's objects they may take 30 times as much. A larger page is asked for again in
+smaller ones, down to one object, whose size the API server bounds."""
 WATCH_SECONDS = 300
 """After so long the API server ends a watch, and the next one continues."""
 _SILENCE = 75.0
@@ -66,7 +69,7 @@ class Informer(Generic[View]):
         """Set when that is so, or when the API server has answered that the collection may not be read."""
         self._query = {"labelSelector": selector} if selector else {}
         self._list_accept, self._accept = (METADATA_LIST, METADATA) if metadata_only else (JSON, JSON)
-        self._page, self._optional = str(page), optional
+        self._page, self._optional = page, optional
         self._views: dict[Id, View] = {}
         self._versions: dict[Id, int] = {}
         self._floor = 0
@@ -148,15 +151,24 @@ class Informer(Generic[View]):
         """Whether the API server's store has an earlier version than was seen. A watch from that one would be silent,
         without an error, until the store has had as many changes again."""
         query = {**self._query, "limit": "1"}
-        page = await self.rest.request("GET", self.path, query=query, accept=self._list_accept)
+        page = await self.rest.request("GET", self.path, query=query, accept=METADATA_LIST)
         return int(page["metadata"]["resourceVersion"]) < self._latest
 
     async def list(self) -> None:
-        """Lists the collection, in pages; what is not in them is deleted."""
-        query = {**self._query, "limit": self._page}
+        """Lists the collection, in pages; what is not in them is deleted.
+
+        Only one page of all informers is in memory at a time, because nothing is awaited while there is one.
+        """
+        query, limit = dict(self._query), self._page
         found: set[Id] = set()
         while True:
-            page = await self.rest.request("GET", self.path, query=query, accept=self._list_accept)
+            query["limit"], most = str(limit), PAGE_BYTES if limit > 1 else None
+            try:
+                page = await self.rest.request("GET", self.path, query=query, accept=self._list_accept, most=most)
+            except TooLarge:
+                limit = max(1, limit // 4)
+                continue
+            limit = min(self._page, 2 * limit)
             version = int(page["metadata"]["resourceVersion"])
             if version < self._latest:
                 log.warning("%s is at version %s after %s: restored from a backup?", self.path, version, self._latest)
@@ -165,7 +177,9 @@ class Informer(Generic[View]):
             for body in page["items"] or ():  # null where there are none, in a list of metadata
                 found.add(_id(body))
                 self._take(body, -1)
+                del body
             token = page["metadata"].get("continue")
+            del page
             if not token:
                 break
             query["continue"] = token
@@ -201,6 +215,7 @@ class Informer(Generic[View]):
                 self.drop(body)
             elif kind != "BOOKMARK":
                 self.take(body)
+            del event, body  # It may be large, and the next one may be late.
 
     # --- what is known
 
@@ -230,6 +245,10 @@ class Informer(Generic[View]):
             if key in self._views:
                 self.take(body)  # What it was at last may say why it has ended.
             self._remove(key)
+
+    def version(self, namespace: str, name: str) -> int:
+        """Return the version of an object as it is known, or 0."""
+        return self._versions.get((namespace, name), 0)
 
     def forget(self, namespace: str, name: str) -> None:
         """The object is gone, as the answer to a request has shown."""

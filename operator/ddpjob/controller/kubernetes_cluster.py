@@ -18,8 +18,9 @@ from ddpjob_runtime.protocol import Report
 
 from ddpjob.api.job import API_VERSION, KIND, DDPJob
 from ddpjob.api.job_classes import JobClasses
-from ddpjob.api.job_spec import Json
+from ddpjob.api.job_spec import Json, size_fault
 from ddpjob.api.job_status import NotificationState, SlotState
+from ddpjob.api.schema import exceeds
 from ddpjob.controller.caches import WATCHED, Caches, Owned, collection
 from ddpjob.controller.host_watch import NODES
 from ddpjob.controller.notifier import Notifier
@@ -82,6 +83,8 @@ FOUND_FOR = 30.0
 """Seconds for which an object is taken to exist that was made or found, and that nothing shows."""
 LOOK_AGAIN = 5.0
 """Seconds for which the answer to a look at a Kubernetes node that seems lost is believed."""
+LARGE_TEMPLATE = 16 * 1024, 300
+"""Characters and values of a podTemplate beyond which a thread looks for its faults, in place of the event loop."""
 MOST_OWNERS = 1000
 """Jobs that a shared ConfigMap names as owners: beyond that many it stays for long enough without the others."""
 
@@ -144,6 +147,8 @@ class KubernetesCluster:
         self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
         """Objects that exist although nothing shows them, by the job's uid, kind and name: until when that is believed
         (monotonic seconds)."""
+        self._faults: dict[JobKey, tuple[tuple[str, str], tuple[str, ...]]] = {}
+        """Faults of a job's podTemplate, with the job's uid and the template's hash."""
         self._looked: dict[str, float] = {}
         """When a Kubernetes node that seemed lost was read, by name."""
         self._checked: dict[str, bool] = {}
@@ -160,7 +165,7 @@ class KubernetesCluster:
         if job is None:
             # Not read again: with its namespace the role that allows it may be gone as well.
             self._unsure.discard(key)
-            for known in (self._pauses, self._tokens, self._found):
+            for known in (self._pauses, self._tokens, self._found, self._faults):
                 known.pop(key, None)
             self._follow(key, None)
             if self.notifier is not None:
@@ -247,6 +252,7 @@ class KubernetesCluster:
         claims = tuple([await self._claim(job.namespace, name) for name in claims_to_read(job, pods)])
         runtime = await self._runtime(job, job.status.runtime or runtime_name())
         workloads = tuple([await self._with_flavors(job, workload) for workload in self.caches.workloads(job)])
+        faults = await self._template_faults(job)
         # Nothing is awaited from here on: a host that changes later wakes the job again.
         return World(
             pods=pods,
@@ -271,10 +277,24 @@ class KubernetesCluster:
             claim_template=template_mark(job),
             offer=self.classes.offer(job),
             hosts=self.caches.hosts.hosts,
-            problems=problems(job.spec.pod_template)
-            if job.status.template_hash.split("-")[0] != job.spec.template_hash
-            else (),
+            problems=faults,
         )
+
+    async def _template_faults(self, job: DDPJob) -> tuple[str, ...]:
+        """Return the faults of a podTemplate that the job has no pods of yet. It is searched once, and a large one in a
+        thread, because everything else waits for the event loop."""
+        if job.oversized:
+            return (size_fault(job.oversized),)
+        if job.status.template_hash.split("-")[0] == job.spec.template_hash:
+            return ()
+        key, searched = JobKey(job.namespace, job.name), (job.uid, job.spec.template_hash)
+        known = self._faults.get(key)
+        if known is None or known[0] != searched:
+            template = job.spec.pod_template
+            large = exceeds(template, *LARGE_TEMPLATE)
+            found = await asyncio.to_thread(problems, template) if large else problems(template)
+            known = self._faults[key] = searched, found
+        return known[1]
 
     def _has(self, job: DDPJob, kind: str, name: str) -> bool:
         return self.caches.owned(kind, job, name) is not None or self._is_found(job, kind, name)

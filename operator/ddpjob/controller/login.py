@@ -1,12 +1,26 @@
-"""Credentials for kopf: the service account's, else the kubeconfig's."""
+"""Credentials for kopf: the service account's, else the kubeconfig's. kopf gets names and versions of jobs only.
+
+kopf keeps the objects of a whole list, and each changed one for seconds. Users choose how large a DDPJob and its
+metadata are, so kopf's session asks for metadata, in pages of bounded size, and hands over what identifies an object.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import ssl
+from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import kopf
+
+from ddpjob.api.job import PLURAL
+from ddpjob.api.job_spec import Json
+from ddpjob.controller.informer import PAGE_BYTES
+from ddpjob.controller.rest import JSON, METADATA, METADATA_LIST, loads
+
+_IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 
 
 class Connection(kopf.ConnectionInfo):
@@ -22,9 +36,96 @@ class Connection(kopf.ConnectionInfo):
         return context
 
 
-def login(**arguments: Any) -> kopf.ConnectionInfo | None:
-    """Handles `kopf.on.login`; None: there are no credentials."""
+async def login(*, settings: kopf.OperatorSettings, **arguments: Any) -> kopf.AiohttpSession | None:
+    """Handle `kopf.on.login`; None means that there are no credentials."""
+    arguments["settings"] = settings
     found = kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
-    return (
-        Connection(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)}) if found else None
+    if found is None:
+        return None
+    info = Connection(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+        headers=info.as_http_headers(),
+        proxy=info.proxy_url,
+        trust_env=info.trust_env,
+        middlewares=(_ask_for_metadata,),
+        response_class=_answers(settings),
     )
+    return kopf.AiohttpSession(
+        server=info.server,
+        aiohttp_session=session,
+        priority=info.priority,
+        default_namespace=info.default_namespace,
+        expiration=info.expiration,
+    )
+
+
+def _is_of_jobs(response: Any) -> bool:
+    return str(response.url.path).endswith(f"/{PLURAL}")
+
+
+async def _ask_for_metadata(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    if _is_of_jobs(request):
+        request.headers["Accept"] = f"{METADATA_LIST},{METADATA},{JSON}"
+    return await handler(request)
+
+
+def _answers(settings: kopf.OperatorSettings) -> type[aiohttp.ClientResponse]:
+    """Return the class of answers of a session. Too large a page makes the pages of the next try smaller."""
+
+    class Answer(aiohttp.ClientResponse):
+        async def start(self, connection: Any) -> Any:
+            answer = await super().start(connection)
+            if _is_of_jobs(self) and self.status == 200:
+                self.content = _Events(self.content)  # type: ignore[assignment]
+            return answer
+
+        async def json(self, **options: Any) -> Any:
+            if not isinstance(self.content, _Events):
+                return await super().json(**options)
+            text, size = bytearray(), settings.watching.chunk_size or 1
+            async for part in self.content.stream.iter_chunked(2**16):
+                text += part
+                if len(text) > PAGE_BYTES and size > 1:
+                    settings.watching.chunk_size = max(1, size // 4)
+                    self.close()
+                    raise aiohttp.ClientPayloadError(f"a page of {size} jobs is too large; the next is smaller")
+            page = loads(bytes(text))
+            return {**page, "items": [_identity(item) for item in page.get("items") or ()]}
+
+    return Answer
+
+
+class _Events:
+    """The lines of a watch, each with what identifies its object alone."""
+
+    def __init__(self, stream: aiohttp.StreamReader) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+        """Yield lines; `size` counts for what is read of the connection."""
+        rest = bytearray()
+        async for part in self.stream.iter_chunked(size):
+            *lines, last = part.split(b"\n")
+            for line in lines:
+                if rest or line:
+                    yield _event(bytes(rest) + line)
+                rest.clear()
+            rest += last
+
+
+def _event(line: bytes) -> bytes:
+    event = loads(line)
+    if event["type"] != "ERROR":
+        event["object"] = _identity(event["object"])
+    return json.dumps(event).encode() + b"\n"
+
+
+def _identity(body: Json) -> Json:
+    kept = {name: body[name] for name in ("apiVersion", "kind") if name in body}
+    return {**kept, "metadata": {name: body["metadata"][name] for name in _IDENTITY if name in body["metadata"]}}

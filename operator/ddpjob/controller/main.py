@@ -311,7 +311,10 @@ def main() -> int:
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
     try:
-        asyncio.run(run_until_signal(settings))
+        meter = metrics.TurnMeter()
+        metrics.LONGEST_TURN.set_function(meter.longest)
+        with asyncio.Runner(loop_factory=functools.partial(asyncio.SelectorEventLoop, meter)) as runner:
+            runner.run(run_until_signal(settings))
     except NoCredentials as error:
         print(f"ddpjob-operator: {error}", file=sys.stderr)
         return 2

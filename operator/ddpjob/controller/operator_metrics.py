@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import selectors
 import socket
 import threading
 import time
@@ -34,6 +35,11 @@ SHARDS = Gauge("ddpjob_operator_shards", "Shards that there are, as this replica
 LEADING = Gauge("ddpjob_operator_leader", "Shards for which this replica acts; without shards 1 at the leader, else 0")
 QUEUE_DEPTH = Gauge("ddpjob_operator_queue_depth", "Jobs that are due and wait for a worker")
 QUEUE_AGE = Gauge("ddpjob_operator_queue_age_seconds", "For how long the first of the jobs that are due has waited")
+LONGEST_TURN = Gauge(
+    "ddpjob_operator_longest_loop_turn_seconds",
+    "Longest turn of the event loop within the last minute or two, in which nothing else ran, such as the renewal of "
+    "the Lease",
+)
 MISSING_FIELDS = Gauge(
     "ddpjob_operator_crd_missing_fields",
     "Status fields that the DDPJob definition in the cluster lacks: above 0 the operator acts on no job",
@@ -72,6 +78,48 @@ def _version() -> str:
 
 
 BUILD_INFO.labels(_version(), platform.python_version()).set(1)
+
+
+# --- the event loop ---------------------------------------------------------------------------------------------
+
+TURNS_SECONDS = 60.0
+"""Seconds for which a turn is remembered, and at most twice as long."""
+
+
+class TurnMeter(selectors.DefaultSelector):
+    """The selector of an event loop, which measures the loop's turns: the time between two of its calls."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
+        self._clock = clock
+        self._began: float | None = None
+        """When the turn began that runs now; None: the loop waits."""
+        self._kept = 0, 0.0, 0.0
+        """The number of a period, and the longest turns of it and of the period before it."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for events, which ends one turn and begins the next."""
+        if self._began is not None:
+            now = self._clock()
+            period, longest, before = self._at(now)
+            self._kept = period, max(longest, now - self._began), before
+            self._began = None
+        try:
+            return super().select(timeout)
+        finally:
+            self._began = self._clock()
+
+    def longest(self) -> float:
+        """Return the seconds of the longest turn of late, the one that runs now included. For any thread."""
+        now, began = self._clock(), self._began
+        _, longest, before = self._at(now)
+        return max(longest, before, now - began if began is not None else 0.0)
+
+    def _at(self, now: float) -> tuple[int, float, float]:
+        period, (known, longest, before) = int(now // TURNS_SECONDS), self._kept
+        if period == known:
+            return known, longest, before
+        return period, 0.0, longest if period == known + 1 else 0.0
 
 
 # --- the port ---------------------------------------------------------------------------------------------------

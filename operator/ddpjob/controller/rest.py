@@ -42,6 +42,10 @@ class ApiError(Exception):
         self.status, self.reason, self.message = status, reason, message
 
 
+class TooLarge(Exception):
+    """An answer has more bytes than the caller reads."""
+
+
 class NoCredentials(Exception):
     """There is neither a service account's token nor a kubeconfig; the message says what is missing of each."""
 
@@ -92,8 +96,9 @@ class Rest:
         body: Json | None = None,
         content_type: str = JSON,
         accept: str = JSON,
+        most: int | None = None,
     ) -> Json:
-        """The JSON response.
+        """Return the JSON response. Raises TooLarge, before it has been read, if it has more than `most` bytes.
 
         Raises ApiError for 4xx; Unavailable for 429, 5xx, failures of the connection, and an answer that is no object
         of JSON: something between here and the API server has given it.
@@ -102,7 +107,7 @@ class Rest:
             response = await self._send(
                 method, path, query or {}, body, (content_type, accept), aiohttp.ClientTimeout(total=REQUEST_SECONDS)
             )
-            text = await response.read()
+            text = await (response.read() if most is None else _read_at_most(most, response.response))
         except _TRANSPORT_ERRORS as error:
             API_REQUESTS.labels(method, "none").inc()
             raise Unavailable(f"{method} {path}: {_words(error)}") from error
@@ -146,6 +151,17 @@ class Rest:
         )
         method, url, headers = arguments[:3]
         return await self.api.call_api(method, url, headers, body=body, _request_timeout=limits)
+
+
+async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
+    text = bytearray()
+    async with response:
+        async for part in response.content.iter_chunked(2**16):
+            text += part
+            if len(text) > most:
+                response.close()  # The rest is not read either: the connection ends.
+                raise TooLarge
+    return bytes(text)
 
 
 def _words(error: Exception) -> str:
@@ -195,14 +211,14 @@ def _object(text: bytes, what: str) -> Json:
 
 def _parse(text: bytes) -> Json:
     try:
-        answer: Any = _loads(text)
+        answer: Any = loads(text)
     except (ValueError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}
 
 
-def _loads(text: bytes) -> Any:
-    """JSON as deep as the API server reads it: one user's object must not hide those of all others in its list."""
+def loads(text: bytes) -> Any:
+    """Read JSON as deep as the API server reads it: one user's object must not hide those of all others in its list."""
     try:
         return json.loads(text)
     except RecursionError:

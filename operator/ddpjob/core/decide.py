@@ -70,7 +70,7 @@ def _decide(job: DDPJob, world: World, now: datetime) -> Decision:
     view = View(job, status, world, now)
     if status.terminal:
         return wind_down(view.with_status(replace(job.status, observed_generation=job.generation)))
-    judged = not lacks_class(job)  # The class may give what podTemplate lacks.
+    judged = bool(job.oversized) or not lacks_class(job)  # The class may give what podTemplate lacks.
     if world.problems and judged and not view.has_run and not (job.spec.run_policy.suspend and status.slots):
         return fail(view, Failure("InvalidPodTemplate", "; ".join(world.problems)))
     if job.spec.run_policy.suspend:

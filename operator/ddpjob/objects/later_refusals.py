@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ddpjob.api import near_misses
-from ddpjob.api.job_spec import Json
+from ddpjob.api.job_spec import Json, oversized, size_fault
 from ddpjob.api.schema import Problem, without_nulls
 from ddpjob.core.volumes import FIELD, serves_one
 from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
@@ -46,6 +46,8 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
     """What keeps a job that fits the schema from running anywhere; with paths into the manifest."""
     spec = manifest["spec"]
+    if too_large := oversized(spec):
+        return [Problem(*size_fault(too_large).split(": ", 1))]
     template = spec.get("podTemplate") or {}
     whole = "className" not in spec  # What a class gives is known to a cluster's operator alone.
     faulty = [Problem(*fault.split(": ", 1)) for fault in problems(template, whole=whole)] if template else []

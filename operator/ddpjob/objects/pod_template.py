@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from ddpjob.api.merging import mounted_at
@@ -41,15 +42,32 @@ _OWNED_VARIABLES = re.compile(r"(DDPJOB_|PET_).*|POD_IP|NODE_NAME|MASTER_ADDR|MA
 _OWNED_METADATA = ("name", "generateName", "namespace", "ownerReferences", "finalizers")
 _OWNED_MOUNTS = {"/opt/ddpjob": "the runtime", "/dev/shm": "spec.storage.sharedMemory"}
 
+MOST_FAULTS = 20
+"""Faults of one template that are looked for. Each unknown field costs a comparison with all known ones."""
+MORE_FAULTS = f"spec.podTemplate: has more faults than these {MOST_FAULTS}; correct them, then check it again"
+_SHOWN = 100
+"""Characters of a name or a value that are shown."""
+
 
 def problems(template: Mapping[str, Any], *, whole: bool = True) -> tuple[str, ...]:
-    """One sentence for each fault of a podTemplate, with its path and what to write instead.
+    """Return one sentence for each fault of a podTemplate, with its path and what to write instead.
 
-    Not `whole`: a class of jobs may give what it lacks.
+    After MOST_FAULTS the search stops, and MORE_FAULTS is the last sentence. If not `whole`, a class of jobs may give
+    what the template lacks.
     """
     template = without_nulls(template)
-    unknown = tuple(_unknown_fields(template, "V1PodTemplateSpec", "spec.podTemplate"))
-    return unknown or tuple(_overrides(template, whole=whole))
+    unknown = _first(_unknown_fields(template, "V1PodTemplateSpec", "spec.podTemplate"))
+    return unknown or _first(_overrides(template, whole=whole))
+
+
+def _first(faults: Iterable[str]) -> tuple[str, ...]:
+    found = tuple(islice(faults, MOST_FAULTS + 1))
+    return found if len(found) <= MOST_FAULTS else (*found[:MOST_FAULTS], MORE_FAULTS)
+
+
+def _cut(text: object) -> str:
+    shown = str(text)
+    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
 
 
 def _overrides(template: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
@@ -60,7 +78,7 @@ def _overrides(template: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
     for kind in ("labels", "annotations"):
         for key in metadata.get(kind) or {}:
             if key.split("/")[0] == "ddpjob.io" or key == "app.kubernetes.io/managed-by":
-                yield f"spec.podTemplate.metadata.{kind}.{key}: belongs to the operator; remove it"
+                yield f"spec.podTemplate.metadata.{kind}.{_cut(key)}: belongs to the operator; remove it"
     for field, remedy in _OWNED_SPEC.items():
         if field in spec:
             yield f"spec.podTemplate.spec.{field}: belongs to the operator; remove it ({remedy})"
@@ -87,7 +105,8 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
         yield f"{path}.name: {name} belongs to the operator; choose another name"
     if name != TRAINER_CONTAINER:
         if whole and not container.get("image"):
-            yield f"{path}.image: missing for the sidecar {name} (the training container's name is {TRAINER_CONTAINER})"
+            trainer = f"the training container's name is {TRAINER_CONTAINER}"
+            yield f"{path}.image: missing for the sidecar {_cut(name)} ({trainer})"
         return
     for field, remedy in _OWNED_CONTAINER.items():
         if field == "resources" and set(container.get(field) or ()) == {"claims"}:
@@ -96,11 +115,12 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
             yield f"{path}.{field}: belongs to the operator; remove it ({remedy})"
     for position, variable in enumerate(container.get("env") or ()):
         if _OWNED_VARIABLES.fullmatch(str(variable.get("name"))):
-            yield f"{path}.env[{position}].name: {variable['name']} is set by the operator; remove it"
+            yield f"{path}.env[{position}].name: {_cut(variable['name'])} is set by the operator; remove it"
     for position, mount in enumerate(container.get("volumeMounts") or ()):
         owner = _OWNED_MOUNTS.get(mounted_at(mount))
         if owner:
-            yield f"{path}.volumeMounts[{position}].mountPath: {mount['mountPath']} holds {owner}; choose another path"
+            place = _cut(mount["mountPath"])
+            yield f"{path}.volumeMounts[{position}].mountPath: {place} holds {owner}; choose another path"
 
 
 def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
@@ -122,7 +142,7 @@ def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
             yield f"{path}: values must be strings; put quotes around numbers and booleans"
     elif type_name in _SCALARS:
         if not isinstance(value, _SCALARS[type_name]) or (isinstance(value, bool) and type_name != "bool"):
-            yield f"{path}: must be {_SCALAR_NAMES[type_name]}, not {_kind(value)} ({value!r})"
+            yield f"{path}: must be {_SCALAR_NAMES[type_name]}, not {_kind(value)} ({_cut(repr(value))})"
     elif type_name not in ("object", "datetime"):
         yield from _unknown_in_model(value, type_name, path)
 
@@ -151,6 +171,6 @@ def _unknown_in_model(value: Any, type_name: str, path: str) -> Iterator[str]:
         if name in attributes:
             yield from _unknown_fields(item, model.openapi_types[attributes[name]], f"{path}.{name}")
         else:
-            near = difflib.get_close_matches(str(name), attributes, n=1)
+            near = difflib.get_close_matches(_cut(name), attributes, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(attributes)[:12])}, ..."
-            yield f"{path}.{name}: no such field{hint}"
+            yield f"{path}.{_cut(name)}: no such field{hint}"

@@ -14,8 +14,9 @@ import yaml
 from built import NOW, PLATFORM, container, environment, job, node
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import AvoidedNode
+from ddpjob.objects import pod_template
 from ddpjob.objects.budget import build_budget
-from ddpjob.objects.pod_template import problems
+from ddpjob.objects.pod_template import MOST_FAULTS, problems
 from ddpjob.objects.pods import build_coordinator, build_node
 from ddpjob.objects.strategic_merge import merge
 
@@ -514,3 +515,30 @@ def test_a_container_of_the_template_that_fails_says_why_in_the_last_lines_of_it
         ("trainer", "side"), "FallbackToLogsOnError"
     )
     assert node(podTemplate={"spec": {"initContainers": None}})
+
+
+def test_after_twenty_faults_the_search_stops_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+
+    def compare(word: str, *_: object, **__: object) -> list[str]:
+        compared.append(word)
+        return []
+
+    monkeypatch.setattr(pod_template.difflib, "get_close_matches", compare)
+    found = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(20_000)}})
+    assert len(found) == MOST_FAULTS + 1
+    assert found[-1] == "spec.podTemplate: has more faults than these 20; correct them, then check it again"
+    assert len(compared) == MOST_FAULTS + 1, "each comparison takes a millisecond"
+    exactly = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(MOST_FAULTS)}})
+    assert len(exactly) == MOST_FAULTS and "more faults" not in exactly[-1]
+
+
+def test_long_names_and_values_are_cut_in_what_is_said_of_them() -> None:
+    long = "x" * 100_000
+    for template in (
+        {"spec": {long: 1}},
+        {"spec": {"hostNetwork": long}},
+        {"spec": {"containers": [{"name": long}]}},
+        {"metadata": {"labels": {f"ddpjob.io/{long}": "1"}}},
+    ):
+        assert all(len(fault) < 500 for fault in problems(template))

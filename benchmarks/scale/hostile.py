@@ -1,0 +1,129 @@
+"""A tenant against the operator's availability: what very large jobs and reports of one team cost all others.
+
+Three parts in one run, so that one machine's load counts for all: the operator without them, with 100 jobs as large as
+the API server stores them, and with many coordinators that always send the largest report that the operator reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+import urllib.request
+from collections.abc import Iterator
+
+from ddpjob.api.job_spec import Json
+from ddpjob.controller.rest import MERGE_PATCH
+
+from benchmarks.scale.hollow import LARGEST
+from benchmarks.scale.parts import PROBES, BenchmarkError, Parts, together
+
+FIELDS = 50_000
+"""Unknown fields of every other large job. Kubernetes keeps each of their names a second time, in managedFields."""
+EMPTY = 440_000
+"""Empty mappings of the others: 3 bytes each, which are 72 in Python."""
+CHANGES = 20
+LARGE = "large"
+_METRIC = "ddpjob_operator_longest_loop_turn_seconds"
+
+
+class HostileParts(Parts):
+    """The parts of `python -m benchmarks.scale hostile`."""
+
+    async def run(self) -> None:
+        self.operator.start()
+        await self._operator_acts()
+        await self._beside("without hostile jobs")
+        await self._large_jobs()
+        await self._restarted()
+        await self._large_reports()
+
+    async def _beside(self, part: str) -> None:
+        """Note what another team sees, and the operator's memory and longest turn."""
+        before, waits = self.meter.read(), []
+        for _ in range(2 * PROBES):
+            waits.append(await self._probe())
+            await asyncio.sleep(0.5)
+        usage = self.meter.read() - before
+        worst = f"worst {max(waits):.2f}; {usage}"
+        self._note(part, "another team's job until its pods (median)", statistics.median(waits), "s", "<= 1", worst)
+        self._note(part, "the longest turn of the event loop", await self._longest_turn(), "s")
+        self._note(part, "the operator's memory at its peak", self.operator.peak(), "MiB", "<= 400")
+
+    async def _longest_turn(self) -> float:
+        url = f"http://127.0.0.1:{self.operator.metrics_port}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+        return float(next(line.split()[1] for line in text.splitlines() if line.startswith(_METRIC)))
+
+    async def _large_jobs(self) -> None:
+        number, team = self.options.large, self.teams[0]
+        part, before = f"{number} jobs of 1.4 MB", self.meter.read()
+        self.jobs = await together((self._create_large(team, n) for n in range(number)), 4)
+        await self._until("every large job has Failed", lambda: self._failed() >= number)
+        usage = self.meter.read() - before
+        body = await self.rest.request("GET", self._path(self.jobs[0]))
+        [failed] = [one for one in body["status"]["conditions"] if one["type"] == "Failed"]
+        if failed["reason"] != "InvalidPodTemplate":
+            raise BenchmarkError(f"a large job has failed for another reason: {failed}")
+        self._note(part, "processor time of the operator for each", usage.operator / number, "s", "<= 0.2", usage)
+        await self._beside(part)
+        before = self.meter.read()
+        for n in range(CHANGES):
+            change = {"spec": {"podTemplate": _template(number + n)}}
+            await self.rest.request("PATCH", self._path(self.jobs[n]), body=change, content_type=MERGE_PATCH)
+        await asyncio.sleep(self.options.settle)
+        usage = self.meter.read() - before
+        self._note(part, "the same for each change of one", usage.operator / CHANGES, "s", "<= 0.2", usage)
+
+    async def _create_large(self, team: str, number: int) -> str:
+        return await self._create_job(team, 1, LARGE, podTemplate=_template(number))
+
+    @staticmethod
+    def _path(job: str) -> str:
+        namespace, _, name = job.partition("/")
+        return f"/apis/ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs/{name}"
+
+    def _failed(self) -> int:
+        return sum(g.phase == "Failed" and g.kind == LARGE for g in self.hollow.groups.values())
+
+    async def _restarted(self) -> None:
+        """The next operator lists all of them."""
+        self.operator.kill()
+        began = time.monotonic()
+        self.operator.start()
+        before = self.meter.read()
+        part = f"restart beside {len(self.jobs)} of them"
+        await self._probe()
+        self._note(part, "until another team's new job has its pods", time.monotonic() - began, "s")
+        await asyncio.sleep(self.options.settle)
+        usage = self.meter.read() - before
+        self._note(part, "the operator's processor time", usage.operator, "s", "", usage)
+        await self._beside(part)
+        await self._sweep([self.teams[0]])
+
+    async def _large_reports(self) -> None:
+        number = self.options.reports
+        self.operator.kill()
+        self.operator.forget_peaks()
+        self.operator.start()
+        await together(self._create_job(self.teams[0], 1, LARGEST) for _ in range(number))
+        await self._until("the coordinators of the largest reports run", lambda: self._reporting() >= number)
+        await asyncio.sleep(self.options.settle)
+        await self._beside(f"{number} largest reports")
+
+    def _reporting(self) -> int:
+        return sum(g.kind == LARGEST and g.phase == "Running" for g in self.hollow.groups.values())
+
+
+def _template(number: int) -> Json:
+    """Return a podTemplate of 1.4 MB, as the API server stores it."""
+    if number % 2:
+        return {"spec": {"extra": [{} for _ in range(EMPTY)]}}
+    return {"spec": dict.fromkeys(_names(number), 1)}
+
+
+def _names(seed: int) -> Iterator[str]:
+    chance = random.Random(seed)
+    for n in range(FIELDS):
+        yield f"{''.join(chance.sample('eoinsrta', 3))}{n:05}"
