@@ -73,6 +73,7 @@ class Mutator:
         self._is_lines = form is Form.LINES
         values = [] if load is None else [_read(load, seed) for seed in seeds]
         self._values = [(value, _count(value)) for value in values if value is not None]
+        self._rows = [row for value, _ in self._values for row in value if self._is_lines] or [None]
         self._parts = [part for value, _ in self._values for part in _parts_of(value)]
 
     def make(self, rng: random.Random) -> bytes:
@@ -136,7 +137,7 @@ class Mutator:
             elif kind == 1:
                 made[at:at] = made[at : at + rng.choice((1, 1, 2, 5))]
             else:
-                made[at:at] = [rng.choice(rng.choice(self._values)[0])]
+                made[at:at] = [rng.choice(self._rows)]
         return made
 
     def _changed(self, rng: random.Random, value: Any, share: float) -> Any:

@@ -26,14 +26,15 @@ class _Untouched:
         self._before = {kind: dict(vars(kind)) for kind in classes}
 
     def check(self) -> None:
-        """Raise AssertionError naming a change, after undoing it: else later inputs would be findings, too."""
+        """Raise AssertionError naming a change, after undoing all: else later inputs would be findings, too."""
+        changed, nothing = [], object()
         for kind, before in self._before.items():
-            after, nothing = dict(vars(kind)), object()
-            names = sorted(before.keys() | after)
-            changed = [name for name in names if before.get(name, nothing) is not after.get(name, nothing)]
-            for name in changed:
-                setattr(kind, name, before[name]) if name in before else delattr(kind, name)
-            assert not changed, f"{kind.__module__}.{kind.__qualname__}.{changed[0]} was replaced"
+            after = dict(vars(kind))
+            for name in sorted(before.keys() | after):
+                if before.get(name, nothing) is not after.get(name, nothing):
+                    changed.append(f"{kind.__module__}.{kind.__qualname__}.{name}")
+                    setattr(kind, name, before[name]) if name in before else delattr(kind, name)
+        assert not changed, f"it has replaced {', '.join(changed)}"
 
 
 def _checkpoint_files() -> Target:
@@ -103,12 +104,11 @@ def _checkpoint_folder(name: str) -> Path:
     return folder
 
 
-def _record(folder: Path, recorded: dict[str, Any]) -> None:
-    """Write the manifest with its own checksum, which anybody can calculate."""
-    from ddpjob_trainer.checkpoints import dcp
-
+def _record(path: Path, recorded: dict[str, Any]) -> None:
+    """Write a manifest with its own checksum, which anybody can calculate."""
     recorded = {key: value for key, value in recorded.items() if key != "sha256"}
-    (folder / dcp.MANIFEST).write_text(json.dumps({**recorded, "sha256": dcp._digest(recorded)}))
+    digest = hashlib.sha256(json.dumps(recorded).encode()).hexdigest()
+    path.write_text(json.dumps({**recorded, "sha256": digest}))
 
 
 def _dcp_manifests() -> Target:
@@ -117,6 +117,7 @@ def _dcp_manifests() -> Target:
     from ddpjob_trainer.errors import CheckpointError
 
     folder = _checkpoint_folder("dcp-manifests")
+    manifest = folder / dcp.MANIFEST
 
     def read(data: bytes) -> None:
         try:
@@ -124,14 +125,14 @@ def _dcp_manifests() -> Target:
         except (ValueError, RecursionError):
             recorded = None
         if isinstance(recorded, dict):
-            _record(folder, recorded)
+            _record(manifest, recorded)
         else:
-            (folder / dcp.MANIFEST).write_bytes(data)
+            manifest.write_bytes(data)
         dcp.check(folder)
         dcp.contents(folder)
         dcp.read(folder)
 
-    return Target(read, [(folder / dcp.MANIFEST).read_bytes()], (CheckpointError, OSError))
+    return Target(read, [manifest.read_bytes()], (CheckpointError, OSError))
 
 
 def _dcp_indexes() -> Target:
@@ -142,8 +143,8 @@ def _dcp_indexes() -> Target:
     from ddpjob_trainer.errors import CheckpointError
 
     folder = _checkpoint_folder("dcp-indexes")
-    manifest = json.loads((folder / dcp.MANIFEST).read_text())
-    index = folder / ".metadata"
+    manifest, index = folder / dcp.MANIFEST, folder / ".metadata"
+    recorded = json.loads(manifest.read_text())
     named = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
              "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
     classes = [getattr(metadata, name) for name in named]
@@ -152,7 +153,7 @@ def _dcp_indexes() -> Target:
     def read(data: bytes) -> None:
         index.write_bytes(data)
         entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        _record(folder, {**manifest, "files": {**manifest["files"], ".metadata": entry}})
+        _record(manifest, {**recorded, "files": {**recorded["files"], ".metadata": entry}})
         try:
             dcp.check(folder)
             dcp.read(folder)
@@ -266,11 +267,11 @@ def _shard_indexes() -> Target:
     from ddpjob_trainer.errors import DataError
 
     path = scratch("shard-indexes") / "index.npz"
-    numbers = np.array([1], np.int64)
-    small = numbers.astype(np.int32)
-    shard_index.save(
-        shard_index.Index("u", ["u/a.tar"], numbers, np.array(["x"]), small, numbers, small, numbers), path
-    )
+    index = shard_index.Index(
+        url="u", shards=["u/a.tar"], lengths=np.array([10240]), stamps=np.array(["x"]),
+        shard=np.array([0], np.int32), offsets=np.array([512]), sizes=np.array([100], np.int32), labels=np.array([3]),
+    )  # fmt: skip
+    shard_index.save(index, path)
 
     def read(data: bytes) -> None:
         shard_index._loaded(io.BytesIO(data), "u")

@@ -30,7 +30,7 @@ from benchmarks.fuzz.mutate import LONGEST, Mutator
 from benchmarks.fuzz.watch import SECONDS, Finding, Parser, Target, attempt, scratch_of, warm, watching
 from benchmarks.processes import memory, processor_seconds
 
-TURN = 1.0
+TURN = 2.0
 """Seconds of the processor that a parser gets before it is the next one's turn."""
 GROWTH = 32.0
 """MiB between the first and the last tenth of a process's turns."""
