@@ -215,6 +215,56 @@ def test_importing_the_reader_is_cheap() -> None:
     )
 
 
+def job_with_nodes(value: str) -> str:
+    head = "apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: job}\n"
+    return f"{head}spec: {{image: i, module: m, nodes: {value}}}\n"
+
+
+NINES, ONES = "9" * 100_000, "1:" * 20_000
+_TOO_LONG = r"spec\.nodes=\S{20}\.\.\.\(\d+ more\)\.\.\.\S{20}: a number of [\d,]+ characters; write a whole number"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        *((value, _TOO_LONG) for value in (NINES, f"-{NINES}", f"{NINES}.5", f"1e{NINES}", f"!!int {ONES}1")),
+        *((f"{sign}{base}", _TOO_LONG) for sign in ("", "-") for base in ("0x" + "f" * 500_000, "0" + "7" * 200_000)),
+        *((value, _TOO_LONG) for value in ("0b" + "1" * 50_000, "1_0" * 30_000, f"!!float {ONES}1.5")),
+        *(
+            (value, rf"spec\.nodes={value}: a number of more than 64 bits; write a whole number of at most 64 bits")
+            for value in (str(2**63), str(-(2**63) - 1), hex(2**63), "1_0000_0000_0000_0000_0000")
+        ),
+        *((value, rf"spec\.nodes={value}: not a number that a manifest can") for value in ("1e400", "-1e400", ".inf")),
+        (f"1, ? {NINES}\n : 1", r"spec\[9{95}\.\.\.\(\d+ more\)\.\.\.9{99}\]: unknown field"),
+        (f"1, {NINES}: 1", r"not YAML: expected ',' or '}', but got ':'"),
+        (f'"{NINES}"', r"spec\.nodes: must be an integer, not a string \('9+\.\.\.\)"),
+        ('!!int ""', "'' is not a valid value for the tag"),
+        ('!!float ""', "'' is not a valid value for the tag"),
+        (f"!{NINES} 1", r"the tag !9+\.\.\.\(\d+ more\)\.\.\.9+ is not supported"),
+        (f"*{NINES}", r"not YAML: found undefined alias '9+\.\.\.\(\d+ more\)\.\.\."),
+    ],
+    ids=lambda value: value[:24],
+)  # fmt: skip
+def test_a_huge_number_is_one_short_line_that_names_the_field(value: str, message: str) -> None:
+    with pytest.raises(ManifestError, match=message) as caught:
+        read_manifest(job_with_nodes(value))
+    assert len(str(caught.value)) < 2_300 and "\n" not in str(caught.value) and "line 4" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["9223372036854775807", "-9223372036854775808", "0x7fffffffffffffff", "0b" + "1" * 63]
+)
+def test_a_number_of_64_bits_is_read(value: str) -> None:
+    [document] = read_documents(f"a: {value}")
+    assert document.value == {"a": int(value, 0)}
+
+
+def test_a_message_repeats_little_of_a_long_manifest() -> None:
+    """The field's beginning and the remedy are kept: what is cut is the middle."""
+    problem = str(Problem("spec." + "x" * 10_000, "y" * 10_000 + "; write less"))
+    assert len(problem) < 2_300 and problem.startswith("spec.xxx") and problem.endswith("yyy; write less")
+
+
 def test_a_number_beyond_64_bits_is_read_as_the_api_server_does() -> None:
     spec = {"image": "a", "script": "b", "podTemplate": {"spec": {"terminationGracePeriodSeconds": 2**70}}}
     manifest = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "job"}, "spec": spec}

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ddpjob.api import near_misses
+from ddpjob.api.yamltext import MAX_MESSAGE, shown
 from ddpjob.api.yamltext import join as join
 
 Json = dict[str, Any]
@@ -52,7 +53,8 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.message}" if self.path else self.message
+        message = shown(self.message, MAX_MESSAGE)
+        return f"{shown(self.path)}: {message}" if self.path else message
 
 
 @cache

@@ -21,10 +21,25 @@ MAX_NODES = 200_000
 
 MAX_DEPTH = 100
 
+MAX_DIGITS = 100
+"""Characters of a number: 64 bits in base 2, with a few underscores, or any float."""
+
+MAX_SHOWN = 200
+"""Characters that a message repeats of a manifest's value or field name; longer ones are cut in their middle."""
+
+MAX_MESSAGE = 2_000
+"""Characters of one line about a manifest, whatever it repeats."""
+
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 """Tags of plain scalars: the patterns to try, by a scalar's first letter."""
 _MERGE = "tag:yaml.org,2002:merge"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+def shown(text: str, most: int = MAX_SHOWN) -> str:
+    """The text, or its beginning and its end with the number of characters between them."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}...({len(text) - 2 * half} more)...{text[-half:]}"
 
 
 class YamlError(ValueError):
@@ -159,7 +174,7 @@ def _characters(text: str, line: int) -> str:
     try:
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
-        raise YamlError(f"{text!a} has half a character, of two escapes such as \\ud83d\\ude00", line) from error
+        raise YamlError(f"{shown(text)!a} has half a character, of two escapes such as \\ud83d\\ude00", line) from error
 
 
 def read_documents(text: str) -> Iterator[Document]:
@@ -179,7 +194,7 @@ def read_documents(text: str) -> Iterator[Document]:
                 yield Document(value, node.start_mark.line + 1, builder.lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        problem = str(error.problem or error.context)
+        problem = shown(str(error.problem or error.context))
         if "'\\t'" in problem:
             problem += "; indent by spaces, since YAML allows no tabs there"
         elif error.context == "while scanning a quoted scalar" and error.context_mark:
@@ -224,7 +239,7 @@ class _Builder:
             if isinstance(node, yaml.SequenceNode):
                 return [self._child(item, join(path, position)) for position, item in enumerate(node.value)]
             assert isinstance(node, yaml.ScalarNode)  # there are no others
-            return self._scalar(node)
+            return self._scalar(node, path)
         finally:
             self._open.discard(id(node))
 
@@ -248,7 +263,9 @@ class _Builder:
         for key_node, _ in node.value:
             name, line = self._key(key_node), key_node.start_mark.line + 1
             if name in seen:
-                raise YamlError(f"{join(path, name)}: given twice (first in line {seen[name]}); remove one", line)
+                raise YamlError(
+                    f"{shown(join(path, name))}: given twice (first in line {seen[name]}); remove one", line
+                )
             seen[name] = line
 
     def _key(self, node: yaml.Node) -> str:
@@ -258,7 +275,7 @@ class _Builder:
             return str(_is_true(node)).lower()  # as kubectl does
         return _characters(node.value, node.start_mark.line + 1)
 
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
+    def _scalar(self, node: yaml.ScalarNode, path: str) -> Any:
         line, kind = node.start_mark.line + 1, node.tag.removeprefix("tag:yaml.org,2002:")
         if kind in ("str", "merge"):
             return _characters(node.value, line)
@@ -269,11 +286,22 @@ class _Builder:
             "float": lambda: self.loader.construct_yaml_float(node),
         }.get(kind)
         if construct is None:
-            raise YamlError(f"the tag {node.tag} is not supported in manifests; remove it", line)
+            raise YamlError(f"the tag {shown(node.tag)} is not supported in manifests; remove it", line)
+        if kind in ("int", "float") and len(node.value) > MAX_DIGITS:  # Python refuses to print the largest.
+            raise YamlError(f"{_field(path, node)}: a number of {len(node.value):,} characters; {_NUMBERS}", line)
         try:
             value = construct()
-        except ValueError as error:
-            raise YamlError(f"{node.value!r} is not a valid value for the tag {node.tag}", line) from error
+        except (ValueError, IndexError, OverflowError) as error:
+            raise YamlError(f"{shown(node.value)!r} is not a valid value for the tag {node.tag}", line) from error
         if isinstance(value, float) and not math.isfinite(value):
-            raise YamlError(f"{node.value} is not a number that a manifest can contain; quote it if it is text", line)
+            raise YamlError(f"{_field(path, node)}: not a number that a manifest can contain; {_NUMBERS}", line)
+        if kind == "int" and not -(2**63) <= value < 2**63:
+            raise YamlError(f"{_field(path, node)}: a number of more than 64 bits; {_NUMBERS}", line)
         return value
+
+
+_NUMBERS = "write a whole number of at most 64 bits or a finite float, or quote it if it is text"
+
+
+def _field(path: str, node: yaml.ScalarNode) -> str:
+    return f"{shown(path)}={shown(node.value, 40)}" if path else shown(node.value, 40)

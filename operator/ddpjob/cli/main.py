@@ -18,6 +18,7 @@ import click
 from click.core import ParameterSource
 
 from ddpjob.api.job_spec import Json
+from ddpjob.api.yamltext import MAX_MESSAGE, shown
 from ddpjob.cli.output import (
     PathTemplate,
     abandon_output,
@@ -1002,8 +1003,8 @@ def stacks(place: Place, job: str, index: tuple[int, ...]) -> int:
     if not pods:
         raise Mistake(f"{job}: no pod runs{' in these slots' if index else ''}")
     for pod, text in taken(backend, pods):
-        click.echo(f"--- pod {pod.name}")
-        click.echo(text)
+        _print(f"--- pod {pod.name}")
+        _print(text)
     return 0
 
 
@@ -1248,7 +1249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         return int(code or 0)
     except Mistake as mistake:
-        _note(str(mistake))
+        for line in str(mistake).split("\n"):  # A manifest's texts in it may have any length.
+            _note(shown(line, MAX_MESSAGE))
         return exit_code(mistake)
     except click.exceptions.Exit as ended:
         return int(ended.exit_code)

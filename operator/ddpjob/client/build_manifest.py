@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ddpjob.api.job import API_VERSION, KIND
 from ddpjob.api.job_spec import Json
-from ddpjob.api.yamltext import YamlError, read_documents
+from ddpjob.api.yamltext import YamlError, read_documents, shown
 from ddpjob.client.backend import Mistake
 from ddpjob.local.paths import job_folder
 
@@ -230,11 +230,11 @@ def read_settings(texts: Iterable[str]) -> dict[str, Any]:
     for setting in texts:
         path, equals, text = setting.partition("=")
         if not equals or not path:
-            raise Mistake(f"--set {setting}: write FIELD=VALUE, such as --set storage.sharedMemory=8Gi")
+            raise Mistake(f"--set {shown(setting)}: write FIELD=VALUE, such as --set storage.sharedMemory=8Gi")
         try:
             found = [document.value for document in read_documents(text)]
         except YamlError as error:
-            raise Mistake(f"--set {setting}: {error}") from error
+            raise Mistake(f"--set {shown(setting)}: {error}") from error
         settings[path] = found[0] if found else None
     return settings
 
@@ -263,6 +263,8 @@ def _joined(path: str, old: Any, value: Any) -> Any:
 def _plain(where: str, value: Any) -> Any:
     """A copy of lists and mappings as JSON has them; paths become text. Raises Mistake for what JSON has not."""
     match value:
+        case int() if not -(2**63) <= value < 2**63:  # Python refuses to print the largest.
+            raise Mistake(f"{where}: a number of more than 64 bits; write a smaller one, or text")
         case None | str() | bool() | int() | float():
             return value
         case os.PathLike():

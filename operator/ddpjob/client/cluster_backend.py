@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from ddpjob.api.job import API_VERSION, KIND, PLURAL
@@ -52,6 +52,11 @@ _PREPARED = ("ContainerCreating", "PodInitializing")
 """States of a pod whose containers say nothing of themselves yet."""
 _WARNED_PODS = 3
 """Of which events are read: what one of them waits for, the others mostly do as well."""
+_EXEC_SECONDS = 60.0
+MOST_OUTPUT = 16 << 20
+"""Bytes of a command's output that are read from a pod: twice the metrics."""
+_PRINTED = (b"\x01", b"\x02")
+"""Channels of the WebSocket: standard output and standard error."""
 _METRICS_PODS = 4
 """Pods that are asked for their metrics."""
 _METRICS_SECONDS = 60.0
@@ -396,17 +401,50 @@ class ClusterBackend:
         try:
             answer = stream(
                 CoreV1Api(client).connect_get_namespaced_pod_exec, pod.name, self.namespace,
-                command=["python3", "-c", code], container="trainer", stdout=True, stderr=True, _request_timeout=60,
+                command=["python3", "-c", code], container="trainer", stdout=True, stderr=True,
+                _request_timeout=_EXEC_SECONDS, _preload_content=False,
             )  # fmt: skip
+            return _output(answer.sock, pod.name)
+        except Mistake:
+            raise
         except Exception as error:  # ApiException, and what websocket-client raises.
             raise Mistake(f"pod {pod.name}: {_refusal(str(getattr(error, 'reason', None) or error))}") from error
-        return str(answer)
 
 
 NO_CRD = (
     "this cluster has no DDPJob: its definition (CRD) is not installed. Install the operator, "
     "`helm install ddpjob charts/ddpjob-operator -n ddpjob --create-namespace`; `ddpjob doctor` checks it"
 )
+
+
+def _output(sock: Any, pod: str) -> str:
+    """Return what a command in a pod prints until it ends, or for _EXEC_SECONDS. Raises Mistake for too much of it.
+
+    Each frame is counted as it comes: WSClient.update would keep all that a pod sends while it sends, and the python3
+    of a job's image may be anything.
+    """
+    from websocket import ABNF, WebSocketConnectionClosedException, WebSocketTimeoutException
+
+    end, size, parts = time.monotonic() + _EXEC_SECONDS, 0, list[bytes]()
+    try:
+        while (left := end - time.monotonic()) > 0:
+            sock.settimeout(left)
+            opcode, frame = sock.recv_data_frame(True)
+            if opcode == ABNF.OPCODE_CLOSE:
+                break
+            if opcode in (ABNF.OPCODE_BINARY, ABNF.OPCODE_TEXT) and frame.data[:1] in _PRINTED:
+                parts.append(frame.data[1:])
+                size += len(frame.data)
+            if size > MOST_OUTPUT:
+                raise Mistake(
+                    f"pod {pod}: its python3 printed more than {MOST_OUTPUT >> 20} MiB, and was read no further; look"
+                    f" at what python3 is in the job's image"
+                )
+    except (WebSocketConnectionClosedException, WebSocketTimeoutException):
+        pass  # What has come is shown.
+    finally:
+        sock.shutdown()
+    return b"".join(parts).decode(errors="replace")
 
 
 def _refusal(said: str) -> str:

@@ -12,6 +12,7 @@ from ddpjob.core.view import is_number
 
 LARGEST = 1e300
 """What is larger has no place in a curve: sums of it are infinite, and integers may be too long for a float."""
+_LAST_STEP = 2**63
 _NAMES = 40
 """Different numbers of a step or an evaluation that are kept."""
 _NO_CURVES = ("event", "time", "step", "epoch", "eta", "round")
@@ -50,6 +51,10 @@ def _counted(steps: set[int]) -> str:
     return f"{count(len(steps), 'step')}, the last of them {max(steps)}"
 
 
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < _LAST_STEP
+
+
 def read_metrics(text: str) -> MetricSeries:
     """All numbers of the lines that can be read."""
     series = MetricSeries()
@@ -60,9 +65,9 @@ def read_metrics(text: str) -> MetricSeries:
             continue  # Cut off at the beginning, or where the writer was killed.
         event = row.get("event") if isinstance(row, dict) else None
         if event == "start":
-            series.starts.append(row["step"] if isinstance(row.get("step"), int) else 0)
+            series.starts.append(row["step"] if _is_step(row.get("step")) else 0)
         curves = {"step": series.steps, "eval": series.evaluations}.get(str(event))
-        if curves is None or not isinstance(row.get("step"), int):
+        if curves is None or not _is_step(row.get("step")):
             continue
         if event == "step" and isinstance(loss := row.get("loss"), float):
             (series.not_finite.discard if math.isfinite(loss) else series.not_finite.add)(row["step"])

@@ -322,9 +322,13 @@ class ProcessBackend:
     def run_in(self, pod: PodLine, code: str) -> str:
         _, record = self.job_of_pod(pod.name)
         environment = {**os.environ, "DDPJOB_STACKS_POD": pod.name, "DDPJOB_STACKS_UID": record["metadata"]["uid"]}
-        ran = subprocess.run(
-            [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
+        command = [sys.executable, "-P", "-c", code]
+        try:
+            ran = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=60, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise Mistake(f"pod {pod.name}: no answer within 60 s; try again") from error
         return ran.stdout + ran.stderr
 
     def stop(self, name: str, *, now: bool = False) -> bool:

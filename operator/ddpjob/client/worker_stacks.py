@@ -8,7 +8,14 @@ from ddpjob.client.backend import Backend, Mistake, PodLine
 
 AT_ONCE = 16
 
-PROBE = """
+MOST_CHARACTERS = 1 << 20
+"""Of a rank's stack; a script may write into the file too."""
+
+PROBE = (
+    f"""
+MOST = {MOST_CHARACTERS}
+"""
+    + """
 import contextlib, os, re, signal, time
 def environment(pid):
     with open("/proc/%d/environ" % pid, "rb") as file:
@@ -47,10 +54,11 @@ for rank, (pid, path, size) in sorted(found.items()):
     with open(path, errors="replace") as file:
         file.seek(size)
         print("rank %d, process %d:" % (rank, pid))
-        print(file.read().rstrip() or "(no stack within a second)")
+        print(file.read(MOST).rstrip() or "(no stack within a second)")
 if not found:
     print("no worker in this pod writes stacks: it is starting, or runs a command without torchrun")
 """
+)
 """Prints the stacks of the ranks in the pod in which it runs, by the signal that the launcher uses for a hang."""
 
 

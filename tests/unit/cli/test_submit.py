@@ -50,6 +50,10 @@ def test_a_setting_is_read_as_a_manifest_is(capsys: pytest.CaptureFixture[str]) 
     assert read(capsys.readouterr().out)[0]["spec"]["env"] == [{"name": "DAY", "value": "2026-01-01"}]
     assert main([*words, "--set", "nodes={"]) == 2
     assert "--set nodes={: not YAML" in capsys.readouterr().err
+    for setting in ("nodes=" + "9" * 100_000, "nodes=0x" + "f" * 50_000, "nodes=1e400", "x" * 100_000):
+        assert main([*words, "--set", setting]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"--set {setting[:100]}") and len(printed) < 800 and printed.count("\n") == 1
     assert main([*words, "--set", "nodez=3"]) == 2
     assert "spec.nodez: unknown field" in capsys.readouterr().err
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -236,16 +237,72 @@ def test_a_log_that_can_be_stopped_waits_for_the_first_line(monkeypatch: pytest.
 
 
 class Exec:
-    """The WebSocket of a command in a pod, which prints nothing."""
+    """The WebSocket of a command in a pod, and its client; it sends `frames`, then the end."""
+
+    frames: ClassVar[Iterable[bytes]] = ()
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.sock, self.sent, self.ended = self, iter(self.frames), False
 
-    def run_forever(self, timeout: float) -> None:
-        pass
+    def settimeout(self, seconds: float) -> None:
+        assert 0 < seconds <= 60
 
-    def read_all(self) -> str:
-        return ""
+    def recv_data_frame(self, control: bool) -> tuple[int, Any]:
+        from websocket import ABNF
+
+        assert control and not self.ended
+        data = next(self.sent, None)
+        if data is None:
+            return ABNF.OPCODE_CLOSE, None
+        return ABNF.OPCODE_BINARY, ABNF(data=data)
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+def running(frames: Iterable[bytes], monkeypatch: pytest.MonkeyPatch) -> ClusterBackend:
+    """A backend whose pods send these frames."""
+    from kubernetes.client import ApiClient, Configuration
+    from kubernetes.stream import ws_client
+
+    monkeypatch.setattr(Exec, "frames", frames)
+    monkeypatch.setattr(ws_client, "WSClient", Exec)
+    server = Server()
+    server.client = ApiClient(Configuration(host="http://127.0.0.1:9"))  # type: ignore[attr-defined]
+    return ClusterBackend(server)  # type: ignore[arg-type]
+
+
+def test_a_command_in_a_pod_returns_what_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "größe".encode()
+    frames = [b"\x01", b"\x01a" + text[:3], b"\x01" + text[3:], b"\x02 error", b"\x03{}", b"\x01\xff"]
+    assert running(frames, monkeypatch).run_in(POD, "print()") == "agröße error\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("channel", [b"\x01", b"\x02"])
+def test_a_pod_that_prints_without_end_is_read_no_further_than_16_mib(
+    channel: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = 0
+
+    def flood() -> Iterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1
+            yield channel + b"x" * 65_535
+
+    with pytest.raises(Mistake, match=rf"^pod {POD.name}: its python3 printed more than 16 MiB, and was read no"):
+        running(flood(), monkeypatch).run_in(POD, "print()")
+    assert sent == 257, "frames of 64 KiB"
+
+
+def test_a_pod_that_only_keeps_the_connection_open_is_left_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow() -> Iterator[bytes]:
+        while True:
+            time.sleep(0.01)
+            yield b"\x01."
+
+    monkeypatch.setattr(cluster_backend, "_EXEC_SECONDS", 0.2)
+    assert set(running(slow(), monkeypatch).run_in(POD, "print()")) <= {"."}
 
 
 def test_commands_in_pods_leave_the_other_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +315,7 @@ def test_commands_in_pods_leave_the_other_requests_alone(monkeypatch: pytest.Mon
 
     class Overlapping(Exec):
         def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__()
             both.wait(60)
             changed.append("call_api" in vars(client))
             both.wait(60)

@@ -79,6 +79,9 @@ class _Number(float):
     written: str
 
 
+_MOST_DIGITS = 100
+_MOST_SHOWN = 200
+"""Characters that a message repeats of a value."""
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 
 
@@ -90,7 +93,13 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
         if kind is _Whole and _LEADING_ZERO.fullmatch(text):  # To YAML 1.1, 017 is 15 and 018 text.
             sign = "-" if text.startswith("-") else ""
             node.value = sign + (text.lstrip("+-0_") or "0")
-        number = kind(read(loader, node))
+        if len(text) > _MOST_DIGITS:  # Python neither reads nor prints the largest.
+            reason = f"a number of {len(text):,} characters, more than {_MOST_DIGITS}"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
+        try:
+            number = kind(read(loader, node))
+        except (ValueError, IndexError) as error:  # As of !!int with nothing behind it.
+            raise yaml.constructor.ConstructorError(None, None, f"{text!r} is not a number", node.start_mark) from error
         number.written = text
         return number
 
@@ -144,7 +153,7 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
         try:
             values[key] = yaml.load(text, _EachKeyOnce)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{key}: the value {text!r} is not YAML: {error}") from error
+            raise ConfigError(f"{key}: the value {text[:_MOST_SHOWN]!r} is not YAML: {error}") from error
     return values
 
 
