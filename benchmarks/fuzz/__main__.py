@@ -16,6 +16,7 @@ from benchmarks.fuzz.parsers import PARSERS
 from benchmarks.fuzz.soak import Result, soak, write_findings
 from benchmarks.fuzz.watch import SECONDS, Parser, attempt, watching
 from benchmarks.marks import add_table_option, write_between
+from benchmarks.processes import exit_on_sigterm
 
 FOUND = CHECKOUT / "build" / "fuzz"
 
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="processor time for an input (default: 5)")
     add_table_option(parser, "fuzz")
     options = parser.parse_args()
+    exit_on_sigterm()
     chosen = [PARSERS[name] for name in options.parser or PARSERS]
     if options.replay is not None:
         faulthandler.enable()
@@ -62,7 +64,7 @@ def run(parsers: list[Parser], options: argparse.Namespace) -> int:
 
     def is_over(results: list[Result]) -> bool:
         if options.inputs is not None:
-            return sum(result.inputs for result in results) >= options.inputs
+            return bool(sum(result.inputs for result in results) >= options.inputs)
         return time.monotonic() - began >= seconds
 
     def progress(results: list[Result]) -> None:
@@ -80,14 +82,12 @@ def run(parsers: list[Parser], options: argparse.Namespace) -> int:
     print(f"\n{table}\n")
     if options.table is not None:
         write_between(options.table, "fuzz", table)
-    found = False
     for result in results:
         for count, finding, path in write_findings(result, FOUND):
-            found = True
             print(f"{result.parser.name}: {finding} ({count} times)", file=sys.stderr)
             if path is not None:
                 print(f"    python -m benchmarks.fuzz --replay {path.relative_to(CHECKOUT)}", file=sys.stderr)
-    return found
+    return int(any(result.findings for result in results))
 
 
 def table_of(results: list[Result]) -> str:

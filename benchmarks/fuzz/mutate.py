@@ -21,6 +21,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+_Reader = Callable[[bytes], Any]
 LONGEST = 64 * 1024
 """Bytes of an input."""
 _COUNTS = (1, 1, 2, 3, 8)
@@ -65,11 +66,12 @@ class Mutator:
 
     def __init__(self, form: Form, seeds: list[bytes]) -> None:
         self._seeds = seeds
-        split = {Form.TEXT: _words, Form.PICKLE: _opcodes}.get(form)
+        split: _Reader | None = {Form.TEXT: _words, Form.PICKLE: _opcodes}.get(form)
         tokens = [] if split is None else [_read(split, seed) for seed in seeds]
         self._tokens: list[list[bytes]] = [found for found in tokens if found]
         self._special = _OPCODES if form is Form.PICKLE else _BYTES
-        load: Callable[[bytes], Any] | None = {Form.JSON: json.loads, Form.LINES: _lines}.get(form)
+        loads: dict[Form, _Reader] = {Form.JSON: json.loads, Form.LINES: _lines}
+        load = loads.get(form)
         self._is_lines = form is Form.LINES
         values = [] if load is None else [_read(load, seed) for seed in seeds]
         self._values = [(value, _count(value)) for value in values if value is not None]

@@ -17,7 +17,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawValue
@@ -71,9 +71,9 @@ class Result:
         self.inputs += turn.inputs
         self.refused += turn.refused
         self.slowest = max(self.slowest, turn.slowest)
-        for key, (count, *first) in turn.findings.items():
-            known = self.findings.get(key)
-            self.findings[key] = (count, *first) if known is None else (known[0] + count, *known[1:])
+        for key, (count, finding, data) in turn.findings.items():
+            before, *first = self.findings.get(key, (0, finding, data))
+            self.findings[key] = (before + count, *first)  # type: ignore[assignment]
 
     @property
     def growth(self) -> float:
@@ -214,26 +214,29 @@ def _work(parser: Parser, seed: int, first: int, limit: float, current: Any, ord
         target = parser.make()
         warm(target)
         inputs = enumerate(inputs_of(parser, target, seed, first), first)
-        while True:
-            try:
-                seconds = orders.recv()
-            except EOFError:
-                return
-            turn, end = _Turn(), time.process_time() + seconds
-            while time.process_time() < end:
-                number, data = next(inputs)
-                ctypes.memmove(current.content, data, len(data))
-                current.length, current.number = len(data), number
-                outcome = attempt(target, data, limit)
-                turn.inputs += 1
-                turn.refused += outcome.refused
-                turn.slowest = max(turn.slowest, outcome.seconds)
-                if (finding := outcome.finding) is not None:
-                    key = f"{finding.kind} {finding.what.partition(':')[0]} {finding.where}"
-                    count, *first_of_kind = turn.findings.get(key, (0, finding, data))
-                    turn.findings[key] = (count + 1, *first_of_kind)  # type: ignore[assignment]
-            gc.collect()
-            orders.send(turn)
+        # Until the parent has ended.
+        with suppress(EOFError, BrokenPipeError):
+            while True:
+                turn = _turn(target, inputs, orders.recv(), limit, current)
+                gc.collect()  # The parent measures the memory as soon as it knows of the turn.
+                orders.send(turn)
+
+
+def _turn(target: Target, inputs: Iterator[tuple[int, bytes]], seconds: float, limit: float, current: Any) -> _Turn:
+    turn, end = _Turn(), time.process_time() + seconds
+    while time.process_time() < end:
+        number, data = next(inputs)
+        ctypes.memmove(current.content, data, len(data))
+        current.length, current.number = len(data), number
+        outcome = attempt(target, data, limit)
+        turn.inputs += 1
+        turn.refused += outcome.refused
+        turn.slowest = max(turn.slowest, outcome.seconds)
+        if (finding := outcome.finding) is not None:
+            key = f"{finding.kind} {finding.what.partition(':')[0]} {finding.where}"
+            count, *first = turn.findings.get(key, (0, finding, data))
+            turn.findings[key] = (count + 1, *first)  # type: ignore[assignment]
+    return turn
 
 
 def write_findings(result: Result, folder: Path) -> Iterator[tuple[int, Finding, Path | None]]:

@@ -120,7 +120,7 @@ def watching(memory: int = MEMORY) -> Iterator[None]:
 def warm(target: Target) -> None:
     """Read the seeds once, since the first calls import modules. Raises AssertionError if the first is refused."""
     for number, seed in enumerate(target.seeds):
-        with contextlib.redirect_stderr(_Nothing()):  # type: ignore[type-var]
+        with contextlib.redirect_stderr(_Nothing()):
             try:
                 target.read(seed)
             except target.refusals as error:
@@ -132,7 +132,7 @@ def attempt(target: Target, data: bytes, seconds: float = SECONDS) -> Outcome:
     _State.acts.clear()
     began, refused, finding = time.process_time(), False, None
     try:
-        with contextlib.redirect_stderr(_Nothing()):  # type: ignore[type-var]
+        with contextlib.redirect_stderr(_Nothing()):
             _State.armed = True
             # Again and again, since a parser may catch everything.
             signal.setitimer(signal.ITIMER_PROF, seconds, 0.2)
