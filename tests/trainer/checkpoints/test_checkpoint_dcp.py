@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddpjob_trainer.checkpoints import dcp
+from ddpjob_trainer.checkpoints import dcp, manifest, torch_file
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.config.sections import CheckpointConfig, Format
@@ -225,3 +225,101 @@ def test_a_claim_that_rank_0_cannot_read_for_a_while_leaves_the_ranks_in_step(
     until(lambda: set(tmp_path.glob("step-*.dcp")) - before, 20)
     os.kill(ranks[1][0].pid, signal.SIGTERM)
     assert [end.code for end in finish(ranks)] == [75, 75]
+
+
+# ---- whole means readable
+
+
+def saved(folder: Path, format: Format, steps: list[int], incarnation: int = 1) -> CheckpointFolder:
+    checkpoints = CheckpointFolder(CheckpointConfig(format=format, keep=9), folder, Group())
+    checkpoints.claim(Claim(0, 0, incarnation))
+    for step in steps:
+        checkpoints.save(lambda step=step: SNAPSHOT | {"step": step}, step)  # type: ignore[misc]
+        checkpoints.finish()
+    return checkpoints
+
+
+def fails(*_: object) -> None:
+    raise RuntimeError("not of this torch\nmore")
+
+
+@pytest.mark.parametrize(("format", "module"), [(Format.DCP, dcp), (Format.TORCH, torch_file)])
+def test_one_that_cannot_be_read_although_its_checksums_are_right_is_passed_over(
+    format: Format, module: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of training was lost then, although an older one was whole."""
+    checkpoints = saved(tmp_path, format, [7, 9])
+    read = module.read
+    monkeypatch.setattr(module, "read", lambda path, *more: fails() if "9." in path.name else read(path, *more))
+    found = checkpoints.newest()
+    assert found is not None and found["step"] == 7
+    said = capfd.readouterr().err
+    assert f"step-000000009{module.SUFFIX} is not readable on rank 0: RuntimeError: not of this torch; trying" in said
+    assert "Repair it, or move it away" in said
+    checkpoints.save(lambda: SNAPSHOT | {"step": 9}, 9)
+    checkpoints.finish()
+    monkeypatch.setattr(module, "read", read)
+    again = saved(tmp_path, format, [], 2).newest()
+    assert again is not None and again["step"] == 9, "the state after that step is saved again"
+
+
+def test_when_one_rank_cannot_read_its_part_all_take_the_next_older_one(tmp_path: Path) -> None:
+    arguments = [*PARTS, "strategy=fsdp", "train.epochs=3", "checkpoint.every_steps=4", f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(2, arguments, prepare=stop_at(12))] == [75, 75]
+
+    def prepare(rank: int) -> None:
+        read = dcp.read
+        if rank == 1:
+            dcp.read = lambda path, *more: fails() if "12." in path.name else read(path, *more)  # type: ignore
+
+    ends = run(2, arguments, prepare=prepare)
+    assert [end.code for end in ends] == [0, 0], ends
+    _, resumed = (line["step"] for line in metrics(tmp_path / "run", "start"))
+    assert resumed in (4, 8), "a save that is due while another one is in progress may be later"
+
+
+@pytest.mark.parametrize("format", [Format.DCP, Format.TORCH])
+def test_one_that_cannot_be_read_back_is_a_failed_save_and_the_older_ones_stay(
+    format: Format, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that loses writes, or a writer with a defect: the older ones were deleted next."""
+    checkpoints = CheckpointFolder(CheckpointConfig(format=format, keep=1), tmp_path, Group())
+    checkpoints.claim(Claim(0, 0, 1))
+    checkpoints.save(lambda: SNAPSHOT, 7)
+    checkpoints.finish()
+    write = manifest.write
+    monkeypatch.setattr(manifest, "write", lambda recorded: write({**recorded, "tensors": {}}))
+    monkeypatch.setattr(torch_file, "write_all", lambda file, content: file.write(content[:-1]))
+    checkpoints.save(lambda: SNAPSHOT, 9)
+    with pytest.raises(CheckpointError, match=r"its manifest: state does not name|truncated"):
+        checkpoints.finish()
+    assert [path.name for path in tmp_path.glob("*step*")] == [
+        f"step-000000007.{'pt' if format is Format.TORCH else 'dcp'}"
+    ]
+
+
+def test_a_state_that_json_cannot_hold_is_refused_before_training_goes_on(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
+    checkpoints.claim(Claim(0, 0, 1))
+    with pytest.raises(CheckpointError, match=r"torch.dtype as a value at state\['kind'\]"):
+        checkpoints.save(lambda: SNAPSHOT | {"kind": torch.float32}, 7)
+
+
+def test_a_shard_is_read_from_every_layout_of_chunks(tmp_path: Path) -> None:
+    """Rows, columns and both: each value comes from the chunk that has it."""
+    whole = torch.arange(60.0).reshape(6, 10)
+    (tmp_path / "a").write_bytes(b"")
+    chunks = []
+    with (tmp_path / "a").open("wb") as file:
+        for row, rows in ((0, 4), (4, 2)):
+            for column, columns in ((0, 3), (3, 7)):
+                chunks.append(manifest.Chunk((row, column), (rows, columns), "a", file.tell()))
+                file.write(whole[row : row + rows, column : column + columns].contiguous().numpy().tobytes())
+    stored = manifest.Stored(torch.float32, (6, 10), tuple(chunks))
+    for row, rows in ((0, 6), (3, 2), (5, 1)):
+        for column, columns in ((0, 10), (2, 5), (4, 1)):
+            target = dcp._Target(torch.zeros(rows, columns), (row, column))
+            with (tmp_path / "a").open("rb", buffering=0) as file:
+                for chunk in target.overlapping(stored):
+                    target.fill(file, chunk)
+            assert torch.equal(target.content, whole[row : row + rows, column : column + columns])

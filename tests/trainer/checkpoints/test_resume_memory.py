@@ -127,8 +127,8 @@ def parts(folder: Path, step: int) -> Path:
 def test_each_part_is_hashed_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = parts(tmp_path, 1)
     hashed: list[str] = []
-    digest = dcp._sha256
-    monkeypatch.setattr(dcp, "_sha256", lambda part: hashed.append(part.name) or digest(part))
+    digest = dcp.sha256
+    monkeypatch.setattr(dcp, "sha256", lambda part: hashed.append(part.name) or digest(part))
     for rank in range(2):
         dcp.check_share(path, rank, 2)
     assert sorted(hashed) == sorted(entry.name for entry in path.iterdir() if entry.name != "manifest.json")
@@ -137,7 +137,7 @@ def test_each_part_is_hashed_by_one_rank(tmp_path: Path, monkeypatch: pytest.Mon
     assert not hashed
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("place", [0, 1])
 def test_a_part_that_any_rank_finds_broken_makes_all_take_an_older_checkpoint(place: int, tmp_path: Path) -> None:
     parts(tmp_path, 1)
     broken = sorted(part for part in parts(tmp_path, 2).iterdir() if part.name != "manifest.json")[place]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ddpjob_trainer.checkpoints import dcp, torch_file
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
+from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.commands import show_checkpoint
 from ddpjob_trainer.commands.show_checkpoint import main
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, ConfigError
+from hostile import earlier
 from ranks import TINY, good, stop_at
 from ranks import run as ranks
 
@@ -74,7 +78,7 @@ def test_one_that_a_training_deletes_meanwhile_is_left_out(
         (tmp_path / name).write_bytes((trained / name).read_bytes())
     row = show_checkpoint._row
 
-    def delete(path: Path, *, best: bool) -> tuple[str, ...]:
+    def delete(path: Path, *, best: bool) -> Any:
         (tmp_path / "step-000000008.pt").unlink(missing_ok=True)
         return row(path, best=best)
 
@@ -82,8 +86,32 @@ def test_one_that_a_training_deletes_meanwhile_is_left_out(
     assert main([str(tmp_path)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["checkpoint", "step-000000016.pt"]
     (tmp_path / "step-000000024.pt").symlink_to(tmp_path / "moved.pt")
-    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
-        main([str(tmp_path)])
+    assert main([str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("whole") and "BROKEN: not readable" in lines[2] and "No such file" in lines[2]
+
+
+def test_every_checkpoint_has_a_row_whatever_is_wrong_with_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that could not be read ended the list without a name."""
+    state = {"step": 1, "sampler": {"epoch": 0, "consumed": 1, "size": 4}, "a": torch.ones(3)}
+    for step in (1, 3):
+        dcp.write(tmp_path / f"step-{step:09d}.dcp", 1, state, Metadata(step), None, lambda: None)
+    torch_file.write(tmp_path / "step-000000002.pt", {"config": torch.nn.Linear(1, 1)}, Metadata(2))
+    torch_file.write(tmp_path / "step-000000004.pt", {"no sampler": "\x1b[2J"}, Metadata(4))
+    earlier(tmp_path / "step-000000005.dcp", state, 5)
+    (tmp_path / "step-000000006.pt").mkdir()
+    write, name = (tmp_path / "step-000000001.dcp" / dcp.MANIFEST), "step-000000007.dcp"
+    dcp.write(tmp_path / name, 1, state | {"sampler": {"epoch": "\x1b[2J"}}, Metadata(7), None, lambda: None)
+    monkeypatch.setattr(dcp, "read", lambda *_: pytest.fail("the tensors of a checkpoint are not needed for a list"))
+    write.write_bytes(b"{")
+    assert main([str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0][5:14].lstrip("0") for line in lines] == list("1234567"), "one row each, in order"
+    said = ["its manifest is damaged", "UnpicklingError", "whole", "KeyError", "checkpoint convert", "BROKEN", "BROKEN"]
+    assert all(text in line for text, line in zip(said, lines, strict=True)), lines
+    assert "0 + 25%" in lines[2] and "\x1b" not in "".join(lines)
 
 
 def test_one_of_a_loop_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

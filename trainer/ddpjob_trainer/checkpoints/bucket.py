@@ -140,6 +140,8 @@ class Copies:
         self._uploads: Uploads | None = None
         self._mark = ""
         self._unreadable = set[Stored]()
+        self._fetched: Stored | None = None
+        """What `fetch_newer` returned last."""
         self.on_copied: Callable[[], None] = lambda: None
         """Called in the uploads' thread when a checkpoint has come into the bucket and `figures` say so."""
         self._there = -1
@@ -180,7 +182,7 @@ class Copies:
                 _warn(f"warning: {error}; trying the next older one")
             else:
                 print(f"checkpoint {offered.manifest.name} is from {self._bucket.url}", flush=True)
-                self._there = entry.step
+                self._there, self._fetched = entry.step, entry
                 return offered
         if newer and step < 0:
             raise CheckpointError(
@@ -206,6 +208,11 @@ class Copies:
         self._unreadable.add(offered.entry)
         name = f"{self._bucket.url}/{offered.entry.key}"
         _warn(f"warning: checkpoint {offered.manifest.name} of {name} is {problem}; trying the next older one")
+
+    def pass_over(self, step: int) -> None:
+        """Do not fetch a file again that cannot be read, if it was fetched."""
+        if self._fetched is not None and self._fetched.step == step:
+            self._unreadable.add(self._fetched)
 
     def has(self, step: int) -> bool:
         """Whether the bucket had a checkpoint that is as new, when `fetch_newer` looked."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.checkpoints import best, dcp, torch_file
+from ddpjob_trainer.checkpoints.manifest import EarlierVersionError
 from ddpjob_trainer.distributed.process_group import Group, done_in_thread
 from ddpjob_trainer.errors import CheckpointError, first_line
 
@@ -155,9 +156,12 @@ def read_whole(path: Path) -> Any:
     file of torch.save that holds a state dict, at the top or under a name of `_WHERE`. Raises CheckpointError.
     """
     try:
+        path = _chosen(path)
         return _read(path)
-    except CheckpointError as error:
+    except EarlierVersionError as error:  # Says what to do.
         raise CheckpointError(f"checkpoint.load: {path} is {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.load: {path} is {error}; give another checkpoint") from error
     except OSError as error:
         raise CheckpointError(
             f"checkpoint.load: {path} cannot be read: {error.strerror}; give an existing file"
@@ -222,21 +226,26 @@ def _plain_name(name: str) -> str:
     return ".".join(parts)
 
 
-def _read(path: Path) -> Any:
-    if not path.is_dir():
-        content = path.read_bytes()
-        if torch_file.is_ours(content):
-            torch_file.check(content)
-        return torch_file.decode(content)
-    if path.resolve().suffix == dcp.SUFFIX:
-        dcp.check(path)
-        return dcp.read(path)
+def _chosen(path: Path) -> Path:
+    """The checkpoint that a folder of them stands for; any other path unchanged."""
+    if not path.is_dir() or path.resolve().suffix == dcp.SUFFIX:
+        return path
     if (marked := best.pointed_to(path)) is not None and not marked.exists():
-        raise CheckpointError(f"a folder whose best.json names {marked.name}, which is gone; give one of those in it")
+        raise CheckpointError(f"a folder whose best.json names {marked.name}, which is gone")
     inside = marked or max([*path.glob("step-*.pt"), *path.glob("step-*.dcp")], default=None)
     if inside is None:
-        raise CheckpointError("a folder without a checkpoint; give a file, or a folder that a training has saved to")
-    return _read(inside)
+        raise CheckpointError("a folder without a checkpoint")
+    return inside
+
+
+def _read(path: Path) -> Any:
+    if path.is_dir():
+        dcp.check(path)
+        return dcp.read(path)
+    content = path.read_bytes()
+    if torch_file.is_ours(content):
+        torch_file.check(content)
+    return torch_file.decode(content)
 
 
 def _summary(found: list[str]) -> str:

@@ -1,7 +1,8 @@
 """Format dcp: a checkpoint is a folder of torch.distributed.checkpoint; each rank writes its shard.
 
-A manifest holds a checksum of each file. The tensors, by flat name, are torch.distributed.checkpoint's; the structure
-around them is in tree.pt. The folder has a temporary name until all shards are on disk. Reading needs no group, and
+torch writes the files, and an index of them that its own reader needs. That index is a pickle, which can do more than
+describe tensors, so nothing here reads it: the manifest says where the values of each tensor are (`manifest`), and
+reading copies these bytes. The folder has a temporary name until all shards are on disk. Reading needs no group, and
 does not depend on how many ranks wrote.
 
 Where nodes have folders of their own, each holds what its ranks have written, and the manifest of all of it.
@@ -9,32 +10,37 @@ Where nodes have folders of their own, each holds what its ranks have written, a
 
 from __future__ import annotations
 
-import gc
 import hashlib
+import inspect
 import io
-import json
+import itertools
+import math
 import os
-import pickle
 import shutil
+import struct
 import time
 import warnings
-from collections.abc import Callable, Iterable
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
 from ddpjob_trainer.atomic_files import Check, discard, sync_folder, write_atomically
+from ddpjob_trainer.checkpoints import manifest as manifests
+from ddpjob_trainer.checkpoints.manifest import Chunk, Manifest, Stored
 from ddpjob_trainer.checkpoints.metadata import Metadata
-from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, map_tensors, with_local
+from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, with_local
 from ddpjob_trainer.checkpoints.snapshot import Path as Place
-from ddpjob_trainer.distributed.dtensors import is_sharded, local
+from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.errors import CheckpointError
 
 SUFFIX = ".dcp"
 MANIFEST = "manifest.json"
-_INDEX, _TREE, _TENSOR = ".metadata", "tree.pt", "__tensor__"
+_INDEX = ".metadata"
 Fetch = Callable[[Iterable[str]], None]
 
 
@@ -58,19 +64,28 @@ def write(
     temporary = path.parent / f".{path.name}.{incarnation}.tmp"
     rank = 0 if group is None else dist.get_rank(group)
     head = heads[rank] if heads else 0
-    tensors, tree = _split(snapshot)
+    tensors, state = _split(snapshot)
     try:
-        begun = together(group, lambda: _begin(temporary, tree, may_write, rank) if rank == head else None)
-        _write_tensors(tensors, temporary, group)
-        mine = together(group, lambda: _checksums(temporary, rank))
-        seen = {other: files for other, files in enumerate(mine) if not heads or heads[other] == head}
-        manifest = _manifest(metadata.written(files=_merged(mine), time=begun[0]))
+        begun = together(group, lambda: _begin(temporary, may_write) if rank == head else None)
+        stored = _write_tensors(tensors, temporary, group)
+        # The structure is rank 0's: numbers in it may differ from rank to rank, and all write one manifest.
+        mine = together(group, lambda: (_checksums(temporary, rank), stored, state if rank == 0 else None))
+        files = [found for found, _, _ in mine]
+        listed = {name: found.written() for name, found in _merged([found for _, found, _ in mine]).items()}
+        recorded = metadata.written(
+            files={name: entry for found in files for name, entry in sorted(found.items())},
+            time=begun[0],
+            tensors=listed,
+            state=mine[0][2],
+        )
+        seen = {other: found for other, found in enumerate(files) if not heads or heads[other] == head}
+        manifest = manifests.write(recorded)
         together(group, lambda: _finish(temporary, path, manifest, seen, may_write) if rank == head else None)
     except BaseException:
         if rank == head:
             discard(temporary)
         raise
-    return [*mine[rank], *([MANIFEST] if rank == 0 else [])]
+    return [*files[rank], *([MANIFEST] if rank == 0 else [])]
 
 
 def check(path: Path) -> Metadata:
@@ -88,18 +103,15 @@ def check_sizes(path: Path) -> Metadata:
 
     Raises CheckpointError saying what is wrong with it, OSError.
     """
-    recorded = _read_manifest(path)
-    metadata = Metadata.read(recorded)
-    for name, entry in recorded["files"].items():
+    found = read_manifest(path)
+    for name, file in found.files.items():
         part = path / name
         size = part.stat().st_size if part.exists() else -1
-        if size != entry["size"]:
+        if size != file.size:
             raise CheckpointError(
-                f"incomplete ({name} is missing)"
-                if size < 0
-                else f"truncated ({name}: {size} of {entry['size']} bytes)"
+                f"incomplete ({name} is missing)" if size < 0 else f"truncated ({name}: {size} of {file.size} bytes)"
             )
-    return metadata
+    return found.metadata
 
 
 def check_share(path: Path, rank: int, world: int) -> None:
@@ -107,15 +119,40 @@ def check_share(path: Path, rank: int, world: int) -> None:
 
     Raises CheckpointError saying what is wrong, OSError.
     """
-    files = sorted(_read_manifest(path)["files"].items(), key=lambda item: (-item[1]["size"], item[0]))
-    for name, entry in files[rank::world]:
-        if _sha256(path / name) != entry["sha256"]:
+    compare_checksums(path, read_manifest(path).files, rank, world)
+
+
+def compare_checksums(path: Path, listed: Mapping[str, manifests.File], rank: int = 0, world: int = 1) -> None:
+    """Compare the files of a checkpoint, or this rank's share of them, with `listed`.
+
+    Raises CheckpointError, OSError.
+    """
+    files = sorted(listed.items(), key=lambda item: (-item[1].size, item[0]))
+    for name, file in files[rank::world]:
+        if sha256(path / name) != file.sha256:
             raise CheckpointError(f"corrupt (the checksum of {name} does not match)")
 
 
 def read_metadata(path: Path) -> Metadata:
     """The metadata alone; the shards are not checked. Raises CheckpointError, OSError."""
-    return Metadata.read(_read_manifest(path))
+    return read_manifest(path).metadata
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What a folder's manifest says. Raises CheckpointError, OSError."""
+    return manifests.read(manifest_content(path), path)
+
+
+def manifest_content(path: Path) -> bytes:
+    """The manifest as it is on disk, or the beginning of one that is too large to be read.
+
+    Raises CheckpointError, OSError.
+    """
+    try:
+        with (path / MANIFEST).open("rb") as file:
+            return file.read(manifests.LARGEST + 1)
+    except FileNotFoundError:
+        raise CheckpointError("incomplete (it has no manifest)") from None
 
 
 def contents(path: Path) -> dict[str, tuple[int, str]]:
@@ -123,9 +160,23 @@ def contents(path: Path) -> dict[str, tuple[int, str]]:
 
     Raises CheckpointError, OSError.
     """
-    listed = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in _read_manifest(path)["files"].items()}
+    listed = {name: (file.size, file.sha256) for name, file in read_manifest(path).files.items()}
     manifest = path / MANIFEST
-    return {**listed, MANIFEST: (manifest.stat().st_size, _sha256(manifest))}
+    return {**listed, MANIFEST: (manifest.stat().st_size, sha256(manifest))}
+
+
+def describe(path: Path) -> Snapshot:
+    """What was written, with tensors that have a shape and a dtype and no values: nothing but the manifest is read.
+
+    Raises CheckpointError, OSError.
+    """
+    found = read_manifest(path)
+
+    def empty(_: Place, name: str) -> torch.Tensor:
+        return torch.empty(found.tensors[name].shape, dtype=found.tensors[name].dtype, device="meta")
+
+    snapshot: Snapshot = manifests.decode(found.state, empty)
+    return snapshot
 
 
 def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -> Snapshot:
@@ -134,104 +185,88 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
 
     `fetch` is called with the names of files before they are read, and makes sure that they are there: where the
     folder does not hold all of them, this rank gets what it reads and nothing else. Raises CheckpointError when this
-    node does not see the folder, or its index is no list of tensors, and what `fetch` raises.
+    node does not see the folder, or its content is not what its manifest says, and what `fetch` raises.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    class Planner(DefaultLoadPlanner):
-        """Frees each stored tensor once it is copied: torch.load leaves it in a reference cycle, and many large ones
-        would wait for the garbage collector, which counts objects and not bytes.
-        """
-
-        def commit_tensor(self, *args: Any) -> None:
-            super().commit_tensor(*args)
-            gc.collect(1)
-
-    class Reader(FileSystemReader):
-        """Runs no code of the index, which is a pickle, and opens no file but those of the checkpoint."""
-
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return index
-
-        def read_data(self, plan: Any, planner: Any) -> Any:
-            wanted = {self.storage_data[item.storage_index].relative_path for item in plan.items}
-            if not wanted <= known:
-                raise CheckpointError(f"corrupt (its index names {min(wanted - known)}, which its manifest does not)")
-            if fetch is not None:
-                fetch(sorted(wanted))
-            return super().read_data(plan, planner)
-
     if fetch is not None:
-        fetch([MANIFEST, _INDEX, _TREE])
+        fetch([MANIFEST])
+    found = read_manifest(path)
+    targets: dict[str, _Target] = {}
+
+    def place(where: Place, name: str) -> None:
+        stored = found.tensors[name]
+        like = layout(where, torch.Size(stored.shape)) if layout is not None else None
+        targets[name] = _Target.of(stored, like)
+
+    manifests.decode(found.state, place)
+    parts = [(chunk, target) for name, target in targets.items() for chunk in target.overlapping(found.tensors[name])]
+    parts.sort(key=lambda part: (part[0].file, part[0].at))
+    if fetch is not None:
+        fetch(sorted({chunk.file for chunk, _ in parts}))
     try:
-        tree = torch.load(path / _TREE, map_location="cpu", weights_only=True)
-        index, known = _read_index(path / _INDEX), set(_read_manifest(path)["files"])
-        reader = Reader(path)
-        stored = index.state_dict_metadata.items()
-    except OSError as error:
+        for name, in_file in itertools.groupby(parts, key=lambda part: part[0].file):
+            with (path / name).open("rb", buffering=0) as file:
+                for chunk, target in in_file:
+                    target.fill(file, chunk)
+    except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} cannot be read here ({error.strerror}): checkpoint.format=dcp needs a folder on all nodes"
         ) from error
-    places = _places(tree)
-    tensors: dict[str, Any] = {}
-    for name, entry in stored:
-        if isinstance(entry, TensorStorageMetadata):
-            like = layout(places[name], entry.size) if layout is not None and name in places else None
-            shape = entry.size if like is None else local(like).shape
-            tensors[name] = torch.empty(shape, dtype=entry.properties.dtype)
-            if like is not None:
-                tensors[name] = with_local(like, tensors[name])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # Intended: each rank reads for itself.
-        try:
-            load(tensors, storage_reader=reader, planner=Planner(), no_dist=True)
-        except CheckpointException as failed:  # No Exception; in a process that reads for itself there is one cause.
-            [(cause, _)] = failed.failures.values()
-            raise cause from None
-    snapshot: Snapshot = _join(tree, tensors)
+    snapshot: Snapshot = manifests.decode(found.state, lambda _, name: targets[name].content)
     return snapshot
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of torch's index and no others, so that reading one runs no code that it brings."""
+@dataclass(frozen=True)
+class _Target:
+    """The part of a tensor that this rank reads, which begins at `offsets`.
 
-    def find_class(self, module: str, name: str) -> Any:
-        import torch.distributed.checkpoint.filesystem as filesystem
-        import torch.distributed.checkpoint.metadata as metadata
+    `like`: the DTensor that it is a shard of.
+    """
 
-        parts = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")
-        others = ("BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")
-        if module == metadata.__name__ and name in (*parts, *others):
-            return getattr(metadata, name)
-        if (module, name) == (filesystem.__name__, "_StorageInfo"):
-            return filesystem._StorageInfo
-        if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if module in ("pathlib", "pathlib._local") and name == "PosixPath":  # Where it was written.
-            return Path
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+    tensor: torch.Tensor
+    offsets: Sequence[int]
+    like: Any = None
 
+    @classmethod
+    def of(cls, stored: Stored, like: Any) -> _Target:
+        """With zeros in it."""
+        if like is None:
+            return cls(torch.zeros(stored.shape, dtype=stored.dtype), [0] * len(stored.shape))
+        [shard] = like.__create_chunk_list__()
+        return cls(torch.zeros(shard.sizes, dtype=stored.dtype), shard.offsets, like)
 
-def _read_index(path: Path) -> Any:
-    """torch.distributed.checkpoint's Metadata. Raises CheckpointError, OSError."""
-    from torch.distributed.checkpoint.metadata import Metadata as Index
+    @property
+    def content(self) -> Any:
+        """What belongs into the snapshot."""
+        return self.tensor if self.like is None else with_local(self.like, self.tensor)
 
-    try:
-        with path.open("rb") as file:
-            found = _IndexUnpickler(file).load()
-    except OSError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"corrupt (its index is not torch's: {type(error).__name__}: {error})") from error
-    if not isinstance(found, Index) or not isinstance(found.state_dict_metadata, dict):
-        raise CheckpointError("corrupt (its index is not torch's)")
-    return found
+    def overlapping(self, stored: Stored) -> list[Chunk]:
+        """The chunks that have a part of it."""
+        return [chunk for chunk in stored.chunks if all(low < high for low, high in self._common(chunk))]
+
+    def _common(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """(first, end) in each dimension of the whole tensor."""
+        sides = zip(self.offsets, self.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
+        return [(max(own, at), min(own + length, at + size)) for own, length, at, size in sides]
+
+    def fill(self, file: IO[bytes] | io.FileIO, chunk: Chunk) -> None:
+        """Copy what it needs of an overlapping chunk. Raises CheckpointError where the file is too short, OSError."""
+        common = self._common(chunk)
+        into = self.tensor[
+            tuple(slice(low - at, high - at) for (low, high), at in zip(common, self.offsets, strict=True))
+        ]
+        # Of the chunk whole rows are read, and of these what is needed is copied, unless that is all.
+        within = [slice(low - at, high - at) for (low, high), at in zip(common, chunk.offsets, strict=True)]
+        shape = [*into.shape[:1], *chunk.sizes[1:]]
+        rows = into if into.is_contiguous() and [*into.shape] == shape else torch.empty(shape, dtype=into.dtype)
+        skipped = within[0].start * math.prod(chunk.sizes[1:]) if within else 0
+        file.seek(chunk.at + skipped * into.dtype.itemsize)
+        left = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+        while left:
+            if not (count := file.readinto(left)):
+                raise CheckpointError(f"truncated ({chunk.file} ends within a tensor)")
+            left = left[count:]
+        if rows is not into:
+            into.copy_(rows[(slice(None), *within[1:])])
 
 
 def together(group: Any, act: Any) -> list[Any]:
@@ -261,78 +296,135 @@ def together(group: Any, act: Any) -> list[Any]:
 
 
 def _split(snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], Any]:
-    """(tensors by flat name, the structure around them). A number before each name distinguishes
+    """(tensors by flat name, the structure around them as JSON). A number before each name distinguishes
     the key a.b from a then b.
     """
     tensors: dict[str, torch.Tensor] = {}
 
-    def take(path: tuple[str | int, ...], tensor: torch.Tensor) -> dict[str, str]:
+    def take(path: Place, tensor: torch.Tensor) -> str:
         name = f"{len(tensors)}:" + ".".join(map(str, path))
         tensors[name] = tensor
-        return {_TENSOR: name}
+        return name
 
-    return tensors, map_tensors(snapshot, take)
-
-
-def _join(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    if isinstance(tree, dict):
-        if set(tree) == {_TENSOR}:
-            return tensors[tree[_TENSOR]]
-        return {key: _join(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)([_join(value, tensors) for value in tree])
-    return tree
+    return tensors, manifests.encode(snapshot, take)
 
 
-def _places(tree: Any, path: Place = ()) -> dict[str, Place]:
-    """Where in the tree each tensor belongs, by its flat name."""
-    if isinstance(tree, dict) and set(tree) == {_TENSOR}:
-        return {tree[_TENSOR]: path}
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
-    return {name: place for key, value in items for name, place in _places(value, (*path, key)).items()}
-
-
-def _begin(temporary: Path, tree: Any, may_write: Check, rank: int) -> float:
+def _begin(temporary: Path, may_write: Check) -> float:
     """The time, in Unix seconds."""
     may_write()
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
-    if rank == 0:
-        buffer = io.BytesIO()
-        torch.save(tree, buffer)
-        write_atomically(temporary / _TREE, buffer.getvalue())
     return round(time.time(), 3)
 
 
-def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> None:
+def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict[str, Stored]:
+    """Write the files. Returns what this rank has written, by name, of each tensor its own chunks."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    class Writer(FileSystemWriter):
-        """Raises the disk's error: torch closes its archive after a failed write, and fails again in its own words."""
+    written: dict[str, Stored] = {}
 
-        def write_data(self, *args: Any, **kwargs: Any) -> Any:
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            return super().resolve_data(write_item).contiguous()  # The manifest promises row-major order.
+
+    class Writer(FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
             try:
-                return super().write_data(*args, **kwargs)
+                results = super().write_data(plan, planner)
+                places = {result.index: result.storage_data for result in results.value()}
+                for item in plan.items:
+                    written.update(_stored(temporary, item, places[item.index], written.get(item.index.fqn)))
             except Exception as error:
+                # torch closes its archive after a failed write, and fails again in its own words.
                 raise _disk_error(error) or error from None
+            return results
 
     if group is None:  # Intended: one process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
     # The few tensors that all ranks have are rank 0's to write where others are sharded: dealt out over all files, they
     # would make each rank fetch every file at a start. Where none is sharded, all ranks write and read alike.
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
+    planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = Writer(temporary, overwrite=True)
+    # torch 2.6 has no such argument, and finds out by itself that there is no group.
+    alone = {"no_dist": True} if group is None and "no_dist" in inspect.signature(save).parameters else {}
     try:
-        save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        save(tensors, storage_writer=writer, planner=planner, process_group=group, **alone)
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
         if isinstance(error, OSError):
             raise OSError(error.errno, f"rank {rank}: {error.strerror}") from failed
         raise CheckpointError(f"rank {rank}: {error}") from failed
+    return written
+
+
+def _stored(folder: Path, item: Any, place: Any, before: Stored | None) -> dict[str, Stored]:
+    """The tensor of torch's `item` with the chunk that was just written at `place`, and those `before`."""
+    data = item.tensor_data
+    dtype, sizes = data.properties.dtype, tuple(data.chunk.sizes)
+    size = math.prod(sizes) * dtype.itemsize
+    chunks = before.chunks if before is not None else ()
+    if size:
+        with (folder / place.relative_path).open("rb") as file:
+            at, _ = locate(file, place.offset, place.length, size)
+        chunks = (*chunks, Chunk(tuple(data.chunk.offsets), sizes, place.relative_path, at))
+    return {item.index.fqn: Stored(dtype, tuple(data.size), chunks)}
+
+
+def locate(file: IO[bytes], offset: int, length: int, size: int) -> tuple[int, bytes]:
+    """(where in a file the values of a tensor begin, the pickle that describes it): torch.save has written it there.
+
+    `offset`, `length`: of what torch.save has written. `size`: bytes of the values. Raises CheckpointError.
+    """
+    view = _Part(file, offset, length)
+    with zipfile.ZipFile(view) as archive:
+        values = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
+        about = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if [(info.compress_type, info.file_size) for info in values] != [(zipfile.ZIP_STORED, size)] or len(about) != 1:
+            raise CheckpointError(
+                f"torch {torch.__version__} has written a tensor in a way that this trainer does not know; set"
+                " checkpoint.format=torch"
+            )
+        view.seek(values[0].header_offset)
+        name, extra = struct.unpack("<26x2H", view.read(30))
+        with archive.open(about[0]) as pickled:
+            return offset + values[0].header_offset + 30 + name + extra, pickled.read(2**20)
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file as a file, for zipfile."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        content = self._file.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+def _merged(parts: list[dict[str, Stored]]) -> dict[str, Stored]:
+    """What all ranks have written, by name."""
+    merged: dict[str, Stored] = {}
+    for name, stored in (item for part in parts for item in part.items()):
+        chunks = (*merged[name].chunks, *stored.chunks) if name in merged else stored.chunks
+        merged[name] = Stored(stored.dtype, stored.shape, chunks)
+    return merged
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
@@ -343,16 +435,8 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 def _checksums(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
     """Of the files that this rank has written."""
-    names = [path.name for path in temporary.glob(f"__{rank}_*")] + ([_INDEX, _TREE] if rank == 0 else [])
-    return {name: {"size": (temporary / name).stat().st_size, "sha256": _sha256(temporary / name)} for name in names}
-
-
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: entry for files in parts for name, entry in sorted(files.items())}
-
-
-def _manifest(recorded: dict[str, Any]) -> bytes:
-    return json.dumps({**recorded, "sha256": _digest(recorded)}, indent=1).encode()
+    names = [path.name for path in temporary.glob(f"__{rank}_*")] + ([_INDEX] if rank == 0 else [])
+    return {name: {"size": (temporary / name).stat().st_size, "sha256": sha256(temporary / name)} for name in names}
 
 
 def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any], may_write: Check) -> None:
@@ -367,6 +451,7 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
                     " checkpoint.format=torch"
                 )
     write_atomically(temporary / MANIFEST, manifest)
+    read_manifest(temporary)  # What cannot be read must not replace what can: older ones are deleted next.
     sync_folder(temporary)
     may_write()
     if path.exists():  # A broken one of this step, or training would have resumed from it.
@@ -376,25 +461,8 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
     discard(temporary.with_suffix(".old.tmp"))
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        recorded = json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise CheckpointError("incomplete (it has no manifest)") from None
-    except ValueError as error:
-        raise CheckpointError(f"corrupt (its manifest is damaged: {error})") from error
-    if not isinstance(recorded, dict) or _digest(recorded) != recorded.pop("sha256", None):
-        raise CheckpointError("corrupt (the checksum of its manifest does not match)")
-    return recorded
-
-
-def _digest(recorded: dict[str, Any]) -> str:
-    return hashlib.sha256(
-        json.dumps({key: value for key, value in recorded.items() if key != "sha256"}).encode()
-    ).hexdigest()
-
-
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Of a file, in hexadecimal digits."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import io
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddpjob_trainer.atomic_files import discard
-from ddpjob_trainer.checkpoints import best, dcp, retention, torch_file
+from ddpjob_trainer.checkpoints import best, dcp, manifest, retention, torch_file
 from ddpjob_trainer.checkpoints import snapshot as snapshots
 from ddpjob_trainer.checkpoints.bucket import Copies, FetchError, Offered, Share, open_bucket
 from ddpjob_trainer.checkpoints.index import BROKEN, NOTHING, CheckpointIndex, prepare_folder
@@ -28,7 +29,7 @@ from ddpjob_trainer.checkpoints.writer import CompletedSave, Writer
 from ddpjob_trainer.config import loader
 from ddpjob_trainer.config.sections import CheckpointConfig, Format
 from ddpjob_trainer.distributed.process_group import Group, done_in_thread
-from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, TrainerError
+from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, TrainerError, first_line
 from ddpjob_trainer.lifecycle.fence import Claim, Ownership, agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import Due, SaverState
 
@@ -190,6 +191,8 @@ class CheckpointFolder:
         self._wait_for_the_disk()
         snapshot = make()
         snapshots.check(snapshot)
+        if self._parts:
+            manifest.encode(snapshot, lambda *_: "")  # Raises for what JSON cannot hold.
         self._saved_step, self._owed = step, False
         state = snapshot["sampler"]
         metadata = Metadata(step, state["epoch"] if state["consumed"] == 0 else None, self._group.world)
@@ -376,7 +379,8 @@ class CheckpointFolder:
         """The newest whole checkpoint that any writing rank holds, on every rank; None when there is none at all.
 
         `layout`: of which tensors a rank needs its shard only (format dcp). No rank has a tensor in memory twice. A
-        broken one is named in a warning. Raises CheckpointError on every rank when all are broken.
+        broken one, which any rank cannot read, is named in a warning. Raises CheckpointError on every rank when all
+        are broken.
         """
         step, path = self._newest_here()
         if self._config.url:
@@ -395,18 +399,27 @@ class CheckpointFolder:
                     " from scratch"
                 )
             return None
-        self._check_that_it_resumes(max(steps))
-        if self._is_kept(max(steps), path if step == max(steps) else None):
-            self._saved_step = max(steps)
-        source = steps.index(max(steps))
+        newest = max(steps)
+        self._check_that_it_resumes(newest)
+        source = steps.index(newest)
         own = path if self._group.rank == source else None
         if self._group.gather(path is not None and path.suffix == dcp.SUFFIX)[source]:
-            parts = self._index.path_of(max(steps), in_parts=True)
-            if problem := self._wrong_with(parts):
-                self._index.broken(max(steps), parts, problem) if self.writes else None
-                return self.newest(layout)
-            return self._read_parts(parts, layout)
-        return self._spread(self._in_thread(lambda: None if own is None else torch_file.read(own)).result(), source)
+            parts = self._index.path_of(newest, in_parts=True)
+            snapshot, problem = self._read_parts(parts, layout)
+            broken = parts if self.writes else None
+        else:
+            found, problem = self._agreed(lambda: None if own is None else torch_file.read(own))
+            snapshot = None if problem else self._spread(found, source)
+            broken = own
+        if problem:
+            if broken is not None:
+                self._index.broken(newest, broken, problem)
+            if self.copies is not None:
+                self.copies.pass_over(newest)
+            return self.newest(layout)
+        if self._is_kept(newest, path if step == newest else None):
+            self._saved_step = newest
+        return snapshot
 
     def _check_that_it_resumes(self, step: int) -> None:
         if not self._config.resume:
@@ -473,10 +486,8 @@ class CheckpointFolder:
                 problem = "of another step than its name says"
         except FetchError as error:
             unfetched = error
-        except OSError as error:
-            problem = f"not readable on rank {self._group.rank}: {error.filename or folder}: {error.strerror or error}"
         except Exception as error:  # What nobody here has written can fail in any way.
-            problem = f"not readable on rank {self._group.rank}: {type(error).__name__}: {error}"
+            problem = self._unreadable(error)
         if 1 in (failed := self._group.gather(unfetched is not None)):
             raise unfetched or CheckpointError(f"rank {failed.index(1)} cannot fetch its part; its message says why")
         if problem := self._first_problem(problem):
@@ -519,42 +530,51 @@ class CheckpointFolder:
         spread: Snapshot = map_tensors(tree, receive)
         return spread
 
-    def _wrong_with(self, path: Path) -> str:
-        """What is wrong with the parts in a folder, the same on all ranks, each of which reads some; empty: nothing."""
-        problem = ""
-        checking = self._in_thread(partial(dcp.check_share, path, self._group.rank, self._group.world))
-        try:
-            checking.result()
-        except FileNotFoundError:
-            pass  # Not seen here: reading says so.
-        except CheckpointError as error:
-            problem = "" if not path.exists() else str(error)
-        except OSError as error:
-            problem = f"not readable: {error.strerror}"
-        return self._first_problem(problem)
-
     def _first_problem(self, problem: str) -> str:
         """That of the first rank that has one, on all ranks; empty: none has. All ranks together."""
         found = self._group.gather(bool(problem))
         if not any(found):
             return ""
         source = found.index(1)
-        return self._group.broadcast_bytes(problem.encode() if self._group.rank == source else None, source).decode()
+        said = problem.encode(errors="replace") if self._group.rank == source else None
+        return self._group.broadcast_bytes(said, source).decode()
 
-    def _read_parts(self, path: Path, layout: Layout | None) -> Snapshot:
-        """Read on every rank, from the folder itself. Raises CheckpointError on all when one does not see it."""
-        snapshot, error = None, None
-        reading = self._in_thread(partial(dcp.read, path, layout))
+    def _read_parts(self, path: Path, layout: Layout | None) -> tuple[Snapshot | None, str]:
+        """(what every rank reads from the folder itself, why any rank cannot). All ranks together.
+
+        Raises CheckpointError on all ranks when one does not see the folder, which is then not to blame.
+        """
+        seen = self._group.gather(self._in_thread(partial(os.path.exists, path)).result())
+        if not all(seen):
+            raise CheckpointError(
+                f"rank {seen.index(0)} does not see {path}: checkpoint.format=dcp needs one folder that every node"
+                " sees, or a bucket; set checkpoint.dir to one, or checkpoint.url"
+            )
+        _, problem = self._agreed(partial(dcp.check_share, path, self._group.rank, self._group.world))
+        return (None, problem) if problem else self._agreed(partial(dcp.read, path, layout))
+
+    def _agreed(self, act: Callable[[], _T]) -> tuple[_T | None, str]:
+        """(this rank's result of `act`, the first rank's problem with it; empty: no rank has one). All ranks together.
+
+        `act` reads what another program may have written, which can fail in any way.
+        """
+        result, problem = None, ""
+        acting = self._in_thread(act)
         try:
-            snapshot = reading.result()
-        except CheckpointError as problem:
-            error = problem
-        seen = self._group.gather(error is None)
-        if error is not None:
-            raise error
-        if snapshot is None or not all(seen):
-            raise CheckpointError(f"rank {seen.index(0)} cannot read {path}; its message says why")
-        return snapshot
+            result = acting.result()
+        except Exception as error:
+            problem = self._unreadable(error)
+        problem = self._first_problem(problem)
+        return (None if problem else result), problem
+
+    def _unreadable(self, error: Exception) -> str:
+        """What is wrong with a checkpoint, by the error of reading it."""
+        if isinstance(error, CheckpointError):
+            return str(error)
+        where = f"not readable on rank {self._group.rank}"
+        if isinstance(error, OSError):
+            return f"{where}: {error.filename or self.path}: {error.strerror or error}"
+        return f"{where}: {type(error).__name__}: {first_line(error)}"
 
 
 def _is_large(tensor: torch.Tensor) -> bool:

@@ -47,14 +47,15 @@ class CheckpointIndex:
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"not readable: {error.strerror}"
+                problem = f"not readable: {error.strerror or error}"
             self.broken(step, path, problem)
         return (BROKEN if found else NOTHING), None
 
     def broken(self, step: int, path: Path, problem: str) -> None:
         """Record that a checkpoint cannot be resumed from, with a warning."""
         self._known[path] = Entry(step, path, whole=False)
-        print(f"warning: checkpoint {path} is {problem}; trying the next older one", file=sys.stderr, flush=True)
+        text = f"warning: checkpoint {path} is {problem}; trying the next older one. Repair it, or move it away"
+        print(text, file=sys.stderr, flush=True)
 
     def entries(self) -> list[Entry]:
         """All, newest first. Raises OSError.

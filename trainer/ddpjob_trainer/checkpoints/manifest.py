@@ -51,6 +51,10 @@ _BEYOND, _DIMENSIONS = 2**63, 64
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
+class EarlierVersionError(CheckpointError):
+    """A whole checkpoint that has to be converted; the message has the command."""
+
+
 @dataclass(frozen=True)
 class File:
     """A file of the checkpoint."""
@@ -143,7 +147,7 @@ def _digest(recorded: dict[str, Any]) -> str:
 def _manifest(recorded: dict[str, Any], path: FilePath | str) -> Manifest:
     metadata, files = Metadata.read(recorded), read_files(recorded)
     if "tensors" not in recorded:
-        raise CheckpointError(
+        raise EarlierVersionError(
             "of an earlier version, whose index of tensors is a pickle, which this trainer does not read; convert it:"
             f" python -m ddpjob_trainer checkpoint convert {shlex.quote(str(path))}"
         )

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import struct
+import zipfile
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,6 +83,22 @@ def write(path: Path, snapshot: Snapshot, metadata: Metadata, before_rename: Che
             # torch closes its archive after a failed write, and fails again in its own words.
             raise stream.error or error from None
         stream.end(metadata)
+        _read_back(Path(file.name))
+
+
+def _read_back(path: Path) -> None:
+    """Read what says what a file holds, and where. What cannot be read must not replace what can.
+
+    Raises CheckpointError, OSError.
+    """
+    read_metadata(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            held = [info.filename for info in archive.infolist()]
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{path.name} cannot be read back ({error})") from error
+    if not any(name.endswith("/data.pkl") for name in held):
+        raise CheckpointError(f"{path.name} cannot be read back (it holds no state)")
 
 
 def check(content: bytes) -> Metadata:
@@ -137,6 +154,12 @@ def decode(content: bytes) -> Snapshot:
 def read(path: Path) -> Snapshot:
     """The same from a file: in memory there is one copy of each tensor."""
     snapshot: Snapshot = torch.load(path, map_location="cpu", weights_only=True)
+    return snapshot
+
+
+def describe(path: Path) -> Snapshot:
+    """The same with tensors that stay in the file: they are read when somebody looks at their values."""
+    snapshot: Snapshot = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return snapshot
 
 

@@ -1,9 +1,14 @@
-"""`python -m ddpjob_trainer checkpoint FILE|DIR`: what a checkpoint, or a folder of them, holds,
+"""`python -m ddpjob_trainer checkpoint FILE|DIR`: show what a checkpoint, or a folder of them, holds,
 and whether each is whole.
+
+    python -m ddpjob_trainer checkpoint convert DIR.dcp [DIR.dcp ...]
+
+rewrites the manifest of checkpoints in format dcp that an earlier version has written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +21,7 @@ from ddpjob_trainer.checkpoints import best, dcp, torch_file
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.snapshot import Snapshot, map_tensors
 from ddpjob_trainer.config.command_line import wants_help
-from ddpjob_trainer.errors import CheckpointError, ConfigError
+from ddpjob_trainer.errors import CheckpointError, ConfigError, first_line
 
 _HEAD = ("checkpoint", "step", "epoch", "ranks", "saved", "size", "state")
 
@@ -29,73 +34,103 @@ def main(arguments: list[str]) -> int:
     if wants_help(arguments):
         print(__doc__)
         return 0
+    if arguments[:1] == ["convert"] and len(arguments) > 1:
+        return _convert([Path(argument) for argument in arguments[1:]])
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise ConfigError("usage: python -m ddpjob_trainer checkpoint FILE|DIR")
+        raise ConfigError("usage: python -m ddpjob_trainer checkpoint FILE|DIR, or checkpoint convert DIR.dcp ...")
     path = Path(arguments[0])
     try:
         single = not path.is_dir() or path.resolve().suffix == dcp.SUFFIX
+        path.stat()
         found = [path] if single else sorted([*path.glob("step-*.pt"), *path.glob("step-*.dcp")])
-        if not found:
-            raise CheckpointError(
-                f"{path} holds no checkpoint; give a checkpoint, or the folder that checkpoint.dir was set to"
-            )
-        marked = best.pointed_to(path if not single else path.resolve().parent)
-        rows = []
-        for one in found:
-            try:
-                rows.append(_row(one, best=marked is not None and one.resolve() == marked.resolve()))
-            except FileNotFoundError:
-                if single or os.path.lexists(one):
-                    raise  # Else a training that continues has just deleted it.
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    print("\n".join(_aligned([_HEAD, *rows])))
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; give a checkpoint, or its folder") from error
+    if not found:
+        raise CheckpointError(
+            f"{path} holds no checkpoint; give a checkpoint, or the folder that checkpoint.dir was set to"
+        )
+    marked = best.pointed_to(path if not single else path.resolve().parent)
+    rows, content = list[tuple[str, ...]](), list[str]()
+    for one in found:
+        try:
+            snapshot, row = _row(one, best=marked is not None and one.resolve() == marked.resolve())
+            content = list(_content(snapshot))
+        except FileNotFoundError as error:
+            if not os.path.lexists(one):
+                continue  # A training that continues has just deleted it.
+            row = _broken(one, f"not readable: {error.filename or one}: {error.strerror}")
+        except CheckpointError as error:
+            row = _broken(one, str(error))
+        except OSError as error:
+            row = _broken(one, f"not readable: {error.strerror or error}")
+        except Exception as error:  # What another program has written can fail in any way.
+            row = _broken(one, f"not readable: {type(error).__name__}: {first_line(error)}")
+        rows.append(row)
+    print("\n".join(map(_printable, _aligned([_HEAD, *rows]))))
     whole = all(row[-1].startswith("whole") for row in rows)
     if single and whole:
-        print("\n".join(_content(_read(path))))
+        print("\n".join(map(_printable, content)))
     return 0 if whole else 1
 
 
-def _row(path: Path, *, best: bool) -> tuple[str, ...]:
-    folder = path.is_dir()
-    size = _bytes(dcp.size(path) if folder else path.stat().st_size)
-    try:
-        metadata = dcp.check(path) if folder else torch_file.check_file(path)
-    except CheckpointError as error:
-        return (path.name, *[""] * 4, size, f"BROKEN: {error}")
-    return (
+def _convert(paths: list[Path]) -> int:
+    from ddpjob_trainer.checkpoints.convert import convert
+
+    for path in paths:
+        print(f"{path}: {'converted' if convert(path) else 'needs no conversion'}", flush=True)
+    return 0
+
+
+def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:
+    """(what a checkpoint holds, its row), after all of it was read. Its tensors may have no values."""
+    if path.is_dir():
+        metadata, size = dcp.check(path), dcp.size(path)
+        snapshot = dcp.describe(path)
+    else:
+        metadata, size = torch_file.check_file(path), path.stat().st_size
+        snapshot = torch_file.describe(path)
+    row = (
         path.name,
         str(metadata.step),
-        _epoch(path, metadata),
+        _epoch(snapshot, metadata),
         str(metadata.world),
         _when(metadata.time),
-        size,
+        _bytes(size),
         "whole, the best" if best else "whole",
     )
+    return snapshot, row
 
 
-def _epoch(path: Path, metadata: Metadata) -> str:
+def _broken(path: Path, problem: str) -> tuple[str, ...]:
+    size = ""
+    with contextlib.suppress(OSError):
+        size = _bytes(dcp.size(path) if path.is_dir() else path.stat().st_size)
+    return (path.name, *[""] * 4, size, f"BROKEN: {problem}")
+
+
+def _epoch(snapshot: Snapshot, metadata: Metadata) -> str:
     """`3` at the end of the third epoch, `2 + 41 %` within the next."""
     if metadata.epoch is not None:
         return str(metadata.epoch)
-    sampler = _read(path)["sampler"]
-    return f"{sampler['epoch']} + {sampler['consumed'] / sampler['size']:.0%}"
-
-
-def _read(path: Path) -> Snapshot:
-    return dcp.read(path) if path.is_dir() else torch_file.decode(path.read_bytes())
+    sampler = snapshot["sampler"]
+    return f"{int(sampler['epoch'])} + {sampler['consumed'] / sampler['size']:.0%}"
 
 
 def _content(snapshot: Snapshot) -> Iterator[str]:
     if config := snapshot.get("config"):  # A loop of one's own need not have saved any.
-        yield "\nmade with"
+        yield from ("", "made with")
         yield from (f"  {key}={value}" for key, value in config.items() if value is not None)
     tensors: list[tuple[str, torch.Tensor]] = []
     map_tensors(snapshot, lambda name, tensor: tensors.append((".".join(map(str, name)), tensor)))
-    yield f"\n{len(tensors)} tensors, {_bytes(sum(tensor.nbytes for _, tensor in tensors))}"
+    yield from ("", f"{len(tensors)} tensors, {_bytes(sum(tensor.nbytes for _, tensor in tensors))}")
     yield from _aligned(
         [("  " + name, _shape(tensor), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors]
     )
+
+
+def _printable(text: str) -> str:
+    """Replace what a terminal would obey: a checkpoint of somebody else may hold any text."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _shape(tensor: Any) -> str:

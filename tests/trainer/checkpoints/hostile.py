@@ -1,0 +1,77 @@
+"""Pickles that change what they name, and checkpoints as an earlier version wrote them."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from ddpjob_trainer.checkpoints import dcp, manifest
+from ddpjob_trainer.checkpoints.metadata import Metadata
+from ddpjob_trainer.checkpoints.snapshot import map_tensors
+from torch.distributed.checkpoint import filesystem, metadata
+
+ALLOWED: dict[str, Any] = {
+    f"{owner.__module__} {owner.__qualname__}": owner
+    for owner in (
+        *(metadata.Metadata, metadata.TensorStorageMetadata, metadata.TensorProperties, metadata.ChunkStorageMetadata),
+        *(metadata.BytesStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING),
+        *(filesystem._StorageInfo, torch.serialization._get_layout),
+    )
+} | {"pathlib PosixPath": pathlib.PosixPath}
+"""What the index could name when its pickle was read."""
+
+
+def setting(name: str, attribute: str = "ddpjob_evil") -> bytes:
+    """What sets an attribute of the object `name` (module and name) by BUILD, and leaves the stack as it was."""
+    text = b"".join(b"X" + struct.pack("<I", len(part)) + part for part in (attribute.encode(), b"changed"))
+    return b"c" + name.replace(" ", "\n").encode() + b"\nN}" + text + b"s\x86b0"
+
+
+def calling(place: Path) -> bytes:
+    """What makes a file, by os.mkdir."""
+    return b"cos\nmkdir\n(V" + str(place).encode() + b"\ntR0"
+
+
+def before(pickled: bytes, hostile: bytes) -> bytes:
+    """A pickle that does something hostile first."""
+    return pickled[:2] + hostile + pickled[2:]
+
+
+def unchanged() -> bool:
+    """Whether no object that the index could name was changed."""
+    return not any(hasattr(owner, "ddpjob_evil") for owner in ALLOWED.values())
+
+
+def listed_anew(path: Path) -> None:
+    """Make sizes and checksums right again, as somebody does who changes files on purpose."""
+    recorded = json.loads((path / dcp.MANIFEST).read_text())
+    recorded.pop("sha256")
+    for name in recorded["files"]:
+        content = path / name
+        recorded["files"][name] = {"size": content.stat().st_size, "sha256": dcp.sha256(content)}
+    (path / dcp.MANIFEST).write_bytes(manifest.write(recorded))
+
+
+def earlier(path: Path, snapshot: Any, step: int = 9) -> Path:
+    """A checkpoint as it was written before the manifest described the tensors."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def take(place: tuple[Any, ...], tensor: torch.Tensor) -> dict[str, str]:
+        name = f"{len(tensors)}:" + ".".join(map(str, place))
+        tensors[name] = tensor
+        return {"__tensor__": name}
+
+    path.mkdir(parents=True)
+    content = io.BytesIO()
+    torch.save(map_tensors(snapshot, take), content)
+    (path / "tree.pt").write_bytes(content.getvalue())
+    torch.distributed.checkpoint.save(tensors, storage_writer=filesystem.FileSystemWriter(path, overwrite=True))
+    names = [entry.name for entry in path.iterdir()]
+    (path / dcp.MANIFEST).write_bytes(manifest.write(Metadata(step).written(files=dict.fromkeys(names))))
+    listed_anew(path)
+    return path
