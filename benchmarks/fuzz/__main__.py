@@ -14,7 +14,7 @@ import benchmarks.fuzz
 from benchmarks import CHECKOUT
 from benchmarks.fuzz.parsers import PARSERS
 from benchmarks.fuzz.soak import Result, soak, write_findings
-from benchmarks.fuzz.watch import SECONDS, Parser, attempt, watching
+from benchmarks.fuzz.watch import SECONDS, Parser, attempt, warm, watching
 from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm
 
@@ -52,7 +52,9 @@ def replay(file: Path, parser: Parser | None, seconds: float) -> int:
         raise SystemExit(f"{file}: its folder is not named after a parser; add --parser NAME")
     data = file.read_bytes()
     with watching():
-        outcome = attempt(parser.make(), data, seconds)
+        target = parser.make()
+        warm(target)
+        outcome = attempt(target, data, seconds)
     print(outcome.finding or ("refused" if outcome.refused else "accepted"), f"({outcome.seconds:.3f} s)")
     return outcome.finding is not None
 

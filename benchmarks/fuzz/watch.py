@@ -100,12 +100,11 @@ class _Nothing(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def watching(memory: int = MEMORY) -> Iterator[None]:
-    """Limit memory and note acts, while `attempt` is called. In a process's main thread only."""
+def watching() -> Iterator[None]:
+    """Prepare the process for `warm` and `attempt`. In a process's main thread only."""
     _install_hook()
     before = signal.signal(signal.SIGPROF, _interrupt)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + memory, hard))
     _State.depth += 1
     try:
         yield
@@ -118,13 +117,18 @@ def watching(memory: int = MEMORY) -> Iterator[None]:
 
 
 def warm(target: Target) -> None:
-    """Read the seeds once, since the first calls import modules. Raises AssertionError if the first is refused."""
+    """Read the seeds once, since the first calls import modules, and limit the memory from there on.
+
+    Raises AssertionError if the first seed is refused.
+    """
     for number, seed in enumerate(target.seeds):
         with contextlib.redirect_stderr(_Nothing()):
             try:
                 target.read(seed)
             except target.refusals as error:
                 assert number, f"the first seed is refused: {error}"
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY, hard))
 
 
 def attempt(target: Target, data: bytes, seconds: float = SECONDS) -> Outcome:
@@ -141,8 +145,8 @@ def attempt(target: Target, data: bytes, seconds: float = SECONDS) -> Outcome:
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 _State.armed = False
-    except target.refusals:
-        refused = True
+    except target.refusals as error:
+        refused, finding = True, _hidden(error)
     except KeyboardInterrupt:
         raise
     except _Overdue as error:
@@ -188,6 +192,15 @@ def _writes_elsewhere(path: Any, mode: Any, flags: Any) -> bool:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise _Overdue
+
+
+def _hidden(error: BaseException | None) -> Finding | None:
+    """What a refusal hides: without the limit of memory, this process would have been killed."""
+    for _ in range(20):
+        if isinstance(error, MemoryError):
+            return Finding("memory", f"more than {MEMORY >> 20} MiB", _place(error))
+        error = error and (error.__cause__ or error.__context__)
+    return None
 
 
 def _place(error: BaseException) -> str:

@@ -104,6 +104,13 @@ def _read_a_bomb(data: bytes) -> None:
         bytearray(2**31)
 
 
+def _read_a_bomb_and_refuse(data: bytes) -> None:
+    try:
+        _read_a_bomb(data)
+    except MemoryError as error:
+        raise ValueError("something is wrong") from error
+
+
 def _read_and_die(data: bytes) -> None:
     if b"\xff" in data:
         os.abort()
@@ -116,7 +123,7 @@ def _read_and_write(data: bytes) -> None:
 
 DEFECTS = {
     "crash": _read_badly, "hang": _read_forever, "stuck": _read_forever_in_c, "growth": _read_and_keep,
-    "memory": _read_a_bomb, "death": _read_and_die, "act": _read_and_write,
+    "memory": _read_a_bomb, "refused bomb": _read_a_bomb_and_refuse, "death": _read_and_die, "act": _read_and_write,
 }  # fmt: skip
 
 
@@ -138,6 +145,7 @@ def _soak(parser: Parser, rounds: int) -> Result:
         ("stuck", 1, "hang: more than 0.6 s of processor time in a function of C"),
         ("growth", 12, "growth: "),
         ("memory", 1, "memory: more than 1024 MiB at tests/benchmarks/test_fuzz.py"),
+        ("refused bomb", 1, "memory: more than 1024 MiB at tests/benchmarks/test_fuzz.py"),
         ("death", 2, "crash: the process has died: SIGABRT"),
         ("act", 1, "act: open ("),
     ],
