@@ -30,6 +30,7 @@ BUILDERS = ("chromium", "libraries", "prometheus_programs", "s3_server")
 BUILD_LIMIT = 2700
 """Seconds for a test with such a build, on a busy machine."""
 SLOW = (
+    "benchmarks/test_fuzz.py",
     "runtime/test_agent.py",
     "runtime/test_coordinator_disorder.py",
     "runtime/test_coordinator_random.py",

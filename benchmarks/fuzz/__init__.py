@@ -1,0 +1,27 @@
+"""Fuzzing: feed every parser of untrusted input with mutations of good input, and watch what it does.
+
+    python -m benchmarks.fuzz --minutes 10                  # all parsers, equal processor time for each
+    python -m benchmarks.fuzz --inputs 5000000 --seed 2     # until all parsers together have had so many
+    python -m benchmarks.fuzz --parser images               # one of them
+    python -m benchmarks.fuzz --replay build/fuzz/images/crash-0a1b2c3d
+
+A parser may accept an input, or refuse it with an exception that its docstring names. Everything
+else is a finding:
+
+crash   another exception, or the death of the process
+memory  more than 1 GiB for one input
+hang    more than 5 s of processor time for one input
+act     starting a process, opening a connection, or writing a file outside of its own folder
+growth  memory that grows with the number of inputs
+
+The code is in four parts: `mutate` makes inputs, `watch` judges one input, `soak` runs parsers in
+processes of their own for a long time, and the `parsers_of_*` modules say how each parser is called.
+tests/benchmarks/test_fuzz.py gives every parser a few hundred inputs, and replays tests/corpus/fuzz.
+
+Input N of a parser depends on the seed, the parser's name and N alone, so a run finds the same again.
+"""
+
+from benchmarks import CHECKOUT
+
+CORPUS = CHECKOUT / "tests" / "corpus" / "fuzz"
+"""PARSER/NAME: inputs that were findings once. They are replayed by the tests, and mutated here."""
