@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpjob_bucket import Bucket, BucketError, Damaged, Stored, Uploads, Waiting
 from ddpjob_bucket.stored import discard, files_of
@@ -170,8 +170,16 @@ def copy(path: Path, step: int, keep: int) -> None:
     _State.uploads.offer(Waiting(_linked(path), step, None, time.time()))
 
 
-class _FilesOfIndex(pickle.Unpickler):
-    """Finds the names of files in an index of torch.distributed.checkpoint, without torch, and runs nothing of it."""
+class _FilesOfIndex(pickle._Unpickler):
+    """Finds the names of files in an index of torch.distributed.checkpoint, without torch, and runs nothing of it.
+
+    It is Python's slow unpickler, because the fast one allocates as large a memo as nine bytes of a pickle ask for. The
+    opcode that allocates a bytearray of any size is unknown here.
+    """
+
+    dispatch: ClassVar[Any] = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)

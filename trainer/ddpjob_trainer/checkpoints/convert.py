@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 
@@ -50,7 +50,16 @@ class _Record:
         self.state = state
 
 
-class _Records(pickle.Unpickler):
+class _Records(pickle._Unpickler):
+    """Python's slow unpickler, because the fast one allocates as large a memo as nine bytes of a pickle ask for.
+
+    The opcode that allocates a bytearray of any size is unknown here.
+    """
+
+    dispatch: ClassVar[Any] = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         return type(name, (_Record,), {})
 
