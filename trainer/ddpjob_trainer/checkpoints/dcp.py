@@ -248,7 +248,7 @@ class _Target:
         sides = zip(self.offsets, self.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
         return [(max(own, at), min(own + length, at + size)) for own, length, at, size in sides]
 
-    def fill(self, file: IO[bytes] | io.FileIO, chunk: Chunk) -> None:
+    def fill(self, file: io.FileIO, chunk: Chunk) -> None:
         """Copy what it needs of an overlapping chunk. Raises CheckpointError where the file is too short, OSError."""
         common = self._common(chunk)
         into = self.tensor[
@@ -260,7 +260,7 @@ class _Target:
         rows = into if into.is_contiguous() and [*into.shape] == shape else torch.empty(shape, dtype=into.dtype)
         skipped = within[0].start * math.prod(chunk.sizes[1:]) if within else 0
         file.seek(chunk.at + skipped * into.dtype.itemsize)
-        left = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+        left = rows.reshape(-1).view(torch.uint8).numpy().data
         while left:
             if not (count := file.readinto(left)):
                 raise CheckpointError(f"truncated ({chunk.file} ends within a tensor)")
@@ -329,7 +329,8 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
 
     class Planner(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
-            return super().resolve_data(write_item).contiguous()  # The manifest promises row-major order.
+            data: Any = super().resolve_data(write_item)
+            return data.contiguous()  # The manifest promises row-major order.
 
     class Writer(FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
