@@ -24,7 +24,7 @@ from benchmarks.fuzz.mutate import Form
 SECONDS = 5.0
 """Of the processor that one input may take, far more than any that is known takes."""
 MEMORY = 2**30
-"""Bytes that one input may take. The largest picture that the trainer accepts takes half of it."""
+"""Bytes that one input may take."""
 _ACTS = frozenset({
     "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "pty.spawn", "os.kill",
     "socket.connect", "socket.getaddrinfo", "socket.bind", "shutil.rmtree", "os.putenv", "builtins.input",
