@@ -101,7 +101,7 @@ def _read_and_keep(data: bytes) -> None:
 
 def _read_a_bomb(data: bytes) -> None:
     if b"\xff" in data:
-        bytearray(2**31)
+        bytearray(2**33)
 
 
 def _read_a_bomb_and_refuse(data: bytes) -> None:

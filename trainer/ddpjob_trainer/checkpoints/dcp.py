@@ -150,7 +150,7 @@ def manifest_content(path: Path) -> bytes:
     """
     try:
         with (path / MANIFEST).open("rb") as file:
-            return file.read(manifests.LARGEST + 1)
+            return file.read(min(os.fstat(file.fileno()).st_size, manifests.LARGEST) + 1)
     except FileNotFoundError:
         raise CheckpointError("incomplete (it has no manifest)") from None
 

@@ -21,7 +21,7 @@ _JPEG = b"\xff\xd8\xff"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """An image's bytes choose its decoder, whatever its name says. Pillow has many more: that of EPS runs Ghostscript."""
 MOST_PIXELS = 178_956_970
-"""An image's size comes from its file, and decoding takes some 12 bytes for each pixel. This is Pillow's own limit."""
+"""An image's size comes from its file, and decoding takes up to 18 bytes for each pixel. This is Pillow's own limit."""
 MOST_BYTES = 6 * MOST_PIXELS
 """Of an encoded image: three colours of 16 bits, not compressed."""
 _MOST_SCANS = 500
@@ -138,7 +138,7 @@ def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
             return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
         if image.mode in ("I", "F"):
             raise UnreadableImage("its pixels have 32 bits, of which no value is known to be white: save it with 8")
-        return np.array(image.convert("RGB"))
+        return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 @contextmanager

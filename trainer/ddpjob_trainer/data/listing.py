@@ -23,6 +23,8 @@ import numpy.typing as npt
 from ddpjob_trainer.atomic_files import replacing
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_ENCRYPTED = 1
+"""The bit in the flags of a zip file's member, for whose password zipfile would ask."""
 _MOST_ARRAYS = 16
 _SETTLED_NS = 2_000_000_000
 """A folder changed within this time before it was listed may change again without another time of modification."""
@@ -144,8 +146,9 @@ def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
     """
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
-        if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or len(parts) > _MOST_ARRAYS:
-            raise ValueError("its arrays are compressed, or too many")
+        plain = all(part.compress_type == zipfile.ZIP_STORED and not part.flag_bits & _ENCRYPTED for part in parts)
+        if not plain or len(parts) > _MOST_ARRAYS:
+            raise ValueError("its arrays are compressed, encrypted or too many")
         return {part.filename.removesuffix(".npy"): _array(archive.read(part)) for part in parts}
 
 
