@@ -275,7 +275,7 @@ def test_when_one_rank_cannot_read_its_part_all_take_the_next_older_one(tmp_path
     ends = run(2, arguments, prepare=prepare)
     assert [end.code for end in ends] == [0, 0], ends
     _, resumed = (line["step"] for line in metrics(tmp_path / "run", "start"))
-    assert resumed in (4, 8), "a save that is due while another one is in progress may be later"
+    assert 0 < resumed < 12, "which step was saved before the last one depends on how long each save took"
 
 
 @pytest.mark.parametrize("format", [Format.DCP, Format.TORCH])
