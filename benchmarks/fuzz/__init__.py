@@ -9,7 +9,7 @@ A parser may accept an input, or refuse it with an exception that its docstring 
 else is a finding:
 
 crash   another exception, or the death of the process
-memory  more than 1 GiB for one input
+memory  more than 4 GiB for one input
 hang    more than 5 s of processor time for one input
 act     starting a process, opening a connection, or writing a file outside of its own folder
 growth  memory that grows with the number of inputs
