@@ -181,6 +181,7 @@ def play_faults(fleet: Fleet) -> None:
 def play_faults_of_the_operator() -> None:
     operator_metrics.LEADING.set(0)
     operator_metrics.MISSING_FIELDS.set(2)
+    operator_metrics.LONGEST_TURN.set(5)
     for _ in range(20):
         operator_metrics.RECONCILE_SECONDS.labels("failed").observe(0.01)
         operator_metrics.API_REQUESTS.labels("PUT", "503").inc()
