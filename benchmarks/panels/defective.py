@@ -1,8 +1,10 @@
-"""The operator with a deliberate defect: each reconcile of a job called `defect` raises an error."""
+"""The operator with deliberate defects: each reconcile of the job `defect` raises an error, and that of `blocks` waits
+for three seconds, in which the event loop does nothing else."""
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 from ddpjob.controller import main
@@ -10,11 +12,14 @@ from ddpjob.engine.ports import JobKey
 from ddpjob.engine.reconcile import reconcile
 
 JOB = "defect"
+BLOCKS = "blocks"
 
 
 async def _reconcile(cluster: Any, key: JobKey, **others: Any) -> float | None:
     if key.name == JOB:
         raise ZeroDivisionError("a deliberate defect")
+    if key.name == BLOCKS:
+        time.sleep(3)
     return await reconcile(cluster, key, **others)
 
 

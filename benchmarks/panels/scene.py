@@ -256,6 +256,8 @@ ACTS = (
     Act(500, "the definition (CRD) of an older release applied", old_definition, "DDPJobDefinitionOutdated"),
     Act(570, "a deliberate defect: the reconciles of one job raise",
         lambda s: s.create([command_job(defective.JOB, "true")]), "DDPJobReconcilesFail"),
+    Act(575, "another one: each reconcile of a job blocks the event loop for 3 s",
+        lambda s: s.create([command_job(defective.BLOCKS, "sleep 3600")]), "DDPJobOperatorBlocked"),
     Act(590, "answers of the API server take 10 s, while 100 more jobs need some", slow_answers, "DDPJobQueueSlow"),
 )  # fmt: skip
 END = 740

@@ -210,29 +210,36 @@ def test_a_members_bad_lines_are_answered_and_change_nothing(job: Job) -> None:
 
 
 @pytest.mark.parametrize("where", ["hello", "line"])
-async def test_a_defect_that_a_line_meets_ends_its_connection_with_one_line(
-    where: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_defect_that_a_line_meets_ends_its_connection_with_one_line(
+    where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And leaves no member behind whose connection has ended."""
-    server = Server(Settings(2, 2), TOKEN, store_ready=True)
+    logged: list[str] = []
+    monkeypatch.setattr("ddpjob_runtime.coordinator.server.log", logged.append)
 
     def fail(*arguments: Any) -> None:
         raise IllegalTransition("CoordinatorState:\nStopped -> Forming")
 
-    monkeypatch.setattr(server.coordinator, "_advance" if where == "hello" else "joined", fail)
-    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
-    reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
-    writer.write(protocol.encode("challenge", nonce="ours"))
-    nonce = protocol.decode(await reader.readline())["nonce"]
-    proof = protocol.seal(TOKEN, "member", "ours", nonce)
-    writer.write(protocol.encode("hello", proof=proof, pod="p", index=0, attempt=0, pid=1))
-    writer.write(protocol.encode("joined", round=1))
-    await reader.read()
-    writer.close()
-    listener.close()
-    said = [line for line in capfd.readouterr().err.splitlines() if "IllegalTransition" in line]
-    assert len(said) == 1 and "Traceback" not in said[0] and "test_coordinator_sockets.py" in said[0]
-    assert list(server.coordinator.members) == []
+    async def meet() -> list[Any]:
+        server = Server(Settings(2, 2), TOKEN, store_ready=True)
+        monkeypatch.setattr(server.coordinator, "_advance" if where == "hello" else "joined", fail)
+        listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+        writer.write(protocol.encode("challenge", nonce="ours"))
+        nonce = protocol.decode(await reader.readline())["nonce"]
+        proof = protocol.seal(TOKEN, "member", "ours", nonce)
+        writer.write(protocol.encode("hello", proof=proof, pod="p", index=0, attempt=0, pid=1))
+        writer.write(protocol.encode("joined", round=1))
+        await reader.read()
+        writer.close()
+        listener.close()
+        return list(server.coordinator.members)
+
+    left = asyncio.run(meet())
+    said = [line for line in logged if "IllegalTransition" in line]
+    assert len(said) == 1 and len(said[0].splitlines()) == 1, logged
+    assert "Traceback" not in said[0] and "test_coordinator_sockets.py" in said[0]
+    assert left == []
 
 
 def test_bad_requests_say_what_is_wrong(job: Job) -> None:

@@ -63,10 +63,10 @@ def _rules_on(schema: Schema, names: list[str]) -> Iterator[Schema]:
 def _unknown(names: list[str], depth: int, holder: Schema) -> str:
     known, name = holder.get("properties", {}), names[depth]
     where = ".".join(names[:depth]) or "DDPJob"
-    if not known and not holder.get("x-kubernetes-preserve-unknown-fields"):
-        return f"{'.'.join(names)}: {where} has no fields"
-    if not known:
+    if holder.get("x-kubernetes-preserve-unknown-fields"):
         return f"{'.'.join(names)}: {where} is Kubernetes' own; `kubectl explain {_kubernetes(names)}` knows its fields"
+    if not known:
+        return f"{'.'.join(names)}: {where} has no fields"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     meant = [*(".".join([*names[:depth], found]) for found in near), *_elsewhere(name)]
     hint = f"did you mean {' or '.join(dict.fromkeys(meant[:3]))}?" if meant else f"its fields are {', '.join(known)}"

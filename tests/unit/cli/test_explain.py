@@ -52,7 +52,7 @@ def test_an_explanation() -> None:
      ("spec.maxRestarts", "did you mean spec.recovery.maxRestarts?"),
      ("spec.nodes.x", "spec.nodes has no fields"),
      ("spec.elastic.zzz", "its fields are minNodes, maxNodes"),
-     ("spec.podTemplate.spec.volumes", "`kubectl explain pod.spec.volumes` knows its fields")],
+     ("spec.podTemplate.spec.affinity", "`kubectl explain pod.spec.affinity` knows its fields")],
 )  # fmt: skip
 def test_a_field_that_there_is_not(path: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Mistake) as raised:

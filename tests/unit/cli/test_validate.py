@@ -95,7 +95,7 @@ REFUSED = {
     "label": (JOB.replace("name: t", "name: t, labels: {a: 'my team!'}"), "metadata.labels.a: 'my team!' cannot be"),
     "mount": (trainer("volumeMounts: [{name: x, mountPath: /x}]"), "volumeMounts[0].name: there is no volume x"),
     "mount without a name": (trainer("volumeMounts: [{mountPath: /x}]"), "volumeMounts[0].name: missing"),
-    "variable without a name": (trainer("env: [{value: x}]"), "env[0].name: missing; name the variable"),
+    "variable without a name": (trainer("env: [{value: x}]"), "env[0].name: required, but missing"),
     "two mounts": (
         trainer("volumeMounts: [{name: ddpjob-shm, mountPath: /x}, {name: ddpjob-shm, mountPath: /x}]"),
         "is the folder of an earlier mount",
@@ -115,7 +115,7 @@ REFUSED = {
     "operator": (JOB + TEMPLATE % "tolerations: [{key: a, operator: exists}]", "did you mean Exists?"),
     "effect": (JOB + TEMPLATE % "tolerations: [{key: a, effect: NoSched}]", "did you mean NoSchedule?"),
     "no key": (JOB + TEMPLATE % "tolerations: [{value: a}]", "tolerations[0].key: missing"),
-    "volume": (JOB + TEMPLATE % "volumes: [{emptyDir: {}}]", "volumes[0].name: missing"),
+    "volume": (JOB + TEMPLATE % "volumes: [{emptyDir: {}}]", "volumes[0].name: required, but missing"),
     "same volume": (JOB + TEMPLATE % "volumes: [{name: a}, {name: a}]", "a is the name of another volume"),
     "sizeLimit": (JOB + TEMPLATE % "volumes: [{name: a, emptyDir: {sizeLimit: 10GB}}]", "did you mean 10Gi or 10G?"),
     "account": (JOB + TEMPLATE % "serviceAccountName: My SA", "did you mean my-sa?"),
@@ -148,7 +148,7 @@ REFUSED = {
         JOB + TEMPLATE % "containers: [{name: trainer}, {name: trainer}]",
         "containers[1].name: trainer is the name of an earlier container",
     ),
-    "null": (JOB + TEMPLATE % "volumes: [null]", "volumes[0]: must not be null; remove it (job.yaml, line 7)"),
+    "null": (JOB + TEMPLATE % "volumes: [null]", "volumes[0]: must be a mapping, not null (None) (job.yaml, line 7)"),
     # several
     "same name": (f"{JOB}---\n{JOB}", "t is the name of an earlier DDPJob in this file; give this one another"),
     "PyTorchJob": ("apiVersion: kubeflow.org/v1\nkind: PyTorchJob\n", "`ddpjob convert job.yaml` translates it"),
