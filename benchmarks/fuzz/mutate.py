@@ -143,7 +143,7 @@ class Mutator:
         return made
 
     def _changed(self, rng: random.Random, value: Any, share: float) -> Any:
-        """The value, each part of which is replaced, removed or joined by another with a probability."""
+        """Return the value with some of its parts replaced, removed or joined by new ones, at random."""
         if rng.random() < share:
             return self._instead(rng, value)
         if isinstance(value, dict):

@@ -22,7 +22,7 @@ from benchmarks import CHECKOUT
 from benchmarks.fuzz.mutate import Form
 
 SECONDS = 5.0
-"""Of the processor that one input may take, far more than any that is known takes."""
+"""Processor time that one input may take, far more than any known input needs."""
 MEMORY = 2**32
 """Bytes that one input may take: an image of the most pixels that are decoded takes 3.3 GiB."""
 _ACTS = frozenset({
