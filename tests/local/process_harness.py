@@ -25,6 +25,10 @@ FAST = {"mode": "Fast"}
 """`recovery` of jobs whose mode does not matter: torch is imported twice and not four times for two pods."""
 
 
+ENDLESS = ["--steps=1000000"]
+"""`args` of a script that trains until `Run.finish`: a fixed number of steps would end too early on a slow machine."""
+
+
 def manifest(name: str = "job", **spec: Any) -> Json:
     """A DDPJob of two nodes on the CPU."""
     if not {"script", "module", "command"} & set(spec):
@@ -126,6 +130,12 @@ class Run:
             return int((self.folder / "checkpoints" / "step").read_text())
         except FileNotFoundError:
             return 0
+
+    def finish(self) -> None:
+        """Lets process_train.py end well, and checks that all of the job did."""
+        (self.folder / "checkpoints" / "enough").touch()
+        assert self.wait() == 0, self.everything()
+        self.assert_ledger(self.steps())
 
     def wait(self, seconds: float = 180) -> int:
         """The exit code."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--steps", type=int, default=10, help="at most; less if a file named enough is there")
 parser.add_argument("--sleep", type=float, default=0.05)
 parser.add_argument("--raise-at", type=int, default=-1, help="rank 1 fails at this step, in every life")
 FOLDER = Path(os.environ["DDPJOB_CHECKPOINT_DIR"])
@@ -43,15 +43,17 @@ def main() -> None:
         for step in range(int(begin), args.steps):
             if rank == 1 and step == args.raise_at:
                 raise ValueError(f"made to fail at step {step}")
-            flag = torch.tensor([float(asked_to_end)])
+            flag = torch.tensor([float(asked_to_end), float((FOLDER / "enough").exists())])
             dist.all_reduce(flag)
             ledger.write(f"{step}\n")
             ledger.flush()
             if rank == 0:
                 save(step + 1)
-            if flag.item():
+            if flag[0]:
                 dist.barrier()
                 sys.exit(75)
+            if flag[1]:
+                break
             time.sleep(args.sleep)
     dist.destroy_process_group()
 
