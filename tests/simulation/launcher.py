@@ -64,6 +64,8 @@ class Launcher:
         self._acts = 0  # planned acts of an earlier state of the workers are void
         self.init_error = ""
         self.note_cold = self.unfit = ""
+        self.stands_in = "step"
+        """The function that its ranks' stacks show."""
         self._later(0.01, self._dial)
         if self.mode == production.FAST:
             self._later(production.LOOKUP_SECONDS, self._look)
@@ -331,7 +333,7 @@ class Launcher:
 
     def _on_dump(self, number: int) -> None:
         if self.working and self.place.get("round") == number:
-            text = 'Current thread 0x1 (most recent call first):\n  File "train.py", line 7 in step\n'
+            text = 'Current thread 0x1 (most recent call first):\n  File "train.py", line 7 in ' + f"{self.stands_in}\n"
             self._later(0.1, lambda: self.send("stacks", round=number, rank=self.place["rank"], localRank=0, text=text))
 
     # ---- what befalls its workers

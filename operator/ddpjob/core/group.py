@@ -25,7 +25,7 @@ from ddpjob.core.failures.classify import (
 from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
 from ddpjob.core.failures.new_incidents import NewIncidents, new_incidents, with_seen
-from ddpjob.core.failures.node_health import judge_nodes
+from ddpjob.core.failures.node_health import judge_failing, judge_nodes
 from ddpjob.core.failures.policy import PROGRAM_ERROR, evaluate_rules, repeated_program_error
 from ddpjob.core.plan.gang import is_broken_up
 from ddpjob.core.plan.slots import (
@@ -111,6 +111,8 @@ def follow(view: View) -> Followed:
         status = with_seen(view.status, incidents, attributed.seen_round)
         return Followed(_give_up_lost(status, ends), done=True, lost=lost)
     restarts, faults = list(attributed.restarts), tuple[Restart, ...]()
+    if _failure_of(attributed) is None:
+        restarts, ends = _with_failing_replaced(view, restarts, ends)
     status = with_seen(record(view.status, restarts), incidents, attributed.seen_round)
     if coordinator is not None:
         restart = _coordinator_restart(view.with_status(status), coordinator)
@@ -280,6 +282,24 @@ def _with_preflights_judged(view: View, ends: Ends) -> Ends:
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------
+
+
+def _with_failing_replaced(view: View, restarts: list[Restart], ends: Ends) -> tuple[list[Restart], Ends]:
+    """The new restarts and ends, with those of pods that are replaced although they live.
+
+    A job whose budget is spent by these restarts replaces nothing.
+    """
+    failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends}
+    recorded = [failing[n].failure if n in failing else restart for n, restart in enumerate(restarts)]
+    counted = view.status.restarts.counted + sum(restart.counted for restart in recorded)
+    if counted > view.job.spec.recovery.max_restarts:
+        return restarts, ends
+    for each in failing.values():
+        end, failure = each.end, each.failure
+        moved = replace(failure, reason=end.cause, message=end.message, counted=False, consequence=True)
+        recorded.append(replace(moved, rank=None))
+        ends = ends | {each.index: Ended(end, view.pods[each.index], failure.pod)}
+    return recorded, ends
 
 
 def _finding_of_end(view: View, index: int, ended: Ended, new: NewIncidents) -> Finding:

@@ -40,6 +40,7 @@ class Cause(StrEnum):
     NODE_LOST = "NodeLost"
     NODE_FAULT = "NodeFault"
     NODE_UNHEALTHY = "NodeUnhealthy"
+    POD_UNHEALTHY = "PodUnhealthy"
     START_ERROR = "StartError"
     PREFLIGHT_FAILED = "PreflightFailed"
     PEER_LOST = "PeerLost"
