@@ -362,7 +362,8 @@ def patch_torch(
             configs.append(made[0])
             return made
         except OSError as error:
-            raise InitFailure(f"torchrun cannot start: {error}; give the container a writable /tmp") from error
+            remedy = "; give the container a writable /tmp" if "temporary directory" in str(error) else ""
+            raise InitFailure(f"torchrun cannot start: {error}{remedy}") from error
         except (ValueError, AssertionError, RuntimeError) as error:
             raise InitFailure(f"torchrun refuses its arguments: {error}") from error
 
