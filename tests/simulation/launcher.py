@@ -92,9 +92,12 @@ class Launcher:
 
     @property
     def obeys(self) -> bool:
-        """Whether the coordinator reaches it, and has not asked it to end."""
+        """Whether the coordinator reaches it and has not asked it to end, and it is not stuck.
+
+        One that is stuck may come back from a partition and train on, until the coordinator gives it up.
+        """
         reached = self._welcomed and self._connection is not None and self._connection.frozen_since is None
-        return reached and not self.leaving
+        return reached and not self.leaving and not self.stuck
 
     @property
     def has_been_ready(self) -> bool:

@@ -51,7 +51,7 @@ def complete(view: View, events: list[Event]) -> Decision:
     """The decision for a job whose group has finished: every node has ended with exit code 0."""
     nodes, least = view.job.spec.nodes, view.job.spec.min_nodes
     if least == nodes:
-        # A finished pod may be removed before anybody has looked. That of one node tells that all have finished.
+        # A finished pod may be removed before anybody has looked. That of one node shows that all have finished.
         view = view.with_slots(
             [
                 replace(slot, state=SlotState.SUCCEEDED) if slot.state is SlotState.LOST else slot
