@@ -889,6 +889,32 @@ def test_ranks_that_have_ended_or_failed_are_named_first_in_a_hang() -> None:
     assert message.startswith(f"no step for 60 s: {first}; rank 0 in all_reduce (") and "4 more" in message
 
 
+ELSEWHERE = DUMP.replace("2810 in all_reduce", "12 in read_sample")
+BARRIER = DUMP.replace("2810 in all_reduce", "99 in barrier")
+
+
+@pytest.mark.parametrize(
+    ("stacks", "named"),
+    [
+        ([DUMP, ELSEWHERE, DUMP], "job-1-0"),
+        ([DUMP, ELSEWHERE], None),
+        ([DUMP, DUMP, DUMP], None),
+        ([DUMP, ELSEWHERE, BARRIER], None),
+        ([DUMP, f"{RANK_FAILED}ValueError: bug\n{DUMP}"], "job-1-0"),
+        ([DUMP, f"{RANK_FAILED}ValueError: bug\n{DUMP}", f"{RANK_FAILED}ValueError: bug\n{DUMP}"], None),
+    ],
+)
+def test_a_hang_names_the_one_pod_that_the_others_wait_for(stacks: list[str], named: str | None) -> None:
+    world = World(len(stacks), hang_after=60.0)
+    members = world.form(len(stacks))
+    world.pass_time(60.1)
+    for rank, (member, text) in enumerate(zip(members, stacks)):
+        world.coordinator.stacks(member, 1, rank, text)
+    world.pass_time(4)
+    [incident] = world.report()["incidents"]
+    assert (incident["kind"], incident["pod"]) == ("Hang", named)
+
+
 def test_time_in_which_the_coordinator_stood_still_is_no_hang() -> None:
     """All processes of a machine stop together: a paused container or virtual machine."""
     world = World(2, hang_after=60.0)

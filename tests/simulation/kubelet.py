@@ -176,6 +176,8 @@ class Machines:
         self.favourite: dict[int, str] = {}
         """Hosts that the scheduler prefers for pods of an index."""
         self.address: Callable[[int], str] = lambda number: f"10.1.{number}.1"
+        self.faults: Callable[[Pod], tuple[str | int, str] | None] = lambda pod: None
+        """Why a pod's containers do not start on its host: a kubelet's reason and words, or an exit code and a log."""
         self.saves = False
         """Whether the script saves when it is asked to end."""
         self.skew = 0.0
@@ -263,11 +265,23 @@ class Machines:
             if not other.ended and other.host.name in load:
                 load[other.host.name] += 1
         favourite = self.favourite.get(pod.index) if pod.is_node else None
-        pod.host = self.hosts[min(load, key=lambda name: (name in avoided, name != favourite, load[name], name))]
+        far = {name: self._far(pod, self.hosts[name]) for name in load}
+        pod.host = self.hosts[
+            min(load, key=lambda name: (name in avoided, name != favourite, far[name], load[name], name))
+        ]
         pod.body["spec"]["nodeName"] = pod.host.name
         pod.body["status"] = {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "True"}]}
         self.store.changed("Pod", pod.body)
         self.clock.later(self.network.draw("start"), lambda: self._start(pod))
+
+    def _far(self, pod: Pod, host: Host) -> bool:
+        """Whether no pod of a slot is in the host's domain, where the pod prefers such a domain."""
+        affinity = pod.body["spec"].get("affinity", {}).get("podAffinity", {})
+        terms = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", ())
+        keys = [term["podAffinityTerm"]["topologyKey"] for term in terms]
+        placed = [p.host for p in self.pods.values() if p.is_node and p.host is not NOWHERE and not p.removed]
+        labels = host.body["metadata"].get("labels", {})
+        return any(labels.get(k) not in [h.body["metadata"].get("labels", {}).get(k) for h in placed] for k in keys)
 
     def _lacking(self, pod: Pod, taken: int) -> str:
         """Why a pod finds no host, as kube-scheduler says it; empty: it finds one.
@@ -313,7 +327,18 @@ class Machines:
         if missing:
             self._hold(pod, "CreateContainerConfigError", f'secret "{missing}" not found')
             return
+        fault = self.faults(pod)
+        if fault is not None and isinstance(fault[0], str):
+            self._hold(pod, fault[0], fault[1])
+            return
         pod.address = self.address(next(self._addresses))
+        if fault is not None:
+            for manifest in pod.body["spec"]["containers"]:
+                pod.containers[manifest["name"]] = container = Container(manifest, started=self.clock.now)
+                container.exit_code, container.reason, container.message = int(fault[0]), "Error", fault[1]
+                container.finished = self.clock.now
+            self._write(pod)
+            return
         for manifest in pod.body["spec"]["containers"]:
             manifest = {**manifest, "env": [self._variable(entry) for entry in manifest["env"]]}
             container = pod.containers[manifest["name"]] = Container(manifest, started=self.clock.now)

@@ -64,6 +64,8 @@ class Launcher:
         self._acts = 0  # planned acts of an earlier state of the workers are void
         self.init_error = ""
         self.note_cold = self.unfit = ""
+        self.stands_in = "step"
+        """The function that its ranks' stacks show."""
         self._later(0.01, self._dial)
         if self.mode == production.FAST:
             self._later(production.LOOKUP_SECONDS, self._look)
@@ -90,9 +92,12 @@ class Launcher:
 
     @property
     def obeys(self) -> bool:
-        """Whether the coordinator reaches it, and has not asked it to end."""
+        """Whether the coordinator reaches it and has not asked it to end, and it is not stuck.
+
+        One that is stuck may come back from a partition and train on, until the coordinator gives it up.
+        """
         reached = self._welcomed and self._connection is not None and self._connection.frozen_since is None
-        return reached and not self.leaving
+        return reached and not self.leaving and not self.stuck
 
     @property
     def has_been_ready(self) -> bool:
@@ -331,7 +336,7 @@ class Launcher:
 
     def _on_dump(self, number: int) -> None:
         if self.working and self.place.get("round") == number:
-            text = 'Current thread 0x1 (most recent call first):\n  File "train.py", line 7 in step\n'
+            text = 'Current thread 0x1 (most recent call first):\n  File "train.py", line 7 in ' + f"{self.stands_in}\n"
             self._later(0.1, lambda: self.send("stacks", round=number, rank=self.place["rank"], localRank=0, text=text))
 
     # ---- what befalls its workers

@@ -99,6 +99,8 @@ class Story:
         self.own = 0
         """Failures of the job itself that were caused."""
         self.certain = 0
+        self.replaced: set[str] = set()
+        """Pods that were replaced for their failures, of which the last one may not have counted."""
         self._candidate: float | None = None
         self.last_fault = -APART
         self.faults: Counter[str] = Counter()
@@ -143,6 +145,8 @@ class Story:
             return
         if s.job is None:
             return
+        recent = s.status.get("restarts", {}).get("recent", ())
+        self.replaced |= {restart["pod"] for restart in recent if restart["reason"] == "PodUnhealthy"}
         fresh = s.now >= self.gap_until and s.now >= self.lossy_until
         if fresh:
             stale = (
@@ -279,7 +283,7 @@ class Story:
             raise Violation(f"{restarts['counted']} restarts counted of {maximum}, and yet it continued")
         if restarts["counted"] > self.own:
             raise Violation(f"{restarts['counted']} restarts counted, but the job failed {self.own} times: {restarts}")
-        if restarts["counted"] < self.certain and s.phase != "Failed":
+        if restarts["counted"] + len(self.replaced) < self.certain and s.phase != "Failed":
             raise Violation(f"{restarts['counted']} restarts counted of {self.certain} certain failures: {restarts}")
         low, high = self.bounds
         if any(not low <= world <= high for world in s.invariants.worlds):

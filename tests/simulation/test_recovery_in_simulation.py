@@ -642,6 +642,115 @@ async def test_a_node_that_fails_the_job_again_and_again_is_avoided() -> None:
     assert "avoidedNodes" not in s.status
 
 
+# --- places -----------------------------------------------------------------------------------------------------
+
+LOST_GPU = "RuntimeError: CUDA error: no CUDA-capable device is detected"
+
+
+async def fails_wherever(s: Simulation, broken: set[str], message: str, seconds: float = 120) -> None:
+    """Each time the group trains for a second, a worker of a pod among `broken` ends."""
+    end = s.now + seconds
+    while s.now < end and s.phase != "Failed":
+        await s.one_pass()
+        if s.phase == "Running" and any(s.worker_fails(p.name, message) for p in running(s) if p.name in broken):
+            await s.one_pass()
+        s.advance(1)
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+async def test_a_pod_that_has_lost_its_device_is_replaced_at_once_and_counts_once(mode: str, spares: int) -> None:
+    s = Simulation({"nodes": 2, "spares": spares, "recovery": {"mode": mode, "maxRestarts": 1}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    node = s.pods["job-0-0"].node
+    await fails_wherever(s, {"job-0-0"}, LOST_GPU, 30)
+    assert reasons(s) == [("WorkerFailed", True), ("PodUnhealthy", False)] and s.phase == "Running"
+    assert "has lost its device (no CUDA-capable device)" in s.status["restarts"]["recent"][-1]["message"]
+    assert [entry["node"] for entry in s.status["avoidedNodes"]] == [node]
+    assert "job-0-1" in s.pods and s.pods["job-0-1"].node != node
+    assert s.status["restarts"]["recent"][0]["seconds"] < (3 if spares else 15), "a spare takes over at once"
+
+
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+async def test_a_pod_whose_ranks_fail_twice_while_others_are_well_is_replaced(mode: str) -> None:
+    s = Simulation({"nodes": 2, "recovery": {"mode": mode, "maxRestarts": 2}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    await fails_wherever(s, {"job-1-0"}, "CUDA error: an illegal memory access was encountered")
+    assert reasons(s) == [("WorkerFailed", True), ("WorkerFailed", False), ("PodUnhealthy", False)]
+    assert [p.name for p in running(s)] == ["job-0-0", "job-1-1"] and s.phase == "Running"
+    assert any("job-1-1 replaces it" in e.message for e in s.cluster.events if e.reason == "PodUnhealthy")
+
+
+async def test_a_hang_that_names_the_same_pod_twice_replaces_it() -> None:
+    s = Simulation({**FAST, "nodes": 3, "recovery": {"mode": "Fast", "hangAfterSeconds": 10}}, steps=10**6)
+    for number in (1, 2):
+        await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+        launcher = s.pods["job-1-0"].launcher
+        assert launcher is not None and launcher.round is not None
+        launcher.stands_in, launcher.round.hung = "read_sample", True
+        await s.until(lambda: [r for r, _ in reasons(s)].count("Hang") == number)  # noqa: B023
+    await s.until_phase("Running")
+    assert reasons(s) == [("Hang", True), ("Hang", False), ("PodUnhealthy", False)]
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-1", "job-2-0"]
+
+
+async def test_a_host_whose_daemon_reload_takes_all_devices_costs_one_failure_for_each_node() -> None:
+    """Every container has lost its devices at the same time; new ones have them, wherever they are."""
+    s = Simulation({**FAST, "nodes": 5, "gpusPerNode": 1}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    await fails_wherever(s, {p.name for p in running(s)}, "RuntimeError: No CUDA GPUs are available", 200)
+    assert s.phase == "Running" and s.status["restarts"]["counted"] == 5
+    assert sorted(p.name for p in running(s)) == [f"job-{index}-1" for index in range(5)]
+
+
+async def test_where_new_pods_lose_their_devices_too_the_budget_ends_the_job() -> None:
+    s = Simulation({**FAST, "recovery": {"mode": "Fast", "maxRestarts": 10}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    await fails_wherever(s, {f"job-{i}-{a}" for i in range(2) for a in range(40)}, LOST_GPU, 1500)
+    assert conditions(s)["Failed"]["reason"] == "RestartBudgetSpent"
+
+
+@pytest.mark.parametrize(
+    "message", ["NameError: name 'lunch' is not defined", "killed by the kernel: the container's memory limit"]
+)
+async def test_an_error_that_every_pod_would_have_moves_none(message: str) -> None:
+    s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 3}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    for _ in range(3):
+        await s.until(lambda: s.worker_fails("job-1-0", message, oom="memory" in message))
+    await passes(s, 10)
+    assert {reason for reason, _ in reasons(s)} <= {"WorkerFailed", "OOMKilled"} and "job-1-0" in s.pods
+    assert s.status["restarts"]["counted"] == 3
+
+
+async def test_pods_that_fail_in_turn_stay() -> None:
+    s = Simulation({**FAST, "nodes": 2}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    for number in range(4):
+        await s.until(lambda: s.worker_fails(f"job-{number % 2}-0"))  # noqa: B023
+    await passes(s, 10)
+    assert reasons(s) == [("WorkerFailed", True)] * 4
+
+
+async def test_a_program_that_fails_for_one_rank_anywhere_moves_three_times_at_most() -> None:
+    s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 9}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    await fails_wherever(s, {f"job-1-{attempt}" for attempt in range(20)}, "ValueError: lunch", 900)
+    assert s.phase == "Failed" and max(p.attempt for p in s.nodes() if p.index == 1) == 3
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+async def test_a_failing_pod_stays_where_no_spare_is_and_its_node_could_not_take_it_back(spares: int) -> None:
+    s = Simulation({**FAST, "nodes": 2, "spares": spares}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    for host in s.machines.hosts.values():
+        s.machines.cordon(host)
+    assert s.worker_fails("job-1-0", LOST_GPU)
+    await passes(s, 10)
+    assert ("PodUnhealthy", False) in reasons(s) or not spares
+    assert ("job-1-0" in s.pods) is not bool(spares)
+
+
 # --- counting ---------------------------------------------------------------------------------------------------
 
 
@@ -714,7 +823,7 @@ async def test_the_budget_is_whole_again_after_healthy_training() -> None:
     assert [e.reason for e in s.cluster.events].count("BudgetRestored") == 3
     s.worker_fails("job-0-0")
     await passes(s, 10, 1)
-    s.worker_fails("job-0-0")
+    s.worker_fails("job-1-0")
     await s.until_phase("Failed")
 
 
@@ -846,8 +955,8 @@ async def test_other_errors_before_the_first_step_are_tried_again(
         await s.until_phase("Running")
         if progress:
             await passes(s, 3)
-        assert s.worker_fails("job-1-0", message)
-        await s.until(lambda: len(reasons(s)) == number)  # noqa: B023
+        assert s.worker_fails(max(p.name for p in running(s) if p.index == 1), message)
+        await s.until(lambda: [r for r, _ in reasons(s)].count("WorkerFailed") == number)  # noqa: B023
     await s.until_phase("Running")
 
 

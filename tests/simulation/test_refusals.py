@@ -210,6 +210,16 @@ async def test_a_job_that_has_made_its_last_step_does_not_begin_again(change: st
     assert s.status["restarts"]["display"] == "0/10"
 
 
+@pytest.mark.parametrize("seen", [True, False])
+async def test_a_finished_pod_that_is_removed_before_anybody_looks_is_counted(seen: bool) -> None:
+    s = await finished(seen=seen)
+    s.cluster.restart()
+    s.store.delete("Pod", "job-0-0", grace=0)
+    await s.until_phase("Complete", limit=30)
+    assert conditions(s)["Complete"]["message"] == "all 2 nodes have finished"
+    assert s.status["nodes"]["display"] == "2/2"
+
+
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_a_job_that_makes_its_last_step_while_it_is_suspended_is_complete(mode: str, elastic: bool) -> None:

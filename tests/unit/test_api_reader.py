@@ -296,3 +296,20 @@ def test_a_spec_above_the_limits_of_size_is_refused_by_name() -> None:
     spec = {**body["spec"], "podTemplate": {"spec": {"containers": [{} for _ in range(5000)]}}}
     [problem] = later_refusals({**body, "spec": spec})
     assert problem.path == "spec.podTemplate" and problem.message.startswith("has more than 256 KiB of text or 5000")
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "path"),
+    [
+        ({"nodeSelector": {"pool": "-"}}, "spec.rendezvous.nodeSelector.pool"),
+        ({"runtimeClassName": "g V"}, "spec.rendezvous.runtimeClassName"),
+        ({"tolerations": [{"operator": "Equal"}]}, "spec.rendezvous.tolerations[0].key"),
+        (
+            {"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]},
+            "spec.rendezvous.tolerations[0].value",
+        ),
+    ],
+)
+def test_what_the_api_server_refuses_in_the_coordinator_s_pod_is_named(rendezvous: dict[str, Any], path: str) -> None:
+    body = read_manifest(JOB)
+    assert [p.path for p in later_refusals({**body, "spec": {**body["spec"], "rendezvous": rendezvous}})] == [path]

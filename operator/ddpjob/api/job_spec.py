@@ -180,6 +180,19 @@ class Rendezvous:
     port: int
     join_timeout_seconds: int
     resources: Json
+    node_selector: Json | None = None
+    tolerations: tuple[Json, ...] = ()
+    runtime_class_name: str | None = None
+
+    @property
+    def pod_fields(self) -> Json:
+        """What they are in the spec of the coordinator's own pod."""
+        fields: Json = {
+            "nodeSelector": self.node_selector,
+            "tolerations": list(self.tolerations),
+            "runtimeClassName": self.runtime_class_name,
+        }
+        return {name: value for name, value in fields.items() if value}
 
     @property
     def endpoint_port(self) -> int:

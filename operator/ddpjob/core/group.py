@@ -16,19 +16,22 @@ from ddpjob.core.failures.classify import (
     Cause,
     End,
     names_entry_point,
+    of_platform,
     stuck,
     vanished,
     why_ended,
     with_traceback,
     without_wait,
+    wrong_platform,
 )
 from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
 from ddpjob.core.failures.new_incidents import NewIncidents, new_incidents, with_seen
-from ddpjob.core.failures.node_health import judge_nodes
+from ddpjob.core.failures.node_health import judge_failing, judge_nodes
 from ddpjob.core.failures.policy import PROGRAM_ERROR, evaluate_rules, repeated_program_error
 from ddpjob.core.plan.gang import is_broken_up
 from ddpjob.core.plan.slots import (
+    QUICK,
     Repeated,
     can_replace,
     in_a_row,
@@ -48,10 +51,13 @@ from ddpjob.core.world import (
     host_port,
     is_down,
     node_pod_name,
+    platform_of,
 )
 
 FINISH = timedelta(seconds=60)
 """How long the other pods may take to end when one has ended with exit code 0."""
+UNPREPARED = timedelta(seconds=60)
+"""How long a coordinator's pod may be without volumes and network: it has a ConfigMap, and folders of its host."""
 _PASSED = frozenset({MemberState.READY, MemberState.RUNNING, MemberState.FINISHED})
 """States of members that have passed the check of their node."""
 _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
@@ -98,6 +104,7 @@ def follow(view: View) -> Followed:
     """
     view, ends = _follow_slots(view)
     view, coordinator = _follow_coordinator(view)
+    coordinator = _with_host_suspected(view, coordinator)
     ends, coordinator = _with_start_errors_judged(view, ends, coordinator)
     ends = _with_preflights_judged(view, ends)
     gone = [*ends.values(), *([coordinator] if coordinator else [])]
@@ -111,6 +118,8 @@ def follow(view: View) -> Followed:
         status = with_seen(view.status, incidents, attributed.seen_round)
         return Followed(_give_up_lost(status, ends), done=True, lost=lost)
     restarts, faults = list(attributed.restarts), tuple[Restart, ...]()
+    if _failure_of(attributed) is None:
+        restarts, ends = _with_failing_replaced(view, restarts, ends)
     status = with_seen(record(view.status, restarts), incidents, attributed.seen_round)
     if coordinator is not None:
         restart = _coordinator_restart(view.with_status(status), coordinator)
@@ -200,6 +209,9 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
         # Its coordinator is another, which nobody asks: the status was changed by hand, or the pod was created late.
         why = f"pod {pod.name} belongs to generation {pod.generation} of the group, which is at generation {group}"
         return SlotState.FAILED, End(Cause.RENDEZVOUS_LOST, why)
+    elsewhere = wrong_platform(pod)
+    if elsewhere is not None:
+        return SlotState.FAILED, elsewhere
     return (SlotState.RUNNING if pod.main.running else SlotState.CREATED), None
 
 
@@ -244,7 +256,8 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
 def _with_start_errors_judged(view: View, ends: Ends, coordinator: Ended | None) -> tuple[Ends, Ended | None]:
     """A container that cannot start is the job's fault where its own program is missing, else its host's.
 
-    Before the first step it is also the job's if it has happened on two hosts.
+    Before the first step it is also the job's if it has happened on two hosts. An image that is not for their platform
+    is the job's where no other platform is there.
     """
     everyone = [*ends.values(), *([coordinator] if coordinator is not None else [])]
     hosts = {e.pod.host for e in everyone if e.pod is not None and e.end.cause is Cause.START_ERROR}
@@ -254,12 +267,52 @@ def _with_start_errors_judged(view: View, ends: Ends, coordinator: Ended | None)
     def judged(ended: Ended) -> Ended:
         if ended.end.cause is not Cause.START_ERROR:
             return ended
+        if of_platform(ended.end) and _has_other_platform(view, hosts):
+            return ended
         program = () if ended is coordinator else view.job.spec.command
         if not everywhere and not names_entry_point(ended.end, program):
             return ended
         return replace(ended, end=replace(ended.end, cause=Cause.INIT_FAILURE))
 
     return {i: judged(e) for i, e in ends.items()}, judged(coordinator) if coordinator is not None else None
+
+
+def _has_other_platform(view: View, hosts: set[str]) -> bool:
+    """Whether a Kubernetes node that is ready has a different architecture or system than all of `hosts`."""
+    known = view.world.hosts or {}
+    failed = {platform_of(known[name]) for name in hosts if name in known}
+    return any(host.ready and platform_of(host) not in failed for host in known.values())
+
+
+def _with_host_suspected(view: View, ended: Ended | None) -> Ended | None:
+    """A coordinator that ends or does not start before anybody has heard it: its host is suspected first.
+
+    The next one goes elsewhere, and this does not count. Where an earlier one has left a host within the hour, it is
+    the program's fault, or the job's; an image that is not for its host never is.
+    """
+    pod, report, rendezvous = view.coordinator, view.report, view.status.rendezvous
+    if pod is None or pod.role is not Role.COORDINATOR or not pod.host or pod.deleted_at is not None:
+        return ended
+    if view.world.one_host or (report is not None and report.attempt == rendezvous.attempt):
+        return ended
+    platform = wrong_platform(pod) if ended is None else None
+    if platform is not None:
+        return Ended(platform, pod, pod.name)
+    if any(avoided.reason.startswith(Cause.START_ERROR) for avoided in view.status.avoided_nodes):
+        return ended
+    where = f"the coordinator's pod {pod.name} on Kubernetes node {pod.host}"
+    if ended is None and pod.prepared is False and view.now - (pod.scheduled or view.now) >= UNPREPARED:
+        why = f"{where} has had no volumes or no network for {_seconds(view, pod.scheduled)} s"
+        return Ended(End(Cause.START_ERROR, f"{why}; the next one goes elsewhere"), pod, pod.name)
+    if ended is None or ended.end.cause is not Cause.EXIT_CODE or not _ended_soon(view, pod):
+        return ended
+    why = f"{where} ended before it was heard, so that the next one goes elsewhere: {ended.end.message}"
+    return replace(ended, end=replace(ended.end, cause=Cause.START_ERROR, message=why))
+
+
+def _ended_soon(view: View, pod: PodView) -> bool:
+    began, over = pod.main.started or pod.created, pod.main.finished or view.now
+    return began is not None and over - began < QUICK
 
 
 def _with_preflights_judged(view: View, ends: Ends) -> Ends:
@@ -280,6 +333,24 @@ def _with_preflights_judged(view: View, ends: Ends) -> Ends:
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------
+
+
+def _with_failing_replaced(view: View, restarts: list[Restart], ends: Ends) -> tuple[list[Restart], Ends]:
+    """The new restarts and ends, with those of pods that are replaced although they live.
+
+    A job whose budget is spent by these restarts replaces nothing.
+    """
+    failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends}
+    recorded = [failing[n].failure if n in failing else restart for n, restart in enumerate(restarts)]
+    counted = view.status.restarts.counted + sum(restart.counted for restart in recorded)
+    if counted > view.job.spec.recovery.max_restarts:
+        return restarts, ends
+    for each in failing.values():
+        end, failure = each.end, each.failure
+        moved = replace(failure, reason=end.cause, message=end.message, counted=False, consequence=True)
+        recorded.append(replace(moved, rank=None))
+        ends = ends | {each.index: Ended(end, view.pods[each.index], failure.pod)}
+    return recorded, ends
 
 
 def _finding_of_end(view: View, index: int, ended: Ended, new: NewIncidents) -> Finding:

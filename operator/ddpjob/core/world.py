@@ -463,6 +463,11 @@ def is_down(host: str, hosts: Mapping[str, HostView] | None) -> bool:
     return known is not None and not known.ready
 
 
+def platform_of(host: HostView) -> tuple[str, str]:
+    """Its operating system and architecture, by the labels that every kubelet sets; empty where they are not known."""
+    return host.labels.get("kubernetes.io/os", ""), host.labels.get("kubernetes.io/arch", "")
+
+
 def host_port(host: str, port: int) -> str:
     """`host:port`, as in a URL: an IPv6 address stands in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

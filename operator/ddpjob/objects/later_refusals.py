@@ -62,10 +62,14 @@ def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
 
 
 def _metadata(metadata: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    for key, value in (metadata.get("labels") or {}).items():
+    yield from _labels(metadata.get("labels"), f"{path}.labels")
+
+
+def _labels(labels: Mapping[str, str] | None, path: str) -> Iterator[Problem]:
+    for key, value in (labels or {}).items():
         if len(value) > 63 or not _LABEL_VALUE.fullmatch(value):
             remedy = "at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends"
-            yield Problem(f"{path}.labels.{key}", f"{value!r} cannot be a label's value: {remedy}")
+            yield Problem(f"{path}.{key}", f"{value!r} cannot be a label's value: {remedy}")
 
 
 def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
@@ -83,6 +87,10 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
         yield from _few_bytes(shared, "spec.storage.sharedMemory")
     rendezvous = spec.get("rendezvous") or {}
     yield from _resources(rendezvous.get("resources") or {}, "spec.rendezvous.resources")
+    yield from _labels(rendezvous.get("nodeSelector"), "spec.rendezvous.nodeSelector")
+    yield from _name(rendezvous.get("runtimeClassName"), "spec.rendezvous.runtimeClassName")
+    for position, toleration in enumerate(rendezvous.get("tolerations") or ()):
+        yield from _toleration(toleration, f"spec.rendezvous.tolerations[{position}]")
     for kind in ("data", "checkpoints"):
         volume = (spec.get("storage") or {}).get(kind) or {}
         yield from _name(volume.get("claimName"), f"spec.storage.{kind}.claimName")

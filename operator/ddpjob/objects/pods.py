@@ -8,7 +8,7 @@ from typing import Any
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import DataVolume, JobSpec, Json, Placement, Preflight, PreflightScope, Volume
 from ddpjob.api.job_status import JobStatus, PodChanges
-from ddpjob.api.merging import mounted_at
+from ddpjob.api.merging import merge, mounted_at
 from ddpjob.api.schema import default_of
 from ddpjob.core.world import (
     ANNOTATION_GROUP,
@@ -49,6 +49,8 @@ _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile"
 """Volumes that are the same in all pods which name them. What csi mounts without a claim is mostly a bucket or a file
 system of the network: gcsfuse, Azure's files and blobs, JuiceFS."""
 _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+_NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
+"""For NVIDIA's container runtime, which may be a host's default: CUDA images themselves ask it for all devices."""
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
 """Of the coordinator, or what it requests if that is more."""
 
@@ -83,8 +85,13 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         "containers": [_coordinator(job, status, platform)],
         "volumes": [_runtime_volume(status)],
     }
+    # The image runs on the machines of the job's nodes; others may be empty, and would attract this pod.
+    like_nodes = {"labelSelector": _node_pods(job), "topologyKey": "kubernetes.io/arch"}
+    preferred = [{"weight": 100, "podAffinityTerm": like_nodes}]
+    spec["nodeSelector"] = {"kubernetes.io/os": "linux"}
+    spec["affinity"] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
     if status.avoided_nodes:
-        spec["affinity"] = _elsewhere(status)
+        spec["affinity"] |= _elsewhere(status)
     if job.spec.fast:
         spec["hostname"] = COORDINATOR_HOSTNAME
     scheduler = (job.spec.pod_template.get("spec") or {}).get("schedulerName")
@@ -92,6 +99,7 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         spec["schedulerName"] = scheduler  # A gang has one.
     pod = _pod(job, status, name, spec, _slot_labels(job, status, Role.COORDINATOR, None, status.rendezvous.attempt))
     pod = merge_into_coordinator(pod, job.spec.pod_template)
+    pod["spec"] = merge(pod["spec"], job.spec.rendezvous.pod_fields)
     return _queued(pod, status.queue.coordinator if status.queue else None)
 
 
@@ -242,6 +250,7 @@ def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, att
         *_interface(job),
         *_bucket(job, platform),
         *_data_bucket(job),
+        *([] if _wants_devices(job.spec) else [_NO_DEVICES]),
         *job.spec.env,
     ]
     if job.spec.env_from:
@@ -251,6 +260,16 @@ def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, att
     container["resources"] = _resources(job)
     container["volumeMounts"] = _mounts(job, platform)
     return container
+
+
+def _wants_devices(spec: JobSpec) -> bool:
+    """Whether a node's pod asks for devices in any way, or its env says which it sees."""
+    pod = spec.pod_template.get("spec") or {}
+    trainer = trainer_of(pod)
+    asked = [resources for kind in (spec.resources, trainer.get("resources") or {}) for resources in kind.values()]
+    devices = any("/" in str(name) for names in asked for name in (names if isinstance(names, dict) else ()))
+    named = any(variable["name"] == _NO_DEVICES["name"] for variable in spec.env)
+    return bool(spec.gpus_per_node or devices or named or pod.get("resourceClaims"))
 
 
 def _resources(job: DDPJob) -> Json:
@@ -447,6 +466,7 @@ def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
         _POD_IP,
         token_variable(job, platform),
         *({"name": name, "value": value} for name, value in _identity(job, status, pod).items()),
+        _NO_DEVICES,
     ]
     if job.spec.rank_order:
         container["env"].append({"name": "DDPJOB_RANK_ORDER", "value": "1"})

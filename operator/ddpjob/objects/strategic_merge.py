@@ -5,12 +5,15 @@ Nothing is removed by null: a template without nulls is what JobSpec.read gives.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ddpjob.api.job_spec import Json
-from ddpjob.api.merging import merge
+from ddpjob.api.merging import merge, mounted_at
 from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
+
+TMP_VOLUME = "ddpjob-tmp"
 
 
 def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
@@ -31,12 +34,28 @@ def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> 
         _keep_privileges(container.get("securityContext", {}))
     for container in (*(merged["spec"].get("initContainers") or ()), *merged["spec"]["containers"]):
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # Else it fails without a reason.
+    _give_temporary_folder(merged["spec"])
     for kind in ("labels", "annotations"):
         given = (template.get("metadata") or {}).get(kind) or {}
         if given:
             meta = merged["metadata"]
             merged["metadata"] = {**meta, kind: {**given, **meta.get(kind, {})}}
     return merged
+
+
+def _give_temporary_folder(spec: Json) -> None:
+    """Mounts a volume at /tmp where the template makes a container's root read-only: Python needs such a folder."""
+    mount, needed = {"name": TMP_VOLUME, "mountPath": "/tmp"}, False
+    for container in spec["containers"]:
+        mounts = container.get("volumeMounts") or []
+        if container.get("name") not in (TRAINER_CONTAINER, COORDINATOR_CONTAINER):
+            continue
+        if (container.get("securityContext") or {}).get("readOnlyRootFilesystem") and not any(
+            mounted_at(known) == "/tmp" for known in mounts
+        ):
+            container["volumeMounts"], needed = [*mounts, mount], True
+    if needed:
+        spec["volumes"] = [*(spec.get("volumes") or ()), {"name": TMP_VOLUME, "emptyDir": {}}]
 
 
 def _keep_privileges(context: Json) -> None:
@@ -54,9 +73,13 @@ _COORDINATOR_SPEC = (
     "dnsConfig",
     "hostAliases",
     "hostUsers",
-    "runtimeClassName",
 )
 _COORDINATOR_CONTAINER_FIELDS = ("securityContext", "volumeMounts", "env")
+_GPU_CLASS = re.compile(r"nvidia|gpu|cuda|amd|rocm|habana|gaudi|ascend|neuron", re.IGNORECASE)
+"""Names of runtime classes for devices. A machine without devices may lack their handler; kata's and gVisor's are of
+the whole cluster."""
+_OF_DEVICES = re.compile(r"(?:NVIDIA|CUDA|HIP|ROCR|HSA|GPU|HABANA|ASCEND|ZE|NEURON)_")
+"""Beginnings of variables by which a runtime or a library chooses devices."""
 _FAST_NETWORKS = (
     "k8s.v1.cni.cncf.io/networks",
     "networking.gke.io/interfaces",
@@ -80,6 +103,8 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     """
     spec = template.get("spec") or {}
     taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}
+    if not _GPU_CLASS.search(spec.get("runtimeClassName") or "nvidia"):
+        taken["runtimeClassName"] = spec["runtimeClassName"]
     if "securityContext" in taken:
         # The kubelets of the nodes may allow sysctls that others refuse.
         taken["securityContext"] = {k: v for k, v in taken["securityContext"].items() if k != "sysctls"}
@@ -136,6 +161,10 @@ def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
     names = {v.get("name") for v in _local_volumes(spec)}
     trainer = trainer_of(spec)
     container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}
+    if "securityContext" in container:
+        container["securityContext"] = {k: v for k, v in container["securityContext"].items() if k != "privileged"}
+    if "env" in container:
+        container["env"] = [e for e in container["env"] if not _OF_DEVICES.match(e.get("name") or "")]
     if "volumeMounts" in container:
         # A subPathExpr may name variables that only the trainer has.
         mounts = (m for m in container["volumeMounts"] if "subPathExpr" not in m)

@@ -19,6 +19,9 @@ DUMP_SECONDS = 3.0
 LAST_STACKS_SECONDS = 0.3
 """The stacks of one member arrive together within this time."""
 
+LEAST_MEMBERS = 3
+"""Of fewer, nobody can tell which one waits for the other."""
+
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
 FIRST_CALL_FIRST = "(most recent call last)"
 
@@ -96,7 +99,7 @@ class HangDump:
     def __init__(self, loop: Loop, done: Callable[[], None]) -> None:
         self._loop, self._done = loop, done
         self._stacks: dict[int, str] = {}  # rank -> text
-        self._answered: set[int] = set()  # indices of members
+        self._members: dict[int, Member] = {}  # rank -> member that runs it
 
     def request(self, number: int, members: list[Member]) -> None:
         """Ask the members of round `number` for the stacks of their ranks."""
@@ -107,9 +110,28 @@ class HangDump:
     def add(self, member: Member, rank: int, text: str, expected: list[Member]) -> None:
         """The stacks of one rank; `expected`: members that have been asked and are still there."""
         self._stacks[rank] = text
-        self._answered.add(member.index)
-        if all(m.index in self._answered for m in expected):
+        self._members[rank] = member
+        answered = {m.index for m in self._members.values()}
+        if all(m.index in answered for m in expected):
             self._loop.later(LAST_STACKS_SECONDS, self._done)
+
+    def culprit(self) -> Member | None:
+        """The member that the others wait for; None: the stacks do not tell.
+
+        That is the only one with a rank that has failed, or the only one whose ranks stand elsewhere than those of all
+        others. Two members that stand in two places do not tell who waits.
+        """
+        failed = {m.index: m for r, m in self._members.items() if self._stacks[r].startswith(protocol.RANK_FAILED)}
+        if failed:
+            return next(iter(failed.values())) if len(failed) == 1 else None
+        places: dict[int, set[str]] = {}
+        for rank, member in self._members.items():
+            places.setdefault(member.index, set()).add(_stands(self._stacks[rank]))
+        apart = [i for i, own in places.items() if all(own.isdisjoint(p) for j, p in places.items() if j != i)]
+        shared = set.intersection(*(own for i, own in places.items() if i not in apart)) if len(apart) == 1 else set()
+        if len(places) < LEAST_MEMBERS or not shared:
+            return None
+        return next(m for m in self._members.values() if m.index == apart[0])
 
     def describe(self) -> tuple[str, str]:
         """(summary, traceback): where each rank stands, and all stacks within the traceback's limit.

@@ -268,9 +268,10 @@ class Round:
 
     def _name_hang(self) -> None:
         assert self._dump is not None
-        where, traceback = self._dump.describe()
+        (where, traceback), culprit = self._dump.describe(), self._dump.culprit()
         self._dump = None
-        details = {"message": f"{self._hangs}: {where}", "traceback": traceback}
+        who = {} if culprit is None else {"pod": culprit.pod, "index": culprit.index}
+        details = {"message": f"{self._hangs}: {where}", "traceback": traceback, **who}
         self._evidence.hangs(self.broken_at or self._loop.now(), details)
 
     def _break_up(self) -> None:

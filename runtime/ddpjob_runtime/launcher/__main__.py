@@ -361,7 +361,10 @@ def patch_torch(
             made = configure(parsed)
             configs.append(made[0])
             return made
-        except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        except OSError as error:
+            remedy = "; give the container a writable /tmp" if "temporary directory" in str(error) else ""
+            raise InitFailure(f"torchrun cannot start: {error}{remedy}") from error
+        except (ValueError, AssertionError, RuntimeError) as error:
             raise InitFailure(f"torchrun refuses its arguments: {error}") from error
 
     run.config_from_args = config_from_args

@@ -44,6 +44,21 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> Container
         (pod(disruption="DeletionByTaintManager"), Cause.DISRUPTION, False),
         (pod(disruption="DeletionByPodGC"), Cause.NODE_LOST, False),
         (pod(phase="Failed", status_reason="NodeLost"), Cause.NODE_LOST, False),
+        *(
+            (
+                pod(ended(code, "Error"), phase="Failed", status_reason=reason, status_message=text),
+                Cause.NODE_FAULT,
+                False,
+            )
+            for code in (0, 137)
+            for reason, text in (
+                ("UnexpectedAdmissionError", "Allocate failed due to no healthy devices present"),
+                ("NodeAffinity", "Pod was rejected: Predicate NodeAffinity failed"),
+                ("OutOfnvidia.com/gpu", ""),
+            )
+        ),
+        (pod(ended(137, "Error"), phase="Failed", status_reason="DeadlineExceeded"), Cause.EXIT_CODE, True),
+        (pod(ended(255, "Error", "exec /usr/bin/python3: exec format error")), Cause.START_ERROR, False),
         (pod(phase="Failed", status_reason="Evicted", status_message="low on memory"), Cause.EVICTED, False),
         *(
             (pod(ended(137), phase="Failed", status_reason="Evicted", status_message=text), cause, counts)
@@ -152,7 +167,14 @@ def waiting(reason: str, message: str = "") -> PodView:
 @pytest.mark.parametrize(
     ("view", "has_run", "final"),
     [
-        (waiting("ErrImagePull", "rpc error: not found"), False, True),
+        (waiting("ErrImagePull", "rpc error: not found"), False, False),
+        (waiting("ErrImagePull", "no match for platform in manifest sha256:1: not found"), False, False),
+        (
+            waiting("ErrImagePull", "failed to copy: httpReadSeeker: content at https://m/v2/1 not found: not found"),
+            False,
+            False,
+        ),
+        (waiting("ErrImagePull", "failed to resolve image: r/i:1: not found"), False, True),
         (waiting("ErrImagePull", "i/o timeout"), False, False),
         (waiting("ImagePullBackOff", "i/o timeout"), False, False),
         (waiting("ImagePullBackOff", "unexpected status from HEAD request: 429 Too Many Requests"), False, False),
@@ -242,3 +264,9 @@ def test_half_a_character_in_a_termination_message_is_escaped() -> None:
     end = why_ended(pod(ended(1, message=written)))
     assert end.message.endswith("no file caf\\udce9") and end.traceback == "open('caf\\udce9')"
     event_text(end.message, "counts")
+
+
+def test_a_program_that_sigbus_ends_is_told_of_shared_memory() -> None:
+    assert (
+        "(128 + SIGBUS; /dev/shm was probably full: raise storage.sharedMemory)" in why_ended(pod(ended(135))).message
+    )

@@ -62,3 +62,14 @@ def test_workers_that_end_before_the_others_are_named_by_their_pod() -> None:
 def test_a_failure_is_said_once(signal: str | None, written: str, said: str) -> None:
     ended = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 5, signal, written)
     assert [f.restart.message for f in new_incidents(view_of(ended)).findings] == [f"rank 0 in pod job-0-0 {said}"]
+
+
+def test_a_worker_that_sigbus_ends_is_told_of_shared_memory() -> None:
+    incident = Incident(
+        1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, signal="SIGBUS", message="killed by signal SIGBUS"
+    )
+    (finding,) = new_incidents(view_of(incident)).findings
+    assert finding.restart.message.startswith(
+        "rank 0 in pod job-0-0 ended with signal SIGBUS; /dev/shm was probably full"
+    )
+    assert "raise storage.sharedMemory" in finding.restart.message

@@ -41,7 +41,7 @@ def completed(**spec: object) -> tuple[DDPJob, Decision]:
 def failing(job: DDPJob, number: int, message: str = "ValueError: lunch") -> tuple[DDPJob, Decision]:
     """The coordinator reports as many failures of workers, one after the other."""
     incidents = tuple(
-        Incident(id=n, time=later(n), kind=IncidentKind.WORKER_FAILED, pod="job-0-0", index=0, exit_code=1,
+        Incident(id=n, time=later(n), kind=IncidentKind.WORKER_FAILED, pod=f"job-{n % 2}-0", index=n % 2, exit_code=1,
                  message=message)
         for n in range(1, number + 1)
     )  # fmt: skip

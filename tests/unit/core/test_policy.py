@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ddpjob.api.job_spec import Backoff, JobSpec
 from ddpjob.core.failures.classify import Cause
-from ddpjob.core.failures.policy import Ruling, evaluate_rules, shell_code
+from ddpjob.core.failures.policy import Ruling, evaluate_rules, lost_device, shell_code
 
 
 def spec(*rules: dict[str, Any]) -> JobSpec:
@@ -92,3 +92,37 @@ def test_backoff_doubles_from_the_second_failure_on() -> None:
     backoff = Backoff(initial=0.5, maximum=3)
     assert [backoff.seconds(n) for n in range(7)] == [0, 0, 0.5, 1, 2, 3, 3]
     assert backoff.seconds(10_000) == 3
+
+
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        ("RuntimeError: CUDA error: no CUDA-capable device is detected", True),
+        ("RuntimeError: No CUDA GPUs are available", True),
+        ("pynvml.NVMLError_Unknown: Failed to initialize NVML: Unknown Error", True),
+        ("RuntimeError: NVML_ERROR_GPU_IS_LOST", True),
+        ("Unable to determine the device handle for GPU 0000:3B:00.0: GPU is lost.", True),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", True),
+        ("RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment", True),
+        ("RuntimeError: HIP error: no ROCm-capable device is detected", True),
+        ("RuntimeError: No HIP GPUs are available", True),
+        ("RuntimeError: level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", True),
+        ("RuntimeError: synStatus=8 [Device not found] Device acquire failed.", True),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", False),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 79.00 GiB", False),
+        ("RuntimeError: CUDA error: invalid device ordinal", False),
+        ("NVRM: Xid (PCI:0000:3b:00): 31, pid=1234", False),
+        ("RuntimeError: NCCL error: unhandled system error", False),
+        ("ValueError: the device lost-and-found", False),
+    ],
+)
+def test_messages_that_say_that_the_container_has_lost_its_device(message: str, lost: bool) -> None:
+    job = JobSpec.read({"image": "i", "script": "s", "gpusPerNode": 1})
+    assert bool(lost_device(job, f"rank 0 in pod p ended with exit code 1: {message}", trained=False)) is lost
+
+
+def test_a_job_without_devices_that_has_made_no_step_has_lost_none() -> None:
+    job = JobSpec.read({"image": "i", "script": "s", "gpusPerNode": 0})
+    message = "RuntimeError: No CUDA GPUs are available"
+    assert not lost_device(job, message, trained=False)
+    assert lost_device(job, message, trained=True), "podTemplate may claim devices"

@@ -135,7 +135,7 @@ def test_the_overlay_adds_to_the_node_and_the_coordinator_takes_what_the_image_n
         "/big",
     }
     assert {m["mountPath"] for m in container(host, "coordinator")["volumeMounts"]} == {"/opt/ddpjob", "/opt/tools"}
-    assert host["spec"]["nodeSelector"] == {"kubernetes.io/arch": "arm64"}, (
+    assert host["spec"]["nodeSelector"] == {"kubernetes.io/arch": "arm64", "kubernetes.io/os": "linux"}, (
         "it needs no GPU node, but the image's architecture"
     )
     assert {"key": "gpu", "operator": "Exists"} in host["spec"]["tolerations"]
@@ -288,7 +288,7 @@ def test_one_domain_for_all_pods_beside_the_template_s_affinity() -> None:
     assert rack["labelSelector"]["matchLabels"].items() <= labels.items(), "else the first pod finds no place"
     assert labels["ddpjob.io/role"] in rack["labelSelector"]["matchExpressions"][0]["values"]
     assert affinity["nodeAffinity"] and affinity["podAntiAffinity"], "avoided nodes, and one pod per node"
-    assert "affinity" not in build_coordinator(made, made.status, PLATFORM)["spec"]
+    assert build_coordinator(made, made.status, PLATFORM)["spec"]["affinity"].keys() == {"podAffinity"}
     alone = job(nodes=1, scheduling={"sameTopology": "example.com/rack"})
     assert "affinity" not in build_node(alone, alone.status, PLATFORM, 0, 0)["spec"]
 
@@ -315,13 +315,87 @@ def test_affinity_of_the_template_is_added_to_the_operator_s_own() -> None:
     assert affinity["nodeAffinity"][required] == zone
 
 
-def test_the_coordinator_keeps_away_from_the_same_kubernetes_nodes_and_from_no_pod() -> None:
-    made = job(podTemplate={"spec": {"affinity": {"podAffinity": {}}}})
-    assert "affinity" not in build_coordinator(made, made.status, PLATFORM)["spec"]
+def test_the_coordinator_keeps_away_from_the_same_kubernetes_nodes_and_prefers_machines_like_the_job_s() -> None:
+    made = job(podTemplate={"spec": {"affinity": {"podAntiAffinity": {}}}})
+    like = build_coordinator(made, made.status, PLATFORM)["spec"]["affinity"]
+    [term] = like["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/arch"
+    labels = node()["metadata"]["labels"]
+    assert term["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels.items()
     avoided = replace(made.status, avoided_nodes=(AvoidedNode(node="bad", until=NOW),))
     affinity = build_coordinator(made, avoided, PLATFORM)["spec"]["affinity"]
-    assert affinity == {"nodeAffinity": build_node(job(), avoided, PLATFORM, 0, 0)["spec"]["affinity"]["nodeAffinity"]}
+    away = build_node(job(), avoided, PLATFORM, 0, 0)["spec"]["affinity"]["nodeAffinity"]
+    assert affinity == like | {"nodeAffinity": away}
     assert '"bad"' in json.dumps(affinity)
+
+
+@pytest.mark.parametrize(
+    ("template", "rendezvous", "given"),
+    [
+        ("nvidia", {}, None),
+        ("nvidia-cdi", {}, None),
+        ("gvisor", {}, "gvisor"),
+        ("nvidia", {"runtimeClassName": "kata"}, "kata"),
+    ],
+)
+def test_the_coordinator_has_no_runtime_class_for_devices(template: str, rendezvous: Json, given: str | None) -> None:
+    made = job(podTemplate={"spec": {"runtimeClassName": template}}, rendezvous=rendezvous)
+    assert build_coordinator(made, made.status, PLATFORM)["spec"].get("runtimeClassName") == given
+    assert node(podTemplate={"spec": {"runtimeClassName": template}})["spec"]["runtimeClassName"] == template
+
+
+def test_the_coordinator_goes_where_rendezvous_says() -> None:
+    taint = {"key": "pool", "operator": "Exists"}
+    template = {"spec": {"nodeSelector": {"gpu": "a100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}}
+    made = job(podTemplate=template, rendezvous={"nodeSelector": {"pool": "system"}, "tolerations": [taint]})
+    spec = build_coordinator(made, made.status, PLATFORM)["spec"]
+    assert spec["nodeSelector"] == {"kubernetes.io/os": "linux", "pool": "system"}
+    assert [t["key"] for t in spec["tolerations"] if "/" not in t["key"]] == ["gpu", "pool"]
+    pod = build_node(made, made.status, PLATFORM, 0, 0)["spec"]
+    assert pod["nodeSelector"] == {"gpu": "a100"} and taint not in pod["tolerations"]
+
+
+def test_the_coordinator_is_not_privileged_and_has_no_device_variables() -> None:
+    trainer = {
+        "name": "trainer",
+        "securityContext": {"privileged": True, "runAsUser": 7},
+        "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}, {"name": "TZ", "value": "UTC"}],
+    }
+    made = job(gpusPerNode=1, podTemplate={"spec": {"containers": [trainer]}})
+    own = container(build_coordinator(made, made.status, PLATFORM), "coordinator")
+    env = {e["name"]: e.get("value") for e in own["env"]}
+    assert "privileged" not in own["securityContext"] and own["securityContext"]["runAsUser"] == 7
+    assert env["NVIDIA_VISIBLE_DEVICES"] == "void" and env["TZ"] == "UTC"
+    assert environment(build_node(made, made.status, PLATFORM, 0, 0))["NVIDIA_VISIBLE_DEVICES"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("spec", "given"),
+    [
+        ({"gpusPerNode": 0}, "void"),
+        ({"gpusPerNode": 1}, None),
+        ({"gpusPerNode": 0, "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]}, "all"),
+        ({"gpusPerNode": 0, "resources": {"limits": {"nvidia.com/mig-1g.5gb": 1}}}, None),
+        ({"gpusPerNode": 0, "podTemplate": {"spec": {"resourceClaims": [{"name": "gpu"}]}}}, None),
+    ],
+)
+def test_nodes_that_ask_for_no_device_see_none_of_their_host(spec: Json, given: str | None) -> None:
+    assert environment(node(**spec)).get("NVIDIA_VISIBLE_DEVICES") == given
+
+
+def test_a_read_only_root_gets_a_temporary_folder_unless_there_is_one() -> None:
+    closed: Json = {"name": "trainer", "securityContext": {"readOnlyRootFilesystem": True}}
+    made = job(podTemplate={"spec": {"containers": [closed]}})
+    for pod in (build_node(made, made.status, PLATFORM, 0, 0), build_coordinator(made, made.status, PLATFORM)):
+        [folder] = [m for m in pod["spec"]["containers"][0]["volumeMounts"] if m["mountPath"] == "/tmp"]
+        assert {"name": folder["name"], "emptyDir": {}} in pod["spec"]["volumes"]
+    own = {
+        "volumes": [{"name": "t", "emptyDir": {}}],
+        "containers": [{**closed, "volumeMounts": [{"name": "t", "mountPath": "/tmp/"}]}],
+    }
+    mounts = container(node(podTemplate={"spec": own}))["volumeMounts"]
+    assert [m["name"] for m in mounts if m["mountPath"].startswith("/tmp")] == ["t"]
+    assert "ddpjob-tmp" not in json.dumps(node())
 
 
 def test_the_coordinator_goes_to_machines_of_the_architecture_that_required_affinity_names() -> None:

@@ -40,6 +40,7 @@ class Cause(StrEnum):
     NODE_LOST = "NodeLost"
     NODE_FAULT = "NodeFault"
     NODE_UNHEALTHY = "NodeUnhealthy"
+    POD_UNHEALTHY = "PodUnhealthy"
     START_ERROR = "StartError"
     PREFLIGHT_FAILED = "PreflightFailed"
     PEER_LOST = "PeerLost"
@@ -79,6 +80,9 @@ def without_wait(message: str) -> str:
 _WAIT = re.compile(r"; waits [0-9.e+]+ s$", re.MULTILINE)
 
 
+SHARED_MEMORY_FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
+"""What is said of a program that SIGBUS has ended."""
+
 _DISRUPTIONS = {
     "PreemptionByScheduler": Cause.PREEMPTED,
     "EvictionByEvictionAPI": Cause.EVICTED,
@@ -107,6 +111,11 @@ _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated",
 _OWN_STORAGE = re.compile(r"exceed(s|ed) .*\blimit\b")
 """Messages of a kubelet that evicts a pod for the pod's own limit (its pkg/kubelet/eviction/helpers.go). A disk of the
 host that runs full reads otherwise: "The node was low on resource"."""
+_REJECTIONS = re.compile(
+    r"UnexpectedAdmissionError|OutOf[\w./-]+|TopologyAffinityError|Node(?:Affinity|Ports|Name|Unschedulable)"
+    r"|TaintToleration|AppArmor|SysctlForbidden|PodOS\w+"
+)
+"""Reasons of a kubelet that does not admit a pod (its pkg/kubelet/lifecycle/predicate.go)."""
 _LOST_BY_HOST = frozenset({("ContainerStatusUnknown", 137), ("Unknown", 255)})
 """Reason and exit code of a container that is gone after its host was started again: kubelet's, containerd's."""
 
@@ -160,11 +169,18 @@ def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
         return End(
             Cause.EVICTED, f"pod {pod.name} was ended by its Kubernetes node: {pod.status_message or pod.status_reason}"
         )
-    if pod.status_reason and not pod.main.ended:
-        # Admission by the kubelet: UnexpectedAdmissionError, OutOfcpu, TopologyAffinityError, NodeAffinity, ...
+    if pod.status_reason and (not pod.main.ended or _is_rejected(pod)):
         why = ": ".join(part for part in (pod.status_reason, pod.status_message) if part)
         return End(Cause.NODE_FAULT, f"Kubernetes node {pod.host or '(unknown)'} rejected pod {pod.name}: {why}")
     return None
+
+
+def _is_rejected(pod: PodView) -> bool:
+    """Whether the kubelet did not admit the pod. One that runs may be rejected when its kubelet is started again.
+
+    Its container then ends with a code that says nothing.
+    """
+    return bool(_REJECTIONS.fullmatch(pod.status_reason)) or pod.status_message.startswith("Pod was rejected")
 
 
 def _by_container(pod: PodView, *, launcher: bool) -> End:
@@ -184,6 +200,8 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
         )
     if main.ended and main.reason in _CANNOT_START:
         return End(Cause.START_ERROR, f"the container of pod {pod.name} cannot start: {main.message or main.reason}")
+    if main.ended and main.exit_code and _WRONG_PLATFORM.search(main.message):
+        return _of_wrong_platform(pod, main.message)
     return (_by_launcher(pod) if launcher and main.ended else None) or _by_program(pod)
 
 
@@ -230,7 +248,8 @@ def _by_program(pod: PodView) -> End:
 def _code(exit_code: int | None) -> str:
     """The exit code; where a signal has ended the program, it is 128 and the signal's number."""
     try:
-        return f"exit code {exit_code} (128 + {signal.Signals((exit_code or 0) - 128).name})"
+        name = signal.Signals((exit_code or 0) - 128).name
+        return f"exit code {exit_code} (128 + {name}{SHARED_MEMORY_FULL if name == 'SIGBUS' else ''})"
     except ValueError:
         return f"exit code {exit_code}"
 
@@ -289,11 +308,44 @@ def termination_message(container: ContainerView) -> TerminationMessage:
     return TerminationMessage(*(escaped(str(written.get(part) or "")) for part in ("message", "traceback")))
 
 
-_NO_SUCH_IMAGE = re.compile(r"(^|: )not found|manifest unknown|invalid reference", re.IGNORECASE)
-"""A registry's answer that will not change by itself. Denials and rate limits do."""
+_NO_SUCH_IMAGE = re.compile(
+    r"failed to resolve (?:reference|image)\b.*: not found\W*$|manifest unknown|invalid reference",
+    re.IGNORECASE | re.DOTALL,
+)
+"""A registry's answer that it has no such image, which does not change by itself. Denials and rate limits do, and so
+does a mirror that has the manifest and lacks a layer: containerd ends many different errors with "not found"."""
+_WRONG_PLATFORM = re.compile(
+    r"no match for platform|no matching manifest for|no image found in (?:manifest list|image index)|exec format error"
+    r"|cannot be used on this platform",
+    re.IGNORECASE,
+)
+"""What containerd, docker, CRI-O and the kernel write where an image is not for the host's architecture or system."""
 PULLING = ("ErrImagePull", "ImagePullBackOff")
 """A kubelet alternates between the two."""
 _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
+
+
+def wrong_platform(pod: PodView) -> End | None:
+    """The end of a pod that waits for an image which is not for its host; None: it does not."""
+    waiting = [c.waiting_message for c in (*pod.init_containers.values(), *pod.containers.values()) if c.waiting_reason]
+    found = next((message for message in waiting if _WRONG_PLATFORM.search(message)), None)
+    return _of_wrong_platform(pod, found) if found is not None else None
+
+
+def of_platform(end: End) -> bool:
+    """Whether a START_ERROR is of a host that the image is not for. Hosts of a different architecture may run it."""
+    return _WRONG_PLATFORM.search(end.message) is not None
+
+
+def _of_wrong_platform(pod: PodView, said: str) -> End:
+    last = said.strip().splitlines()[-1][-_LONGEST_WORDS:]
+    why = (
+        f"the image of pod {pod.name} is not for Kubernetes node {pod.host or '(unknown)'}, its architecture or system"
+    )
+    return End(Cause.START_ERROR, f"{why}: {last}")
+
+
+_LONGEST_WORDS = 300
 
 
 @dataclass(frozen=True)
@@ -319,6 +371,7 @@ def stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
         if reason in ("", "ContainerCreating", "PodInitializing"):
             continue
         message = f"container {name} of pod {pod.name}: {reason}: {container.waiting_message}".rstrip(": ")
-        absent = reason in PULLING and _NO_SUCH_IMAGE.search(container.waiting_message) is not None
+        said = container.waiting_message
+        absent = reason in PULLING and bool(_NO_SUCH_IMAGE.search(said)) and not _WRONG_PLATFORM.search(said)
         return Stuck(reason, message, final=not has_run and (absent or reason == "InvalidImageName"))
     return None

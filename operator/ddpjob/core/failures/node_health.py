@@ -1,24 +1,36 @@
-"""Decides which pods leave Kubernetes nodes that health agents call unhealthy, before anything fails there.
+"""Decides which pods leave their places: Kubernetes nodes that are unhealthy, and containers that fail on their own.
 
 What agents say may be wrong: it has to last, most nodes cannot be unhealthy at once, a job leaves a node once an
 hour, and only where another one may take the pod. Whether it has room is not known, so that without a spare the
 unhealthy node must be able to take the pod back.
+
+A worker that fails is started again in its pod, which cures nothing where the container or the node is broken. Such a
+pod is replaced (`judge_failing`):
+
+- at once, if the failure's message says that the container has lost its device, as after a reload of the host's
+  systemd. A new container has the device again, even on the same node.
+- after the second failure in a row, while no other pod failed in between. An error in the program's text is in every
+  pod, so it moves none; a program that fails for its rank alone can move a job MOVES times an hour.
+
+Example: rank 3's GPU begins to fail. Its worker ends with a CUDA error, restarts in its pod and ends again. The second
+failure ends the pod; a spare takes over, or a new pod on another node. Only the first failure counts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from ddpjob_runtime.protocol import CoordinatorState, MemberState
 
 from ddpjob.api.job_spec import JobSpec
-from ddpjob.api.job_status import PodChanges, QueueStatus, SlotState
+from ddpjob.api.job_status import PodChanges, QueueStatus, Restart, SlotState
 from ddpjob.core.failures.avoided_nodes import RECENT, WINDOW
-from ddpjob.core.failures.classify import Cause, End
+from ddpjob.core.failures.classify import Cause, End, without_wait
+from ddpjob.core.failures.policy import COUNTED, lost_device, names_program_error
 from ddpjob.core.view import View
 from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
 
@@ -92,6 +104,76 @@ def judge_nodes(view: View) -> list[Verdict]:
             reason, why, places = "", "", places - 1
         verdicts.append(Verdict(index, end, reason, why))
     return verdicts
+
+
+_OF_PLACES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
+"""Failures in a pod that lives on and whose place may be their reason. Memory and storage are the job's."""
+_MOVES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY)
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A pod that is replaced for a failure of its ranks."""
+
+    number: int
+    """Of the failure, among those that were judged."""
+    index: int
+    failure: Restart
+    """As it is recorded: it counts once per job and Kubernetes node."""
+    end: End
+
+
+def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
+    """The pods to replace for these new failures, which the view's status does not hold yet."""
+    within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
+    found: list[Failing] = []
+    for number, failure in enumerate(failures):
+        earlier = [*within, *failures[:number]]  # An operator that was away sees several at once.
+        index = failure.index if view.status.slot(failure.index) is not None else None
+        pod = view.pods[index] if index is not None else None
+        if index is None or pod is None or pod.name != failure.pod or pod.ended or pod.deleted_at is not None:
+            continue
+        if failure.consequence or failure.reason not in _OF_PLACES or any(f.index == index for f in found):
+            continue
+        why = _why_it_leaves(view, failure, earlier)
+        if why and _has_a_place(view, pod):
+            where = f" on Kubernetes node {pod.host}" if pod.host else ""
+            last = without_wait(failure.message).partition("\n")[0]
+            end = End(Cause.POD_UNHEALTHY, f"pod {pod.name}{where} {why} and is replaced: {last}", time=view.now)
+            counted = failure.counted and not _has_counted(failure, earlier)
+            found.append(Failing(number, index, replace(failure, counted=counted), end))
+    return found
+
+
+def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> str:
+    """Why the failure ends its pod; empty: it does not."""
+    said = lost_device(view.job.spec, failure.message, trained=view.trained)
+    if said:
+        return f"has lost its device ({said})"
+    before = next((r for r in reversed(within) if r.reason in COUNTED and not r.consequence), None)
+    again = before is not None and before.pod == failure.pod and before.reason in _OF_PLACES
+    counts = view.status.restarts
+    restored = before in counts.recent and before is not None and before.counted and not counts.counted
+    # After a restored budget the job has trained for long enough that the failures are not in a row.
+    if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
+        return ""
+    moves = {r.round for r in within if r.reason in _MOVES}
+    left = [a for a in view.status.avoided_nodes if a.reason.startswith(_MOVES)]  # Later restarts may hide moves.
+    return "" if max(len(moves), len(left)) >= MOVES else "has failed twice in a row while other pods did not"
+
+
+def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
+    """Whether a failure on the same node has counted. Where many did not count of late, it counts all the same."""
+    replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
+    free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
+    return len(free) < MOVES and any(r.counted and r.node == failure.node and r.reason in _OF_PLACES for r in within)
+
+
+def _has_a_place(view: View, pod: PodView) -> bool:
+    """Whether a spare is there, or the pod's node could take a new one if no other has room."""
+    host, members = (view.world.hosts or {}).get(pod.host), view.report.members if view.report is not None else ()
+    spares = len({m.pod for m in members} & view.current_names - {pod.name}) >= view.job.spec.nodes
+    return spares or host is None or Wants.of(view.job.spec, view.status.queue).admitted_to(host)
 
 
 def next_judgement(view: View) -> datetime | None:

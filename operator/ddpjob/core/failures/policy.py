@@ -56,6 +56,17 @@ _NO_GPU = re.compile(
 """What torch raises where there is no GPU: the program's fault in a job without them, else perhaps the machine's."""
 
 
+_LOST_DEVICE = re.compile(
+    r"no (?:CUDA|ROCm)-capable device|no (?:CUDA|HIP) GPUs are available|no XPU devices are available"
+    r"|Found no NVIDIA driver|CUDA driver initialization failed|CUDA unknown error"
+    r"|(?:initialize NVML|NVML error|NVML_ERROR\w*)\W.{0,40}\bunknown error|NVML_ERROR_(?:UNKNOWN|GPU_IS_LOST)"
+    r"|GPU is lost|device (?:is )?lost(?![\w-])|DEVICE_LOST|fallen off the bus|\bXid\b.{0,40}\b79\b|hipErrorNoDevice"
+    r"|Device acquire failed",
+    re.IGNORECASE,
+)
+"""What CUDA, ROCm, oneAPI and SynapseAI write in a container that has lost its device: no new process gets it back."""
+
+
 @dataclass(frozen=True)
 class Ruling:
     """What the rules make of a cause."""
@@ -108,6 +119,20 @@ def repeated_program_error(spec: JobSpec, recent: Sequence[Restart]) -> str | No
     if None in found or len({match[1] for match in found if match}) > 1:
         return None
     return f"the same error {REPEATS} times before the first step{where}: {texts[-1]}"
+
+
+def names_program_error(message: str) -> bool:
+    """Whether a worker's failure is one that the program's text has in every pod."""
+    return _PROGRAM_ERROR.search(without_wait(message)) is not None
+
+
+def lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
+    """Return the words of a failure's message which say that the container has lost its device; empty without any.
+
+    A job that asks for no device and has not made a step may never have had one.
+    """
+    found = _LOST_DEVICE.search(message) if trained or spec.gpus_per_node else None
+    return found[0] if found else ""
 
 
 def shell_code(exit_code: int | None, signal_name: str | None) -> int | None:

@@ -63,12 +63,13 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
     dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
     missing = dedicated and status.rendezvous.state is SlotState.PLANNED and view.coordinator is None
     buildable = not world.problems and not not_served(view)
-    if buildable and missing and _due(view, status.rendezvous.not_before, held):
-        pods.append(CreateCoordinator())
     if buildable and held[0] is None:
         planned = [(i, s) for i, s in enumerate(status.slots) if s.state is SlotState.PLANNED and view.pods[i] is None]
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
+    if buildable and missing and _due(view, status.rendezvous.not_before, held):
+        # After one node's pod, whose kind of machine it prefers, and not after all of a large job.
+        pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
         # One that was refused is tried again with the next pod, not at every reconcile.

@@ -50,8 +50,16 @@ def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Dec
 def complete(view: View, events: list[Event]) -> Decision:
     """The decision for a job whose group has finished: every node has ended with exit code 0."""
     nodes, least = view.job.spec.nodes, view.job.spec.min_nodes
+    if least == nodes:
+        # A finished pod may be removed before anybody has looked. That of one node shows that all have finished.
+        view = view.with_slots(
+            [
+                replace(slot, state=SlotState.SUCCEEDED) if slot.state is SlotState.LOST else slot
+                for slot in view.status.slots
+            ]
+        )
     finished = sum(slot.state in (SlotState.SUCCEEDED, SlotState.RUNNING) for slot in view.status.slots)
-    done = min(finished, nodes) or nodes
+    done = view.status.rendezvous.nodes or nodes if least == nodes else min(finished, nodes) or nodes
     message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
     if not finished and least < nodes:
         message = "all nodes have finished"  # Of a group that a suspension took with it: it may have been smaller.
