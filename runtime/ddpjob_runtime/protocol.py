@@ -97,6 +97,17 @@ PREFLIGHT = "Preflight"
 """Kind of a note: what the check of the links has measured, of the node with rank 0."""
 DATA = "Data"
 """Kind of a note: how far a node has come that fetches storage.data.url; empty: it is done."""
+COMMUNICATION_ERROR = re.compile(
+    r"Connection (closed|reset|aborted|refused)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
+    r"Broken pipe|Socket Timeout|remote process exited|peer closed|TCPStore|recvValue|Timed out (after|waiting)|"
+    r"\bRDMA\b|(?<![a-z])UCC(?![a-z])|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
+    re.I,
+)
+"""What a rank raises whose peer is gone. It is searched for in the exception's own text, not in its traceback: source
+lines there may name a backend."""
+RANK_FAILURE = "RankFailed"
+"""Kind of the termination message that a rank of torchrun in a `command` writes (worker.py)."""
+
 RANK_ENDED = "(this rank has ended)"
 """In place of the stacks of a rank whose process is gone."""
 RANK_FAILED = "(this rank has failed, and its process has not ended) "

@@ -1,6 +1,11 @@
+#!/usr/bin/env python3
 """Runs the user's program in a worker process as if Python had started it directly.
 
     python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
+    worker.py -u FILE ARGUMENTS | -u -m NAME ARGUMENTS
+
+The second form is Python's own: torchrun in a `command` starts its workers by it (PYTHON_EXEC). An error is then also
+written as the reason of the container's end, because no launcher reports it.
 
 Adds six things: the process dies with its launcher; an exception is written to torchrun's error file (as @record does
 for scripts that use it); on rank 0 the steps of optimizers are counted; torch's compiler is imported when something
@@ -20,6 +25,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 EXIT_STEPPED_ASIDE = 75
+OF_COMMAND = "--of-command"
+"""The first argument of a worker that torchrun in a `command` has started."""
+REASON_BYTES = 4096
+"""Of a container's termination message."""
 MARK = b"ddpjob\n"
 """In the file by which torch locks an extension while a rank builds it."""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
@@ -34,9 +43,31 @@ OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byt
 
 def main() -> None:
     """Become the program that the arguments name."""
+    words = sys.argv[1:]
+    if words[0] == "-u":
+        become_worker(words[1:])
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the folder of this file
-    run(sys.argv[1:])
+    if words[0] == OF_COMMAND:
+        del words[0]
+        Reason.wanted = True
+    run(words)
+
+
+def become_worker(words: list[str]) -> None:
+    """Start again by the Python that runs torchrun, which may be another than the first one on the path."""
+    import os
+    import shutil
+
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:  # noqa: PTH123
+            python = os.fsdecode(file.read().partition(b"\0")[0])
+    except OSError:
+        python = ""
+    if "python" not in os.path.basename(python) or shutil.which(python) is None:  # noqa: PTH119
+        python = sys.executable
+    program = ["--module", *words[1:]] if words[0] == "-m" else ["--script", *words]
+    os.execvp(python, [python, "-u", __file__, OF_COMMAND, *program])
 
 
 def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
@@ -426,13 +457,72 @@ def record(error: BaseException, path: str, code: int) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     content["message"]["extraInfo"]["ddpjob_exit"] = code
-    if isinstance(error, (ImportError, SyntaxError)) and not group_exists():
+    is_init = isinstance(error, (ImportError, SyntaxError)) and not group_exists()
+    if is_init:
         content["message"]["extraInfo"]["ddpjob_init"] = True
+    if Reason.wanted:
+        extra = content["message"]["extraInfo"]
+        Reason(code, is_init, str(content["message"]["message"]), str(extra.get("py_callstack", text))).write()
     try:
         with open(path, "w") as file:  # noqa: PTH123
             json.dump(content, file)
     except OSError as problem:
         sys.stderr.write(f"ddpjob: cannot write the error file {path}: {problem}\n")
+
+
+class Reason:
+    """Why a rank has failed, as the reason of its container's end (termination_log.py). The first failure counts."""
+
+    wanted = False
+    """Whether this process writes it, because torchrun in a `command` has started it."""
+
+    def __init__(self, code: int, is_init: bool, said: str, trace: str) -> None:
+        import os
+
+        number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        self.restart = int(number) if number.isdigit() else 0
+        rank = os.environ.get("RANK", "")
+        self.fields = {"kind": "RankFailed", "rank": int(rank) if rank.isdigit() else 0, "exitCode": code,
+            "init": is_init, "restart": self.restart}  # fmt: skip
+        self.said, self.trace = said, trace
+
+    def write(self) -> None:
+        """Write it, unless another rank of the same round has written before."""
+        import fcntl
+        import json
+        import os
+
+        named = os.environ.get("DDPJOB_TERMINATION_LOG")
+        try:
+            made = os.O_CREAT if named else 0  # Without a name it is the container's own file, if there is one.
+            file = os.open(named or "/dev/termination-log", os.O_RDWR | made, 0o600)
+        except OSError:
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                before = json.loads(os.read(file, REASON_BYTES)).get("restart", 0)
+            except (ValueError, AttributeError):
+                before = -1
+            if before < self.restart:
+                os.ftruncate(file, 0)
+                os.pwrite(file, self.text(), 0)
+        except OSError as problem:
+            sys.stderr.write(f"ddpjob: cannot write the reason of this container's end: {problem}\n")
+        finally:
+            os.close(file)
+
+    def text(self) -> bytes:
+        """At most REASON_BYTES: the beginning of the message, and the end of the traceback."""
+        import json
+
+        room = REASON_BYTES
+        while True:
+            parts = {"message": self.said[: room // 3], "traceback": self.trace[-(room // 2) :]}
+            text = json.dumps({**self.fields, **parts}).encode()
+            if len(text) <= REASON_BYTES:
+                return text
+            room = room * 3 // 4
 
 
 def text_of(error: BaseException) -> str:
