@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 EXIT_STEPPED_ASIDE = 75
 OF_COMMAND = "--of-command"
 """The first argument of a worker that torchrun in a `command` has started."""
+STAY_SECONDS = 10.0
+"""How long a process may stay after its program has failed: for exit handlers, threads and destructors."""
 REASON_BYTES = 4096
 """Of a container's termination message."""
 MARK = b"ddpjob\n"
@@ -306,12 +308,14 @@ def run_recorded(mode: str, target: str) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)  # Or whatever main() has returned.
         if code not in (0, EXIT_STEPPED_ASIDE) and os.getpid() == process:
+            end_in_time()
             record(end, errors, code & 0xFF)
         raise
     except BaseException as error:
         failure = error
     if failure is not None:  # Outside of the handler: what the hook raises has nothing to do with it.
         if os.getpid() == process:
+            end_in_time()
             record(failure, errors, 1)
         show(failure)
         sys.exit(1)
@@ -502,9 +506,9 @@ class Reason:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 before = json.loads(os.read(file, REASON_BYTES)).get("restart", 0)
-            except (ValueError, AttributeError):
-                before = -1
-            if before < self.restart:
+            except (ValueError, AttributeError, RecursionError):
+                before = None
+            if not isinstance(before, int) or before < self.restart:
                 os.ftruncate(file, 0)
                 os.pwrite(file, self.text(), 0)
         except OSError as problem:
@@ -523,6 +527,19 @@ class Reason:
             if len(text) <= REASON_BYTES:
                 return text
             room = room * 3 // 4
+
+
+def end_in_time() -> None:
+    """Have the kernel end this process if it is still there after STAY_SECONDS, although its program has failed.
+
+    Exit handlers, threads and destructors may wait for ever for ranks that wait for this one. No thread of Python
+    could end it: during the interpreter's own end, and while a library holds the lock, none runs.
+    """
+    import signal
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.setitimer(signal.ITIMER_REAL, STAY_SECONDS)
 
 
 def text_of(error: BaseException) -> str:

@@ -243,3 +243,14 @@ def test_who_has_ended_and_who_is_about_to_is_reported_and_nobody_else(tmp_path:
     agent._ended, agent._ending = dict.fromkeys(codes, 0), {}
     agent._report(context, 1, {rank: 10 + rank for rank in codes})
     assert sent == [], "the node has finished"
+
+
+def test_a_worker_that_its_own_alarm_has_ended_failed_with_its_programs_exit_code(tmp_path: Path) -> None:
+    sent: list[dict[str, Any]] = []
+    client: Any = SimpleNamespace(send=lambda kind, **fields: sent.append(fields))
+    errors = tmp_path / "error.json"
+    errors.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": {"ddpjob_exit": 3}}}))
+    for path in (errors, tmp_path / "none"):
+        agent_module.send_failure(client, 1, 0, 0, 77, -signal.SIGALRM, str(path), kernel_killed=False)
+    assert [(fields["exitCode"], fields["signal"]) for fields in sent] == [(3, None), (-14, "SIGALRM")]
+    assert sent[0]["message"] == f"ValueError: x{agent_module.STAYED}"

@@ -38,6 +38,8 @@ ABORTED = (
     " failed, or a collective took longer than its time-out"
 )
 """After SIGABRT without an exception: its words are only in the worker's output."""
+STAYED = " (its process was still there 10 s after that, and was killed)"
+"""Of a worker whose program had failed, and that ended by the alarm that it had set (worker.py)."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader says in the worker that one of its own processes was killed."""
 GONE_SECONDS = 60.0
@@ -332,7 +334,10 @@ def send_failure(
     of this container, was killed for memory.
     """
     error = read_error_file(error_file)
-    name, message = signal_name(code), error.message
+    message = error.message
+    if code == -signal.SIGALRM and error.exit_code is not None:
+        code, message = error.exit_code, message + STAYED
+    name = signal_name(code)
     of_loader = LOADER_KILLED.search(message) is not None
     out_of_memory = kernel_killed and (code == -signal.SIGKILL or of_loader)
     if out_of_memory:
