@@ -203,6 +203,8 @@ ROUND = "round"
 """In a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
 UNGROUPED = "ungrouped"
 """In the step counter's reports: true if the program makes steps and has formed no group with the other ranks."""
+UNCOUNTABLE = "uncountable"
+"""Likewise: true if the next steps may be made where nobody counts them, as those of a compiled optimizer."""
 COUNTED_SPEED = "stepsPerSecond"
 """The metric of a script that reports no samples per second; the step counter's only one."""
 CHECKPOINT_TIME = "checkpointTime"
@@ -442,8 +444,7 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
         figures["metrics"] = _figures(value["metrics"])
     if stragglers := read_stragglers(value.get(STRAGGLERS)):
         figures[STRAGGLERS] = stragglers
-    if value.get(UNGROUPED) is True:
-        figures[UNGROUPED] = True
+    figures.update((name, True) for name in (UNGROUPED, UNCOUNTABLE) if value.get(name) is True)
     return figures
 
 

@@ -638,7 +638,8 @@ class StepCounter:
         self.counts: dict[int, int] = {}
         self.process, self.posted = os.getpid(), 0
         self.world, self.grouped, self.says_group = int(os.environ.get("WORLD_SIZE") or 1), False, True
-        self.said = False
+        self.said = self.captured = self.said_uncountable = False
+        self.compiled = 0
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
@@ -648,6 +649,10 @@ class StepCounter:
             torch = sys.modules["torch"]
             if torch.compiler.is_compiling():  # a compiled step is not counted: that would cost a graph break
                 return
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                self.captured = True  # The steps that a CUDA graph repeats are not counted: no Python runs.
+                return
+            self.captured, self.compiled = False, frames_compiled()
             if not counts:
                 self.start()
             key = id(optimizer)
@@ -682,6 +687,15 @@ class StepCounter:
                 # What the first steps took is not known. Later: since some posts ago, or a post holds few whole steps.
                 self.post((steps - posts[0][0]) / (now - posts[0][1]) if posts else 0.0)
                 posts = [*posts[-POSTS_OF_SPEED + 1 :], (steps, now)]
+            elif not self.said_uncountable and self.uncountable():
+                self.posted, self.said_uncountable = -1, True
+                self.post(0.0)
+
+    def uncountable(self) -> bool:
+        """Whether the next steps may be made where nobody counts them: after the last one that was counted something
+        was compiled, or a CUDA graph was captured.
+        """
+        return self.captured or frames_compiled() > self.compiled
 
     def post(self, steps_per_second: float) -> None:
         """Post the count; if that fails it is dropped, since the next post contains it."""
@@ -696,6 +710,10 @@ class StepCounter:
             report["metrics"] = {"stepsPerSecond": round(steps_per_second, 3)}
         if self.says_group and self.trains_alone(steps):
             report["ungrouped"] = True
+        if self.says_group and self.uncountable():
+            report["uncountable"] = True
+        else:
+            self.said_uncountable = False
         body = json.dumps(report).encode()
         try:
             status, instance = self.ask(body)
@@ -734,6 +752,13 @@ class StepCounter:
             answer = connection.recv(4096).decode("latin-1")
         lines = [line.partition(": ") for line in answer.partition("\r\n\r\n")[0].split("\r\n")]
         return answer[9:12], next((value for name, _, value in lines if name == "DDPJob-Instance"), "")
+
+
+def frames_compiled() -> int:
+    """How often torch's compiler has compiled something in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    counters: Any = getattr(utils, "counters", None)
+    return int(counters["frames"]["ok"]) if counters is not None else 0
 
 
 def seal(token: str, *parts: Any) -> str:

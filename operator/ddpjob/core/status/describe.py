@@ -15,6 +15,7 @@ from ddpjob_runtime.protocol import (
     DATA,
     DATA_WAITS,
     PREFLIGHT,
+    UNCOUNTABLE,
     UNGROUPED,
     CoordinatorState,
     MemberState,
@@ -441,7 +442,7 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
             "so each rank trains a model of its own",
         )
     if training == wanted:
-        return True, "GroupRuns", f"{_train(wanted)}{_finished_early(view)}"
+        return True, "GroupRuns", f"{_train(wanted)}{_finished_early(view)}{_without_count(view)}"
     if training > wanted:
         return True, "GroupShrinking", f"{_train(training)}, which is about to become {wanted}"
     train = "trains" if training == 1 else "train as one group"
@@ -487,6 +488,17 @@ def _finished_early(view: View) -> str:
     first = finished[0]
     others, have = (f" and {len(finished) - 1} more", "have") if len(finished) > 1 else ("", "has")
     return f"; pod {first.pod} (node rank {first.rank}){others} {have} already ended with exit code 0"
+
+
+def _without_count(view: View) -> str:
+    """What recovery.hangAfterSeconds is worth for a script whose steps nobody can count."""
+    uncountable = view.report is not None and view.report.progress.get(UNCOUNTABLE)
+    if not uncountable or view.job.spec.recovery.hang_after_seconds is None:
+        return ""
+    return (
+        "; no step of this script can be counted, so recovery.hangAfterSeconds restarts it only if every rank stands "
+        "still: have it call ddpjob_report.report() after each step"
+    )
 
 
 def _missing(view: View) -> str:
