@@ -926,7 +926,7 @@ def test_steps_that_cannot_be_counted_are_no_hang_while_any_rank_works(counted: 
     assert looked_at(world, members, True, None) == "Running"
     assert looked_at(world, members, True, True) == "Restarting"
     [incident] = world.report()["incidents"]
-    assert incident["kind"] == "Hang" and incident["message"].startswith("no step for 60 s: rank 0 in all_reduce")
+    assert incident["kind"] == "Hang" and ": rank 0 in all_reduce (" in incident["message"]
 
 
 def test_a_script_that_reports_its_steps_is_countable_whatever_it_compiles() -> None:
