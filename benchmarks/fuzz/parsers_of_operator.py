@@ -240,6 +240,25 @@ def _metrics() -> Target:
     )
 
 
+def _ends() -> Target:
+    """A container's termination message, of a launcher and of a rank of torchrun in a `command`."""
+    from ddpjob.core.failures.classify import why_ended
+    from ddpjob.core.world import ContainerView, PodView, Role
+
+    rank = {"kind": "RankFailed", "rank": 3, "exitCode": 1, "init": False, "restart": 0, "message": "KeyError: 'x'",
+        "traceback": "Traceback"}  # fmt: skip
+    table = "Root Cause (first observed failure):\n[0]:\n  rank  : 5 (local_rank: 1)\n  exitcode  : -11 (pid: 77)\n"
+
+    def read(data: bytes) -> None:
+        text = data.decode(errors="replace")[:4096]
+        container = ContainerView(exit_code=1, reason="Error", message=text)
+        pod = PodView(name="a-0-0", uid="u", role=Role.NODE, containers={"trainer": container})
+        for launcher in (True, False):
+            why_ended(pod, launcher=launcher)
+
+    return Target(read, [json.dumps(rank).encode(), json.dumps(table).encode(), table.encode()], ())
+
+
 def _rounds() -> Target:
     """A job's record of rounds, as `ddpjob show` prints it and `ddpjob get --local` lists it."""
     from ddpjob.client.backend import Mistake
@@ -276,4 +295,5 @@ PARSERS = (
     Parser("conversions", "PyTorchJob and TrainJob", Form.JSON, _conversions),
     Parser("metrics", "metrics.jsonl", Form.LINES, _metrics),
     Parser("rounds", "the record of rounds in a checkpoint folder", Form.LINES, _rounds),
+    Parser("ends", "what a container has written of its end", Form.JSON, _ends),
 )

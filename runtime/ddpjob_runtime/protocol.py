@@ -97,6 +97,17 @@ PREFLIGHT = "Preflight"
 """Kind of a note: what the check of the links has measured, of the node with rank 0."""
 DATA = "Data"
 """Kind of a note: how far a node has come that fetches storage.data.url; empty: it is done."""
+COMMUNICATION_ERROR = re.compile(
+    r"Connection (closed|reset|aborted|refused)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
+    r"Broken pipe|Socket Timeout|remote process exited|peer closed|TCPStore|recvValue|Timed out (after|waiting)|"
+    r"\bRDMA\b|(?<![a-z])UCC(?![a-z])|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
+    re.I,
+)
+"""What a rank raises whose peer is gone. It is searched for in the exception's own text, not in its traceback: source
+lines there may name a backend."""
+RANK_FAILURE = "RankFailed"
+"""Kind of the termination message that a rank of torchrun in a `command` writes (worker.py)."""
+
 RANK_ENDED = "(this rank has ended)"
 """In place of the stacks of a rank whose process is gone."""
 RANK_FAILED = "(this rank has failed, and its process has not ended) "
@@ -192,6 +203,8 @@ ROUND = "round"
 """In a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
 UNGROUPED = "ungrouped"
 """In the step counter's reports: true if the program makes steps and has formed no group with the other ranks."""
+UNCOUNTABLE = "uncountable"
+"""Likewise: true if the next steps may be made where nobody counts them, as those of a compiled optimizer."""
 COUNTED_SPEED = "stepsPerSecond"
 """The metric of a script that reports no samples per second; the step counter's only one."""
 CHECKPOINT_TIME = "checkpointTime"
@@ -431,8 +444,7 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
         figures["metrics"] = _figures(value["metrics"])
     if stragglers := read_stragglers(value.get(STRAGGLERS)):
         figures[STRAGGLERS] = stragglers
-    if value.get(UNGROUPED) is True:
-        figures[UNGROUPED] = True
+    figures.update((name, True) for name in (UNGROUPED, UNCOUNTABLE) if value.get(name) is True)
     return figures
 
 

@@ -1,6 +1,11 @@
+#!/usr/bin/env python3
 """Runs the user's program in a worker process as if Python had started it directly.
 
     python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
+    worker.py -u FILE ARGUMENTS | -u -m NAME ARGUMENTS
+
+The second form is Python's own: torchrun in a `command` starts its workers by it (PYTHON_EXEC). An error is then also
+written as the reason of the container's end, because no launcher reports it.
 
 Adds six things: the process dies with its launcher; an exception is written to torchrun's error file (as @record does
 for scripts that use it); on rank 0 the steps of optimizers are counted; torch's compiler is imported when something
@@ -20,6 +25,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 EXIT_STEPPED_ASIDE = 75
+OF_COMMAND = "--of-command"
+"""The first argument of a worker that torchrun in a `command` has started."""
+STAY_SECONDS = 10.0
+"""How long a process may stay after its program has failed: for exit handlers, threads and destructors."""
+REASON_BYTES = 4096
+"""Of a container's termination message."""
 MARK = b"ddpjob\n"
 """In the file by which torch locks an extension while a rank builds it."""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
@@ -34,9 +45,31 @@ OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byt
 
 def main() -> None:
     """Become the program that the arguments name."""
+    words = sys.argv[1:]
+    if words[0] == "-u":
+        become_worker(words[1:])
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the folder of this file
-    run(sys.argv[1:])
+    if words[0] == OF_COMMAND:
+        del words[0]
+        Reason.wanted = True
+    run(words)
+
+
+def become_worker(words: list[str]) -> None:
+    """Start again by the Python that runs torchrun, which may be another than the first one on the path."""
+    import os
+    import shutil
+
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:  # noqa: PTH123
+            python = os.fsdecode(file.read().partition(b"\0")[0])
+    except OSError:
+        python = ""
+    if "python" not in os.path.basename(python) or shutil.which(python) is None:  # noqa: PTH119
+        python = sys.executable
+    program = ["--module", *words[1:]] if words[0] == "-m" else ["--script", *words]
+    os.execvp(python, [python, "-u", __file__, OF_COMMAND, *program])
 
 
 def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
@@ -275,12 +308,14 @@ def run_recorded(mode: str, target: str) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)  # Or whatever main() has returned.
         if code not in (0, EXIT_STEPPED_ASIDE) and os.getpid() == process:
+            end_in_time()
             record(end, errors, code & 0xFF)
         raise
     except BaseException as error:
         failure = error
     if failure is not None:  # Outside of the handler: what the hook raises has nothing to do with it.
         if os.getpid() == process:
+            end_in_time()
             record(failure, errors, 1)
         show(failure)
         sys.exit(1)
@@ -426,13 +461,85 @@ def record(error: BaseException, path: str, code: int) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     content["message"]["extraInfo"]["ddpjob_exit"] = code
-    if isinstance(error, (ImportError, SyntaxError)) and not group_exists():
+    is_init = isinstance(error, (ImportError, SyntaxError)) and not group_exists()
+    if is_init:
         content["message"]["extraInfo"]["ddpjob_init"] = True
+    if Reason.wanted:
+        extra = content["message"]["extraInfo"]
+        Reason(code, is_init, str(content["message"]["message"]), str(extra.get("py_callstack", text))).write()
     try:
         with open(path, "w") as file:  # noqa: PTH123
             json.dump(content, file)
     except OSError as problem:
         sys.stderr.write(f"ddpjob: cannot write the error file {path}: {problem}\n")
+
+
+class Reason:
+    """Why a rank has failed, as the reason of its container's end (termination_log.py). The first failure counts."""
+
+    wanted = False
+    """Whether this process writes it, because torchrun in a `command` has started it."""
+
+    def __init__(self, code: int, is_init: bool, said: str, trace: str) -> None:
+        import os
+
+        number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        self.restart = int(number) if number.isdigit() else 0
+        rank = os.environ.get("RANK", "")
+        self.fields = {"kind": "RankFailed", "rank": int(rank) if rank.isdigit() else 0, "exitCode": code,
+            "init": is_init, "restart": self.restart}  # fmt: skip
+        self.said, self.trace = said, trace
+
+    def write(self) -> None:
+        """Write it, unless another rank of the same round has written before."""
+        import fcntl
+        import json
+        import os
+
+        named = os.environ.get("DDPJOB_TERMINATION_LOG")
+        try:
+            made = os.O_CREAT if named else 0  # Without a name it is the container's own file, if there is one.
+            file = os.open(named or "/dev/termination-log", os.O_RDWR | made, 0o600)
+        except OSError:
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                before = json.loads(os.read(file, REASON_BYTES)).get("restart", 0)
+            except (ValueError, AttributeError, RecursionError):
+                before = None
+            if not isinstance(before, int) or before < self.restart:
+                os.ftruncate(file, 0)
+                os.pwrite(file, self.text(), 0)
+        except OSError as problem:
+            sys.stderr.write(f"ddpjob: cannot write the reason of this container's end: {problem}\n")
+        finally:
+            os.close(file)
+
+    def text(self) -> bytes:
+        """At most REASON_BYTES: the beginning of the message, and the end of the traceback."""
+        import json
+
+        room = REASON_BYTES
+        while True:
+            parts = {"message": self.said[: room // 3], "traceback": self.trace[-(room // 2) :]}
+            text = json.dumps({**self.fields, **parts}).encode()
+            if len(text) <= REASON_BYTES:
+                return text
+            room = room * 3 // 4
+
+
+def end_in_time() -> None:
+    """Have the kernel end this process if it is still there after STAY_SECONDS, although its program has failed.
+
+    Exit handlers, threads and destructors may wait for ever for ranks that wait for this one. No thread of Python
+    could end it: during the interpreter's own end, and while a library holds the lock, none runs.
+    """
+    import signal
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.setitimer(signal.ITIMER_REAL, STAY_SECONDS)
 
 
 def text_of(error: BaseException) -> str:
@@ -531,7 +638,8 @@ class StepCounter:
         self.counts: dict[int, int] = {}
         self.process, self.posted = os.getpid(), 0
         self.world, self.grouped, self.says_group = int(os.environ.get("WORLD_SIZE") or 1), False, True
-        self.said = False
+        self.said = self.captured = self.said_uncountable = False
+        self.compiled = 0
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
@@ -541,6 +649,10 @@ class StepCounter:
             torch = sys.modules["torch"]
             if torch.compiler.is_compiling():  # a compiled step is not counted: that would cost a graph break
                 return
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                self.captured = True  # The steps that a CUDA graph repeats are not counted: no Python runs.
+                return
+            self.captured, self.compiled = False, frames_compiled()
             if not counts:
                 self.start()
             key = id(optimizer)
@@ -575,6 +687,15 @@ class StepCounter:
                 # What the first steps took is not known. Later: since some posts ago, or a post holds few whole steps.
                 self.post((steps - posts[0][0]) / (now - posts[0][1]) if posts else 0.0)
                 posts = [*posts[-POSTS_OF_SPEED + 1 :], (steps, now)]
+            elif not self.said_uncountable and self.uncountable():
+                self.posted, self.said_uncountable = -1, True
+                self.post(0.0)
+
+    def uncountable(self) -> bool:
+        """Whether the next steps may be made where nobody counts them: after the last one that was counted something
+        was compiled, or a CUDA graph was captured.
+        """
+        return self.captured or frames_compiled() > self.compiled
 
     def post(self, steps_per_second: float) -> None:
         """Post the count; if that fails it is dropped, since the next post contains it."""
@@ -589,6 +710,10 @@ class StepCounter:
             report["metrics"] = {"stepsPerSecond": round(steps_per_second, 3)}
         if self.says_group and self.trains_alone(steps):
             report["ungrouped"] = True
+        if self.says_group and self.uncountable():
+            report["uncountable"] = True
+        else:
+            self.said_uncountable = False
         body = json.dumps(report).encode()
         try:
             status, instance = self.ask(body)
@@ -627,6 +752,13 @@ class StepCounter:
             answer = connection.recv(4096).decode("latin-1")
         lines = [line.partition(": ") for line in answer.partition("\r\n\r\n")[0].split("\r\n")]
         return answer[9:12], next((value for name, _, value in lines if name == "DDPJob-Instance"), "")
+
+
+def frames_compiled() -> int:
+    """How often torch's compiler has compiled something in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    counters: Any = getattr(utils, "counters", None)
+    return int(counters["frames"]["ok"]) if counters is not None else 0
 
 
 def seal(token: str, *parts: Any) -> str:

@@ -140,7 +140,7 @@ def test_no_free_ports(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("ddpjob.local.local_platform._is_free", lambda port: False)
     answer = machine.command("run", str(machine.write(manifest(command=["true"]))))
     assert answer.returncode == 2, answer
-    assert answer.stderr.splitlines()[-1].startswith("no two neighbouring TCP ports between 20000 and 32000 are free")
+    assert answer.stderr.splitlines()[-1].startswith("no three neighbouring TCP ports between 20000 and 32000 are free")
 
 
 def test_without_ports_no_checkpoints_are_set_aside(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_without_ports_no_checkpoints_are_set_aside(machine: SameProcess, monkey
     (machine.runs / "job" / "checkpoints").mkdir(parents=True)
     (machine.runs / "job" / "checkpoints" / "model.pt").touch()
     answer = machine.command("run", str(machine.write(manifest(command=["true"]))), "--fresh")
-    assert answer.returncode == 2 and "no two neighbouring TCP ports" in answer.stderr
+    assert answer.returncode == 2 and "no three neighbouring TCP ports" in answer.stderr
     assert (machine.runs / "job" / "checkpoints" / "model.pt").exists()
 
 

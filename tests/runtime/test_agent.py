@@ -243,3 +243,43 @@ def test_who_has_ended_and_who_is_about_to_is_reported_and_nobody_else(tmp_path:
     agent._ended, agent._ending = dict.fromkeys(codes, 0), {}
     agent._report(context, 1, {rank: 10 + rank for rank in codes})
     assert sent == [], "the node has finished"
+
+
+def test_a_worker_that_its_own_alarm_has_ended_failed_with_its_programs_exit_code(tmp_path: Path) -> None:
+    sent: list[dict[str, Any]] = []
+    client: Any = SimpleNamespace(send=lambda kind, **fields: sent.append(fields))
+    errors = tmp_path / "error.json"
+    errors.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": {"ddpjob_exit": 3}}}))
+    for path in (errors, tmp_path / "none"):
+        agent_module.send_failure(client, 1, 0, 0, 77, -signal.SIGALRM, str(path), kernel_killed=False)
+    assert [(fields["exitCode"], fields["signal"]) for fields in sent] == [(3, None), (-14, "SIGALRM")]
+    assert sent[0]["message"] == f"ValueError: x{agent_module.STAYED}"
+
+
+WORKERS = {
+    "waits for its peers": ("import time; time.sleep(1000)", True),
+    "makes short steps": ("import time\nwhile True: time.sleep(0.005)", False),
+    "computes": ("while True: pass", False),
+    "waits for a process that works": (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])", False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", WORKERS)
+def test_a_worker_stands_still_that_was_not_woken_up_since_the_look_before(kind: str) -> None:
+    code, idle = WORKERS[kind]
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as worker:
+        try:
+            activity, seen = agent_module.stacks.Activity(), list[Any]()
+            assert activity.idle(worker.pid) is None
+            deadline = time.monotonic() + 60
+            while idle not in seen and time.monotonic() < deadline:  # Its start is work, too.
+                activity.remember([worker.pid])
+                time.sleep(1.0)
+                seen.append(activity.idle(worker.pid))
+            assert seen[-1] is idle, seen
+        finally:
+            os.killpg(worker.pid, signal.SIGKILL)
+    assert activity.idle(worker.pid) is None

@@ -927,9 +927,49 @@ def test_time_in_which_the_coordinator_stood_still_is_no_hang() -> None:
     assert world.last(members[0]) == ("dump", {"round": 1})
 
 
+def looked_at(world: World, members: list[Any], *idle: bool | None) -> str:
+    """After the limit the ranks are looked at, and have done something since the last look or not: the new state."""
+    dumps = world.verbs(members[0]).count("dump")
+    world.pass_time(60.1)
+    assert world.verbs(members[0]).count("dump") == dumps + 1
+    for rank, (member, still) in enumerate(zip(members, idle)):
+        world.coordinator.stacks(member, 1, rank, DUMP, still)
+    world.pass_time(0.5)
+    return str(world.report()["state"])
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["none was ever counted", "the optimizer was compiled"])
+def test_steps_that_cannot_be_counted_are_no_hang_while_any_rank_works(counted: bool) -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    if counted:
+        world.coordinator.report_progress({"step": 9, "automatic": True})
+        world.coordinator.report_progress({"step": 9, "automatic": True, "uncountable": True})
+    assert looked_at(world, members, None, None) == "Running", "the first look compares with nothing"
+    assert bool(world.report()["progress"].get("uncountable")) is counted, "nothing is known yet"
+    assert looked_at(world, members, True, False) == "Running"
+    assert world.report()["progress"]["uncountable"] is True
+    assert looked_at(world, members, True, None) == "Running"
+    assert looked_at(world, members, True, True) == "Restarting"
+    [incident] = world.report()["incidents"]
+    assert incident["kind"] == "Hang" and ": rank 0 in all_reduce (" in incident["message"]
+
+
+def test_a_script_that_reports_its_steps_is_countable_whatever_it_compiles() -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    world.coordinator.report_progress({"step": 9, "automatic": True, "uncountable": True})
+    world.coordinator.report_progress({"step": 1})
+    world.coordinator.report_progress({"step": 10, "automatic": True, "uncountable": True})
+    assert "uncountable" not in world.report()["progress"]
+    world.pass_time(60.1)
+    assert world.report()["state"] == "Restarting" and world.last(members[0])[0] == "dump"
+
+
 def test_a_hang_whose_ranks_give_no_stack_is_reported_all_the_same() -> None:
     world = World(2, hang_after=60.0)
     members = world.form()
+    world.coordinator.report_progress({"step": 1})
     world.pass_time(60.1)
     world.pass_time(3.1)
     assert world.last(members[0])[0] == "restart"
@@ -1288,6 +1328,7 @@ def test_the_stacks_of_a_round_do_not_reach_the_next_one() -> None:
     world = World(attempt=1, hang_after=10.0)
     for index in range(2):
         world.resume(index, 7, index, 2)
+    world.coordinator.report_progress({"step": 1})
     world.pass_time(11)
     assert world.report()["state"] == "Restarting"
     again = [world.resume(index, 8, index, 2, attempt=1) for index in range(2)]

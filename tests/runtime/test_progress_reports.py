@@ -290,6 +290,52 @@ def test_the_speed_of_counted_steps_is_of_those_that_were_timed(monkeypatch: pyt
     assert [speed for _, speed in posted[10:]] == pytest.approx([5.0, 5.0, 5.0])
 
 
+def torch_without_gpu(**fields: Any) -> Any:
+    """What the step counter asks of torch."""
+    cuda = SimpleNamespace(is_initialized=lambda: False)
+    return SimpleNamespace(compiler=SimpleNamespace(is_compiling=lambda: False), cuda=cuda, **fields)
+
+
+def test_steps_that_may_go_uncounted_from_now_on_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled optimizer's run no hook, and neither do those that a CUDA graph repeats."""
+    monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
+    hooks, posted = list[Any](), list[dict[str, Any]]()
+    counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=hooks.append))
+    monkeypatch.setattr(counter, "start", lambda: None)
+    monkeypatch.setattr(counter, "ask", lambda body: (posted.append(json.loads(body)), ("200", ""))[1])
+    torch, frames = torch_without_gpu(), {"ok": 1}
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters={"frames": frames}))  # type: ignore[arg-type]
+
+    def looks() -> bool:
+        """Whether a look at the counter, half a second later, says so."""
+        posted.clear()
+        waits = [None, EOFError]
+
+        def sleep(_: float) -> None:
+            if (end := waits.pop(0)) is not None:
+                raise end
+
+        monkeypatch.setattr(time, "sleep", sleep)
+        with pytest.raises(EOFError):
+            counter.run()
+        return any(report.get("uncountable") for report in posted)
+
+    hooks[0]("optimizer", (), {})
+    assert not looks(), "the model is compiled, and its steps are counted"
+    frames["ok"] = 2
+    counter.posted = 1
+    monkeypatch.setattr(counter, "counts", {})
+    assert looks() and not looks(), "once"
+    counter.counts["optimizer"] = 1
+    hooks[0]("optimizer", (), {})
+    assert not counter.uncountable(), "a step was counted again"
+    torch.cuda = SimpleNamespace(is_initialized=lambda: True, is_current_stream_capturing=lambda: True)
+    hooks[0]("optimizer", (), {})
+    assert counter.uncountable()
+
+
 def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,7 +358,7 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
             counter.post(1.0)
         return ["ungrouped" in report for report in posted]
 
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(compiler=SimpleNamespace(is_compiling=lambda: False)))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
     monkeypatch.setattr(worker, "group_exists", lambda: False)
     assert counted("2", 9, 1, 5) == [False, True, True], "a few steps may come before the group"
     assert capsys.readouterr().err.count("each of the 2 ranks trains a model of its own") == 1

@@ -174,6 +174,21 @@ def test_a_hang_is_seen_and_shown(job: Job) -> None:
     finish(job, "job-0-0", "job-1-0")
 
 
+def test_steps_without_an_optimizer_are_no_hang_until_every_rank_stands_still(job: Job) -> None:
+    script = (STEPS, "--steps", "1000", "--sleep", "0.05", "--hang-at", "200")
+    job.start_coordinator("--hang-after", "2")
+    job.start_node(0, *script)
+    job.start_node(1, *script)
+    report = job.wait_until(lambda r: r["progress"].get("uncountable") or r["incidents"], 60)
+    assert not report["incidents"], "it works, and no step of it can be counted"
+    report = job.wait_until(lambda r: r["incidents"], 60)
+    [incident] = report["incidents"]
+    assert incident["kind"] == "Hang" and "wait_for_ever" in incident["message"], incident
+    assert max(step for _, _, step in made(job, 0)) >= 199
+    (job.folder / "enough").touch()
+    finish(job, "job-0-0", "job-1-0")
+
+
 def test_a_frozen_node_is_fenced(job: Job) -> None:
     """Its peers continue with another one; when it wakes up it ends."""
     with_a_spare(job, steps=3)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -382,3 +383,93 @@ def test_what_a_killed_rank_was_building_is_built_again(tmp_path: Path) -> None:
     lock.touch()
     with start("looks") as other:
         assert other.communicate()[0] == "False\n", "a file of another program is left alone"
+
+
+STAYING = {
+    "an exit handler": "import atexit, time\natexit.register(time.sleep, 1000)\nraise ValueError('x')\n",
+    "a thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\nraise ValueError('x')\n"
+    ),
+    "a library that holds the lock": (
+        "import atexit, ctypes\natexit.register(ctypes.PyDLL(None).sleep, 1000)\nraise SystemExit(3)\n"
+    ),
+    "a program with alarms of its own": (
+        "import atexit, signal, time\nsignal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"
+        "atexit.register(time.sleep, 1000)\nraise SystemExit(3)\n"
+    ),
+}
+
+
+def short_of_patience(folder: Path) -> str:
+    """worker.py, which lets a failed program's process stay for less time."""
+    text = Path(WORKER).read_text()
+    assert "STAY_SECONDS = 10.0" in text
+    (folder / "worker.py").write_text(text.replace("STAY_SECONDS = 10.0", "STAY_SECONDS = 0.3"))
+    return str(folder / "worker.py")
+
+
+@pytest.mark.parametrize("kind", STAYING)
+def test_a_process_that_stays_after_its_program_has_failed_is_ended(kind: str, tmp_path: Path) -> None:
+    script, errors = write(tmp_path, "stays.py", STAYING[kind]), tmp_path / "error.json"
+    command = [sys.executable, "-u", short_of_patience(tmp_path), "--script", script]
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(errors)}
+    ended = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60 * slowness(), check=False
+    )
+    assert ended.returncode == -signal.SIGALRM, ended.stderr
+    written = json.loads(errors.read_text())["message"]
+    assert written["extraInfo"]["ddpjob_exit"] == (3 if "3" in STAYING[kind][-4:] else 1)
+
+
+def test_a_process_that_stays_after_its_program_has_finished_is_left_alone(tmp_path: Path) -> None:
+    """It may still upload what it has saved."""
+    script = write(tmp_path, "stays.py", "import atexit, time\natexit.register(time.sleep, 1)\n")
+    command = [sys.executable, "-u", short_of_patience(tmp_path), "--script", script]
+    assert subprocess.run(command, cwd=tmp_path, timeout=60 * slowness(), check=False).returncode == 0
+
+
+def of_torchrun(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """What torchrun in a `command` starts as PYTHON_EXEC, and the reason of its container's end."""
+    given = {
+        "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{env.get('RANK')}.json"),
+        "DDPJOB_TERMINATION_LOG": str(folder / "end"),
+        **env,
+    }
+    return subprocess.run(
+        [sys.executable, WORKER, "-u", *words], env={**os.environ, **given}, cwd=folder, capture_output=True, text=True,
+        timeout=60 * slowness(), check=False,
+    )  # fmt: skip
+
+
+def test_torchrun_in_a_command_starts_scripts_and_modules_with_their_arguments(tmp_path: Path) -> None:
+    script = write(tmp_path, "pkg/probe.py", PROBE)
+    as_script, as_module = of_torchrun(tmp_path, script, "-m", "x"), of_torchrun(tmp_path, "-m", "pkg.probe", "--", "y")
+    assert json.loads(as_script.stdout)["argv"] == [script, "-m", "x"], as_script.stderr
+    assert json.loads(as_module.stdout)["argv"][1:] == ["--", "y"], as_module.stderr
+    direct = subprocess.run([sys.executable, "-u", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert json.loads(direct.stdout)["path"] == json.loads(as_script.stdout)["path"]
+    assert not (tmp_path / "end").exists()
+
+
+def test_the_first_rank_of_a_round_that_fails_is_the_reason_of_the_containers_end(tmp_path: Path) -> None:
+    script = write(tmp_path, "fails.py", "import os\nraise ValueError('x' * 5000 + os.environ['RANK'])\n")
+
+    def reason(rank: str, restart: str) -> tuple[int, int]:
+        of_torchrun(tmp_path, script, RANK=rank, TORCHELASTIC_RESTART_COUNT=restart)
+        text = (tmp_path / "end").read_bytes()
+        found = json.loads(text)
+        assert len(text) <= 4096 and found["message"].startswith("ValueError: xxx") and found["exitCode"] == 1
+        assert found["traceback"].rstrip().endswith(f"x{found['rank']}") and found["kind"] == "RankFailed"
+        return found["rank"], found["restart"]
+
+    assert reason("3", "0") == (3, 0)
+    assert reason("1", "0") == (3, 0), "one that follows it"
+    assert reason("2", "1") == (2, 1), "torchrun has restarted its workers"
+    (tmp_path / "end").write_text("[" * 3000)
+    assert reason("5", "0") == (5, 0)
+
+
+def test_a_rank_that_cannot_begin_says_so(tmp_path: Path) -> None:
+    of_torchrun(tmp_path, write(tmp_path, "fails.py", "import no_such_module\n"), RANK="0")
+    assert json.loads((tmp_path / "end").read_text())["init"] is True

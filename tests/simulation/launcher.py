@@ -337,7 +337,9 @@ class Launcher:
     def _on_dump(self, number: int) -> None:
         if self.working and self.place.get("round") == number:
             text = 'Current thread 0x1 (most recent call first):\n  File "train.py", line 7 in ' + f"{self.stands_in}\n"
-            self._later(0.1, lambda: self.send("stacks", round=number, rank=self.place["rank"], localRank=0, text=text))
+            place = {"round": number, "rank": self.place["rank"], "localRank": 0}
+            idle = self.network.clock.now - self.training.last_step > 2.0
+            self._later(0.1, lambda: self.send("stacks", **place, text=text, idle=idle))
 
     # ---- what befalls its workers
 

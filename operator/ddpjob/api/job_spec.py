@@ -199,6 +199,11 @@ class Rendezvous:
         """The coordinator's own port; the store's is `port`."""
         return self.port + 1
 
+    @property
+    def master_port(self) -> int:
+        """MASTER_PORT of a `command`: what it starts may listen there on index 0."""
+        return self.port + 2 if self.port < 65534 else self.port - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:

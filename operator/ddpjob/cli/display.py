@@ -16,15 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpjob.api.job import DDPJob
-from ddpjob.api.job_status import ConditionType, JobStatus, Phase
+from ddpjob.api.job_status import JobStatus, Phase
 from ddpjob.cli.output import printable
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.process_cluster import TimedEvent
 from ddpjob.local.runner import Display, Shown
 
 PLAIN_SECONDS = 2.0
-STEPS_UNKNOWN = "NodesRun"
-"""Reason of the condition Running of a job with `command`, whose steps nobody counts."""
 PHASE_COLOURS = {
     Phase.RUNNING: "green",
     Phase.COMPLETE: "bold green",
@@ -76,10 +74,9 @@ def event_line(happened: TimedEvent) -> str:
 def recoveries(status: JobStatus) -> list[str]:
     """A line for each restart that is over: what broke the group, and after how long it ran again.
 
-    None of a job that has made no step: it runs again only to fail again.
+    None of a job that has made no step, or reports none: it may run again only to fail again.
     """
-    running = status.condition(ConditionType.RUNNING)
-    if not status.progress and not (running is not None and running.reason == STEPS_UNKNOWN):
+    if not status.progress:
         return []
     return [
         f"{r.reason}: {r.message.splitlines()[0]}: the group ran again after {r.seconds:.1f} s"

@@ -20,7 +20,7 @@ from ddpjob.client.manifest_sources import BadInput, read_job
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
-from ddpjob.local.local_platform import NoFreePorts, free_port_pair
+from ddpjob.local.local_platform import NoFreePorts, free_ports
 from ddpjob.local.paths import JobFolder, RunFolder, job_folder
 from ddpjob.local.record import AlreadyRunning, held, write_atomically
 from ddpjob.local.runner import Outcome, Runner, new_body, prepare
@@ -91,7 +91,7 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
                 " give it another metadata.name, or remove its folder there and"
                 f" {shortest(job.folder.checkpoints)} here"
             )
-        ports = free_port_pair()  # Before checkpoints are set aside: without ports nothing begins.
+        ports = free_ports()  # Before checkpoints are set aside: without ports nothing begins.
         holding.callback(ports[1].close)
         template = storage.claim_template
         disposable = template is not None and template.when_deleted is WhenDeleted.DELETE

@@ -169,7 +169,7 @@ def _drive(view: View) -> Decision:
     events += [*change_events(job.status, status), *restored]
     actions += notifications(view, followed.restarts, followed.lost)
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None
-    quiet = not actions and not followed.restarts and not _is_somebody_silent(view)
+    quiet = not actions and not followed.restarts and not followed.undecided and not _is_somebody_silent(view)
     wake = [BLOCKED_POLL if blocked else max(POLL, world.report_seconds) if quiet else POLL]
     wake += [max(0.0, (moment - now).total_seconds()) for moment in (deadline, held, next_judgement(view)) if moment]
     return Decision(status, actions, tuple(events), min(wake))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from ddpjob_runtime.protocol import CoordinatorState, IncidentKind, MemberState
+from ddpjob_runtime.protocol import COMMUNICATION_ERROR, CoordinatorState, IncidentKind, MemberState
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Placement
@@ -58,6 +58,8 @@ FINISH = timedelta(seconds=60)
 """How long the other pods may take to end when one has ended with exit code 0."""
 UNPREPARED = timedelta(seconds=60)
 """How long a coordinator's pod may be without volumes and network: it has a ConfigMap, and folders of its host."""
+CAUSE_WAIT = timedelta(seconds=5)
+"""How long the end of a pod that looks like a consequence waits for another pod's: torchrun needs a while to end."""
 _PASSED = frozenset({MemberState.READY, MemberState.RUNNING, MemberState.FINISHED})
 """States of members that have passed the check of their node."""
 _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
@@ -79,6 +81,8 @@ class Followed:
     """Whether the group has made its last step, although some of its pods may not have ended yet."""
     lost: frozenset[str] = frozenset()
     """Names of pods to delete immediately (grace period 0)."""
+    undecided: bool = False
+    """Whether a pod has ended of what looks like a consequence, so that the cause is waited for a moment."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ def follow(view: View) -> Followed:
     lost = frozenset(e.name for e in gone if e.end.cause is Cause.NODE_LOST)
     if _finished(view, ends):
         return Followed(view.status, complete=True, done=True)
+    if _awaits_cause(view, ends):
+        return Followed(view.status, lost=lost, undecided=True)
     incidents = new_incidents(view)
     findings = [_finding_of_end(view, index, ended, incidents) for index, ended in ends.items()]
     attributed = attribute(view.status, _one_for_command(view.job, findings), incidents.findings, incidents.lost)
@@ -362,6 +368,7 @@ def _finding_of_end(view: View, index: int, ended: Ended, new: NewIncidents) -> 
         pod=ended.name,
         index=index,
         node=slot.node,
+        rank=end.rank,
         reason=end.cause,
         message=with_traceback(end.message, end.traceback),
         counted=ruled.counted,
@@ -393,9 +400,33 @@ def _was_idle(view: View, index: int, ended: Ended, new: NewIncidents) -> bool:
 def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:
     """With `command`, of nodes that end together one represents all: causes and consequences look alike.
 
-    A disruption explains the failures of its peers, so it comes first.
+    A disruption explains the failures of its peers, so it comes first. What a rank raises whose peer is gone, comes
+    last.
     """
-    return findings if job.spec.under_torchrun else sorted(findings, key=lambda f: f.contestable)[:1]
+    if job.spec.under_torchrun:
+        return findings
+    return sorted(findings, key=lambda f: (f.contestable, _is_of_peer(f.restart.message), f.restart.time))[:1]
+
+
+def _is_of_peer(message: str) -> bool:
+    """Whether a rank's error is one that the death of a peer causes. Names of pods may hold a backend's name."""
+    said = message.partition("\n")[0].partition(": ")[2]
+    return COMMUNICATION_ERROR.search(said) is not None
+
+
+def _awaits_cause(view: View, ends: Ends) -> bool:
+    """With `command`: whether all that has ended has lost a peer, and that peer's end may be seen in a moment."""
+    if view.job.spec.under_torchrun or not ends:
+        return False
+    if all(slot.state is not SlotState.RUNNING for slot in view.status.slots):
+        return False
+    return all(
+        ended.end.rank is not None
+        and ended.end.time is not None
+        and abs(view.now - ended.end.time) < CAUSE_WAIT
+        and _is_of_peer(ended.end.message)
+        for ended in ends.values()
+    )
 
 
 def _coordinator_restart(view: View, ended: Ended) -> Restart:

@@ -27,6 +27,13 @@ class LocalPlatform(Platform):
     def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
         return ADDRESS
 
+    def store_host(self, job: DDPJob, status: JobStatus) -> str:
+        """This machine by an address that torchrun does not take for its own: else it would host the store, too."""
+        return ADDRESS if job.spec.under_torchrun else "0.0.0.0"
+
+    def first_host(self, job: DDPJob, status: JobStatus) -> str:
+        return ADDRESS
+
     def bucket_folder(self, job: DDPJob) -> str:
         """The name of no namespace, with the machine and the folder of runs: a trial run must not continue, nor pass,
         the job of this name in a cluster or in another folder.
@@ -48,24 +55,24 @@ class NoFreePorts(Exception):
     """Other programs have the ports that coordinators could listen on."""
 
 
-def free_port_pair() -> tuple[int, socket.socket]:
-    """A port P such that P and P+1 are free, and what keeps other runs from it until it is closed. Raises NoFreePorts.
+def free_ports() -> tuple[int, socket.socket]:
+    """A port P such that P to P+2 are free, and what keeps other runs from it until it is closed. Raises NoFreePorts.
 
     A coordinator listens later, and not while it is replaced: runs that start together must not choose the same.
     """
     for _ in range(100):
-        port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 2)
+        port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 4)
         mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             mark.bind(f"\0ddpjob-ports-{port}")  # No file, and of this network namespace, as ports are.
         except OSError:
             mark.close()
             continue
-        if _is_free(port) and _is_free(port + 1):
+        if all(_is_free(port + offset) for offset in range(3)):
             return port, mark
         mark.close()
     raise NoFreePorts(
-        f"no two neighbouring TCP ports between {_LOWEST} and {_HIGHEST} are free, which the job's coordinator needs;"
+        f"no three neighbouring TCP ports between {_LOWEST} and {_HIGHEST} are free, which a job needs;"
         " end programs that listen there (`ss -ltn` lists them)"
     )
 

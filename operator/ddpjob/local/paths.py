@@ -45,6 +45,11 @@ class RunFolder:
         return self.path / "job.json"
 
     @property
+    def torchrun_python(self) -> Path:
+        """The program by which torchrun in a `command` starts its workers."""
+        return self.path / "torchrun-python"
+
+    @property
     def earlier(self) -> Path:
         """The checkpoints of the runs before, where this one began from scratch (--fresh)."""
         return self.path / "earlier-checkpoints"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from ddpjob_runtime import WORKER
 from ddpjob_runtime.protocol import Report
 
 from ddpjob.api.job import DDPJob
@@ -27,7 +29,7 @@ from ddpjob.engine.reconcile import utc_now
 from ddpjob.local import processes
 from ddpjob.local.adapt_spec import LocalSpec
 from ddpjob.local.environment import inherited
-from ddpjob.local.local_platform import LocalPlatform, NoFreePorts, free_port_pair
+from ddpjob.local.local_platform import LocalPlatform, NoFreePorts, free_ports
 from ddpjob.local.paths import RunFolder
 from ddpjob.local.pod import UID_VARIABLE, Pod
 from ddpjob.objects.platform import Platform
@@ -47,7 +49,7 @@ class TimedEvent:
 class ProcessCluster:
     """Implements `ddpjob.engine.ports.Cluster` for one job. Used from the event loop's thread alone.
 
-    `ports`: of the first coordinator, as `free_port_pair` has chosen them.
+    `ports`: of the first coordinator, as `free_ports` has chosen them.
     """
 
     def __init__(
@@ -67,7 +69,11 @@ class ProcessCluster:
             data_path=str(local_spec.data) if local_spec.data else None,
             checkpoint_path=str(checkpoints),
             checkpoints_shared=True,
+            torchrun_python=str(folder.torchrun_python),
         )
+        # An installed package's files may lack the right to be executed.
+        folder.torchrun_python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(WORKER)])} "$@"\n')
+        folder.torchrun_python.chmod(0o700)
         from ddpjob.engine.coordinator_client import CoordinatorClient, target_of  # 0.3 s; not for `ddpjob get`
 
         self.coordinators, self._target_of = CoordinatorClient(), target_of
@@ -97,7 +103,7 @@ class ProcessCluster:
     def _port(self, generation: int) -> int:
         if generation not in self._ports:
             try:
-                self._ports[generation] = free_port_pair()
+                self._ports[generation] = free_ports()
             except NoFreePorts:  # It listens when the coordinator before it has ended.
                 self._ports[generation] = self._ports[max(self._ports)]
         return self._ports[generation][0]

@@ -22,6 +22,8 @@ class Platform:
     operator_key: bytes
     python: str = "python3"
     runtime_path: str = "/opt/ddpjob"
+    torchrun_python: str = "/opt/ddpjob/ddpjob_worker.py"
+    """What torchrun in a `command` starts its workers with, in place of Python: the runtime's worker.py."""
     data_path: str | None = None
     """A folder instead of spec.storage.data's mount path; None: the mount path."""
     checkpoint_path: str | None = None
@@ -53,10 +55,16 @@ class Platform:
         if job.spec.fast:
             return f"{COORDINATOR_HOSTNAME}.{job.name}"
         if job.spec.rendezvous.placement is Placement.MASTER:
-            pod = node_pod_name(job, 0, status.slots[0].attempt)
-        else:
-            pod = coordinator_pod_name(job, status.rendezvous.generation)
-        return f"{pod}.{job.name}"
+            return self.first_host(job, status)
+        return f"{coordinator_pod_name(job, status.rendezvous.generation)}.{job.name}"
+
+    def store_host(self, job: DDPJob, status: JobStatus) -> str:
+        """The host of the rendezvous store, as torchrun's endpoint names it."""
+        return self.coordinator_host(job, status)
+
+    def first_host(self, job: DDPJob, status: JobStatus) -> str:
+        """The host name of index 0's pod in the present generation."""
+        return f"{node_pod_name(job, 0, status.slots[0].attempt)}.{job.name}"
 
     @property
     def key_mark(self) -> str:

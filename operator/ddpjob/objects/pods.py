@@ -31,7 +31,7 @@ from ddpjob.core.world import (
 from ddpjob.objects.isolation import token_variable
 from ddpjob.objects.platform import COORDINATOR_HOSTNAME, Platform
 from ddpjob.objects.quantities import amount
-from ddpjob.objects.service import RUNTIME_FOLDER, metadata
+from ddpjob.objects.service import RUNTIME_FOLDER, metadata, runtime_name
 from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_node, trainer_of
 
 RUNTIME_VOLUME = "ddpjob-runtime"
@@ -41,6 +41,8 @@ DATA_PREFIX = "DDPJOB_DATA_"
 """Of what the launcher reads of storage.data: those keys, too, which it removes before the workers start."""
 MAX_RESTARTS = 1_000_000
 """torchrun's own limit. The operator, which sees every failure, keeps the budget."""
+_SHUTDOWN_MARGIN = 2
+"""Seconds of the grace period that torchrun in a `command` keeps for itself after its workers have ended."""
 
 _TAINT_MARGIN = 10
 """Seconds beyond nodeLostAfterSeconds until Kubernetes itself evicts pods of a lost host: the operator acts first."""
@@ -288,11 +290,11 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
         "nnodes": f"{nodes}:{nodes}",
         "nproc-per-node": str(job.spec.procs_per_node),
         "rdzv-backend": "c10d",
-        "rdzv-endpoint": f"{platform.coordinator_host(job, status)}:{job.spec.rendezvous.port}",
+        "rdzv-endpoint": f"{platform.store_host(job, status)}:{job.spec.rendezvous.port}",
         "rdzv-id": f"{job.uid}-{status.rendezvous.generation}",
         "rdzv-conf": ",".join(
             [
-                "is_host=false",
+                *_store_elsewhere(job),
                 "keep_alive_interval=1",
                 "keep_alive_max_attempt=10800",
                 "last_call_timeout=1",
@@ -300,7 +302,8 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
                 "read_timeout=60",
             ]
         ),
-        "max-restarts": str(MAX_RESTARTS),
+        # In a `command` nothing reports what torchrun restarts by itself: it ends, and the operator decides.
+        "max-restarts": str(MAX_RESTARTS if job.spec.under_torchrun else 0),
         "monitor-interval": "0.1",
         "local-addr": "$(POD_IP)",
     }
@@ -367,10 +370,39 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
         *({"name": name, "value": value} for name, value in values.items()),
     ]
     if not spec.under_torchrun:
-        settings = rendezvous_settings(job, status, platform)
-        owned += [{"name": "PET_" + name.upper().replace("-", "_"), "value": value} for name, value in settings.items()]
-        owned.append({"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"})
+        owned += _for_command(job, status, platform)
     return owned
+
+
+def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Json]:
+    """What launchers in a `command` read: torchrun's options, and for all others the address of index 0.
+
+    That address is the name of a pod. With `command` all pods are replaced together, so that it is
+    the same in all pods of a generation, and no name server holds an older address for it.
+    """
+    settings = rendezvous_settings(job, status, platform)
+    grace = str(max(1, _grace(job) - _SHUTDOWN_MARGIN))
+    values = {"PET_" + name.upper().replace("-", "_"): value for name, value in settings.items()}
+    values |= {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace,
+        "MASTER_ADDR": platform.first_host(job, status),
+        "MASTER_PORT": str(job.spec.rendezvous.master_port),
+    }
+    if status.runtime in ("", runtime_name()):  # The runtime of an earlier release cannot be executed.
+        values["PYTHON_EXEC"] = platform.torchrun_python
+    given = {variable["name"] for variable in job.spec.env}
+    return [{"name": name, "value": value} for name, value in values.items() if name not in given]
+
+
+def _store_elsewhere(job: DDPJob) -> list[str]:
+    """What keeps torchrun from hosting the coordinator's store.
+
+    torchrun finds out by itself that the coordinator's host is not its own, unless they share a pod.
+    Without the setting, `--standalone`, which names another endpoint, can host its own store.
+    """
+    shared = job.spec.rendezvous.placement is Placement.MASTER
+    return ["is_host=false"] if job.spec.under_torchrun or shared else []
 
 
 def _checkpoints_shared(job: DDPJob) -> bool:
@@ -521,7 +553,8 @@ def _coordinator_arguments(job: DDPJob, status: JobStatus, platform: Platform) -
 
 
 def _runtime_volume(status: JobStatus) -> Json:
-    return {"name": RUNTIME_VOLUME, "configMap": {"name": status.runtime}}
+    # Executable, because torchrun in a `command` starts its workers by a file of the runtime.
+    return {"name": RUNTIME_VOLUME, "configMap": {"name": status.runtime, "defaultMode": 0o555}}
 
 
 def _runtime_mount(platform: Platform) -> Json:

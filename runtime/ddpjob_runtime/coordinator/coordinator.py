@@ -178,9 +178,9 @@ class Coordinator:
         self.rounds.leaving(member, why)
         self._advance()
 
-    def stacks(self, member: Member, number: int, rank: int, text: str) -> None:
-        """The stacks of one rank while the group hangs."""
-        self.rounds.stacks(member, number, rank, text)
+    def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
+        """The stacks of one rank while the group hangs. `idle`: whether it has stood still since the look before."""
+        self.rounds.stacks(member, number, rank, text, idle)
 
     def note(self, member: Member, kind: str, why: str) -> None:
         """Something that the operator should know about a pod; empty: no longer."""

@@ -9,13 +9,6 @@ from typing import Any
 from ddpjob_runtime import protocol
 from ddpjob_runtime.protocol import IncidentKind
 
-# Searched for in the exception's own text, not in its traceback: source lines there may name a backend.
-COMMUNICATION_ERROR = re.compile(
-    r"Connection (closed|reset|aborted|refused)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
-    r"Broken pipe|Socket Timeout|remote process exited|peer closed|TCPStore|recvValue|Timed out (after|waiting)|"
-    r"\bRDMA\b|(?<![a-z])UCC(?![a-z])|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
-    re.I,
-)
 DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
 """How NCCL passes on what the driver says of this rank's own device."""
 SIGABRT = 6
@@ -57,7 +50,7 @@ class Failure:
     @property
     def communication(self) -> bool:
         """Whether a peer's death causes such an error."""
-        return not (self.oom or self.init) and bool(COMMUNICATION_ERROR.search(self.message))
+        return not (self.oom or self.init) and bool(protocol.COMMUNICATION_ERROR.search(self.message))
 
     @property
     def kind(self) -> IncidentKind:

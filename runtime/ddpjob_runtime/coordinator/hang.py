@@ -69,6 +69,16 @@ class HangWatch:
         self._in_round += 1
         self.since = now
 
+    @property
+    def steps_known(self) -> bool:
+        """Whether any step of the job was ever heard of."""
+        return self._reports > 0
+
+    def look_again(self, now: float) -> None:
+        """The ranks are at work, or nothing is known of that: the limit begins again, and no step is counted."""
+        if self.since is not None:
+            self.since = now
+
     def forgive(self, seconds: float) -> None:
         """So much of the time since the last step does not count."""
         if self.since is not None:
@@ -99,6 +109,7 @@ class HangDump:
     def __init__(self, loop: Loop, done: Callable[[], None]) -> None:
         self._loop, self._done = loop, done
         self._stacks: dict[int, str] = {}  # rank -> text
+        self._idle: dict[int, bool | None] = {}  # rank -> whether it stands still; None: not known
         self._members: dict[int, Member] = {}  # rank -> member that runs it
 
     def request(self, number: int, members: list[Member]) -> None:
@@ -107,9 +118,9 @@ class HangDump:
             member.send(ToMember.DUMP, {"round": number})
         self._loop.later(DUMP_SECONDS, self._done)
 
-    def add(self, member: Member, rank: int, text: str, expected: list[Member]) -> None:
+    def add(self, member: Member, rank: int, text: str, idle: bool | None, expected: list[Member]) -> None:
         """The stacks of one rank; `expected`: members that have been asked and are still there."""
-        self._stacks[rank] = text
+        self._stacks[rank], self._idle[rank] = text, idle
         self._members[rank] = member
         answered = {m.index for m in self._members.values()}
         if all(m.index in answered for m in expected):
@@ -132,6 +143,14 @@ class HangDump:
         if len(places) < LEAST_MEMBERS or not shared:
             return None
         return next(m for m in self._members.values() if m.index == apart[0])
+
+    @property
+    def idle(self) -> bool | None:
+        """Whether all ranks have stood still since the last time that they were asked; None: that is not known."""
+        states = self._idle.values()
+        if any(state is False for state in states):
+            return False
+        return True if states and all(states) else None
 
     def describe(self) -> tuple[str, str]:
         """(summary, traceback): where each rank stands, and all stacks within the traceback's limit.

@@ -36,7 +36,9 @@ def _finished(coordinator: Coordinator, member: Member, message: dict[str, Any])
 
 def _stacks(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
     text = protocol.clip(message.get("text"), protocol.MAX_TRACEBACK)
-    coordinator.stacks(member, whole(message, "round"), whole(message, "rank"), text)
+    idle = message.get("idle")
+    known = idle if isinstance(idle, bool) else None
+    coordinator.stacks(member, whole(message, "round"), whole(message, "rank"), text, known)
 
 
 def _note(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from ddpjob_runtime.protocol import (
     MAX_FIGURES,
     ROUND,
     STRAGGLERS,
+    UNCOUNTABLE,
     UNGROUPED,
     is_number,
     iso,
@@ -36,7 +37,7 @@ def check(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ValueError("progress must be a JSON object")
     for name, value in body.items():
-        if name in (AUTOMATIC, UNGROUPED):
+        if name in (AUTOMATIC, UNGROUPED, UNCOUNTABLE):
             if not isinstance(value, bool):
                 raise ValueError(f"{name}: must be true or false")
         elif name == "metrics":
@@ -97,7 +98,7 @@ class Progress:
     def shows_life(self, report: dict[str, Any]) -> bool:
         """Whether a checked report, not merged yet, shows activity: anything but the step that is known already."""
         if report.get(AUTOMATIC):
-            return True  # the counter reports only after a step
+            return True  # the counter reports only after a step, or to say that it can count no more
         if is_of_copies(report):
             return False
         named = {name: report[name] for name in ("epoch", "step") if report.get(name) is not None}
@@ -106,14 +107,16 @@ class Progress:
     def merge(self, report: dict[str, Any], now: float) -> bool:
         """Merge a checked report; False if it is ignored because the script counts its steps by itself."""
         if report.get(AUTOMATIC):
-            if report.get(UNGROUPED):
-                self.values[UNGROUPED] = True
-            else:
-                self.values.pop(UNGROUPED, None)
+            for name in (UNGROUPED, UNCOUNTABLE):
+                if report.get(name) and not (name == UNCOUNTABLE and self._script_counts):
+                    self.values[name] = True
+                else:
+                    self.values.pop(name, None)
             if self._script_counts:
                 return False
         elif "step" in report and not self._script_counts:
             self._script_counts = True
+            self.values.pop(UNCOUNTABLE, None)
             metrics = {name: value for name, value in self.values.pop("metrics", {}).items() if name != COUNTED_SPEED}
             self.values.update({"metrics": metrics} if metrics else {})
         for name, value in report.items():
@@ -123,7 +126,7 @@ class Progress:
                 self.values["metrics"] = dict([*old.items(), *kept.items()][-MAX_FIGURES:])
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
-            elif name not in (AUTOMATIC, UNGROUPED, ACTIVITY, ROUND):
+            elif name not in (AUTOMATIC, UNGROUPED, UNCOUNTABLE, ACTIVITY, ROUND):
                 self.values[name] = value if is_number(value) else None
         if is_of_copies(report):
             return True
@@ -137,6 +140,7 @@ class Progress:
         """A round is over: in the next one the ranks are others, and the script names again who lags."""
         self.values.pop(STRAGGLERS, None)
         self.values.pop(UNGROUPED, None)
+        self.values.pop(UNCOUNTABLE, None)
 
     def _note_activity(self, activity: str | None) -> None:
         self.values.pop(ACTIVITY, None)

@@ -241,22 +241,28 @@ class Round:
         self._break_up()
         self._dump.request(self.number, self.draining())
 
-    def look(self, done: Callable[[str, str], None]) -> None:
-        """Ask for the stacks of all ranks and leave the round alone; `done` gets their summary and text."""
+    def look(self, done: Callable[[HangDump], None]) -> None:
+        """Ask for the stacks of all ranks and leave the round alone; `done` gets them."""
 
         def end() -> None:
             if self._look is dump and not self.broken:
                 self._look = None
-                done(*dump.describe())
+                done(dump)
 
         dump = self._look = HangDump(self._loop, end)
         dump.request(self.number, self.draining())
 
-    def stacks(self, member: Member, rank: int, text: str) -> None:
+    def hung(self, why: str, dump: HangDump) -> None:
+        """The stacks that a look has found are those of a hang."""
+        self._dump, self._hangs = dump, why
+        self._break_up()
+        self._end_dump()
+
+    def stacks(self, member: Member, rank: int, text: str, idle: bool | None) -> None:
         """The stacks of one rank of a round without steps."""
         for dump in (self._dump, self._look):
             if dump is not None:
-                dump.add(member, rank, text, self.draining())
+                dump.add(member, rank, text, idle, self.draining())
 
     def _end_dump(self) -> None:
         if self._dump is None or self.state is RoundState.SUPERSEDED:

@@ -6,6 +6,7 @@ fenced: it is dismissed, and the group continues without it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ddpjob_runtime.coordinator import formation
@@ -14,7 +15,7 @@ from ddpjob_runtime.coordinator.downtime import Downtime
 from ddpjob_runtime.coordinator.drain import Drains
 from ddpjob_runtime.coordinator.first_cause import Failure, Verdict
 from ddpjob_runtime.coordinator.formation import RankOrder, Size
-from ddpjob_runtime.coordinator.hang import HangWatch
+from ddpjob_runtime.coordinator.hang import HangDump, HangWatch
 from ddpjob_runtime.coordinator.incidents import Incidents
 from ddpjob_runtime.coordinator.loop import Alarm, Loop
 from ddpjob_runtime.coordinator.members import Member, Members
@@ -26,6 +27,7 @@ from ddpjob_runtime.protocol import (
     MAX_LINE,
     MAX_RECORDED,
     NUMBERS_PER_ATTEMPT,
+    UNCOUNTABLE,
     CoordinatorState,
     MemberState,
     Overdue,
@@ -162,14 +164,44 @@ class Rounds:
         since = self.watch.since
         if self._now() < due:
             self._alarm.set(due)
+        elif self.watch.hang_after is not None and not self._counts_steps():
+            if since is not None and self._looked_at != since:
+                self._looked_at = since
+                current.look(partial(self._on_look_without_steps, since))
         elif self.watch.hang_after is not None:
-            said = f" (the script reports: {self.watch.activity})" if self.watch.activity else ""
-            current.hang(f"no step for {self._now() - (since or 0.0):.0f} s{said}")
+            current.hang(self._without_step())
         elif since is not None and self._looked_at != since:
             self._looked_at = since
-            current.look(lambda where, traceback: self._on_look(since, where, traceback))
+            current.look(partial(self._on_look, since))
 
-    def _on_look(self, since: float, where: str, traceback: str) -> None:
+    def _without_step(self) -> str:
+        said = f" (the script reports: {self.watch.activity})" if self.watch.activity else ""
+        return f"no step for {self._now() - (self.watch.since or 0.0):.0f} s{said}"
+
+    def _counts_steps(self) -> bool:
+        """Whether a step that is not heard of is one that was not made: some were counted, and nothing has said since
+        that the next ones cannot be.
+        """
+        return self.watch.steps_known and not self._progress.values.get(UNCOUNTABLE)
+
+    def _on_look_without_steps(self, since: float, dump: HangDump) -> None:
+        """Steps that nobody counts are no hang while any rank is at work. Where that is not known yet, as after the
+        first look, the ranks have the limit once more.
+        """
+        current = self.current
+        if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
+            return
+        if dump.idle:
+            current.hung(self._without_step(), dump)
+            return
+        if dump.idle is False:
+            self._progress.values[UNCOUNTABLE] = True
+        self.watch.look_again(self._now())
+        self._loop.changed()
+        self.advance()
+
+    def _on_look(self, since: float, dump: HangDump) -> None:
+        where, traceback = dump.describe()
         if self.watch.since == since:
             self.overdue = Overdue(time_of(since), where, traceback, self.watch.activity)
             self._loop.log(f"the next step is overdue, and the group is left alone: {where}")
@@ -250,10 +282,10 @@ class Rounds:
         self._loop.changed()
         self.advance()
 
-    def stacks(self, member: Member, number: int, rank: int, text: str) -> None:
+    def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None) -> None:
         """The stacks of one rank of a hanging round."""
         if self.current is not None and number == self.current.number:
-            self.current.stacks(member, rank, text)
+            self.current.stacks(member, rank, text, idle)
 
     # ---- ends
 

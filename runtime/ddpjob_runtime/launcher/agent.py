@@ -38,6 +38,8 @@ ABORTED = (
     " failed, or a collective took longer than its time-out"
 )
 """After SIGABRT without an exception: its words are only in the worker's output."""
+STAYED = " (its process was still there 10 s after that, and was killed)"
+"""Of a worker whose program had failed, and that ended by the alarm that it had set (worker.py)."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader says in the worker that one of its own processes was killed."""
 GONE_SECONDS = 60.0
@@ -63,6 +65,7 @@ def agent_class(
             self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that were not ended by us
             self._ending: dict[int, int] = {}  # the same of those whose program was over, and their process was not
             self._oom_kills = 0
+            self._activity = stacks.Activity()
             shutdown.stop_workers = self._stop_for_good
             client.on_dump, client.on_hurry = self._dump, self._hurry
             spec = self._worker_group.spec
@@ -239,7 +242,11 @@ def agent_class(
             pids = context.pids()
             local = {worker.global_rank: worker.local_rank for worker in workers}
             files = _error_files(context)
-            for rank, found in stacks.collect({rank: pids[i] for rank, i in local.items()}).items():
+            idle = {rank: self._activity.idle(pids[i]) for rank, i in local.items()}
+            collected = stacks.collect({rank: pids[i] for rank, i in local.items()})
+            self._activity.remember(pids.values())
+            for rank in local:
+                found = collected.get(rank, stacks.NONE)
                 error, text = read_error_file(files.get(local[rank], "")), found
                 if error.exit_code is not None and found != protocol.RANK_ENDED:
                     said = error.message.partition("\n")[0]
@@ -250,6 +257,7 @@ def agent_class(
                     rank=rank,
                     localRank=local[rank],
                     text=protocol.clip(text, protocol.MAX_TRACEBACK),
+                    idle=True if found == protocol.RANK_ENDED else idle[rank],
                 )
 
         def _exit_barrier(self) -> None:
@@ -332,7 +340,10 @@ def send_failure(
     of this container, was killed for memory.
     """
     error = read_error_file(error_file)
-    name, message = signal_name(code), error.message
+    message = error.message
+    if code == -signal.SIGALRM and error.exit_code is not None:
+        code, message = error.exit_code, message + STAYED
+    name = signal_name(code)
     of_loader = LOADER_KILLED.search(message) is not None
     out_of_memory = kernel_killed and (code == -signal.SIGKILL or of_loader)
     if out_of_memory:

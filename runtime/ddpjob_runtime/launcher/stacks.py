@@ -10,14 +10,17 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 SIGNAL = signal.SIGRTMIN + 7  # one that neither Python, torch nor a batch system uses
+NONE = "(this rank has written no stack)"
 WRITING_SECONDS = 1.0
+IDLE_SWITCHES, IDLE_SHARE = 20, 0.02
+"""Below so many wakes of its main thread, and below this share of a core, a worker stands still."""
 ENVIRONMENT = "DDPJOB_STACKS_DIR"
 PREFIX = "ddpjob-worker-stacks-"
 
@@ -73,10 +76,54 @@ def collect(ranks: Mapping[int, int]) -> dict[int, str]:
     found = {}
     for rank, path in files.items():
         text = path.read_bytes()[before[rank] :].decode(errors="replace") if path.exists() else ""
-        found[rank] = text or (protocol.RANK_ENDED if rank in ended else "(this rank has written no stack)")
+        found[rank] = text or (protocol.RANK_ENDED if rank in ended else NONE)
         log(f"stacks of rank {rank}:\n{found[rank]}")
     _keep(found)
     return found
+
+
+class Activity:
+    """Whether workers have done anything since they were looked at before.
+
+    A rank that waits in a collective stands still: its main thread is not woken up once, and what else runs in its
+    session, such as watchdogs, takes next to no processor time.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[float, int, float]] = {}
+
+    def idle(self, pid: int) -> bool | None:
+        """None: it was not looked at before, or is gone."""
+        before, now = self._before.get(pid), _counters(pid)
+        if before is None or now is None:
+            return None
+        seconds, switches, cpu = (after - earlier for after, earlier in zip(now, before))
+        return switches < IDLE_SWITCHES and cpu < IDLE_SHARE * seconds
+
+    def remember(self, pids: Iterable[int]) -> None:
+        """The next look compares with this moment. To write a stack wakes a worker up: look at it afterwards."""
+        found = {pid: _counters(pid) for pid in pids}
+        self._before = {pid: counters for pid, counters in found.items() if counters is not None}
+
+
+def _counters(pid: int) -> tuple[float, int, float] | None:
+    """(now, how often the main thread was switched to, processor seconds of all processes of the worker's session)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        cpu = sum(_processor_ticks(path, pid) for path in Path("/proc").glob("[0-9]*/stat"))
+    except OSError:
+        return None
+    switches = sum(map(int, re.findall(r"^(?:non)?voluntary_ctxt_switches:\s*(\d+)", status, re.M)))
+    return time.monotonic(), switches, cpu / os.sysconf("SC_CLK_TCK")
+
+
+def _processor_ticks(path: Path, session: int) -> int:
+    """Of a process of the session, and of its children that have ended; 0 for others and for one that is gone."""
+    try:
+        fields = path.read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
 
 
 def catches(pid: int, number: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ddpjob.api.job import DDPJob
-from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Phase, Restart, Restarts
+from ddpjob.api.job_status import JobStatus, Phase, Restart, Restarts
 from ddpjob.cli.display import PlainLines, panel, recoveries
 from ddpjob.core.decision import Event
 from ddpjob.local.process_cluster import TimedEvent
@@ -77,8 +77,6 @@ def test_a_job_that_has_made_no_step_has_recovered_from_nothing() -> None:
     status = JobStatus(restarts=Restarts(counted=1, recent=(over,)))
     assert recoveries(status) == []
     assert len(recoveries(replace(status, progress=PROGRESS))) == 1
-    steps_unknown = Condition(type=ConditionType.RUNNING, status=True, reason="NodesRun", message="", since=BEGAN)
-    assert len(recoveries(replace(status, conditions=(steps_unknown,)))) == 1
 
 
 def test_the_panel_names_state_progress_and_pods() -> None:

@@ -270,3 +270,47 @@ def test_a_program_that_sigbus_ends_is_told_of_shared_memory() -> None:
     assert (
         "(128 + SIGBUS; /dev/shm was probably full: raise storage.sharedMemory)" in why_ended(pod(ended(135))).message
     )
+
+
+def rank_failed(**fields: Any) -> str:
+    written = {"kind": "RankFailed", "rank": 3, "exitCode": 2, "message": "SystemExit: 2", "traceback": "Traceback"}
+    return json.dumps({**written, **fields})
+
+
+TABLE = """
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:00
+  host      : node
+  rank      : 5 (local_rank: 1)
+  exitcode  : -11 (pid: 77)
+  error_file: <N/A>
+  traceback : Signal 11 (SIGSEGV) received by PID 77
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (rank_failed(), (Cause.WORKER_FAILED, 3, 2, "rank 3 in pod job-0-0 ended with exit code 2: SystemExit: 2")),
+        (
+            rank_failed(exitCode=1, init=True, message="SyntaxError: x"),
+            (Cause.INIT_FAILURE, 3, 1, "the entry point of pod job-0-0 cannot start: SyntaxError: x"),
+        ),
+        (TABLE, (Cause.WORKER_FAILED, 5, 139, "rank 5 in pod job-0-0 ended with exit code 139 (128 + SIGSEGV)")),
+        (rank_failed(rank=-1), (Cause.EXIT_CODE, None, 1, "pod job-0-0 ended with exit code 1: SystemExit: 2")),
+        (rank_failed(rank=True), (Cause.EXIT_CODE, None, 1, "pod job-0-0 ended with exit code 1: SystemExit: 2")),
+        (rank_failed(exitCode="2"), (Cause.EXIT_CODE, None, 1, "pod job-0-0 ended with exit code 1: SystemExit: 2")),
+        ("[" * 4000, (Cause.EXIT_CODE, None, 1, "pod job-0-0 ended with exit code 1: " + "[" * 4000)),
+    ],
+    ids=["a rank", "cannot start", "torchrun's table", "no rank", "a truth", "no code", "hostile"],
+)
+def test_a_rank_of_torchrun_in_a_command_is_named(message: str, expected: tuple[Any, ...]) -> None:
+    end = why_ended(pod(ended(1, message=message)), launcher=False)
+    assert (end.cause, end.rank, end.exit_code, end.message) == expected
+
+
+def test_only_a_command_has_ranks_that_report_for_themselves() -> None:
+    assert why_ended(pod(ended(1, message=rank_failed()))).rank is None
+    gone = pod(ended(1, message=rank_failed()), deleted_at=datetime(2026, 1, 1, tzinfo=UTC))
+    assert why_ended(gone, launcher=False).cause is Cause.DELETED

@@ -139,6 +139,16 @@ def test_ranks_without_a_group_are_not_said_to_train_as_one() -> None:
         assert [e.reason for e in decision.events if e.warning] == (["NoGroup"] if at == 5 else [])
 
 
+def test_steps_that_cannot_be_counted_are_said_to_a_job_that_wants_hangs_noticed() -> None:
+    for recovery in ({"hangAfterSeconds": 60}, {}):
+        job, pods = running(2, recovery=recovery)
+        reported = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2, progress={"uncountable": True})
+        job, _ = seen(job, 5, pods, reported)
+        said = message(job.status, ConditionType.RUNNING)
+        assert said.startswith("2 nodes train as one group")
+        assert ("no step of this script can be counted" in said) is bool(recovery)
+
+
 def test_a_job_that_has_finished_is_not_starting() -> None:
     job, pods = running(2)
     done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(3))

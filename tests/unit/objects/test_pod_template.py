@@ -170,11 +170,43 @@ def test_a_command_gets_what_torchrun_reads_and_a_script_gets_arguments() -> Non
         and given["PET_NPROC_PER_NODE"] == "2"
         and given["PET_RDZV_ENDPOINT"] == "job-coordinator-0.job:29400"
     )
+    assert given["PET_MAX_RESTARTS"] == "0", "nothing reports what torchrun restarts by itself"
+    assert "is_host" not in given["PET_RDZV_CONF"], "--standalone could not host its store"
+    assert given["PYTHON_EXEC"] == "/opt/ddpjob/ddpjob_worker.py"
     pod = node(args=["--lr", "0.1"], torchrunArgs=["--tee=3"])
     assert container(pod)["args"][-5:] == ["--tee=3", "--", "train.py", "--lr", "0.1"]
     pod = node(script=None, module="pkg.train", args=["--n=1"])
     assert container(pod)["args"][-4:] == ["-m", "--", "pkg.train", "--n=1"]
     assert not any(name.startswith("PET_") for name in environment(pod))
+
+
+def test_a_command_finds_index_0_of_its_generation_by_one_name() -> None:
+    made = job(script=None, command=["bash"])
+    status = replace(made.status, slots=(replace(made.status.slots[0], attempt=4), *made.status.slots[1:]))
+    for index in (0, 1):
+        given = environment(build_node(made, status, PLATFORM, index, 4 - index))
+        assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("job-0-4.job", "29402")
+    last = environment(node(script=None, command=["bash"], rendezvous={"port": 65534}))
+    assert last["MASTER_PORT"] == "65533"
+    beside = environment(node(script=None, command=["bash"], rendezvous={"placement": "Master"}))
+    assert beside["PET_RDZV_CONF"].startswith("is_host=false,"), "else torchrun hosts the store that the pod has"
+
+
+def test_torchrun_in_a_command_lets_its_workers_save_for_the_grace_of_the_pod() -> None:
+    long = {"spec": {"terminationGracePeriodSeconds": 80}}
+    assert environment(node(script=None, command=["bash"], podTemplate=long))["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "78"
+    own = [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": "5"}]
+    pod = node(script=None, command=["bash"], env=own)
+    assert [e for e in container(pod)["env"] if e["name"] == own[0]["name"]] == own
+
+
+def test_workers_of_an_older_runtime_are_not_executed() -> None:
+    """It may be what the job is pinned to, and its worker.py is no program by itself."""
+    made = job(script=None, command=["bash"])
+    status = replace(made.status, runtime="ddpjob-runtime-00000000")
+    assert "PYTHON_EXEC" not in environment(build_node(made, status, PLATFORM, 0, 0))
+    runtime = next(v for v in node()["spec"]["volumes"] if v["name"] == "ddpjob-runtime")
+    assert runtime["configMap"]["defaultMode"] == 0o555
 
 
 def test_storage_says_whether_all_nodes_see_the_same_checkpoints() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
+from typing import TypeGuard
 
 from ddpjob_runtime.protocol import (
     EXIT_FENCED,
@@ -16,6 +17,7 @@ from ddpjob_runtime.protocol import (
     EXIT_RENDEZVOUS_LOST,
     EXIT_STOPPED,
     EXIT_UNFIT,
+    RANK_FAILURE,
     escaped,
 )
 
@@ -104,6 +106,8 @@ class End:
     """When its program ended, as reported by the kubelet; None where it was not."""
     before_program: bool = False
     """Whether the exit code is that of an init container, and says nothing of the program's configuration."""
+    rank: int | None = None
+    """The rank that failed, where torchrun in a `command` has ended with it."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
@@ -143,7 +147,11 @@ def why_ended(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> En
     an exit code too. `launcher`: whether the program is the launcher, whose exit codes have a meaning.
     """
     end = _by_conditions(pod, hosts) or _by_container(pod, launcher=launcher)
-    return end if end.before_program else replace(end, exit_code=pod.main.exit_code, time=pod.main.finished)
+    if end.before_program:
+        return end
+    of_rank = end.rank is not None  # torchrun's own exit code is 1 in any case.
+    code = end.exit_code if of_rank else pod.main.exit_code
+    return replace(end, exit_code=code, time=pod.main.finished)
 
 
 def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
@@ -202,7 +210,23 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
         return End(Cause.START_ERROR, f"the container of pod {pod.name} cannot start: {main.message or main.reason}")
     if main.ended and main.exit_code and _WRONG_PLATFORM.search(main.message):
         return _of_wrong_platform(pod, main.message)
-    return (_by_launcher(pod) if launcher and main.ended else None) or _by_program(pod)
+    own = _by_launcher if launcher else _by_rank
+    return (own(pod) if main.ended else None) or _by_program(pod)
+
+
+def _by_rank(pod: PodView) -> End | None:
+    """By what a rank has written that torchrun in a `command` has started, or by torchrun's own table in the log."""
+    if pod.deleted_at is not None or pod.main.exit_code == 0:
+        return None
+    failed = failed_rank(pod.main.message)
+    if failed is None:
+        return None
+    if failed.init:
+        message = f"the entry point of pod {pod.name} cannot start: {failed.message}"
+        return End(Cause.INIT_FAILURE, message, failed.traceback, failed.exit_code, rank=failed.rank)
+    how = _code(failed.exit_code)
+    message = f"rank {failed.rank} in pod {pod.name} ended with {how}: {failed.message}".rstrip(": ")
+    return End(Cause.WORKER_FAILED, message, failed.traceback, failed.exit_code, rank=failed.rank)
 
 
 def _by_launcher(pod: PodView) -> End | None:
@@ -300,12 +324,60 @@ def termination_message(container: ContainerView) -> TerminationMessage:
     text = container.message.strip()
     try:
         written = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         lines = text.splitlines()
         return TerminationMessage(lines[-1] if lines else "", text if len(lines) > 1 else "")
     if not isinstance(written, dict):
         return TerminationMessage(text, "")
     return TerminationMessage(*(escaped(str(written.get(part) or "")) for part in ("message", "traceback")))
+
+
+@dataclass(frozen=True)
+class FailedRank:
+    """The rank that ended torchrun in a `command`. `exit_code` is the one that a shell would show. `init`: it could not
+    begin, and a retry would not help.
+    """
+
+    rank: int
+    exit_code: int
+    message: str = ""
+    traceback: str = ""
+    init: bool = False
+
+
+_ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):")
+_OF_TABLE = {name: re.compile(rf"^ *{name} *: (-?[0-9]{{1,6}})\b", re.MULTILINE) for name in ("rank", "exitcode")}
+"""Lines of torchrun's table of failures. It is all that is known of a rank that a signal has ended."""
+
+
+def failed_rank(text: str) -> FailedRank | None:
+    """Read a rank's own account of its failure (worker.py), or torchrun's table at the end of a log; None: neither."""
+    try:
+        written = json.loads(text)
+    except (ValueError, RecursionError):
+        return _rank_of_table(text)
+    if not isinstance(written, dict) or written.get("kind") != RANK_FAILURE:
+        return None
+    rank, code = written.get("rank"), written.get("exitCode")
+    if not (_is_count(rank, 1 << 20) and _is_count(code, 255)):
+        return None
+    said, trace = (escaped(str(written.get(part) or "")) for part in ("message", "traceback"))
+    return FailedRank(rank, code, said, trace, written.get("init") is True)
+
+
+def _is_count(value: object, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _rank_of_table(text: str) -> FailedRank | None:
+    root = _ROOT_CAUSE.search(text)
+    if root is None:
+        return None
+    rank, code = (pattern.search(text, root.end()) for pattern in _OF_TABLE.values())
+    if rank is None or code is None or int(rank[1]) < 0:
+        return None
+    value = int(code[1])
+    return FailedRank(int(rank[1]), value if value >= 0 else 128 - value, traceback=text)
 
 
 _NO_SUCH_IMAGE = re.compile(

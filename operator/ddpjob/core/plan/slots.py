@@ -27,12 +27,14 @@ made sooner takes the room, and is preempted next."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
-        *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED, Cause.NODE_LOST),
+        *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED, Cause.NODE_LOST, Cause.WORKER_FAILED),
     }
 )
 """Causes that waiting may help; other causes say nothing about the next pod. One that tolerates every taint may be put
 on a host that is down, again and again: it is lost as soon as it is there."""
-_PROGRAM = frozenset({Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE})
+_PROGRAM = frozenset(
+    {Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.WORKER_FAILED}
+)
 """Those that lie in the program, which is the same in every pod: any of them may be the first to end."""
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
+from typing import Any
 
 from ddpjob_runtime.protocol import (
     COPY_BEHIND,
@@ -13,6 +15,7 @@ from ddpjob_runtime.protocol import (
     DATA,
     DATA_WAITS,
     PREFLIGHT,
+    UNCOUNTABLE,
     UNGROUPED,
     CoordinatorState,
     MemberState,
@@ -39,6 +42,10 @@ NAME_IS_TAKEN = "NameTaken"
 DELETION_REFUSED = "DeletionRefused"
 STEP_OVERDUE = "StepOverdue"
 NO_GROUP = "NoGroup"
+NODES_RUN = "NodesRun"
+FINISHED_EARLY = "NodeFinishedEarly"
+LEFT_ALONE = timedelta(minutes=3)
+"""How long a pod may run without progress, after another has ended with 0, before that is reported."""
 SURELY_TRAINED = timedelta(minutes=10)
 _FORMED = (CoordinatorState.RUNNING, CoordinatorState.SUCCEEDED)
 _IN_GROUP = (MemberState.RUNNING, MemberState.FINISHED)
@@ -320,7 +327,7 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
         return False, reason, present + least + (f"; {why}" if why else "")
     if not spec.under_torchrun:
         ended = f", {finished} {'has' if finished == 1 else 'have'} finished" if finished else ""
-        return True, "NodesRun", present + ended
+        return True, *(_waits_for_finished(view) or (NODES_RUN, present + ended))
     coordinator = view.coordinator
     waits = not_started([coordinator], view.now) if coordinator is not None and not status.rendezvous.endpoint else None
     if report is None and waits is not None and not status.holds(ConditionType.RUNNING):
@@ -350,6 +357,22 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
         return False, GROUP_RESTARTS, f"{present}, and the group restarts"
     joining = f"{present} and {'is' if there == 1 else 'are'} joining the rendezvous"
     return False, "GroupForming", joining + _fetching(report)
+
+
+def _waits_for_finished(view: View) -> tuple[str, str] | None:
+    """With `command`: reason and message where one pod has ended with 0 a while ago, and another shows no progress."""
+    over = [(p.main.finished, p.name) for p in view.pods if p is not None and p.ended and p.succeeded]
+    at, name = min(((at, name) for at, name in over if at is not None), default=(None, ""))
+    reported = known_time(_reported(view).get("updatedAt"))
+    since = max(filter(None, (at, reported)), default=None)
+    running = next((p.name for p in view.pods if p is not None and p.main.running), None)
+    if at is None or running is None or since is None or view.now < since + LEFT_ALONE:
+        return None
+    return FINISHED_EARLY, (
+        f"pod {name} has ended with exit code 0 at {format_time(at)}, and pod {running} still runs and reports no "
+        "step. If its ranks wait for those of the other pod, they wait for ever: look at its log, and run "
+        "`ddpjob restart` if it hangs"
+    )
 
 
 def _has_just_broken(view: View) -> bool:
@@ -419,7 +442,7 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
             "so each rank trains a model of its own",
         )
     if training == wanted:
-        return True, "GroupRuns", f"{_train(wanted)}{_finished_early(view)}"
+        return True, "GroupRuns", f"{_train(wanted)}{_finished_early(view)}{_without_count(view)}"
     if training > wanted:
         return True, "GroupShrinking", f"{_train(training)}, which is about to become {wanted}"
     train = "trains" if training == 1 else "train as one group"
@@ -467,6 +490,17 @@ def _finished_early(view: View) -> str:
     return f"; pod {first.pod} (node rank {first.rank}){others} {have} already ended with exit code 0"
 
 
+def _without_count(view: View) -> str:
+    """What recovery.hangAfterSeconds is worth for a script whose steps nobody can count."""
+    uncountable = view.report is not None and view.report.progress.get(UNCOUNTABLE)
+    if not uncountable or view.job.spec.recovery.hang_after_seconds is None:
+        return ""
+    return (
+        "; no step of this script can be counted, so recovery.hangAfterSeconds restarts it only if every rank stands "
+        "still: have it call ddpjob_report.report() after each step"
+    )
+
+
 def _missing(view: View) -> str:
     """Why a group that may be smaller is smaller."""
     report = view.report
@@ -506,11 +540,36 @@ def _restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
         last = next((r for r in reversed(broke) if not r.consequence), broke[-1])
         message = next(iter(last.message.splitlines()), "")  # Of a user's coordinator: it may be empty.
         return with_condition(status, ConditionType.RESTARTING, True, last.reason, message, now)
+    running = running and _has_resumed(view)
     if running and any(r.seconds is None for r in status.restarts.recent):
         status = replace(status, restarts=replace(status.restarts, recent=_timed(view)))
     if running and (broke or status.holds(ConditionType.RESTARTING)):
-        return with_condition(status, ConditionType.RESTARTING, False, "Recovered", "the group runs again", now)
+        known = view.job.spec.under_torchrun or _steps(_reported(view))
+        reason, message = ("Recovered", "the group runs again") if known else (PODS_RUN, _PODS_RUN)
+        return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
     return status
+
+
+PODS_RUN = "PodsRunAgain"
+_PODS_RUN = "the pods run again; no step is reported, so whether training has resumed is not known"
+
+
+def _has_resumed(view: View) -> bool:
+    """Whether the group that runs trains again, as far as can be known.
+
+    With `command` nothing says when the group forms. A program that has reported steps before reports the next one to
+    the new generation's coordinator, which has heard of none yet.
+    """
+    return view.job.spec.under_torchrun or not _steps(view.status.progress) or _steps(_reported(view))
+
+
+def _reported(view: View) -> Mapping[str, Any]:
+    """The progress of the present generation alone."""
+    return view.report.progress if view.report is not None else {}
+
+
+def _steps(progress: Mapping[str, Any]) -> bool:
+    return any(is_number(progress.get(name)) for name in ("step", "epoch"))
 
 
 def _timed(view: View) -> tuple[Restart, ...]:

@@ -9,7 +9,7 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.decision import Event
 from ddpjob.core.failures.classify import PLANNED, PULLING, Cause, names_pod, without_wait
 from ddpjob.core.status.conditions import GROUP_RESTARTS
-from ddpjob.core.status.describe import NO_GROUP, STEP_OVERDUE, UNREACHABLE_LONG, last_step
+from ddpjob.core.status.describe import FINISHED_EARLY, NO_GROUP, NODES_RUN, STEP_OVERDUE, UNREACHABLE_LONG, last_step
 from ddpjob.core.status.messages import count, event_text, why_held
 from ddpjob.core.view import View
 from ddpjob.core.world import node_pod_name
@@ -96,8 +96,9 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
     late = running is not None and running.reason == STEP_OVERDUE and last_step(before) != last_step(running)
     if running is not None and (late or (UNREACHABLE_LONG in running.message and not known_before)):
         events.append(Event(True, running.reason, event_text(running.message)))
-    if running is not None and running.reason == NO_GROUP and (before is None or before.reason != NO_GROUP):
-        events.append(Event(True, NO_GROUP, event_text(running.message)))
+    changed = running is not None and (before is None or before.reason != running.reason)
+    if running is not None and changed and running.reason in (NO_GROUP, FINISHED_EARLY):
+        events.append(Event(True, running.reason, event_text(running.message)))
     known = {entry.node for entry in old.avoided_nodes}
     for entry in new.avoided_nodes:
         if entry.node not in known:
@@ -130,7 +131,9 @@ def _where(entry: Json) -> str:
 
 def _begun(old: JobStatus, new: JobStatus) -> str:
     """What trains, and how long after what."""
-    text = f"{count(new.ready, 'node')} {'trains' if new.ready == 1 else 'train'}"
+    running = new.condition(ConditionType.RUNNING)
+    verb = "run" if running is not None and running.reason == NODES_RUN else "train"
+    text = f"{count(new.ready, 'node')} {verb}{'s' if new.ready == 1 else ''}"
     restarting = ConditionType.RESTARTING
     if not old.holds(restarting) or new.holds(restarting) or not new.restarts.recent:
         return text

@@ -1,0 +1,58 @@
+"""`command`: other launchers than the job's own, and what the status says of their failures."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from process_harness import SCRIPTS, Json, Machine, Run, manifest
+
+LAUNCHED = str(SCRIPTS / "launched.py")
+
+
+def job(*command: str, nodes: int = 2, **spec: Any) -> Json:
+    return manifest(command=list(command), nodes=nodes, **spec)
+
+
+def said(run: Run) -> list[str]:
+    """What the ranks have printed of their group, in order."""
+    logs = (run.log(pod) for pod in run.pods() if "coordinator" not in pod)
+    return sorted(line for log in logs for line in log.splitlines() if line.startswith("rank "))
+
+
+def test_standalone_hosts_a_store_of_its_own(machine: Machine) -> None:
+    run = machine.run(job("torchrun", "--standalone", "--nproc_per_node=2", LAUNCHED, nodes=1), seconds=120)
+    assert run.process.returncode == 0, run.everything()
+    assert said(run) == ["rank 0 of 2: 2", "rank 1 of 2: 2"]
+
+
+ACCELERATE = [
+    *("accelerate", "launch", "--multi_gpu", "--num_machines", "2", "--num_processes", "2"),
+    *("--machine_rank", "$(DDPJOB_INDEX)", "--main_process_ip", "$(MASTER_ADDR)"),
+    *("--main_process_port", "$(MASTER_PORT)", LAUNCHED, "--accelerate"),
+]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [ACCELERATE, [sys.executable, LAUNCHED, "--spawn"], [sys.executable, LAUNCHED, "--rpc"]],
+    ids=["accelerate launch", "mp.spawn with tcp", "torch.distributed.rpc"],
+)
+def test_launchers_that_need_an_address_find_index_0(machine: Machine, command: list[str]) -> None:
+    run = machine.run(job(*command), seconds=120)
+    assert run.process.returncode == 0, run.everything()
+    assert said(run) == ["rank 0 of 2: 2", "rank 1 of 2: 2"]
+
+
+def test_a_rank_that_fails_under_torchrun_counts_although_its_process_stays(machine: Machine) -> None:
+    """Rank 0 waits for it in a collective, and torchrun for the end of the process.
+
+    The script knows nothing of @record, and the status has its rank and its traceback all the same.
+    """
+    run = machine.run(job("torchrun", LAUNCHED, "--fail", "--stay", recovery={"maxRestarts": 0}), seconds=120)
+    assert run.process.returncode == 1, run.everything()
+    (restart,) = (r for r in run.status["restarts"]["recent"] if r["counted"])
+    assert (restart["reason"], restart["rank"]) == ("WorkerFailed", 1), run.everything()
+    first = "rank 1 in pod job-1-0 ended with exit code 1: ValueError: made to fail"
+    assert restart["message"].startswith(first) and 'raise ValueError("made to fail")' in restart["message"]
