@@ -39,8 +39,12 @@ MAX_BACKLOG = 1024 * 1024
 """Bytes that a member may leave unread before its connection is given up."""
 DEFAULT_GRACE = 30.0
 """Of a pod, where its launcher does not say."""
-MAX_STRANGERS = 512
-"""Open connections whose other end has not shown that it knows the job's token."""
+MAX_STRANGERS = protocol.MAX_PODS + 512
+"""Open connections whose other end has not yet shown that it knows the job's token.
+
+All pods of a job may connect at once, each from an address of its own, and none of them must make room for another:
+their attempts would be closed and repeated for ever on a slow host.
+"""
 MAX_NONCES = 4096
 """Of requests that change something, which the coordinator remembers: nobody can send one of them again."""
 LOGGED_EVERY = 1.0

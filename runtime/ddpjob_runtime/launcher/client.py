@@ -224,6 +224,7 @@ class CoordinatorClient:
     def _keep(self) -> None:
         missed_since, known = time.monotonic(), False
         pause, why = 0.05, "no attempt yet"
+        chance = random.Random()  # Members that lose one coordinator at one moment do not return at one moment.
         while not self._gives_up(missed_since, known):
             try:
                 stream = self._connect()
@@ -235,7 +236,7 @@ class CoordinatorClient:
                     return
                 if welcomed:  # a stranger's coordinator, or one that lets nobody in, must not be tried for ever
                     missed_since, known, pause = time.monotonic(), True, 0.05
-            time.sleep(pause)
+            time.sleep(pause * chance.uniform(0.5, 1.5))
             pause = min(pause * 1.5, 1.0 if time.monotonic() < missed_since + FIRST_SECONDS else 5.0)
         self._on_end(
             protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", "no coordinator at {}:{}: {}".format(*self._address, why)
