@@ -144,9 +144,11 @@ class ToMember(Word):
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 6.0
 """A connection on which nothing was heard for this long is dead."""
-RECONNECT_SECONDS = 3.0
-"""How long a member of mode Standard continues without its coordinator, which has the store. In Fast it continues for
-as long as its workers run; without workers it waits as for its first coordinator."""
+RECONNECT_SECONDS = 30.0
+"""How long a member of mode Standard continues without its coordinator, which may only stand still. Workers need the
+coordinator's store for a new round alone. The operator replaces all pods as soon as it knows that the coordinator has
+ended. In Fast a member continues for as long as its workers run; without workers it waits as for its first coordinator.
+"""
 
 MAX_LINE = 256 * 1024
 MAX_TEXT = 4096

@@ -604,7 +604,7 @@ async def test_a_lost_coordinator_s_node_is_left_in_both_modes() -> None:
         await s.until(lambda s=s, name=name: name in s.pods)
         await s.until(lambda s=s: "job-coordinator-0" not in s.pods)
         await s.until_phase("Running")
-        assert {reason for reason, _ in reasons(s)} == {"CoordinatorLost" if mode == "Fast" else "RendezvousLost"}
+        assert {reason for reason, _ in reasons(s)} == {"CoordinatorLost"}
         assert s.status["restarts"]["counted"] == 0
 
 
