@@ -361,7 +361,7 @@ add("process", """
     old = os.umask(0)
     print("umask", oct(old), "nice", os.nice(0), "affinity", len(os.sched_getaffinity(0)))
     for name in sorted(n for n in dir(resource) if n.startswith("RLIMIT_")):
-        print(name, resource.getrlimit(getattr(resource, name)))
+        print(name, resource.getrlimit(getattr(resource, name))[name == "RLIMIT_NOFILE":])  # Its soft one is raised.
     for number in sorted(signal.valid_signals()):
         handler = signal.getsignal(number)
         print(int(number), getattr(handler, "name", None) or getattr(handler, "__name__", handler))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ddpjob_runtime
 import pytest
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import hang
@@ -78,6 +79,19 @@ def test_arguments_of_a_script_are_not_taken_for_options_of_torchrun(option: str
 def test_the_number_of_processes_is_read_before_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launcher", "--nproc-per-node=2", "--", "a.py", "--nproc-per-node=8"])
     assert launcher.processes_per_node() == 2
+
+
+def test_a_launcher_raises_the_limit_of_open_files() -> None:
+    code = """
+import resource, sys
+from ddpjob_runtime.launcher import __main__ as launcher
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, most))
+launcher.Shutdown = lambda grace: sys.exit(resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 128)
+launcher.main()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(ddpjob_runtime.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
 def test_a_signal_that_pid_1_has_no_handler_for_does_not_end_the_node() -> None:

@@ -30,6 +30,7 @@ from ddpjob_runtime.launcher.conduct_preflight import Abandoned, Preflight, Sett
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
 from ddpjob_runtime.launcher.round_log import RoundLog
 from ddpjob_runtime.launcher.shutdown import Shutdown, die_with_parent, ignore_signal, log, watch_signals
+from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import FromMember, Mode
 
 LOST_GRACE = 3.0
@@ -43,6 +44,7 @@ REQUIRED = ("DDPJOB_COORDINATOR", "DDPJOB_TOKEN", "DDPJOB_POD", "DDPJOB_INDEX", 
 def main() -> NoReturn:
     """Run until the job is done or this node has to end; never returns."""
     faulthandler.enable()
+    raise_open_files()
     if os.getpid() == 1:
         pid1.become_init()
         die_with_parent()
