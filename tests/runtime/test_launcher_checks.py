@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ddpjob_runtime.launcher import __main__ as launcher
 from ddpjob_runtime.launcher import import_torchrun, stacks
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
 from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.log_lines import Log
 from ddpjob_runtime.protocol import Mode
 from ddpjob_runtime.termination_log import write_termination_log
 from machine import slowness
@@ -92,6 +94,22 @@ launcher.main()
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(ddpjob_runtime.__file__).parents[1])}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_a_log_that_nobody_reads_loses_lines_and_stops_nobody() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        log = Log("coordinator", stream)
+        writing = threading.Thread(target=lambda: [log("x" * 600) for _ in range(1000)], daemon=True)
+        writing.start()
+        writing.join(60)
+        assert not writing.is_alive(), "a write waits for a reader"
+        read = os.read(reader, 1 << 20)
+        log("the reader is back")
+        assert read.count(b"coordinator: xxx") > 50
+        read += os.read(reader, 1 << 20)
+    os.close(reader)
+    assert re.search(rb"\n\(9\d\d lines are missing here, .*\)\n\S+ coordinator: the reader is back\n$", read)
 
 
 def test_a_signal_that_pid_1_has_no_handler_for_does_not_end_the_node() -> None:

@@ -20,6 +20,7 @@ from ddpjob_runtime.coordinator.coordinator import Coordinator
 from ddpjob_runtime.coordinator.member_lines import HANDLERS, whole
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.log_lines import Log
 from ddpjob_runtime.protocol import FromMember, MemberState, ToMember
 
 HELLO_SECONDS = 10.0
@@ -58,11 +59,7 @@ def now() -> float:
     return STARTED_AT + time.monotonic()
 
 
-def log(text: str) -> None:
-    """Write one line of the coordinator's log. On a full disk it is lost, and nothing else."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"{protocol.iso(protocol.time_of(time.time()))} coordinator: {text}\n")
-        sys.stderr.flush()
+log = Log("coordinator")
 
 
 class Silent(Exception):
