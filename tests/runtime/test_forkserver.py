@@ -12,12 +12,15 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from ddpjob_runtime.coordinator.member_lines import read_failure
 from ddpjob_runtime.launcher import __main__ as launcher
 from ddpjob_runtime.launcher import forkserver, late_environment
+from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.protocol import Mode
 from machine import slowness
 from runtime_harness import RUNTIME, SCRIPTS
 
@@ -375,11 +378,31 @@ def test_a_torch_that_starts_workers_in_another_way_runs_them_cold(monkeypatch: 
     assert torch.__version__ in launcher.warm_workers(None, print)
 
 
+@pytest.mark.parametrize(("kills", "said"), [(2, "has ended"), (3, "killed by the kernel: the container's memory")])
+def test_a_fork_server_that_was_killed_for_memory_says_so(
+    kills: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver.oom, "oom_kills", lambda: kills)
+    server = object.__new__(forkserver.ForkServer)
+    server._socket, theirs = socket.socketpair()
+    server.pid, server._buffer, server._lock, server._ended, server._oom_kills = 7, b"", threading.RLock(), {}, 2
+    theirs.close()
+    with pytest.raises(forkserver.ForkServerEnded, match=said) as raised:
+        server.exit_code(17)
+    assert raised.value.out_of_memory is (kills == 3)
+    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    client._position = {"round": 4}
+    client.ran_out_of_memory(str(raised.value))
+    [(verb, fields)] = client._unsent
+    failure = read_failure(SimpleNamespace(source=None, heard=0.0), fields)  # type: ignore[arg-type]
+    assert (verb, fields["round"], failure.kind, failure.message) == ("failure", 4, "OOMKilled", str(raised.value))
+
+
 def test_the_end_of_an_earlier_worker_with_the_same_pid_is_forgotten() -> None:
     ours, theirs = socket.socketpair()
     server = object.__new__(forkserver.ForkServer)
     server._socket, server._buffer, server._lock, server._number = ours, b"", threading.RLock(), 0
-    server._started, server._ended = {}, {}
+    server._started, server._ended, server._oom_kills = {}, {}, 0
     theirs.sendall(b'{"pid": 77, "code": -9}\n{"number": 1, "pid": 77}\n')
     worker = server.spawn(["script"], {}, None, None)
     assert worker.poll() is None

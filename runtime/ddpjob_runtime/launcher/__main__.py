@@ -88,6 +88,8 @@ def main() -> NoReturn:
         shutdown.exit(protocol.EXIT_INIT_FAILURE, "InitFailure", str(error))
     except BaseException as error:
         shutdown.block_if_begun()
+        if getattr(error, "out_of_memory", False):
+            client.ran_out_of_memory(str(error))
         kind, code = classify(error)
         shutdown.exit(code, kind, f"{type(error).__name__}: {error}", traceback.format_exc(), grace=LOST_GRACE)
     raise AssertionError("unreachable")

@@ -105,6 +105,11 @@ class CoordinatorClient:
         """Whether round `number` ends because of a change, not of a loss: workers can still agree and save."""
         return self.must_restart(number) and self._planned
 
+    def ran_out_of_memory(self, why: str) -> None:
+        """Report that this node's workers have ended because the kernel has killed their parent."""
+        if self._position:
+            self.send(FromMember.FAILURE, round=self._position["round"], message=why, oom=True)
+
     def wait_verdict(self, number: int) -> bool:
         """After `finished`: True when every node has finished, False when the round must be run again."""
         with self.changed:
