@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from ddpjob_runtime.coordinator.member_lines import read_failure
 from ddpjob_runtime.launcher import __main__ as launcher
-from ddpjob_runtime.launcher import forkserver, late_environment
+from ddpjob_runtime.launcher import forkserver, late_environment, torch_parts
+from ddpjob_runtime.launcher.check_entrypoint import InitFailure
 from ddpjob_runtime.launcher.client import CoordinatorClient
 from ddpjob_runtime.protocol import Mode
 from machine import slowness
@@ -376,6 +377,25 @@ def test_a_torch_that_starts_workers_in_another_way_runs_them_cold(monkeypatch: 
     else:
         monkeypatch.delattr(subprocess_handler.SubprocessHandler, "_popen")
     assert torch.__version__ in launcher.warm_workers(None, print)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "lacks"),
+    [
+        ("agent.server.api", "SimpleElasticAgent._exit_barrier", "SimpleElasticAgent._exit_barrier"),
+        ("multiprocessing.api", "_terminate_process_handler", "_terminate_process_handler"),
+        ("rendezvous.api", "RendezvousStoreInfo.build", "RendezvousStoreInfo.build with 4 arguments"),
+        ("multiprocessing.api", "PContext.__init__", "PContext.error_files"),
+    ],
+)
+def test_a_torch_without_a_part_that_a_launcher_needs_is_refused(
+    module: str, name: str, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert torch_parts.missing() == []
+    monkeypatch.delattr(f"torch.distributed.elastic.{module}.{name}")
+    with pytest.raises(InitFailure, match="this torch is not supported: ") as refused:
+        launcher.require_torchrun()
+    assert f"{torch.__version__} has no torch.distributed.elastic.{module}.{lacks};" in str(refused.value)
 
 
 @pytest.mark.parametrize(("kills", "said"), [(2, "has ended"), (3, "killed by the kernel: the container's memory")])
