@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decision import Creation, Notify
 from ddpjob.core.failures.classify import without_wait
@@ -137,6 +138,24 @@ def test_ranks_without_a_group_are_not_said_to_train_as_one() -> None:
         assert condition.reason == ("NoGroup" if progress else "GroupRuns")
         assert ("each rank trains a model of its own" in condition.message) is bool(progress)
         assert [e.reason for e in decision.events if e.warning] == (["NoGroup"] if at == 5 else [])
+
+
+@pytest.mark.parametrize("when", ["told", "told in the last report", "never"])
+def test_ranks_that_formed_no_group_are_named_after_the_end(when: str) -> None:
+    job, pods = running(2)
+    if when == "told":
+        members = [MemberState.RUNNING] * 2
+        reported = report(CoordinatorState.RUNNING, *members, progress={"step": 5, "ungrouped": True})
+        job, _ = seen(job, 5, pods, reported)
+    done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(8))
+    ended = (*(pod(index, done, phase="Succeeded") for index in range(2)), COORDINATOR)
+    last = {"step": 9, "ungrouped": True} if when == "told in the last report" else {"step": 9}
+    succeeded = replace(report(CoordinatorState.SUCCEEDED, progress=last), world=2)
+    job, decision = seen(job, 9, ended, succeeded if when != "told" else None)
+    complete = job.status.condition(ConditionType.COMPLETE)
+    assert complete is not None and complete.status
+    assert ("each of them has trained a model of its own" in complete.message) is (when != "never")
+    assert complete.message in [e.message for e in decision.events]
 
 
 def test_a_job_that_has_finished_is_not_starting() -> None:
