@@ -45,7 +45,8 @@ def test_a_message_that_is_final_waits_for_nothing() -> None:
     reported = report(CoordinatorState.RESTARTING, MemberState.READY, incidents=(failed,))
     job, decision = seen(job, 3, pods, reported)
     assert job.status.phase is Phase.FAILED
-    texts = [message(job.status, ConditionType.FAILED), *(e.message for e in decision.events)]
+    kept = [restart.message for restart in job.status.restarts.recent]
+    texts = [message(job.status, ConditionType.FAILED), *kept, *(e.message for e in decision.events)]
     assert not [text for text in texts if "waits" in text]
 
 

@@ -23,6 +23,7 @@ from ddpjob.core.decision import (
     MarkWorkload,
     Notify,
 )
+from ddpjob.core.failures.classify import without_wait
 from ddpjob.core.failures.liveness import may_run
 from ddpjob.core.plan.queue import finish_workloads
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
@@ -43,7 +44,11 @@ EXIT_SECONDS = 15
 
 def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Decision:
     """The decision for a job that has failed, for good. `events` come before the one of the failure."""
-    status = with_condition(view.status, ConditionType.FAILED, True, failure.reason, failure.message, view.now)
+    recent = view.status.restarts.recent
+    if recent:  # Nothing waits for a restart that is not made.
+        recent = (*recent[:-1], replace(recent[-1], message=without_wait(recent[-1].message)))
+    status = replace(view.status, restarts=replace(view.status.restarts, recent=recent))
+    status = with_condition(status, ConditionType.FAILED, True, failure.reason, failure.message, view.now)
     announced = Event(True, failure.reason, event_text(failure.message))
     return _end(view.with_status(status), [*(events or []), announced], "Failed")
 
