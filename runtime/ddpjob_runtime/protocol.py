@@ -235,12 +235,31 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def clip(text: object, limit: int = MAX_TEXT) -> str:
-    """The text within `limit` characters, without its middle: messages begin with the error, tracebacks end with it."""
+    """The text within `limit` characters, without its middle: messages begin with the error, tracebacks end with it.
+
+    Lines stay whole where they are not too long for that.
+    """
     full = "" if text is None else str(text)
     if len(full) <= limit:
         return full
     head = min(200, limit // 4)
-    return full[:head] + "..." + full[-(limit - head - 3) :]
+    first, last = full[:head], full[-(limit - head - 3) :]
+    if "\n" in first and 0 <= last.find("\n") < min(_PART_OF_A_LINE, limit // 3):
+        return f"{first[: first.rindex(_NEWLINE)]}\n...{last[last.index(_NEWLINE) :]}"
+    return f"{first}...{last}"
+
+
+_PART_OF_A_LINE = 300
+"""Characters that are left out so that the next line is whole."""
+_NEWLINE = "\n"
+
+
+def last_lines(text: str, limit: int) -> str:
+    """The end of the text within `limit` characters, from the beginning of a line where it has one soon."""
+    text = text.strip()
+    last = text[-limit:]
+    whole = last.find("\n") + 1 if len(text) > limit else 0
+    return last[whole:] if whole <= min(_PART_OF_A_LINE, limit // 3) else last
 
 
 _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
@@ -590,7 +609,7 @@ def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENT
         replace(
             incident,
             message=clip_kept(incident.message, MAX_TOLD_BEFORE if number < older else MAX_TOLD),
-            traceback="" if number < older else clip_kept(incident.traceback.strip()[-MAX_TOLD:], MAX_TOLD),
+            traceback="" if number < older else clip_kept(last_lines(incident.traceback, MAX_TOLD), MAX_TOLD),
         )
         for number, incident in enumerate(incidents)
     )

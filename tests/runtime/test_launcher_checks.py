@@ -522,6 +522,24 @@ def test_a_rank_that_has_ended_takes_no_other_ranks_stacks(tmp_path: Path, monke
     assert found == {0: "(this rank has ended)", 1: "a stack"}
 
 
+def test_a_stack_shows_the_frames_of_the_script_alone() -> None:
+    ours = [f'  File "{RUNTIME / name}", line 7 in run\n' for name in ("worker.py", "launcher/forkserver.py")]
+    runpy = '  File "<frozen runpy>", line 88 in _run_code\n'
+    script = 'Stack (most recent call first):\n  File "/job/train.py", line 3 in step\n'
+    assert stacks.of_the_script(script + "".join(ours) + runpy) == script
+    alone = "Stack (most recent call first):\n" + "".join(ours)
+    assert stacks.of_the_script(alone) == alone, "it has not come to the script"
+
+
+def test_texts_are_shortened_by_whole_lines() -> None:
+    lines = [f'  File "/job/train.py", line {number} in step' for number in range(1000)]
+    for short in (protocol.clip("\n".join(lines), 2000), protocol.last_lines("\n".join(lines), 2000)):
+        assert 1500 < len(short) <= 2000
+        assert {line for line in short.splitlines() if line != "..."} <= set(lines)
+    assert protocol.clip("x" * 100, 40) == "x" * 10 + "..." + "x" * 27, "a line that is too long"
+    assert protocol.last_lines("x" * 100, 40) == "x" * 40 and protocol.last_lines(" a\nb ", 40) == "a\nb"
+
+
 def _writes_its_stack(file: Path) -> Callable[[int, int], None]:
     def kill(pid: int, number: int) -> None:
         if pid != os.getpid():
