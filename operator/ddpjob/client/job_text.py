@@ -290,6 +290,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         return
     if state == "Interrupted":
         yield f"{name}: its `ddpjob run` was stopped before the end of the job."
+        if status.restarts.recent:
+            yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
         yield "What to do: run it again; it resumes from its last checkpoint, if it has one."
         return
     if not status.conditions and not status.phase:

@@ -177,6 +177,9 @@ def test_suspended_complete_running_and_interrupted() -> None:
         assert text(running).startswith("j trains on 2 nodes and 1 spare. step 7")
         assert ("This has not changed for 2m00s: `ddpjob stacks j` shows" in text(running)) == quiet
     assert "run it again" in text(job(phase="Interrupted")), "a job of this machine"
+    last = {"time": "2026-01-01T00:00:00Z", "pod": "j-0-0", "index": 0, "reason": "WorkerFailed", "counted": True}
+    failed = text(job(phase="Interrupted", restarts={"recent": [{**last, "message": "ValueError: x"}]}))
+    assert "Last restart: " in failed and "ValueError: x" in failed, "it may be why it was stopped"
     assert "no end was recorded" in text(job({"image": ""}, phase="Interrupted")), "one of which a folder is left"
 
 
