@@ -325,5 +325,5 @@ class Round:
 
     def _verdict(self) -> Verdict | None:
         came_back = [(rank, when) for rank, when in self._finished.items() if rank in self.members]
-        finishes = [Finish(self.members[rank].source, when) for rank, when in came_back]
+        finishes = [Finish(self.members[rank].source, when, node=rank) for rank, when in came_back]
         return self._evidence.verdict(finishes, self._ended_at)
