@@ -29,15 +29,21 @@ torch: Any = pytest.importorskip("torch")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 PROBE = """
-import json, sys, os, random, threading, time
+import json, logging.config, sys, os, random, tempfile, threading, time
+os.environ["TMPDIR"] = os.getcwd()
+logging.config.dictConfig({"version": 1, "root": {"level": "ERROR"}})
+mine = logging.getLogger("torch.mine")
 began = time.process_time()
 import torch, numpy
+torchs = logging.getLogger("torch.distributed.distributed_c10d")
 print(json.dumps({
     "argv": sys.argv, "name": __name__, "path0": sys.path[0], "torch_seconds": time.process_time() - began,
     "siblings": sorted({"client", "forkserver", "protocol", "shutdown", "worker"} & set(sys.modules)),
     "random": [random.random(), float(numpy.random.rand()), float(torch.rand(()))], "threads": threading.active_count(),
     "main": sys.modules["__main__"].__dict__ is globals(), "group": os.getpgid(0) == os.getpid(),
-    "sigterm": __import__("signal").getsignal(15).name, "torch_threads": torch.get_num_threads(),
+    "loggers": [mine.parent.name, torchs is torch.distributed.distributed_c10d.logger, torchs.disabled],
+    "temporary": tempfile.gettempdir(), "sigterm": __import__("signal").getsignal(15).name,
+    "torch_threads": torch.get_num_threads(),
 }))
 """
 OWN_MODULES = "import client\nprint(client.NAME)\n"
@@ -75,6 +81,7 @@ def test_a_worker_sees_what_a_fresh_process_would_see(tmp_path: Path) -> None:
     assert first["path0"] == str(tmp_path)
     assert first["siblings"] == [] and first["threads"] == 1 and first["group"] and first["sigterm"] == "SIG_DFL"
     assert first["torch_threads"] == 1
+    assert first["temporary"] == str(tmp_path) and first["loggers"] == ["torch", True, False]
     assert first["torch_seconds"] < 0.5, "torch was there already"
     shared = [one for one, other in zip(first["random"], second["random"]) if one == other]
     assert not shared, "no stream of random numbers is the same in two workers"

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -438,6 +439,7 @@ def _redirect(order: dict[str, Any]) -> None:
 
 def _renew_libraries() -> None:
     """Renew what forks would share, or what was read from the environment too early. Python's random renews itself."""
+    tempfile.tempdir = None  # The script may name another folder in TMPDIR.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     sys.modules["torch"].random.default_generator.seed()
