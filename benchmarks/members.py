@@ -1,17 +1,21 @@
-"""How long a coordinator needs for very many members: until a round of them begins, and the next one after a loss.
+"""How long a coordinator needs for very many members: until a round of them begins, the next one after a loss, and
+until all have come to it at once, at the job's start and after the loss of an earlier coordinator.
 
     python -m benchmarks.members [--members 1024] [--runs 3] [--share 1 0.1] [--table benchmarks/README.md]
 
 The members are played by this program, over real sockets on 127.0.0.1: their lines, and no torch. Both share the
-machine's processors. One more member than the round needs is a spare, so that a loss is made up for at once. With a
-share of a processor the coordinator is stopped for the rest of each twentieth of a second.
+machine's processors. One more member than the round needs is a spare, so that a loss is made up for at once. Those
+that come at once are `--members` and 100 spares, each from an address of its own, with the timeouts and pauses of a
+launcher. With a share of a processor the coordinator is stopped for the rest of each twentieth of a second.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -27,6 +31,7 @@ from statistics import median
 from typing import Any
 
 from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher.client import CONNECT_SECONDS
 
 from benchmarks import CHECKOUT
 from benchmarks.marks import add_table_option, write_between
@@ -37,6 +42,8 @@ PERIOD = 0.05
 """Seconds, of each of which a share is the coordinator's."""
 REST = 10
 """Seconds for which members that train are listened to."""
+ARRIVAL_SECONDS = 60
+"""For all members to come to one coordinator; a launch that takes longer has failed."""
 
 
 class Member:
@@ -68,12 +75,16 @@ class Member:
 @dataclass
 class Figures:
     """Of one run, in seconds; of the coordinator its share of a processor while all train, the size of its report in
-    kB, its processor time for everything but that rest, and its memory in MiB at the end.
+    kB, its processor time for everything but that rest, and its memory in MiB at the end. `attempts`: connections that
+    all members at once and their return to a second coordinator needed, divided by the number of members.
     """
 
     connected: float
     formed: float
     formed_again: float
+    arrived: float
+    taken_over: float
+    attempts: float
     at_rest: float
     report: float
     processor: float
@@ -106,18 +117,77 @@ def sharing(pid: int, share: float) -> Iterator[None]:
 def measure(count: int, share: float) -> Figures:
     """A round of `count` members, a while of training, the loss of one, the next round."""
     port = free_port()
+    with coordinating(port, count, share, attempt=0):
+        arrived, attempts = asyncio.run(_arrive(port, count, resumes=False))
+    with coordinating(port, count, share, attempt=1):
+        taken_over, more = asyncio.run(_arrive(port, count, resumes=True))
+    tried = (attempts + more) / 2 / (count + protocol.MAX_SPARES)
+    with coordinating(port, count, share, attempt=0) as coordinator:
+        return _play(count, port, coordinator, (arrived, taken_over, tried))
+
+
+@contextmanager
+def coordinating(port: int, count: int, share: float, attempt: int) -> Iterator[int]:
+    """Run a coordinator with this share of a processor; yields its process id."""
     command = [sys.executable, str(CHECKOUT / "runtime" / "ddpjob_runtime"), "coordinator", "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--nodes", str(count), "--mode", "Fast"]
-    with subprocess.Popen(command, env={**os.environ, "DDPJOB_TOKEN": TOKEN}, stderr=subprocess.DEVNULL) as coordinator:
+    command += ["--host", "127.0.0.1", "--nodes", str(count), "--mode", "Fast", "--attempt", str(attempt)]
+    with subprocess.Popen(command, env={**os.environ, "DDPJOB_TOKEN": TOKEN}, stderr=subprocess.DEVNULL) as process:
         try:
             _wait_for(port)
-            with sharing(coordinator.pid, share):
-                return _play(count, port, coordinator.pid)
+            with sharing(process.pid, share):
+                yield process.pid
         finally:
-            coordinator.kill()
+            process.kill()
 
 
-def _play(count: int, port: int, coordinator: int) -> Figures:
+async def _arrive(port: int, count: int, resumes: bool) -> tuple[float, int]:
+    """Seconds until all members and spares that connect at once are welcomed, and the connections that it took.
+
+    `resumes`: they come from round 1 of an earlier coordinator, which has to run again then.
+    """
+    began, kept, attempts = time.monotonic(), [], 0
+
+    async def arrive(index: int) -> None:
+        nonlocal attempts
+        pause = 0.05
+        hello: dict[str, Any] = {"pod": f"job-{index}-0", "index": index, "attempt": 0, "pid": 1}
+        if resumes and index < count:
+            hello["resume"] = {"round": 1, "rank": index, "world": count, "state": "Running"}
+        while True:
+            attempts += 1
+            try:
+                kept.append(await _try_to_arrive(port, index, hello))
+                return
+            except (TimeoutError, OSError, ValueError):
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+                pause = min(pause * 1.5, 1.0)
+
+    everybody = asyncio.gather(*[arrive(index) for index in range(count + protocol.MAX_SPARES)])
+    await asyncio.wait_for(everybody, ARRIVAL_SECONDS)
+    if resumes:
+        await asyncio.to_thread(_wait_until_it_runs, port)
+    return time.monotonic() - began, attempts
+
+
+async def _try_to_arrive(port: int, index: int, hello: dict[str, Any]) -> asyncio.StreamWriter:
+    """Return the connection. Raises OSError, ValueError or TimeoutError if the coordinator does not let it in."""
+    here = f"127.1.{index // 250}.{index % 250 + 1}"
+    opening = asyncio.open_connection("127.0.0.1", port, local_addr=(here, 0))
+    reader, writer = await asyncio.wait_for(opening, CONNECT_SECONDS)
+    try:
+        writer.write(protocol.encode("challenge", nonce="ours"))
+        proof = protocol.decode(await asyncio.wait_for(reader.readline(), protocol.SILENCE_SECONDS))
+        sealed = protocol.seal(TOKEN, "member", "ours", str(proof["nonce"]))
+        writer.write(protocol.encode("hello", proof=sealed, **hello))
+        while protocol.decode(await asyncio.wait_for(reader.readline(), ARRIVAL_SECONDS))["t"] != "welcome":
+            continue
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return writer
+
+
+def _play(count: int, port: int, coordinator: int, arrivals: tuple[float, float, float]) -> Figures:
     """`coordinator`: its process id."""
     began = time.monotonic()
     members = [Member(port, index) for index in range(count + 1)]
@@ -132,8 +202,7 @@ def _play(count: int, port: int, coordinator: int) -> Figures:
     formed = time.monotonic() - began
     for member in training:
         member.say("joined", round=1)
-    while json.loads(_report(port))["state"] != "Running":
-        time.sleep(0.05)
+    _wait_until_it_runs(port)
     before, began = processor_seconds(coordinator), time.monotonic()
     for beat in range(1, REST + 1):
         for member in training:
@@ -152,12 +221,17 @@ def _play(count: int, port: int, coordinator: int) -> Figures:
         member.hear("go")
     formed_again = time.monotonic() - began
     processor = processor_seconds(coordinator) - rest
-    return Figures(connected, formed, formed_again, at_rest, report, processor, memory(coordinator))
+    return Figures(connected, formed, formed_again, *arrivals, at_rest, report, processor, memory(coordinator))
 
 
 def _say_ready(members: list[Member], after: int) -> None:
     for number, member in enumerate(members):
         member.say("ready", after=after, host="10.0.0.1", port=5000 + number)
+
+
+def _wait_until_it_runs(port: int) -> None:
+    while json.loads(_report(port))["state"] != "Running":
+        time.sleep(0.05)
 
 
 def _report(port: int) -> bytes:
@@ -182,6 +256,9 @@ def table(count: int, share: float, runs: list[Figures], loads: list[float]) -> 
         "all connected and welcomed, s": [run.connected for run in runs],
         "from the first `ready` to the last `go`, s": [run.formed for run in runs],
         "from a loss to the last `go` of the next round, s": [run.formed_again for run in runs],
+        "these and 100 spares come at once: until the last is welcomed, s": [run.arrived for run in runs],
+        "they come from an earlier coordinator: until its round runs on, s": [run.taken_over for run in runs],
+        "connections that each of them needed": [run.attempts for run in runs],
         "while all train: the coordinator's share of a processor, %": percent,
         "its report, kB": [run.report for run in runs],
         "the coordinator's processor time for all but that, s": [run.processor for run in runs],
@@ -202,7 +279,7 @@ def main() -> int:
     made.add_argument("--share", type=float, nargs="+", default=[1.0, 0.1], help="of a processor (default 1 0.1)")
     add_table_option(made, "members")
     options = made.parse_args()
-    wanted = options.members + 100
+    wanted = options.members + 2 * protocol.MAX_SPARES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         print(f"only {hard} files may be open (ulimit -n): {wanted} are needed", file=sys.stderr)

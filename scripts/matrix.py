@@ -1,6 +1,7 @@
 """Run the runtime's tests on every Python and torch that it promises: make matrix.
 
-A row is a Python with the standard library alone, or with one minor of torch. Short form: every Python,
+A row is a Python with the standard library alone, or with one minor of torch. One more is the newest Python with
+the newest pre-release of torch, from TORCH_PRE_INDEX_URL; it may fail, and is reported. Short form: every Python,
 and each torch with the oldest and the newest Python that it has wheels for and that this machine has.
 `--all`: each torch with every such Python, and all tests instead of the quick ones. One more row runs the
 trainer's tests of checkpoints on Debian 12's Python, with the packages of the environment that runs this. A row
@@ -91,11 +92,15 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """`torch` is a full version, None for the standard library alone. `trainer`: the row of TRAINER_PYTHON."""
+    """`torch` is a full version, None for the standard library alone. `trainer`: the row of TRAINER_PYTHON.
+
+    `pre`: torch is a pre-release, which may lack what the runtime needs.
+    """
 
     python: str
     torch: str | None = None
     trainer: bool = False
+    pre: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,11 @@ class Result:
 
     @property
     def ok(self) -> bool:
+        """Whether it ran and nothing failed, or could not run, or may fail."""
+        return self.row.pre or self.went_well
+
+    @property
+    def went_well(self) -> bool:
         """Whether it ran and nothing failed, or could not run."""
         return bool(self.skipped_because) or (self.failed == 0 and self.passed > 0)
 
@@ -121,7 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every Python with each torch, and all tests")
     parser.add_argument("--python", action="append", help="only this one (3.9), repeatable")
-    parser.add_argument("--torch", action="append", help="only this one (2.6, none, oldest, newest), repeatable")
+    parser.add_argument("--torch", action="append", help="only this one (2.6, none, oldest, newest, pre), repeatable")
     parser.add_argument("--discard", action="store_true", help="remove each environment with torch after its row")
     arguments = parser.parse_args()
     results = []
@@ -129,7 +139,7 @@ def main() -> int:
         print(f"Python {row.python}, torch {row.torch or '-'} ...", flush=True)
         result = run_row(row, everything=arguments.all)
         results.append(result)
-        print(result.output if not result.ok else describe(result), flush=True)
+        print(describe(result) if result.went_well else result.output, flush=True)
         if arguments.discard and row.torch:
             shutil.rmtree(environment_of(row), ignore_errors=True)
     print("\n" + table(results))
@@ -155,7 +165,19 @@ def choose(everything: bool, pythons: Sequence[str] | None = None, torches: Sequ
         names = {".".join(map(str, minor)), *(["oldest"] * (minor == minors[0])), *(["newest"] * (minor == minors[-1]))}
         if not torches or names & set(torches):
             rows += of_minor(minor, wheels, everything)
+    if here and (not torches or "pre" in torches):
+        rows += pre_release(here[-1], minors[-1] if minors else ())
     return rows + debian
+
+
+def pre_release(python: str, newest: tuple[int, ...]) -> list[Row]:
+    """The row of the newest pre-release of torch, if there is one after the `newest` minor that was released."""
+    found = newest_patches(list_versions(python, "--pre", *index("TORCH_PRE_INDEX_URL")))
+    minor = max(found, default=())
+    is_pre = minor > newest and re.search("[a-z]", found[minor])
+    if not is_pre:
+        print("no pre-release of torch: set TORCH_PRE_INDEX_URL to the index of its nightly builds", file=sys.stderr)
+    return [Row(python, found[minor], pre=True)] if is_pre else []
 
 
 def of_minor(
@@ -168,11 +190,16 @@ def of_minor(
 
 def torch_versions(python: str) -> dict[tuple[int, ...], str]:
     """The newest patch of every minor of torch that has wheels for a Python; empty without a registry."""
-    command = [sys.executable, "-m", "pip", "index", "versions", "torch", "--only-binary=:all:", *index()]
+    return newest_patches(list_versions(python, *index()))
+
+
+def list_versions(python: str, *options: str) -> str:
+    """Return what `pip index versions` prints about torch; empty without a registry."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch", "--only-binary=:all:", *options]
     done = subprocess.run([*command, "--python-version", python], capture_output=True, text=True)
     if done.returncode:
         print(f"no list of torch's versions for Python {python}: {last_line(done.stderr)}", file=sys.stderr)
-    return newest_patches(done.stdout)
+    return done.stdout
 
 
 def newest_patches(text: str) -> dict[tuple[int, ...], str]:
@@ -186,9 +213,9 @@ def newest_patches(text: str) -> dict[tuple[int, ...], str]:
     return newest
 
 
-def index() -> list[str]:
-    """pip's arguments for torch."""
-    url = os.environ.get("TORCH_INDEX_URL", "")
+def index(variable: str = "TORCH_INDEX_URL") -> list[str]:
+    """pip's arguments for torch. `variable`: names the index in the environment."""
+    url = os.environ.get(variable, "")
     return ["--index-url", url] if url else []
 
 
@@ -244,7 +271,7 @@ def prepare(row: Row) -> Path:
             subprocess.run([base, "-m", "venv", str(folder)], check=True, capture_output=True, text=True)
             pip(python, f"pytest=={PYTEST}")
             if row.torch:
-                install_torch(python, row.torch)
+                install_torch(python, row.torch, row.pre)
         except subprocess.CalledProcessError as error:
             raise NotHere(last_line(error.stderr or error.stdout)) from error
         ready.touch()
@@ -258,12 +285,13 @@ def works(python: Path) -> bool:
     return False
 
 
-def install_torch(python: Path, version: str) -> None:
+def install_torch(python: Path, version: str, pre: bool = False) -> None:
     """torch without CUDA: a wheel for CPUs where TORCH_INDEX_URL has one, else the usual one with empty libraries."""
+    source = ["--pre", *index("TORCH_PRE_INDEX_URL")] if pre else index()
     if not all(map(shutil.which, BINUTILS)):
-        pip(python, f"torch=={version}", "numpy", *index())
+        pip(python, f"torch=={version}", "numpy", *source)
         return
-    pip(python, "--no-deps", f"torch=={version}", *index())
+    pip(python, "--no-deps", f"torch=={version}", *source)
     code = "import importlib.metadata, json; print(json.dumps(importlib.metadata.requires('torch')))"
     requires = json.loads(output_of([str(python), "-c", code]))
     pip(python, "numpy", *(r for r in requires if "extra ==" not in r and not CUDA_PACKAGES.match(r)))
@@ -414,7 +442,8 @@ def table(results: Sequence[Result]) -> str:
         if result.skipped_because:
             lines.append(f"{start}  skipped: {result.skipped_because}")
         else:
-            lines.append(f"{start}{result.passed:8}{result.failed:8}{result.skipped:9}{result.seconds:9.0f}")
+            note = "  a pre-release, which may fail" if result.row.pre else ""
+            lines.append(f"{start}{result.passed:8}{result.failed:8}{result.skipped:9}{result.seconds:9.0f}{note}")
     return "\n".join(lines)
 
 

@@ -38,14 +38,21 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     return next((path for *_, path in sorted(numbered, reverse=True) if is_whole(path)), None)
 
 
+class Refusal(RuntimeError):
+    """A mistake that no restart helps. The worker ends with the exit code of a refused configuration."""
+
+    ddpjob_refusal = True
+
+
 def check_group(framework: str, processes: int, remedy: str) -> None:
-    """Raise RuntimeError where a framework trains in one process, and the job has more: each would write its own model
-    over that of the others.
+    """Refuse a framework that trains in one process where the job has more: each would overwrite the others' model.
+
+    Raises Refusal, which is a RuntimeError.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     if processes == 1 and world != "1" and os.environ.get("DDPJOB_COORDINATOR"):
         what = f"{framework} has formed no group, and each of the job's {world} ranks would train a model of its own"
-        raise RuntimeError(f"ddpjob_report: {what}: {remedy}")
+        raise Refusal(f"ddpjob_report: {what}: {remedy}")
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:

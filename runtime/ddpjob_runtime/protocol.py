@@ -155,9 +155,11 @@ class ToMember(Word):
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 6.0
 """A connection on which nothing was heard for this long is dead."""
-RECONNECT_SECONDS = 3.0
-"""How long a member of mode Standard continues without its coordinator, which has the store. In Fast it continues for
-as long as its workers run; without workers it waits as for its first coordinator."""
+RECONNECT_SECONDS = 30.0
+"""How long a member of mode Standard continues without its coordinator, which may only stand still. Workers need the
+coordinator's store for a new round alone. The operator replaces all pods as soon as it knows that the coordinator has
+ended. In Fast a member continues for as long as its workers run; without workers it waits as for its first coordinator.
+"""
 
 MAX_LINE = 256 * 1024
 MAX_TEXT = 4096
@@ -246,12 +248,31 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def clip(text: object, limit: int = MAX_TEXT) -> str:
-    """The text within `limit` characters, without its middle: messages begin with the error, tracebacks end with it."""
+    """The text within `limit` characters, without its middle: messages begin with the error, tracebacks end with it.
+
+    Lines stay whole where they are not too long for that.
+    """
     full = "" if text is None else str(text)
     if len(full) <= limit:
         return full
     head = min(200, limit // 4)
-    return full[:head] + "..." + full[-(limit - head - 3) :]
+    first, last = full[:head], full[-(limit - head - 3) :]
+    if "\n" in first and 0 <= last.find("\n") < min(_PART_OF_A_LINE, limit // 3):
+        return f"{first[: first.rindex(_NEWLINE)]}\n...{last[last.index(_NEWLINE) :]}"
+    return f"{first}...{last}"
+
+
+_PART_OF_A_LINE = 300
+"""Characters that are left out so that the next line is whole."""
+_NEWLINE = "\n"
+
+
+def last_lines(text: str, limit: int) -> str:
+    """The end of the text within `limit` characters, from the beginning of a line where it has one soon."""
+    text = text.strip()
+    last = text[-limit:]
+    whole = last.find("\n") + 1 if len(text) > limit else 0
+    return last[whole:] if whole <= min(_PART_OF_A_LINE, limit // 3) else last
 
 
 _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
@@ -600,7 +621,7 @@ def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENT
         replace(
             incident,
             message=clip_kept(incident.message, MAX_TOLD_BEFORE if number < older else MAX_TOLD),
-            traceback="" if number < older else clip_kept(incident.traceback.strip()[-MAX_TOLD:], MAX_TOLD),
+            traceback="" if number < older else clip_kept(last_lines(incident.traceback, MAX_TOLD), MAX_TOLD),
         )
         for number, incident in enumerate(incidents)
     )

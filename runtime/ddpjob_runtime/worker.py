@@ -31,6 +31,8 @@ STAY_SECONDS = 10.0
 """How long a process may stay after its program has failed: for exit handlers, threads and destructors."""
 REASON_BYTES = 4096
 """Of a container's termination message."""
+EXIT_REFUSED = 78
+"""Of a program that refuses its configuration: before the first step it ends the job."""
 MARK = b"ddpjob\n"
 """In the file by which torch locks an extension while a rank builds it."""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
@@ -292,7 +294,9 @@ class AfterImport:
 
 
 def run_recorded(mode: str, target: str) -> None:
-    """Run to the end. An exception is recorded, printed without this file's frames, and ends the process with 1."""
+    """Run to the end. An exception is recorded, printed without this file's frames, and ends the process with 1, or
+    with EXIT_REFUSED where ddpjob_report has raised it because a restart cannot help.
+    """
     import os
 
     process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # The program may clear its variables.
@@ -314,11 +318,12 @@ def run_recorded(mode: str, target: str) -> None:
     except BaseException as error:
         failure = error
     if failure is not None:  # Outside of the handler: what the hook raises has nothing to do with it.
+        code = EXIT_REFUSED if getattr(failure, "ddpjob_refusal", False) is True else 1
         if os.getpid() == process:
             end_in_time()
-            record(failure, errors, 1)
+            record(failure, errors, code)
         show(failure)
-        sys.exit(1)
+        sys.exit(code)
 
 
 def show(error: BaseException) -> None:

@@ -361,7 +361,7 @@ add("process", """
     old = os.umask(0)
     print("umask", oct(old), "nice", os.nice(0), "affinity", len(os.sched_getaffinity(0)))
     for name in sorted(n for n in dir(resource) if n.startswith("RLIMIT_")):
-        print(name, resource.getrlimit(getattr(resource, name)))
+        print(name, resource.getrlimit(getattr(resource, name))[name == "RLIMIT_NOFILE":])  # Its soft one is raised.
     for number in sorted(signal.valid_signals()):
         handler = signal.getsignal(number)
         print(int(number), getattr(handler, "name", None) or getattr(handler, "__name__", handler))
@@ -403,6 +403,21 @@ add("random", """
     print(0 <= first < 1, len(second), random.random(), random.getrandbits(32), uuid.uuid4().version)
     """)  # fmt: skip
 add("hash_seed", "print(hash('a'), hash(b'a'))\n", container=PYTHON)
+add("temporary_folder", """
+    import os
+    os.environ["TMPDIR"] = "/var/tmp"
+    import tempfile
+    print(tempfile.gettempdir())
+    """)  # fmt: skip
+add("loggers_of_torch", """
+    import logging.config
+    logging.config.dictConfig({"version": 1, "root": {"level": "INFO"}})
+    print(sorted(name for name in logging.root.manager.loggerDict if name.startswith("torch")))
+    mine = logging.getLogger("torch.distributed")
+    import torch.distributed
+    torchs = torch.distributed.distributed_c10d.logger
+    print(mine is logging.getLogger("torch.distributed"), torchs.disabled, torchs.parent.name, torchs.getEffectiveLevel())
+    """)  # fmt: skip
 add("hash_seed_of_the_worker", "print(hash('a'))\n", environment={"PYTHONHASHSEED": "7"}, differs={"Fast": "hashes"})
 
 # ---- child processes

@@ -45,9 +45,6 @@ class Exits:
 
 def closed(*workers: SlowlyDying) -> Any:
     """Closes a context with these workers, as torch does: it gives up after the grace."""
-    kind = agent_module.agent_class(SimpleNamespace(), Exits(), Mode.FAST, lambda: None)  # type: ignore[arg-type]
-    agent = object.__new__(kind)
-    agent._grace, agent._ended = 0.0, {}
     handlers = {rank: SimpleNamespace(proc=worker, close=lambda death_sig: None) for rank, worker in enumerate(workers)}
     pids = {rank: 2**22 + worker.pid for rank, worker in enumerate(workers)}  # Beyond any pid.
 
@@ -55,7 +52,13 @@ def closed(*workers: SlowlyDying) -> Any:
         """Some versions wait here without end."""
         assert all(worker.poll() is not None for worker in workers), "torch is asked when nothing is left to wait for"
 
-    context = SimpleNamespace(close=close, subprocess_handlers=handlers, pids=lambda: pids)
+    return close_with(SimpleNamespace(close=close, subprocess_handlers=handlers, pids=lambda: pids))
+
+
+def close_with(context: Any) -> Any:
+    kind = agent_module.agent_class(SimpleNamespace(), Exits(), Mode.FAST, lambda: None)  # type: ignore[arg-type]
+    agent = object.__new__(kind)
+    agent._grace, agent._ended = 0.0, {}
     agent._wrap_close(context)
     context.close(None)
     return agent
@@ -84,8 +87,35 @@ def test_a_node_that_ends_does_not_wait_for_a_worker_that_stays(monkeypatch: pyt
 
 def test_a_worker_that_stays_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "GONE_SECONDS", 0.2)
-    with pytest.raises(SystemExit, match="workers \\[1\\] still run"):
+    with pytest.raises(SystemExit, match=r"still run .* \(\[1\]\)"):
         closed(SlowlyDying(1, 60), SlowlyDying(2, 0.0))
+
+
+FAMILY = """
+import os, signal, subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
+shared = SharedMemory(create=True, size=4096)
+if (child := os.fork()) == 0:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(shared.name, os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_killed_workers_leave_no_children_and_no_shared_memory() -> None:
+    """Also no child with a process group of its own, and none that ignores SIGTERM."""
+    command = [sys.executable, "-c", FAMILY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        name, child = process.stdout.readline().split()
+        handler = SimpleNamespace(proc=process, close=lambda death_sig: None)
+        context = SimpleNamespace(
+            close=lambda *_: None, subprocess_handlers={0: handler}, pids=lambda: {0: process.pid}
+        )
+        close_with(context)
+        assert not Path(f"/dev/shm/{name.decode()}").exists()
+        assert not agent_module._processes_of({process.pid}) and not Path(f"/proc/{child.decode()}/exe").exists()
 
 
 PARENT = """

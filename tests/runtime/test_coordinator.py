@@ -499,7 +499,7 @@ def test_a_member_that_finished_before_the_others_is_the_cause_of_their_connecti
     world.ready(second)
     incident = world.report()["incidents"][0]
     assert (incident["kind"], incident["pod"], incident["exitCode"]) == ("WorkerFailed", "job-1-0", 0)
-    assert incident["message"] == "the workers of pod job-1-0 ended with exit code 0 before the others"
+    assert incident["message"] == "the workers of pod job-1-0 (group rank 1) ended with exit code 0 before the others"
 
 
 def test_a_rank_that_ended_with_0_is_the_cause_of_connection_errors_on_its_own_node_as_well() -> None:

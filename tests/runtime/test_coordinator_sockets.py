@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from ddpjob_runtime import protocol
@@ -32,6 +33,7 @@ from ddpjob_runtime.coordinator.server import (
     RETURN_SECONDS,
     Server,
     Silent,
+    Strangers,
 )
 from ddpjob_runtime.coordinator.settings import Settings
 from ddpjob_runtime.coordinator.states import IllegalTransition
@@ -503,6 +505,22 @@ def test_strangers_keep_nobody_out(job: Job) -> None:
     assert "Traceback" not in log and len(log) < 20_000
     wire.say("hb")
     assert wire.hear()["t"] == "hb"
+
+
+def test_pods_of_the_largest_job_that_connect_at_once_do_not_close_each_others_connections() -> None:
+    strangers, closed = Strangers(), []
+
+    def connect(address: str) -> None:
+        writer = Mock(get_extra_info=lambda _: (address, 5000))
+        writer.transport.abort = lambda: closed.append(address)
+        strangers.meet(writer)
+
+    for pod in range(protocol.MAX_PODS):
+        connect(f"10.0.{pod // 256}.{pod % 256}")
+    assert not closed
+    for _ in range(MAX_STRANGERS):
+        connect("10.9.9.9")
+    assert set(closed) == {"10.9.9.9"}
 
 
 def test_the_report_is_for_those_who_know_the_token(job: Job) -> None:

@@ -12,12 +12,16 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from ddpjob_runtime.coordinator.member_lines import read_failure
 from ddpjob_runtime.launcher import __main__ as launcher
-from ddpjob_runtime.launcher import forkserver, late_environment
+from ddpjob_runtime.launcher import forkserver, late_environment, torch_parts
+from ddpjob_runtime.launcher.check_entrypoint import InitFailure
+from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.protocol import Mode
 from machine import slowness
 from runtime_harness import RUNTIME, SCRIPTS
 
@@ -25,15 +29,21 @@ torch: Any = pytest.importorskip("torch")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 PROBE = """
-import json, sys, os, random, threading, time
+import json, logging.config, sys, os, random, tempfile, threading, time
+os.environ["TMPDIR"] = os.getcwd()
+logging.config.dictConfig({"version": 1, "root": {"level": "ERROR"}})
+mine = logging.getLogger("torch.mine")
 began = time.process_time()
 import torch, numpy
+torchs = logging.getLogger("torch.distributed.distributed_c10d")
 print(json.dumps({
     "argv": sys.argv, "name": __name__, "path0": sys.path[0], "torch_seconds": time.process_time() - began,
     "siblings": sorted({"client", "forkserver", "protocol", "shutdown", "worker"} & set(sys.modules)),
     "random": [random.random(), float(numpy.random.rand()), float(torch.rand(()))], "threads": threading.active_count(),
     "main": sys.modules["__main__"].__dict__ is globals(), "group": os.getpgid(0) == os.getpid(),
-    "sigterm": __import__("signal").getsignal(15).name, "torch_threads": torch.get_num_threads(),
+    "loggers": [mine.parent.name, torchs is torch.distributed.distributed_c10d.logger, torchs.disabled],
+    "temporary": tempfile.gettempdir(), "sigterm": __import__("signal").getsignal(15).name,
+    "torch_threads": torch.get_num_threads(),
 }))
 """
 OWN_MODULES = "import client\nprint(client.NAME)\n"
@@ -71,6 +81,7 @@ def test_a_worker_sees_what_a_fresh_process_would_see(tmp_path: Path) -> None:
     assert first["path0"] == str(tmp_path)
     assert first["siblings"] == [] and first["threads"] == 1 and first["group"] and first["sigterm"] == "SIG_DFL"
     assert first["torch_threads"] == 1
+    assert first["temporary"] == str(tmp_path) and first["loggers"] == ["torch", True, False]
     assert first["torch_seconds"] < 0.5, "torch was there already"
     shared = [one for one, other in zip(first["random"], second["random"]) if one == other]
     assert not shared, "no stream of random numbers is the same in two workers"
@@ -375,11 +386,50 @@ def test_a_torch_that_starts_workers_in_another_way_runs_them_cold(monkeypatch: 
     assert torch.__version__ in launcher.warm_workers(None, print)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "lacks"),
+    [
+        ("agent.server.api", "SimpleElasticAgent._exit_barrier", "SimpleElasticAgent._exit_barrier"),
+        ("multiprocessing.api", "_terminate_process_handler", "_terminate_process_handler"),
+        ("rendezvous.api", "RendezvousStoreInfo.build", "RendezvousStoreInfo.build with 4 arguments"),
+        ("multiprocessing.api", "PContext.__init__", "PContext.error_files"),
+    ],
+)
+def test_a_torch_without_a_part_that_a_launcher_needs_is_refused(
+    module: str, name: str, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert torch_parts.missing() == []
+    monkeypatch.delattr(f"torch.distributed.elastic.{module}.{name}")
+    with pytest.raises(InitFailure, match="this torch is not supported: ") as refused:
+        launcher.require_torchrun()
+    assert f"{torch.__version__} has no torch.distributed.elastic.{module}.{lacks};" in str(refused.value)
+
+
+@pytest.mark.parametrize(("kills", "said"), [(2, "has ended"), (3, "killed by the kernel: the container's memory")])
+def test_a_fork_server_that_was_killed_for_memory_says_so(
+    kills: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver.oom, "oom_kills", lambda: kills)
+    server = object.__new__(forkserver.ForkServer)
+    server._socket, theirs = socket.socketpair()
+    server.pid, server._buffer, server._lock, server._ended, server._oom_kills = 7, b"", threading.RLock(), {}, 2
+    theirs.close()
+    with pytest.raises(forkserver.ForkServerEnded, match=said) as raised:
+        server.exit_code(17)
+    assert raised.value.out_of_memory is (kills == 3)
+    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    client._position = {"round": 4}
+    client.ran_out_of_memory(str(raised.value))
+    [(verb, fields)] = client._unsent
+    failure = read_failure(SimpleNamespace(source=None, heard=0.0), fields)  # type: ignore[arg-type]
+    assert (verb, fields["round"], failure.kind, failure.message) == ("failure", 4, "OOMKilled", str(raised.value))
+
+
 def test_the_end_of_an_earlier_worker_with_the_same_pid_is_forgotten() -> None:
     ours, theirs = socket.socketpair()
     server = object.__new__(forkserver.ForkServer)
     server._socket, server._buffer, server._lock, server._number = ours, b"", threading.RLock(), 0
-    server._started, server._ended = {}, {}
+    server._started, server._ended, server._oom_kills = {}, {}, 0
     theirs.sendall(b'{"pid": 77, "code": -9}\n{"number": 1, "pid": 77}\n')
     worker = server.spawn(["script"], {}, None, None)
     assert worker.poll() is None

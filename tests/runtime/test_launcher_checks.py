@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ddpjob_runtime
 import pytest
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import hang
@@ -22,6 +24,7 @@ from ddpjob_runtime.launcher import __main__ as launcher
 from ddpjob_runtime.launcher import import_torchrun, stacks
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
 from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.log_lines import Log
 from ddpjob_runtime.protocol import Mode
 from ddpjob_runtime.termination_log import write_termination_log
 from machine import slowness
@@ -78,6 +81,35 @@ def test_arguments_of_a_script_are_not_taken_for_options_of_torchrun(option: str
 def test_the_number_of_processes_is_read_before_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launcher", "--nproc-per-node=2", "--", "a.py", "--nproc-per-node=8"])
     assert launcher.processes_per_node() == 2
+
+
+def test_a_launcher_raises_the_limit_of_open_files() -> None:
+    code = """
+import resource, sys
+from ddpjob_runtime.launcher import __main__ as launcher
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, most))
+launcher.Shutdown = lambda grace: sys.exit(resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 128)
+launcher.main()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(ddpjob_runtime.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_a_log_that_nobody_reads_loses_lines_and_stops_nobody() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        log = Log("coordinator", stream)
+        writing = threading.Thread(target=lambda: [log("x" * 600) for _ in range(1000)], daemon=True)
+        writing.start()
+        writing.join(60)
+        assert not writing.is_alive(), "a write waits for a reader"
+        read = os.read(reader, 1 << 20)
+        log("the reader is back")
+        assert read.count(b"coordinator: xxx") > 50
+        read += os.read(reader, 1 << 20)
+    os.close(reader)
+    assert re.search(rb"\n\(9\d\d lines are missing here, .*\)\n\S+ coordinator: the reader is back\n$", read)
 
 
 def test_a_signal_that_pid_1_has_no_handler_for_does_not_end_the_node() -> None:
@@ -488,6 +520,24 @@ def test_a_rank_that_has_ended_takes_no_other_ranks_stacks(tmp_path: Path, monke
     monkeypatch.setattr(stacks, "catches", lambda pid, number: True)
     found = stacks.collect({0: ended.pid, 1: os.getpid()})
     assert found == {0: "(this rank has ended)", 1: "a stack"}
+
+
+def test_a_stack_shows_the_frames_of_the_script_alone() -> None:
+    ours = [f'  File "{RUNTIME / name}", line 7 in run\n' for name in ("worker.py", "launcher/forkserver.py")]
+    runpy = '  File "<frozen runpy>", line 88 in _run_code\n'
+    script = 'Stack (most recent call first):\n  File "/job/train.py", line 3 in step\n'
+    assert stacks.of_the_script(script + "".join(ours) + runpy) == script
+    alone = "Stack (most recent call first):\n" + "".join(ours)
+    assert stacks.of_the_script(alone) == alone, "it has not come to the script"
+
+
+def test_texts_are_shortened_by_whole_lines() -> None:
+    lines = [f'  File "/job/train.py", line {number} in step' for number in range(1000)]
+    for short in (protocol.clip("\n".join(lines), 2000), protocol.last_lines("\n".join(lines), 2000)):
+        assert 1500 < len(short) <= 2000
+        assert {line for line in short.splitlines() if line != "..."} <= set(lines)
+    assert protocol.clip("x" * 100, 40) == "x" * 10 + "..." + "x" * 27, "a line that is too long"
+    assert protocol.last_lines("x" * 100, 40) == "x" * 40 and protocol.last_lines(" a\nb ", 40) == "a\nb"
 
 
 def _writes_its_stack(file: Path) -> Callable[[int, int], None]:

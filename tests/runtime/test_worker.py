@@ -199,6 +199,18 @@ if __name__ == "__main__":
 """
 
 
+def test_a_refusal_of_ddpjob_report_ends_as_a_refused_configuration(tmp_path: Path) -> None:
+    (tmp_path / "refuse.py").write_text(
+        "from ddpjob_report.resume import check_group\ncheck_group('the Trainer', 1, 'write use_cpu=True')\n"
+    )
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "DDPJOB_COORDINATOR": "127.0.0.1:1", "DDPJOB_TOKEN": "t"}
+    env |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "DDPJOB_LAUNCHER_PID": str(os.getpid())}
+    command = [sys.executable, "-u", str(WORKER), "--script", "refuse.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 78 and "would train a model of its own: write use_cpu=True" in ended.stderr
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["ddpjob_exit"] == 78
+
+
 @pytest.mark.slow
 def test_data_loader_workers_of_every_start_method(tmp_path: Path) -> None:
     pytest.importorskip("torch")

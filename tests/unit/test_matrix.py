@@ -83,6 +83,16 @@ def test_newest_patch_of_each_minor_from_2_6_on() -> None:
     assert matrix.newest_patches("") == {}
 
 
+def test_the_newest_pre_release_of_torch_has_a_row_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = "Available versions: 2.16.0.dev20261127+cpu, 2.16.0.dev20261126+cpu, 2.15.0\n"
+    monkeypatch.setattr(matrix, "list_versions", lambda *_: listed)
+    row = matrix.Row("3.13", "2.16.0.dev20261127", pre=True)
+    assert matrix.pre_release("3.13", (2, 15)) == [row]
+    assert matrix.pre_release("3.13", (2, 16)) == [], "it has been released"
+    failed = matrix.Result(row, passed=3, failed=1)
+    assert failed.ok and not failed.went_well and "which may fail" in matrix.table([failed])
+
+
 def test_oldest_and_newest_python_of_a_torch() -> None:
     wheels = {"3.9": {(2, 8): "2.8.0"}, "3.10": {(2, 8): "2.8.0"}, "3.13": {(2, 8): "2.8.0", (2, 9): "2.9.1"}}
     rows = [matrix.Row("3.9", "2.8.0"), matrix.Row("3.13", "2.8.0")]

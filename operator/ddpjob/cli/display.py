@@ -95,11 +95,14 @@ class NewLines:
 
     def __init__(self) -> None:
         self._events = self._recovered = self._stalls = 0
+        self._traces: set[tuple[str, ...]] = set()
 
     def lines(self, shown: Shown) -> Iterator[tuple[bool, str]]:
         """(whether it is a warning, line) of everything new."""
         for happened in shown.events[self._events :]:
             yield happened.event.warning, event_line(happened)
+            for line in self._new_trace(happened):
+                yield happened.event.warning, f"  {line}"
         self._events = len(shown.events)
         over = recoveries(shown.status)
         for line in over[self._recovered :]:
@@ -108,6 +111,15 @@ class NewLines:
         for seconds in shown.stalls[self._stalls :]:
             yield False, stall_line(seconds)
         self._stalls = len(shown.stalls)
+
+    def _new_trace(self, happened: TimedEvent) -> list[str]:
+        """The traceback of an event, unless it has been shown: an error may repeat, and end the job."""
+        trace = happened.event.message.splitlines()[1:]
+        known = tuple(line.partition(" (counts against")[0] for line in trace[-3:])  # The place, and the error.
+        if known in self._traces:
+            return []
+        self._traces.add(known)
+        return trace
 
 
 class PlainLines:

@@ -49,6 +49,7 @@ A pod is a process group with its own log file; all traffic stays on 127.0.0.1.
 \b
 Differences from a cluster:
   image, imagePull*, resources, scheduling   not used: this Python runs the job, with what the machine has
+  disks              all pods share this machine's: their working folder, /tmp and checkpoints are the same ones
   gpusPerNode        assigned by CUDA_VISIBLE_DEVICES; with too few GPUs the job trains on the CPU, with a note
   rendezvous.port    replaced by free ports, so that several jobs can run side by side
   script, module     relative to the current folder (or spec.workingDir, or --workdir)

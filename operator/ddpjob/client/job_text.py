@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from importlib import resources
@@ -289,6 +290,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         return
     if state == "Interrupted":
         yield f"{name}: its `ddpjob run` was stopped before the end of the job."
+        if status.restarts.recent:
+            yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
         yield "What to do: run it again; it resumes from its last checkpoint, if it has one."
         return
     if not status.conditions and not status.phase:
@@ -326,8 +329,12 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield f"  pod {pod.name} ({pod.state}): {_first_line(pod.message)}"
     if suspended:
         yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
-    else:
-        yield from _explained(main)
+        return
+    last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
+    spent = last if main.reason == "RestartBudgetSpent" else None  # The last failure explains it, not the budget.
+    yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
+    if main.type is ConditionType.FAILED:
+        yield f"Next: correct it, `ddpjob delete {name}`, and start the job again. It resumes from its last checkpoint."
 
 
 _BESIDE = (
@@ -346,8 +353,12 @@ def _notable(status: JobStatus) -> Iterator[Condition]:
 
 
 def _explained(condition: Condition) -> Iterator[str]:
-    """What the page says of a condition's reason. Of a container's that it does not list it says one thing."""
-    found = remedies().get(f"{condition.type} {condition.reason}") or remedies().get(condition.reason)
+    """What the page says of a condition's message, or else of its reason. Of a container's that it does not list it
+    says one thing.
+    """
+    known, reason = remedies(), condition.reason
+    texts = (name for name in known if name.startswith(_SAID) and name[len(_SAID) :] in condition.message)
+    found = known.get(next(texts, "")) or known.get(f"{condition.type} {reason}") or known.get(reason)
     if found is None and condition.type is ConditionType.RUNNING and condition.message.startswith("container "):
         found = remedies().get("Running ErrImagePull")
     if found is not None and found["meaning"]:
@@ -356,6 +367,8 @@ def _explained(condition: Condition) -> Iterator[str]:
         yield f"What to do: {found['remedy']}"
 
 
+_SAID = "message "
+"""Before a text by which an error is known, in the names of remedies."""
 _STATUS = re.compile(r"^\([^)]*\) ")
 """Of a reason whose condition is true the page says so first."""
 
@@ -415,7 +428,7 @@ _CONDITION = re.compile(r"## Condition (\w+)")
 
 def read_remedies(page: str) -> dict[str, dict[str, str]]:
     """The tables of the page: {reason: {meaning, remedy}}; a reason that more conditions have is there again for each
-    further one, as `CONDITION REASON`.
+    further one, as `CONDITION REASON`. Errors that are known by their text are there as `message TEXT`.
     """
     found: dict[str, dict[str, str]] = {}
     titles: list[str] = []
@@ -434,4 +447,7 @@ def read_remedies(page: str) -> dict[str, dict[str, str]]:
             entry = {"meaning": by_title.get("what it means", ""), "remedy": by_title.get("what to do", "")}
             for reason in re.findall(r"`(\w+)`", cells[0]):
                 found.setdefault(reason if reason not in found else f"{kind} {reason}".strip(), entry)
+        elif titles[0] == "the message has" and not set(line) <= set("|- "):
+            for text in re.findall(r"`([^`]+)`", cells[0]):
+                found[_SAID + text] = {"meaning": cells[1], "remedy": cells[2]}
     return dict(sorted(found.items()))

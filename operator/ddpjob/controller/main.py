@@ -7,7 +7,6 @@ import contextlib
 import functools
 import gc
 import logging
-import resource
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from aiohttp import web
+from ddpjob_runtime.open_files import raise_open_files
 
 from ddpjob.api.job_status import ConditionType
 from ddpjob.controller import operator_metrics as metrics
@@ -41,7 +41,6 @@ from ddpjob.objects.platform import Platform
 
 log = logging.getLogger("ddpjob")
 
-OPEN_FILES = 65536
 GARBAGE_OBJECTS = 50_000
 """New objects after which Python looks for cycles among them. Parsed JSON has none, and consists of so many objects
 that Python's own 700 double the processor time of a list of pods."""
@@ -304,10 +303,7 @@ def main() -> int:
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # Signals are ours, kopf runs in a thread.
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Each running job has a connection.
-    limit = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
-    if files != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, limit), most))
+    raise_open_files()  # Each running job has a connection.
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
     try:

@@ -545,7 +545,9 @@ def _budget_spent(view: View) -> Failure:
     spent = f"{count(restarts.counted, 'failure')}, recovery.maxRestarts is {limit}"
     last = next((r for r in reversed(restarts.recent) if r.counted), None)
     if last is not None:
-        spent += f"; the last one: {last.reason}: {without_wait(last.message)}"
+        # One line has room for little more than the cause.
+        cause, newline, trace = without_wait(last.message).partition("\n")
+        spent = f"{last.reason}: {cause} ({spent}){newline}{trace}"
     return Failure("RestartBudgetSpent", spent)
 
 

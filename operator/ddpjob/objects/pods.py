@@ -44,6 +44,8 @@ MAX_RESTARTS = 1_000_000
 _SHUTDOWN_MARGIN = 2
 """Seconds of the grace period that torchrun in a `command` keeps for itself after its workers have ended."""
 
+_BACKENDS = {"nvidia.com/": "nccl", "amd.com/": "nccl", "huawei.com/": "hccl", "gpu.intel.com/": "xccl"}
+"""What `spec.backend: auto` means, by the beginning of `spec.gpuResource`."""
 _TAINT_MARGIN = 10
 """Seconds beyond nodeLostAfterSeconds until Kubernetes itself evicts pods of a lost host: the operator acts first."""
 DEFAULT_GRACE = 30
@@ -352,7 +354,7 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
         "DDPJOB_COORDINATOR": f"{platform.coordinator_host(job, status)}:{spec.rendezvous.endpoint_port}",
         "DDPJOB_CHECKPOINT_DIR": platform.checkpoint_path or spec.storage.checkpoint_path,
         "DDPJOB_CHECKPOINT_SHARED": "1" if shared else "0",
-        "DDPJOB_BACKEND": spec.backend,
+        **({"DDPJOB_BACKEND": backend} if (backend := _backend(spec)) else {}),
         "DDPJOB_RECOVERY": str(spec.recovery.mode),
         "DDPJOB_GRACE_SECONDS": str(_grace(job)),
         "DDPJOB_CLUSTER": platform.cluster,
@@ -415,6 +417,15 @@ def _checkpoints_shared(job: DDPJob) -> bool:
             volume: Json = next((v for v in pod.get("volumes") or () if v.get("name") == mount.get("name")), {})
             return not _NETWORK_SOURCES.isdisjoint(volume) and "subPathExpr" not in mount
     return storage.checkpoints is not None and storage.checkpoints.seen_by_every_node
+
+
+def _backend(spec: JobSpec) -> str:
+    """Return a name that init_process_group takes; empty where `auto` does not know the job's devices."""
+    if spec.backend != "auto":
+        return spec.backend
+    if not spec.gpus_per_node:
+        return "gloo"
+    return next((backend for domain, backend in _BACKENDS.items() if spec.gpu_resource.startswith(domain)), "")
 
 
 def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:

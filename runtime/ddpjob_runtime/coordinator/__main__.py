@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import os
 import re
-import resource
 import signal
 import socket
 import sys
@@ -24,10 +23,10 @@ from typing import NoReturn
 from ddpjob_runtime import PROGRAM, protocol
 from ddpjob_runtime.coordinator.server import Server, log
 from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import IncidentKind, Mode
 from ddpjob_runtime.termination_log import write_termination_log
 
-OPEN_FILES = 65536
 KEPT_OUTPUT = 16 * 1024
 """Bytes of the store's process."""
 
@@ -146,8 +145,7 @@ def main() -> None:
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each pod has a connection, and strangers have some
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, OPEN_FILES)), most))
+    raise_open_files()  # Each pod has a connection, and strangers have some.
     try:
         asyncio.run(run(arguments, settings, token))
     except OSError as error:

@@ -73,12 +73,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Finish:
-    """A member all of whose workers ended with exit code 0, or only the one of this rank."""
+    """A member all of whose workers ended with exit code 0, or only the one of this rank. `node`: its group rank."""
 
     source: Source
     time: float
     rank: int | None = None
     local_rank: int | None = None
+    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,14 @@ def _lost(loss: Loss, consequences: int) -> Verdict:
 
 def _finished_early(finish: Finish, consequences: int) -> Verdict:
     ended = "ended with exit code 0 before the others"
+    which = "" if finish.node is None else f" (group rank {finish.node})"
     details = {
         "pod": finish.source.pod,
         "index": finish.source.index,
         "rank": finish.rank,
         "local_rank": finish.local_rank,
         "exit_code": 0,
-        "message": f"the workers of pod {finish.source.pod} {ended}" if finish.rank is None else ended,
+        "message": f"the workers of pod {finish.source.pod}{which} {ended}" if finish.rank is None else ended,
     }
     return Verdict(IncidentKind.WORKER_FAILED, finish.time, details, consequences, sure=False)
 

@@ -99,6 +99,11 @@ class Round:
         """Connected members whose workers may still be alive."""
         return [m for m in self.members.values() if m.round == self.number and m.has_workers]
 
+    @property
+    def absent(self) -> int:
+        """How many ranks `absent_ranks` has; counted without a look at each, since every hello asks."""
+        return self.world - len(self._joined)
+
     def absent_ranks(self) -> list[int]:
         """Ranks that have not started their workers, or have not come back to a new coordinator."""
         return [rank for rank in range(self.world) if rank not in self._joined]
@@ -327,5 +332,5 @@ class Round:
 
     def _verdict(self) -> Verdict | None:
         came_back = [(rank, when) for rank, when in self._finished.items() if rank in self.members]
-        finishes = [Finish(self.members[rank].source, when) for rank, when in came_back]
+        finishes = [Finish(self.members[rank].source, when, node=rank) for rank, when in came_back]
         return self._evidence.verdict(finishes, self._ended_at)

@@ -20,6 +20,7 @@ from ddpjob_runtime.coordinator.coordinator import Coordinator
 from ddpjob_runtime.coordinator.member_lines import HANDLERS, whole
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.log_lines import Log
 from ddpjob_runtime.protocol import FromMember, MemberState, ToMember
 
 HELLO_SECONDS = 10.0
@@ -39,8 +40,12 @@ MAX_BACKLOG = 1024 * 1024
 """Bytes that a member may leave unread before its connection is given up."""
 DEFAULT_GRACE = 30.0
 """Of a pod, where its launcher does not say."""
-MAX_STRANGERS = 512
-"""Open connections whose other end has not shown that it knows the job's token."""
+MAX_STRANGERS = protocol.MAX_PODS + 512
+"""Open connections whose other end has not yet shown that it knows the job's token.
+
+All pods of a job may connect at once, each from an address of its own, and none of them must make room for another:
+their attempts would be closed and repeated for ever on a slow host.
+"""
 MAX_NONCES = 4096
 """Of requests that change something, which the coordinator remembers: nobody can send one of them again."""
 LOGGED_EVERY = 1.0
@@ -54,11 +59,7 @@ def now() -> float:
     return STARTED_AT + time.monotonic()
 
 
-def log(text: str) -> None:
-    """Write one line of the coordinator's log. On a full disk it is lost, and nothing else."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"{protocol.iso(protocol.time_of(time.time()))} coordinator: {text}\n")
-        sys.stderr.flush()
+log = Log("coordinator")
 
 
 class Silent(Exception):

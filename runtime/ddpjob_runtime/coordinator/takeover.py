@@ -128,7 +128,7 @@ class Takeover:
             # Of those that have not come back nobody knows the names: as many as are gone will be the same.
             # Members that were asked to save take their time for it, also while they do not find this coordinator.
             over = current.broken and not current.ended_planned
-            known = over or len(self._gone) >= len(current.absent_ranks())
+            known = over or len(self._gone) >= current.absent
         if known and self._until > self._loop.now() + BROKEN_SECONDS:
             self._hold(BROKEN_SECONDS)
 

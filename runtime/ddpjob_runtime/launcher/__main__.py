@@ -23,13 +23,14 @@ from typing import Any, NoReturn
 
 import ddpjob_runtime
 from ddpjob_runtime import lean_torch, protocol
-from ddpjob_runtime.launcher import pid1, stacks
+from ddpjob_runtime.launcher import pid1, stacks, torch_parts
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
 from ddpjob_runtime.launcher.client import CoordinatorClient
 from ddpjob_runtime.launcher.conduct_preflight import Abandoned, Preflight, Settings
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
 from ddpjob_runtime.launcher.round_log import RoundLog
 from ddpjob_runtime.launcher.shutdown import Shutdown, die_with_parent, ignore_signal, log, watch_signals
+from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import FromMember, Mode
 
 LOST_GRACE = 3.0
@@ -43,6 +44,7 @@ REQUIRED = ("DDPJOB_COORDINATOR", "DDPJOB_TOKEN", "DDPJOB_POD", "DDPJOB_INDEX", 
 def main() -> NoReturn:
     """Run until the job is done or this node has to end; never returns."""
     faulthandler.enable()
+    raise_open_files()
     if os.getpid() == 1:
         pid1.become_init()
         die_with_parent()
@@ -86,6 +88,8 @@ def main() -> NoReturn:
         shutdown.exit(protocol.EXIT_INIT_FAILURE, "InitFailure", str(error))
     except BaseException as error:
         shutdown.block_if_begun()
+        if getattr(error, "out_of_memory", False):
+            client.ran_out_of_memory(str(error))
         kind, code = classify(error)
         shutdown.exit(code, kind, f"{type(error).__name__}: {error}", traceback.format_exc(), grace=LOST_GRACE)
     raise AssertionError("unreachable")
@@ -297,12 +301,19 @@ def require_torchrun() -> Any:
     """torch.distributed.run; an image that cannot import it cannot run the job, and a retry would not help."""
     try:
         with lean_torch.for_rendezvous():  # In mode Fast, the fork server has imported all of torch before.
-            return import_torchrun()
+            run = import_torchrun()
+            lacks = torch_parts.missing()
     except Exception as error:  # OSError, too: a library of CUDA's that is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
             raise  # This node's trouble for now, not the image's: a library that is missing has no errno.
         what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
         raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
+    if lacks:
+        import torch
+
+        why = f"this torch is not supported: {torch.__version__} has no {', '.join(lacks)}"
+        raise InitFailure(f"{why}; use an earlier version from 2.6 on, or a later release of DDPJob")
+    return run
 
 
 def parse(run: Any, arguments: list[str]) -> Any:

@@ -44,6 +44,8 @@ LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: K
 """How torch's DataLoader says in the worker that one of its own processes was killed."""
 GONE_SECONDS = 60.0
 """For workers to be gone after SIGKILL: the kernel takes its time for much memory, or for a device."""
+TRACKER_SECONDS = 1.0
+"""For resource trackers to end by themselves. One does not while a process that has left its session uses it."""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
 """The same when this node ends: its container takes along what is left."""
@@ -134,19 +136,11 @@ def agent_class(
                 time.sleep(0.05)
             self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
 
-        def _kill_groups(self, context: Any) -> None:
-            """Kill what workers have left behind; every worker leads a process group of its own."""
-            for pid in context.pids().values():
-                try:
-                    os.killpg(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-
         def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
-            """SIGTERM, the grace, SIGKILL, and the wait until all are gone: whether they are.
+            """SIGTERM, the grace, SIGKILL, and the wait until workers and their children are gone: whether they are.
 
-            No worker may begin beside one that still holds its device. After SIGKILL torch itself waits without end
-            (2.6), or gives up after the grace (2.15).
+            No worker may begin while one of an earlier round, or a child of it, still holds its device. After SIGKILL
+            torch itself waits without end (2.6), or gives up after the grace (2.15), and it waits for no children.
             """
             handlers = list(context.subprocess_handlers.values())
             for handler in handlers:
@@ -154,15 +148,15 @@ def agent_class(
                     with contextlib.suppress(ProcessLookupError):
                         _ask_to_end(handler, death_sig)
             _wait(handlers, time.monotonic() + self._grace)
-            self._kill_groups(context)
-            killed = time.monotonic()
-            while not _wait(handlers, min(killed + GONE_SECONDS, time.monotonic() + LAST_SECONDS)):
-                if shutdown.begun:
+            killed, passed = time.monotonic(), 0.0
+            while left := _kill_sessions(context, spare_trackers=passed < TRACKER_SECONDS) | _running(handlers):
+                passed = time.monotonic() - killed
+                if shutdown.begun and passed >= LAST_SECONDS:
                     return False
-                if time.monotonic() >= killed + GONE_SECONDS:
-                    left = [handler.proc.pid for handler in handlers if handler.proc.poll() is None]
-                    what = f"workers {left} still run {GONE_SECONDS:.0f} s after SIGKILL"
+                if passed >= GONE_SECONDS:
+                    what = f"workers, or their children, still run {GONE_SECONDS:.0f} s after SIGKILL ({sorted(left)})"
                     shutdown.exit(1, "Error", f"{what}: a driver or a file system of this node hangs")
+                time.sleep(min(0.1, max(POLL_SECONDS, passed / 10)))
             return True
 
         def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
@@ -174,7 +168,7 @@ def agent_class(
         def _hurry(self, number: int) -> None:
             """The grace of a planned restart is over: a peer that would have saved with these workers is gone."""
             if number == self._round and self._pcontext is not None:
-                self._kill_groups(self._pcontext)
+                _kill_sessions(self._pcontext, spare_trackers=True)
 
         def _stop_for_good(self, grace: float) -> None:
             self._grace = grace
@@ -293,6 +287,38 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
         handler.close(death_sig=number)
 
 
+def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
+    """Send SIGKILL to the processes that workers have left behind; returns those that have not ended yet.
+
+    Every worker leads a session of its own. `spare_trackers`: leave out Python's resource trackers. They end when their
+    users have ended, and unlink the shared memory and the semaphores that killed processes leave in /dev/shm.
+    """
+    left = set()
+    for pid in _processes_of(set(context.pids().values())):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # Those of another user are left alone.
+            os.kill(pid, 0 if spare_trackers and _is_tracker(pid) else signal.SIGKILL)
+            left.add(pid)
+    return left
+
+
+def _processes_of(sessions: set[int]) -> list[int]:
+    """The processes of these sessions that still run, or still free what they hold."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # It has just ended.
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            # A zombie holds nothing, unless it is the first of several threads.
+            if int(session) in sessions and (state not in "ZX" or len(list((folder / "task").iterdir())) > 1):
+                found.append(int(folder.name))
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 def _error_files(context: Any) -> dict[int, str]:
     """By local rank."""
     files: dict[int, str] = getattr(context, "error_files", {})
@@ -304,13 +330,15 @@ def _ranks(worker_group: Any) -> dict[int, int]:
     return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
 
-def _wait(handlers: list[Any], until: float) -> bool:
-    """Whether all workers end until this moment (monotonic seconds)."""
-    while any(handler.proc.poll() is None for handler in handlers):
-        if time.monotonic() >= until:
-            return False
+def _running(handlers: list[Any]) -> set[int]:
+    """The workers that have not ended yet."""
+    return {handler.proc.pid for handler in handlers if handler.proc.poll() is None}
+
+
+def _wait(handlers: list[Any], until: float) -> None:
+    """Wait until all workers have ended, or until this moment (monotonic seconds)."""
+    while time.monotonic() < until and _running(handlers):
         time.sleep(POLL_SECONDS)
-    return True
 
 
 def rendezvous_parameters(config: Any) -> Any:

@@ -105,6 +105,11 @@ class CoordinatorClient:
         """Whether round `number` ends because of a change, not of a loss: workers can still agree and save."""
         return self.must_restart(number) and self._planned
 
+    def ran_out_of_memory(self, why: str) -> None:
+        """Report that this node's workers have ended because the kernel has killed their parent."""
+        if self._position:
+            self.send(FromMember.FAILURE, round=self._position["round"], message=why, oom=True)
+
     def wait_verdict(self, number: int) -> bool:
         """After `finished`: True when every node has finished, False when the round must be run again."""
         with self.changed:
@@ -224,6 +229,7 @@ class CoordinatorClient:
     def _keep(self) -> None:
         missed_since, known = time.monotonic(), False
         pause, why = 0.05, "no attempt yet"
+        chance = random.Random()  # Members that lose one coordinator at one moment do not return at one moment.
         while not self._gives_up(missed_since, known):
             try:
                 stream = self._connect()
@@ -235,7 +241,7 @@ class CoordinatorClient:
                     return
                 if welcomed:  # a stranger's coordinator, or one that lets nobody in, must not be tried for ever
                     missed_since, known, pause = time.monotonic(), True, 0.05
-            time.sleep(pause)
+            time.sleep(pause * chance.uniform(0.5, 1.5))
             pause = min(pause * 1.5, 1.0 if time.monotonic() < missed_since + FIRST_SECONDS else 5.0)
         self._on_end(
             protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", "no coordinator at {}:{}: {}".format(*self._address, why)

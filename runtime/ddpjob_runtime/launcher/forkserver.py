@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -30,7 +31,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ddpjob_runtime import worker
-from ddpjob_runtime.launcher import late_dynamo
+from ddpjob_runtime.launcher import late_dynamo, oom
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
 from ddpjob_runtime.launcher.late_environment import hide_torch
 from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, log
@@ -72,6 +73,15 @@ def _traces_removed() -> Iterator[None]:
         TORCH_PATHS.extend(path for path in sys.path if path not in paths)
 
 
+class ForkServerEnded(RuntimeError):
+    """The fork server has ended, and its workers with it. `out_of_memory`: the kernel has killed it for memory."""
+
+    def __init__(self, pid: int, out_of_memory: bool) -> None:
+        why = f"was killed by the kernel: the container's memory limit ({oom.limit() or 'unknown'}) is used up"
+        super().__init__(f"the process that starts workers (pid {pid}) {why if out_of_memory else 'has ended'}")
+        self.out_of_memory = out_of_memory
+
+
 class ForkServer:
     """The launcher's side. `more`: further modules to import, separated by commas."""
 
@@ -86,7 +96,7 @@ class ForkServer:
             _serve(theirs, [name for name in (word.strip() for word in more.split(",")) if name])
         theirs.close()
         self._socket, self._buffer, self._lock = ours, b"", threading.RLock()
-        self._number = 0
+        self._number, self._oom_kills = 0, oom.oom_kills()
         self._started: dict[int, int | str] = {}
         """By the order's number: the worker's pid, or why it could not be forked."""
         self._ended: dict[int, int] = {}
@@ -103,7 +113,7 @@ class ForkServer:
                 break
             try:
                 self._hear(block=True)
-            except RuntimeError:
+            except ForkServerEnded:
                 self._refusal = f"importing {self._importing or 'torch'} (DDPJOB_PRELOAD) has ended the process"
         if self._refusal:
             self.close()
@@ -125,7 +135,7 @@ class ForkServer:
         """
         with self._lock:
             self._number += 1
-            number = self._number
+            number, self._oom_kills = self._number, oom.oom_kills()
             order = {
                 "number": number,
                 "words": list(words),
@@ -159,7 +169,7 @@ class ForkServer:
             return
         data = self._socket.recv(65536)
         if not data:
-            raise RuntimeError(f"the process that starts workers (pid {self.pid}) has ended")
+            raise ForkServerEnded(self.pid, oom.oom_kills() > self._oom_kills)
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             event = json.loads(line)
@@ -429,6 +439,7 @@ def _redirect(order: dict[str, Any]) -> None:
 
 def _renew_libraries() -> None:
     """Renew what forks would share, or what was read from the environment too early. Python's random renews itself."""
+    tempfile.tempdir = None  # The script may name another folder in TMPDIR.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     sys.modules["torch"].random.default_generator.seed()

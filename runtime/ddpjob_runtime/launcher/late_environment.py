@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -33,14 +34,39 @@ def hide_torch(paths: list[str]) -> None:
     for name in hidden:
         del sys.modules[name]
     sys.path[:] = [path for path in sys.path if path not in paths]
-    sys.meta_path.insert(0, Reveal(hidden, paths))
+    sys.meta_path.insert(0, Reveal(hidden, paths, hide_loggers()))
+
+
+def hide_loggers() -> dict[str, logging.Logger]:
+    """Take torch's loggers away: logging.config disables those that exist before it is called."""
+    known = logging.root.manager.loggerDict
+    names = [name for name in known if name == "torch" or name.startswith("torch.")]
+    found = {name: known.pop(name) for name in names}
+    return {name: logger for name, logger in found.items() if isinstance(logger, logging.Logger)}
+
+
+def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
+    """Bring torch's loggers back. What the program has set of one meanwhile stays: both have one state from then on."""
+    manager: Any = logging.root.manager
+    for name, logger in hidden.items():
+        made = manager.loggerDict.get(name)
+        if isinstance(made, logging.Logger):
+            made.handlers += [handler for handler in logger.handlers if handler not in made.handlers]
+            made.level = logger.level or made.level
+            logger.__dict__ = made.__dict__
+            continue
+        manager.loggerDict[name] = logger
+        manager._fixupParents(logger)
+        if made is not None:  # A placeholder for the parent of loggers that the program has made.
+            manager._fixupChildren(made, logger)
+    manager._clear_cache()
 
 
 class Reveal:
     """Import hook: brings the hidden modules back at the first import of one of them."""
 
-    def __init__(self, hidden: dict[str, ModuleType], paths: list[str]) -> None:
-        self._hidden, self._paths, self._before = hidden, paths, dict(os.environ)
+    def __init__(self, hidden: dict[str, ModuleType], paths: list[str], loggers: dict[str, logging.Logger]) -> None:
+        self._hidden, self._paths, self._loggers, self._before = hidden, paths, loggers, dict(os.environ)
         self._spec = hidden["torch"].__spec__
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -62,6 +88,7 @@ class Reveal:
         sys.meta_path.remove(self)
         sys.modules.update(self._hidden)
         sys.path += self._paths
+        reveal_loggers(self._loggers)
         names = {*self._before, *os.environ}
         changed = {name for name in names if self._before.get(name) != os.environ.get(name)}
         if changed:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from ddpjob_runtime import protocol
+from ddpjob_runtime.log_lines import Log
 from ddpjob_runtime.termination_log import write_termination_log
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -111,8 +111,4 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def log(text: str) -> None:
-    """One line of the launcher's log. On a full disk it is lost, and nothing else."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"{protocol.iso(protocol.time_of(time.time()))} ddpjob: {text}\n")
-        sys.stderr.flush()
+log = Log("ddpjob")

@@ -76,10 +76,22 @@ def collect(ranks: Mapping[int, int]) -> dict[int, str]:
     found = {}
     for rank, path in files.items():
         text = path.read_bytes()[before[rank] :].decode(errors="replace") if path.exists() else ""
-        found[rank] = text or (protocol.RANK_ENDED if rank in ended else NONE)
+        found[rank] = of_the_script(text) or (protocol.RANK_ENDED if rank in ended else NONE)
         log(f"stacks of rank {rank}:\n{found[rank]}")
     _keep(found)
     return found
+
+
+def of_the_script(text: str) -> str:
+    """The stack without the frames of the runtime and of Python's `-m`, below which the script runs."""
+    lines = text.splitlines(keepends=True)
+    kept = [line for line in lines if not _OWN_FRAME.match(line)]
+    return "".join(kept) if any(line.startswith("  File ") for line in kept) else text
+
+
+_OWN_FRAME = re.compile(
+    rf'  File "(?:{re.escape(str(Path(__file__).resolve().parents[1]))}/|<frozen runpy>|[^"]*/runpy\.py)'
+)
 
 
 class Activity:

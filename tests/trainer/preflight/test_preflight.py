@@ -168,6 +168,21 @@ def test_alone(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- software
 
 
+@pytest.mark.parametrize(("switch", "new", "shown"), [("", True, " (nccl2)"), ("0", True, ""), ("", False, "")])
+def test_ranks_compare_which_backend_for_nccl_they_have(
+    switch: str, new: bool, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", switch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 1))
+    name = "_create_nccl2_process_group"
+    monkeypatch.setattr(torch.distributed.distributed_c10d, name, None, raising=False)
+    if not new:
+        monkeypatch.delattr(torch.distributed.distributed_c10d, name)
+    assert facts.versions(None).same["NCCL"] == f"2.29.1{shown}"  # type: ignore[arg-type]
+
+
 def test_another_torch_version_is_named_before_a_group_is_tried(tmp_path: Path) -> None:
     flown = fly(tmp_path, 3, prepare=on(2, lambda: setattr(torch, "__version__", "1.7.0")))
     flown.assert_only(

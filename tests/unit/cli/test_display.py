@@ -72,6 +72,16 @@ def test_events_and_recoveries_are_reported_once(capsys: pytest.CaptureFixture[s
     assert lines.count("Recovered: WorkerFailed: rank 1 ended: ValueError: the group ran again after 4.2 s") == 1
 
 
+def test_a_traceback_is_shown_when_it_happens_and_once(capsys: pytest.CaptureFixture[str]) -> None:
+    display, trace = PlainLines(), '  File "train.py", line 3, in <module>\n    f()\nValueError: x'
+    first = TimedEvent(BEGAN, Event(True, "WorkerFailed", f"rank 1 ended: ValueError: x (counts)\nTraceback\n{trace}"))
+    last = TimedEvent(BEGAN, Event(True, "RestartBudgetSpent", f"WorkerFailed: rank 1 (2 failures)\n...\n{trace}"))
+    display.show(shown(0, (first,)))
+    assert '    File "train.py", line 3, in <module>' in capsys.readouterr().out.splitlines()
+    display.show(shown(1, (first, first, last)))
+    assert "train.py" not in capsys.readouterr().out
+
+
 def test_a_job_that_has_made_no_step_has_recovered_from_nothing() -> None:
     over = Restart(time=BEGAN, pod="j-1-0", reason="WorkerFailed", message="SyntaxError", counted=True, seconds=0.3)
     status = JobStatus(restarts=Restarts(counted=1, recent=(over,)))

@@ -117,7 +117,26 @@ def test_a_failed_job_with_its_remedy() -> None:
     failed = condition("Failed", True, "RestartBudgetSpent", "the last one:\n  ValueError: x")
     said = text(job(phase="Failed", conditions=[failed, condition("Running", False, "Failed")]))
     assert said.startswith("j failed: RestartBudgetSpent, 2m00s ago.\n  the last one:\n    ValueError: x")
-    assert "What to do: Fix the cause." in said
+    assert "What to do: Correct what the last failure names" in said
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "remedy"),
+    [
+        ("Hang", "no step for 60 s", "Look for ranks that wait in different collectives."),
+        ("OOMKilled", "rank 0 was killed", "`storage.sharedMemory`"),
+        ("WorkerFailed", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "accumulate gradients"),
+        ("WorkerFailed", "ValueError: x", "Read the traceback in the message."),
+    ],
+)
+def test_a_spent_budget_is_explained_by_its_last_failure(reason: str, message: str, remedy: str) -> None:
+    failed = condition("Failed", True, "RestartBudgetSpent", f"{reason}: {message} (2 failures)")
+    last = {"time": "2026-01-01T00:00:00Z", "pod": "j-0-0", "index": 0, "reason": reason, "counted": True}
+    eviction = {**last, "reason": "Evicted", "counted": False}
+    body = job(phase="Failed", conditions=[failed], restarts={"recent": [{**last, "message": message}, eviction]})
+    said = text(body)
+    assert remedy in said and "recovery.maxRestarts" not in said
+    assert said.endswith("start the job again. It resumes from its last checkpoint.")
 
 
 def test_no_slot_of_a_job_that_has_ended_is_shown_as_running() -> None:
@@ -158,6 +177,9 @@ def test_suspended_complete_running_and_interrupted() -> None:
         assert text(running).startswith("j trains on 2 nodes and 1 spare. step 7")
         assert ("This has not changed for 2m00s: `ddpjob stacks j` shows" in text(running)) == quiet
     assert "run it again" in text(job(phase="Interrupted")), "a job of this machine"
+    last = {"time": "2026-01-01T00:00:00Z", "pod": "j-0-0", "index": 0, "reason": "WorkerFailed", "counted": True}
+    failed = text(job(phase="Interrupted", restarts={"recent": [{**last, "message": "ValueError: x"}]}))
+    assert "Last restart: " in failed and "ValueError: x" in failed, "it may be why it was stopped"
     assert "no end was recorded" in text(job({"image": ""}, phase="Interrupted")), "one of which a folder is left"
 
 

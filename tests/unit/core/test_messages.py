@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decision import Creation, Notify
 from ddpjob.core.failures.classify import without_wait
@@ -44,7 +45,8 @@ def test_a_message_that_is_final_waits_for_nothing() -> None:
     reported = report(CoordinatorState.RESTARTING, MemberState.READY, incidents=(failed,))
     job, decision = seen(job, 3, pods, reported)
     assert job.status.phase is Phase.FAILED
-    texts = [message(job.status, ConditionType.FAILED), *(e.message for e in decision.events)]
+    kept = [restart.message for restart in job.status.restarts.recent]
+    texts = [message(job.status, ConditionType.FAILED), *kept, *(e.message for e in decision.events)]
     assert not [text for text in texts if "waits" in text]
 
 
@@ -147,6 +149,24 @@ def test_steps_that_cannot_be_counted_are_said_to_a_job_that_wants_hangs_noticed
         said = message(job.status, ConditionType.RUNNING)
         assert said.startswith("2 nodes train as one group")
         assert ("no step of this script can be counted" in said) is bool(recovery)
+
+
+@pytest.mark.parametrize("when", ["told", "told in the last report", "never"])
+def test_ranks_that_formed_no_group_are_named_after_the_end(when: str) -> None:
+    job, pods = running(2)
+    if when == "told":
+        members = [MemberState.RUNNING] * 2
+        reported = report(CoordinatorState.RUNNING, *members, progress={"step": 5, "ungrouped": True})
+        job, _ = seen(job, 5, pods, reported)
+    done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(8))
+    ended = (*(pod(index, done, phase="Succeeded") for index in range(2)), COORDINATOR)
+    last = {"step": 9, "ungrouped": True} if when == "told in the last report" else {"step": 9}
+    succeeded = replace(report(CoordinatorState.SUCCEEDED, progress=last), world=2)
+    job, decision = seen(job, 9, ended, succeeded if when != "told" else None)
+    complete = job.status.condition(ConditionType.COMPLETE)
+    assert complete is not None and complete.status
+    assert ("each of them has trained a model of its own" in complete.message) is (when != "never")
+    assert complete.message in [e.message for e in decision.events]
 
 
 def test_a_job_that_has_finished_is_not_starting() -> None:

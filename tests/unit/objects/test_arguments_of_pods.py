@@ -56,6 +56,23 @@ def written(value: Any) -> str:
     return yaml.safe_dump(value, sort_keys=False, width=200)
 
 
+@pytest.mark.parametrize(
+    ("spec", "backend"),
+    [
+        ({"gpusPerNode": 0}, "gloo"),
+        ({"gpusPerNode": 1}, "nccl"),
+        ({"gpuResource": "amd.com/gpu"}, "nccl"),
+        ({"gpuResource": "huawei.com/Ascend910"}, "hccl"),
+        ({"gpuResource": "example.com/npu"}, None),
+        ({"gpuResource": "example.com/npu", "backend": "gloo"}, "gloo"),
+    ],
+)
+def test_a_script_is_given_a_backend_that_torch_knows(spec: Json, backend: str | None) -> None:
+    made = job(**spec)
+    env = container(build_node(made, made.status, PLATFORM, 0, 0), "trainer")["env"]
+    assert next((e["value"] for e in env if e["name"] == "DDPJOB_BACKEND"), None) == backend
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_pods_get_what_their_peers_of_an_earlier_release_got(name: str) -> None:
     kept = written(yaml.safe_load(KEPT.read_text())[name]).splitlines()

@@ -52,7 +52,7 @@ def versions(_: Context) -> Finding:
     nccl = "none"
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         found: Any = torch.cuda.nccl
-        nccl = ".".join(str(part) for part in found.version())
+        nccl = ".".join(str(part) for part in found.version()) + _implementation()
     try:
         trainer = importlib.metadata.version("ddpjob")
     except importlib.metadata.PackageNotFoundError:
@@ -61,6 +61,12 @@ def versions(_: Context) -> Finding:
     same["Python"] = platform.python_version()
     shown = ("torch", "Python") if nccl == "none" else ("torch", "NCCL", "Python")
     return Finding(", ".join(f"{name} {same[name]}" for name in shown), same=same)
+
+
+def _implementation() -> str:
+    """Which of torch's two backends for NCCL "nccl" means: nccl2 from torch 2.15 on. Ranks need the same."""
+    has_new = hasattr(torch.distributed.distributed_c10d, "_create_nccl2_process_group")
+    return " (nccl2)" if has_new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else ""
 
 
 def device(context: Context) -> Finding:

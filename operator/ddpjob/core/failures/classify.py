@@ -19,6 +19,7 @@ from ddpjob_runtime.protocol import (
     EXIT_UNFIT,
     RANK_FAILURE,
     escaped,
+    last_lines,
 )
 
 from ddpjob.api.job_status import Restart
@@ -70,7 +71,7 @@ def names_pod(restart: Restart) -> bool:
 
 def with_traceback(summary: str, traceback: str) -> str:
     """The summary, and below it the end of the traceback, if there is one."""
-    tail = traceback.strip()[-_TRACEBACK_LIMIT:]
+    tail = last_lines(traceback, _TRACEBACK_LIMIT)
     return f"{summary}\n{tail}" if tail else summary
 
 

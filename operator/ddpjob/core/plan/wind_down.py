@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from ddpjob_runtime.protocol import Command
+from ddpjob_runtime.protocol import UNGROUPED, Command
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import CleanPodPolicy
@@ -23,9 +23,11 @@ from ddpjob.core.decision import (
     MarkWorkload,
     Notify,
 )
+from ddpjob.core.failures.classify import without_wait
 from ddpjob.core.failures.liveness import may_run
 from ddpjob.core.plan.queue import finish_workloads
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
+from ddpjob.core.status.describe import NO_GROUP
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.status.shown_progress import shown_progress
 from ddpjob.core.view import View
@@ -42,7 +44,11 @@ EXIT_SECONDS = 15
 
 def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Decision:
     """The decision for a job that has failed, for good. `events` come before the one of the failure."""
-    status = with_condition(view.status, ConditionType.FAILED, True, failure.reason, failure.message, view.now)
+    recent = view.status.restarts.recent
+    if recent:  # Nothing waits for a restart that is not made.
+        recent = (*recent[:-1], replace(recent[-1], message=without_wait(recent[-1].message)))
+    status = replace(view.status, restarts=replace(view.status.restarts, recent=recent))
+    status = with_condition(status, ConditionType.FAILED, True, failure.reason, failure.message, view.now)
     announced = Event(True, failure.reason, event_text(failure.message))
     return _end(view.with_status(status), [*(events or []), announced], "Failed")
 
@@ -63,8 +69,18 @@ def complete(view: View, events: list[Event]) -> Decision:
     message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
     if not finished and least < nodes:
         message = "all nodes have finished"  # Of a group that a suspension took with it: it may have been smaller.
+    if _trained_apart(view):
+        message += ", but the ranks formed no group: each of them has trained a model of its own"
     status = with_condition(view.status, ConditionType.COMPLETE, True, "Finished", message, view.now)
     return _end(view.with_status(status), [*events, Event(False, "Complete", message)], "Complete")
+
+
+def _trained_apart(view: View) -> bool:
+    """Whether the last that was heard of the ranks is that they form no group."""
+    running = view.status.condition(ConditionType.RUNNING)
+    if running is not None and running.reason == NO_GROUP:
+        return True
+    return view.report is not None and view.report.progress.get(UNGROUPED) is True
 
 
 def _end(view: View, events: list[Event], reason: str) -> Decision:

@@ -139,7 +139,10 @@ def _why(job: DDPJob, status: JobStatus, event: NotifyEvent) -> tuple[str, str]:
     counts, allowed = status.restarts, job.spec.recovery.max_restarts
     used = f"{counts.counted} of recovery.maxRestarts = {allowed} {'is' if counts.counted == 1 else 'are'} used up"
     last = next((r for r in reversed(counts.recent) if r.counted), None)
-    return str(event), f"{used}; the last one: {last.reason}: {last.message}" if last is not None else used
+    if last is None:
+        return str(event), used
+    cause, newline, trace = last.message.partition("\n")
+    return str(event), f"{last.reason}: {cause} ({used}){newline}{trace}"
 
 
 def _text(body: Json) -> str:

@@ -1,0 +1,55 @@
+"""Lines of a log that must never stop their program: on a full disk, or in a pipe that nobody reads, they are lost.
+
+A container's output is a pipe. When its reader stops, as the container runtime does while the host's log folder is
+full or hangs, the pipe fills, and the next write would block the coordinator's event loop or a launcher's only reader.
+The pipe is not made non-blocking, because the workers share it and do not expect that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import sys
+import time
+from typing import TextIO
+
+from ddpjob_runtime import protocol
+
+PIECE = select.PIPE_BUF
+"""Bytes that a pipe takes at once if it takes any."""
+PATIENCE_SECONDS = 0.05
+"""For a reader that is only slow. None is given to one that has not read the line before in time."""
+
+
+class Log:
+    """Writes lines to stderr, or to `stream`. `who`: the program that they come from."""
+
+    def __init__(self, who: str, stream: TextIO | None = None) -> None:
+        self._who, self._stream, self._lost = who, stream, 0
+
+    def __call__(self, text: str) -> None:
+        """Write one line, or lose it."""
+        line = f"{protocol.iso(protocol.time_of(time.time()))} {self._who}: {text}\n"
+        if self._lost:
+            line = f"({self._lost} lines are missing here, because nobody read this log)\n{line}"
+        data = line.encode(errors="backslashreplace")
+        with contextlib.suppress(OSError, ValueError):  # A full disk, or a stream that is closed.
+            stream = self._stream or sys.stderr
+            stream.flush()
+            try:
+                descriptor = stream.fileno()
+            except io.UnsupportedOperation:  # A notebook's, or a test's.
+                stream.write(line)
+                return
+            pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
+            wait = 0.0 if self._lost else PATIENCE_SECONDS
+            self._lost = 0 if all(_write(descriptor, piece, wait) for piece in pieces) else self._lost + 1
+
+
+def _write(descriptor: int, piece: bytes, wait: float) -> bool:
+    """Whether the descriptor has taken the piece."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(wait * 1000)) and os.write(descriptor, piece) > 0
