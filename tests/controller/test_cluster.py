@@ -1558,7 +1558,7 @@ def test_a_job_in_a_queue_asks_runs_with_its_flavor_and_gives_back() -> None:
             await c.reconcile()
             for pod in c.server.store.all("Pod"):
                 assert (
-                    pod["spec"]["nodeSelector"] == {"pool": "spot"}
+                    pod["spec"]["nodeSelector"]["pool"] == "spot"
                     and SPOT["tolerations"][0] in pod["spec"]["tolerations"]
                 )
             for _ in range(3):

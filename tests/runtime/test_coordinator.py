@@ -897,6 +897,7 @@ BARRIER = DUMP.replace("2810 in all_reduce", "99 in barrier")
     ("stacks", "named"),
     [
         ([DUMP, ELSEWHERE, DUMP], "job-1-0"),
+        ([DUMP], None),
         ([DUMP, ELSEWHERE], None),
         ([DUMP, DUMP, DUMP], None),
         ([DUMP, ELSEWHERE, BARRIER], None),

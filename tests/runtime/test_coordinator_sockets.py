@@ -409,7 +409,7 @@ def test_a_hang_is_seen_and_its_stacks_are_kept(tmp_path: Path) -> None:
         assert first.hear() == {"t": "dump", "round": 1} and second.hear()["t"] == "dump"
         stack = 'Current thread 0x1 (most recent call first):\n  File "train.py", line 3 in all_reduce\n'
         for rank, w in enumerate((first, second)):
-            w.say("stacks", round=1, rank=rank, localRank=0, text=stack)
+            w.say("stacks", round=1, rank=rank, localRank=0, text=stack, idle=True)
         assert first.hear()["t"] == "restart" and second.hear()["t"] == "restart"
         incident = job.wait_until(lambda r: r["incidents"])["incidents"][0]
         assert incident["kind"] == "Hang" and "rank 1 in all_reduce (train.py:3)" in incident["message"]

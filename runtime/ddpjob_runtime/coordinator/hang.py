@@ -139,8 +139,9 @@ class HangDump:
         for rank, member in self._members.items():
             places.setdefault(member.index, set()).add(_stands(self._stacks[rank]))
         apart = [i for i, own in places.items() if all(own.isdisjoint(p) for j, p in places.items() if j != i)]
-        shared = set.intersection(*(own for i, own in places.items() if i not in apart)) if len(apart) == 1 else set()
-        if len(places) < LEAST_MEMBERS or not shared:
+        if len(places) < LEAST_MEMBERS or len(apart) != 1:
+            return None
+        if not set.intersection(*(own for i, own in places.items() if i not in apart)):
             return None
         return next(m for m in self._members.values() if m.index == apart[0])
 
