@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION
 from ddpjob.api.schema import schema_of
+from ddpjob.controller.rest import METADATA_LIST
 from simulation.store import Backup, Json, Refusal, Store
 
 KINDS = {
@@ -321,6 +322,8 @@ class ApiServer:
                     return response
                 for version, of_kind, where, line, labels in list(self._history):
                     if version > sent and of_kind == kind and namespace in (None, where) and selected(labels):
+                        if request.headers.get("Accept", "").partition(",")[0] == METADATA_LIST:
+                            return response  # An event is no list: the stream ends.
                         await response.write(_partial_event(line) if metadata_only else line)
                 sent = max(sent, self.store.version)
                 if loop.time() >= bookmark:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from ddpjob.api.job_spec import Json
-from ddpjob.controller import handlers
+from ddpjob.controller import handlers, login
 from ddpjob.controller.operator_settings import Settings
 from simulation.clock import Clock
 from simulation.store import Store
@@ -75,8 +75,31 @@ async def test_kopf_gets_names_and_versions_of_jobs_and_pages_of_bounded_size(
         await asyncio.gather(following, return_exceptions=True)
     assert "DDPJob" not in server.read_whole
     assert all(len(json.dumps(body)) < 500 for _, body in seen)
-    lists = [query for _, path, query in server.requests if path.endswith("/ddpjobs") and "watch" not in query]
-    assert [int(query["limit"]) for query in lists] == [100, 25, 6, 1, 1, 1, 1, 1, 1, 1, 1]
+    asked = [query for _, path, query in server.requests if path.endswith("/ddpjobs")]
+    limits = [int(query["limit"]) for query in asked if "watch" not in query]
+    assert limits == [100, 25, 6, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert len(asked) == len(limits) + 1, "one watch, which goes on after an event"
+
+
+async def test_a_watch_that_always_ends_is_not_begun_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """kopf asks again without a pause, which would keep an API server busy with nothing else."""
+    monkeypatch.setattr(login, "WATCH_PAUSE", 0.4)
+    async with ApiServer(Store(RealClock())).serve() as server:
+        use_kubeconfig(server, tmp_path, monkeypatch)
+        following = asyncio.create_task(
+            handlers.follow_jobs(Settings(key=b"0123456789abcdef", namespaces=("space",)), lambda event, body: None)
+        )
+        await until(lambda: server.watching > 0)
+        began = time.monotonic()
+        while time.monotonic() < began + 1:
+            server.break_watches()
+            await asyncio.sleep(0.01)
+        watches = [query for _, _, query in server.requests if "watch" in query]
+        assert len(watches) <= 2 + (time.monotonic() - began) / login.WATCH_PAUSE
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 @pytest.mark.parametrize("namespaces", [(), ("space",)])

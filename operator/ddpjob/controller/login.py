@@ -6,9 +6,11 @@ metadata are, so kopf's session asks for metadata, in pages of bounded size, and
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,6 +22,8 @@ from ddpjob.api.job_spec import Json
 from ddpjob.controller.informer import PAGE_BYTES
 from ddpjob.controller.rest import JSON, METADATA, METADATA_LIST, loads
 
+WATCH_PAUSE = 1.0
+"""Seconds from the beginning of a watch to the next one. kopf asks again at once, whatever ended the last one."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 
 
@@ -48,7 +52,7 @@ async def login(*, settings: kopf.OperatorSettings, **arguments: Any) -> kopf.Ai
         headers=info.as_http_headers(),
         proxy=info.proxy_url,
         trust_env=info.trust_env,
-        middlewares=(_ask_for_metadata,),
+        middlewares=(_Requests(),),
         response_class=_answers(settings),
     )
     return kopf.AiohttpSession(
@@ -64,12 +68,22 @@ def _is_of_jobs(response: Any) -> bool:
     return str(response.url.path).endswith(f"/{PLURAL}")
 
 
-async def _ask_for_metadata(
-    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
-) -> aiohttp.ClientResponse:
-    if _is_of_jobs(request):
-        request.headers["Accept"] = f"{METADATA_LIST},{METADATA},{JSON}"
-    return await handler(request)
+class _Requests:
+    """Asks for the metadata of jobs. The API server ends a watch at its first event if a list is asked for."""
+
+    def __init__(self) -> None:
+        self._watched: dict[str, float] = {}  # path -> when its newest watch began
+
+    async def __call__(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        if _is_of_jobs(request):
+            watch, path = "watch" in request.url.query, request.url.path
+            request.headers["Accept"] = f"{METADATA if watch else METADATA_LIST},{JSON}"
+            if watch:
+                await asyncio.sleep(self._watched.get(path, -WATCH_PAUSE) + WATCH_PAUSE - time.monotonic())
+                self._watched[path] = time.monotonic()
+        return await handler(request)
 
 
 def _answers(settings: kopf.OperatorSettings) -> type[aiohttp.ClientResponse]:
