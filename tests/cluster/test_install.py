@@ -372,9 +372,18 @@ def test_users_get_rights_by_the_built_in_roles(installed_operator: Release, nam
     assert not may("editer", "update", "ddpjobs.ddpjob.io", "--subresource=status")
 
 
+def watches_begun(jobs: Jobs) -> int:
+    """How many watches of DDPJobs the API server has been asked for."""
+    counts = (line for line in jobs.kubectl("get", "--raw=/metrics").splitlines() if '"ddpjobs"' in line)
+    asked = (line for line in counts if line.startswith("apiserver_request_total") and 'verb="WATCH"' in line)
+    return sum(int(float(line.rsplit(" ", 1)[1])) for line in asked)
+
+
 def test_a_job_completes_and_is_reported(installed_operator: Release, jobs: Jobs) -> None:
+    before = watches_begun(jobs)
     jobs.apply(steps_job("one", 5, nodes=1, recovery=FAST))
     jobs.wait_phase("one", "Complete")
+    assert watches_begun(jobs) - before < 20, "a watch goes on after its events"
     assert "ddpjob.io/operator" in jobs.kubectl(
         "get", "events.events.k8s.io", "--output=jsonpath={.items[*].reportingController}"
     )

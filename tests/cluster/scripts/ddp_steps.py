@@ -1,6 +1,7 @@
 """A user's plain DDP script: a fixed number of optimizer steps, no @record; with --saved a checkpoint at each step."""
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--sleep", type=float, default=0.1, help="seconds per step")
 parser.add_argument("--raise-on-rank", type=int, default=-1)
+parser.add_argument("--lose-device-in", help="the name of a pod")
 parser.add_argument("--allocate-mebibytes", type=int, default=0)
 parser.add_argument("--saved", type=Path, help="a file with the last step and the weights, from which it continues")
 arguments = parser.parse_args()
@@ -33,6 +35,8 @@ for step in range(first, arguments.steps + 1):
     print(f"rank {rank} step {step}", flush=True)
     if step == 5 and rank == arguments.raise_on_rank:
         raise ValueError("the weights have gone to lunch")
+    if step == 5 and os.environ.get("DDPJOB_POD") == arguments.lose_device_in:
+        raise RuntimeError("CUDA error: no CUDA-capable device is detected")
     if arguments.saved is not None and rank == 0:
         temporary = arguments.saved.with_suffix(".part")
         torch.save({"step": step, "model": model.state_dict()}, temporary)
