@@ -43,7 +43,7 @@ PERIOD = 0.05
 REST = 10
 """Seconds for which members that train are listened to."""
 ARRIVAL_SECONDS = 60
-"""For all members to come to one coordinator; a launch that takes longer has failed."""
+"""How long all members may take to reach one coordinator; a launch that takes longer has failed."""
 
 
 class Member:

@@ -20,7 +20,7 @@ from ddpjob_runtime import protocol
 PIECE = select.PIPE_BUF
 """Bytes that a pipe takes at once if it takes any."""
 PATIENCE_SECONDS = 0.05
-"""For a reader that is only slow. None is given to one that has not read the line before in time."""
+"""How long a slow reader may take. One that has not read the line before in time gets none."""
 
 
 class Log:

@@ -30,9 +30,9 @@ OF_COMMAND = "--of-command"
 STAY_SECONDS = 10.0
 """How long a process may stay after its program has failed: for exit handlers, threads and destructors."""
 REASON_BYTES = 4096
-"""Of a container's termination message."""
+"""The size of a container's termination message."""
 EXIT_REFUSED = 78
-"""Of a program that refuses its configuration: before the first step it ends the job."""
+"""The code of a program that refuses its configuration; before the first step it ends the job."""
 MARK = b"ddpjob\n"
 """In the file by which torch locks an extension while a rank builds it."""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000

@@ -383,7 +383,7 @@ def test_a_job_completes_and_is_reported(installed_operator: Release, jobs: Jobs
     before = watches_begun(jobs)
     jobs.apply(steps_job("one", 5, nodes=1, recovery=FAST))
     jobs.wait_phase("one", "Complete")
-    assert watches_begun(jobs) - before < 20, "a watch goes on after its events"
+    assert watches_begun(jobs) - before < 20, "a watch continues after its events"
     assert "ddpjob.io/operator" in jobs.kubectl(
         "get", "events.events.k8s.io", "--output=jsonpath={.items[*].reportingController}"
     )

@@ -323,7 +323,7 @@ class ApiServer:
                 for version, of_kind, where, line, labels in list(self._history):
                     if version > sent and of_kind == kind and namespace in (None, where) and selected(labels):
                         if request.headers.get("Accept", "").partition(",")[0] == METADATA_LIST:
-                            return response  # An event is no list: the stream ends.
+                            return response  # An event cannot be written as a list: the stream ends.
                         await response.write(_partial_event(line) if metadata_only else line)
                 sent = max(sent, self.store.version)
                 if loop.time() >= bookmark:

@@ -78,7 +78,7 @@ async def test_kopf_gets_names_and_versions_of_jobs_and_pages_of_bounded_size(
     asked = [query for _, path, query in server.requests if path.endswith("/ddpjobs")]
     limits = [int(query["limit"]) for query in asked if "watch" not in query]
     assert limits == [100, 25, 6, 1, 1, 1, 1, 1, 1, 1, 1]
-    assert len(asked) == len(limits) + 1, "one watch, which goes on after an event"
+    assert len(asked) == len(limits) + 1, "one watch, which continues after an event"
 
 
 async def test_a_watch_that_always_ends_is_not_begun_again_at_once(

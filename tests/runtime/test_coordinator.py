@@ -929,7 +929,7 @@ def test_time_in_which_the_coordinator_stood_still_is_no_hang() -> None:
 
 
 def looked_at(world: World, members: list[Any], *idle: bool | None) -> str:
-    """After the limit the ranks are looked at, and have done something since the last look or not: the new state."""
+    """Return the state after the limit, when the ranks have been looked at: whether they did anything since."""
     dumps = world.verbs(members[0]).count("dump")
     world.pass_time(60.1)
     assert world.verbs(members[0]).count("dump") == dumps + 1

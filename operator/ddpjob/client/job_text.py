@@ -368,7 +368,7 @@ def _explained(condition: Condition) -> Iterator[str]:
 
 
 _SAID = "message "
-"""Before a text by which an error is known, in the names of remedies."""
+"""Begins the name of a remedy that is found by the text of an error."""
 _STATUS = re.compile(r"^\([^)]*\) ")
 """Of a reason whose condition is true the page says so first."""
 

@@ -415,7 +415,7 @@ def _is_of_peer(message: str) -> bool:
 
 
 def _awaits_cause(view: View, ends: Ends) -> bool:
-    """With `command`: whether all that has ended has lost a peer, and that peer's end may be seen in a moment."""
+    """Whether all pods of a `command` that have ended have lost a peer, whose own end may be seen in a moment."""
     if view.job.spec.under_torchrun or not ends:
         return False
     if all(slot.state is not SlotState.RUNNING for slot in view.status.slots):

@@ -20,7 +20,7 @@ LAST_STACKS_SECONDS = 0.3
 """The stacks of one member arrive together within this time."""
 
 LEAST_MEMBERS = 3
-"""Of fewer, nobody can tell which one waits for the other."""
+"""The stacks of fewer members do not tell which one waits for the other."""
 
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
 FIRST_CALL_FIRST = "(most recent call last)"

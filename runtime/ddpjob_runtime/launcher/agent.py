@@ -39,13 +39,13 @@ ABORTED = (
 )
 """After SIGABRT without an exception: its words are only in the worker's output."""
 STAYED = " (its process was still there 10 s after that, and was killed)"
-"""Of a worker whose program had failed, and that ended by the alarm that it had set (worker.py)."""
+"""Said of a worker whose program had failed, and that ended by the alarm that it had set (worker.py)."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader says in the worker that one of its own processes was killed."""
 GONE_SECONDS = 60.0
 """For workers to be gone after SIGKILL: the kernel takes its time for much memory, or for a device."""
 TRACKER_SECONDS = 1.0
-"""For resource trackers to end by themselves. One does not while a process that has left its session uses it."""
+"""How long resource trackers may take to end. One does not while a process outside of its session uses it."""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
 """The same when this node ends: its container takes along what is left."""

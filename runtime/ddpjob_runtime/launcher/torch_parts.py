@@ -32,7 +32,7 @@ NAMES = {
     ELASTIC + "multiprocessing.errors": ("ProcessFailure.__post_init__",),
     ELASTIC + "multiprocessing.subprocess_handler": ("SubprocessHandler.close",),
 }
-"""By module: what is replaced, overridden or called."""
+"""What is replaced, overridden or called, by module."""
 SET = {
     (ELASTIC + "agent.server.api", "SimpleElasticAgent"): ("_worker_group", "_remaining_restarts"),
     (ELASTIC + "agent.server.local_elastic_agent", "LocalElasticAgent"): ("_pcontext",),
@@ -40,7 +40,7 @@ SET = {
     (ELASTIC + "multiprocessing.api", "SubprocessContext"): ("subprocess_handlers",),
     (ELASTIC + "multiprocessing.subprocess_handler", "SubprocessHandler"): ("proc",),
 }
-"""By class: attributes that its constructor sets."""
+"""The attributes that the constructor of a class sets."""
 CALLED = {
     (ELASTIC + "rendezvous.c10d_rendezvous_backend", "create_backend"): 1,
     (ELASTIC + "rendezvous.api", "RendezvousStoreInfo.build"): 4,

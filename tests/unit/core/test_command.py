@@ -67,7 +67,7 @@ def test_an_error_of_its_own_is_not_waited_with() -> None:
 
 
 def restarted(**progress: Any) -> DDPJob:
-    """With new pods that run."""
+    """Replace the pods by new ones that run."""
     job, _ = seen(runs(), 5, pods(), forming(**progress))
     job, _ = seen(job, 11, (failed(0, MINE, 10), pod(1), COORDINATOR), forming(**progress))
     assert job.status.holds(ConditionType.RESTARTING) and job.status.slots[0].attempt == 1

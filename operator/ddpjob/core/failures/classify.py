@@ -216,7 +216,7 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
 
 
 def _by_rank(pod: PodView) -> End | None:
-    """By what a rank has written that torchrun in a `command` has started, or by torchrun's own table in the log."""
+    """Judge a pod of a `command` by its failed rank: by the rank's own words, or by torchrun's table in the log."""
     if pod.deleted_at is not None or pod.main.exit_code == 0:
         return None
     failed = failed_rank(pod.main.message)

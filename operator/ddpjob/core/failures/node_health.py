@@ -116,7 +116,7 @@ class Failing:
     """A pod that is replaced for a failure of its ranks."""
 
     number: int
-    """Of the failure, among those that were judged."""
+    """The position of the failure among those that were judged."""
     index: int
     failure: Restart
     """As it is recorded: it counts once per job and Kubernetes node."""

@@ -360,7 +360,7 @@ def _running(view: View, training: int | None, running_pods: int) -> tuple[bool,
 
 
 def _waits_for_finished(view: View) -> tuple[str, str] | None:
-    """With `command`: reason and message where one pod has ended with 0 a while ago, and another shows no progress."""
+    """Return reason and message if a pod of a `command` ended with 0 a while ago and another shows no progress."""
     over = [(p.main.finished, p.name) for p in view.pods if p is not None and p.ended and p.succeeded]
     at, name = min(((at, name) for at, name in over if at is not None), default=(None, ""))
     reported = known_time(_reported(view).get("updatedAt"))
