@@ -54,7 +54,7 @@ _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile"
 system of the network: gcsfuse, Azure's files and blobs, JuiceFS."""
 _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
-"""Tells NVIDIA's container runtime to give no device: CUDA images themselves ask it for all of them."""
+"""Asks NVIDIA's container runtime for no device: CUDA images themselves ask it for all of them."""
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
 """Of the coordinator, or what it requests if that is more."""
 
