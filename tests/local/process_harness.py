@@ -55,7 +55,8 @@ class Machine:
         """`ddpjob WORDS` to its end."""
         return subprocess.run(
             [sys.executable, "-m", "ddpjob.cli", *words],
-            env=self.environment(), cwd=self.folder, capture_output=True, text=True, timeout=seconds, check=False,
+            env=self.environment(), cwd=self.folder, capture_output=True, text=True, check=False,
+            timeout=seconds * slowness(),
         )  # fmt: skip
 
     def write(self, job: Json | str, name: str = "job.yaml") -> Path:
