@@ -141,7 +141,7 @@ def test_one_that_fits_runs_where_its_flavor_is_and_the_next_waits_for_its_end(
     jobs.wait_phase("first", "Running")
     for pod in [*jobs.pods().values(), *jobs.pods("coordinator").values()]:
         assert pod["spec"]["nodeName"] == queue.host
-        assert pod["spec"]["nodeSelector"] == {"kubernetes.io/hostname": queue.host}
+        assert pod["spec"]["nodeSelector"]["kubernetes.io/hostname"] == queue.host
     jobs.wait(
         "Kueue hears of it", lambda: conditions(workload_of(jobs, "first")).get("PodsReady") == ("True", "Started")
     )
