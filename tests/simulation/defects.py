@@ -54,9 +54,9 @@ def _no_new_generation(view: View) -> Any:
 _right_suspend = decide._suspend
 
 DEFECTS: dict[str, Defect] = {
-    "an incident is counted at each reconcile": Defect("core", (), group, "with_seen", lambda status, *_: status, 0),
+    "an incident is counted at each reconcile": Defect("core", (), group, "with_seen", lambda status, *_: status, 9),
     "every end of a pod is a cause": Defect(
-        "core", ("exit-pair", "watch-gap", "kill-operator"), merge_causes, "_belongs", lambda *_: False, 19
+        "core", ("exit-pair", "watch-gap", "kill-operator"), merge_causes, "_belongs", lambda *_: False, 34
     ),
     "a consequence counts": Defect(
         "core",
@@ -66,9 +66,9 @@ DEFECTS: dict[str, Defect] = {
         lambda finding, cause: replace(finding.restart, round=cause.round),
         0,
     ),
-    "the names of dropped slots are used again": Defect("core", ("scale",), slots, "_unused", lambda status: 0, 0),
+    "the names of dropped slots are used again": Defect("core", ("scale",), slots, "_unused", lambda status: 0, 3),
     "a suspended job forgets the pods that no status shows": Defect(
-        "core", ("suspend", "kill-operator", "template"), decide, "_suspend", _no_new_generation, 77
+        "core", ("suspend", "kill-operator", "template"), decide, "_suspend", _no_new_generation, 9
     ),
     "a move to another node counts as a failure": Defect(
         "core", ("agent",), node_health, "End", lambda _, message: End(Cause.WORKER_FAILED, message), 1
@@ -77,7 +77,7 @@ DEFECTS: dict[str, Defect] = {
         "coordinator", ("hang", "isolate"), Round, "_end_workers", lambda self, *_, **__: None, 20
     ),
     "the end of a connection is not noticed": Defect(
-        "coordinator", ("force-delete", "isolate"), Coordinator, "lost", lambda self, member, why: None, 256
+        "coordinator", ("force-delete", "isolate"), Coordinator, "lost", lambda self, member, why: None, 204
     ),
     "a break is not recorded": Defect("coordinator", ("worker",), Incidents, "add", lambda self, *_: None, 4),
     "a hang is not noticed": Defect("coordinator", ("hang",), HangWatch, "due", lambda self: None, 0),
