@@ -522,7 +522,7 @@ class Reason:
             os.close(file)
 
     def text(self) -> bytes:
-        """At most REASON_BYTES: the beginning of the message, and the end of the traceback."""
+        """Cut to REASON_BYTES: the beginning of the message, and the end of the traceback."""
         import json
 
         room = REASON_BYTES

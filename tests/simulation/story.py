@@ -100,7 +100,7 @@ class Story:
         """Failures of the job itself that were caused."""
         self.certain = 0
         self.replaced: set[str] = set()
-        """Pods that were replaced for their failures, of which the last one may not have counted."""
+        """Pods that were replaced for their failures; the last failure of each may not have counted."""
         self._candidate: float | None = None
         self.last_fault = -APART
         self.faults: Counter[str] = Counter()

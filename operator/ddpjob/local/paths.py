@@ -46,7 +46,7 @@ class RunFolder:
 
     @property
     def torchrun_python(self) -> Path:
-        """The program by which torchrun in a `command` starts its workers."""
+        """The program that torchrun in a `command` starts its workers with."""
         return self.path / "torchrun-python"
 
     @property

@@ -79,7 +79,7 @@ _GPU_CLASS = re.compile(r"nvidia|gpu|cuda|amd|rocm|habana|gaudi|ascend|neuron", 
 """Names of runtime classes for devices. A machine without devices may lack their handler; kata's and gVisor's are of
 the whole cluster."""
 _OF_DEVICES = re.compile(r"(?:NVIDIA|CUDA|HIP|ROCR|HSA|GPU|HABANA|ASCEND|ZE|NEURON)_")
-"""Beginnings of variables by which a runtime or a library chooses devices."""
+"""Beginnings of variables that choose devices for a runtime or a library."""
 _FAST_NETWORKS = (
     "k8s.v1.cni.cncf.io/networks",
     "networking.gke.io/interfaces",

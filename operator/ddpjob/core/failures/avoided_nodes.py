@@ -15,12 +15,8 @@ FAILURES = 3
 LOSSES = 2
 _OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
 """Causes that are the job's on any host."""
-FAULTS = frozenset(
-    {
-        *(Cause.NODE_FAULT, Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY),
-        *(Cause.START_ERROR, Cause.PREFLIGHT_FAILED),
-    }
-)
+_MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY})
+FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
 """What a host does to a pod before its program runs, or without its program's part: once is enough."""
 
 
