@@ -43,14 +43,6 @@ def test_over_its_budget_a_job_fails_with_the_traceback(jobs: Jobs) -> None:
     jobs.wait("the event", lambda: "gone to lunch" in jobs.kubectl(*events), timeout=10)
 
 
-def test_a_pod_that_has_lost_its_device_is_replaced_at_once(jobs: Jobs) -> None:
-    jobs.apply(steps_job("lost", 20, "--lose-device-in=lost-1-0", recovery={**FAST, "maxRestarts": 1}))
-    jobs.wait_phase("lost", "Complete")
-    recent = [(r["reason"], r["counted"], r["pod"]) for r in jobs.status("lost")["restarts"]["recent"]]
-    assert recent == [("WorkerFailed", True, "lost-1-0"), ("PodUnhealthy", False, "lost-1-0")]
-    assert "lost-0-0" in jobs.pods() and "lost-1-1" in jobs.pods()
-
-
 def test_suspend_and_resume(jobs: Jobs) -> None:
     jobs.apply(steps_job("pause", 1000, nodes=1))
     jobs.wait_phase("pause", "Running")

@@ -30,6 +30,15 @@ def test_gpus_by_resource_name(jobs: Jobs, gpus: str) -> None:
     assert "of 4 begins" in jobs.kubectl("logs", "few-0-0"), "a process per GPU"
 
 
+def test_a_pod_that_has_lost_its_device_is_replaced_at_once(jobs: Jobs, gpus: str) -> None:
+    rule = {**FAST, "maxRestarts": 1}
+    jobs.apply(steps_job("lost", 20, "--lose-device-in=lost-1-0", recovery=rule, gpusPerNode=1, gpuResource=gpus))
+    jobs.wait_phase("lost", "Complete")
+    recent = [(r["reason"], r["counted"], r["pod"]) for r in jobs.status("lost")["restarts"]["recent"]]
+    assert recent == [("WorkerFailed", True, "lost-1-0"), ("PodUnhealthy", False, "lost-1-0")]
+    assert "lost-0-0" in jobs.pods() and "lost-1-1" in jobs.pods()
+
+
 def test_what_a_pod_finds(jobs: Jobs) -> None:
     jobs.apply(
         steps_job(

@@ -92,6 +92,6 @@ def test_a_failing_worker_counts_once_in_mode_fast(machine: Machine) -> None:
     assert run.process.returncode == 1, run.everything()
     assert run.condition("Failed")["reason"] == "RestartBudgetSpent"
     assert run.status["restarts"]["counted"] == 2
-    assert reasons(run) == ["WorkerFailed", "WorkerFailed"]
+    assert reasons(run) == ["WorkerFailed", "WorkerFailed", "PodUnhealthy", "WorkerFailed"], "a new pod is tried once"
     assert "; waits 2 s" in run.status["restarts"]["recent"][1]["message"]
     run.assert_nothing_left()

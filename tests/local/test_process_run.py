@@ -60,14 +60,14 @@ def test_digits_with_a_node_killed(machine: Machine) -> None:
 
 
 def test_what_has_ended_a_job_is_left_in_its_checkpoint_folder(machine: Machine) -> None:
-    bug = "import os\n\ndef fails():\n    raise ValueError(f'bug in rank {os.environ[\"RANK\"]}')\n\nfails()\n"
+    bug = "import os\n\ndef fails():\n    raise TypeError(f'bug in rank {os.environ[\"RANK\"]}')\n\nfails()\n"
     (machine.folder / "bug.py").write_text(bug)
     rule = {"maxRestarts": 1, "backoff": {"initialSeconds": 1, "maxSeconds": 1}}
     run = machine.run(manifest(script=str(machine.folder / "bug.py"), recovery=rule))
     assert run.process.returncode == 1, run.everything()
     shown = machine.command("show", str(run.folder)).stdout
     assert "State:     Stopped: RestartBudgetSpent" in shown and "Rounds:    2, with 2 breaks" in shown, shown
-    assert shown.count("    | ValueError: bug in rank ") == 2 and "in fails" in shown
+    assert shown.count("    | TypeError: bug in rank ") == 2 and "in fails" in shown
     assert machine.command("delete", "job").returncode == 0 and not run.folder.exists()
 
 

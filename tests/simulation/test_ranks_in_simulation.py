@@ -37,9 +37,9 @@ class Racks(Simulation):
         return [m["index"] for m in sorted(members, key=lambda m: m["rank"])]
 
     async def restart_workers(self) -> None:
-        """A worker fails, and the next round runs."""
+        """A worker fails, each time another pod's, and the next round runs."""
         before = self.status["round"]
-        assert self.worker_fails("job-1-0")
+        assert self.worker_fails(f"job-{before % 2}-0")
         await self.until(lambda: self.status["round"] > before and self.phase == "Running")
 
     @property

@@ -672,10 +672,16 @@ async def test_a_pod_that_has_lost_its_device_is_replaced_at_once_and_counts_onc
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_pod_whose_ranks_fail_twice_while_others_are_well_is_replaced(mode: str) -> None:
+@pytest.mark.parametrize("seen_late", [False, True])
+async def test_a_pod_whose_ranks_fail_twice_while_others_are_well_is_replaced(mode: str, seen_late: bool) -> None:
     s = Simulation({"nodes": 2, "recovery": {"mode": mode, "maxRestarts": 2}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
-    await fails_wherever(s, {"job-1-0"}, "CUDA error: an illegal memory access was encountered")
+    message = "CUDA error: an illegal memory access was encountered"
+    assert s.worker_fails("job-1-0", message)
+    await s.until(lambda: reasons(s) != [])
+    if seen_late:  # The informer of pods may be behind that of reports.
+        s.status["restarts"]["recent"][0]["node"] = ""
+    await fails_wherever(s, {"job-1-0"}, message)
     assert reasons(s) == [("WorkerFailed", True), ("WorkerFailed", False), ("PodUnhealthy", False)]
     assert [p.name for p in running(s)] == ["job-0-0", "job-1-1"] and s.phase == "Running"
     assert any("job-1-1 replaces it" in e.message for e in s.cluster.events if e.reason == "PodUnhealthy")

@@ -63,10 +63,13 @@ def test_the_mounted_files_are_a_program_that_runs(mount: Path, program: str) ->
 
 
 def test_a_pod_does_not_list_the_files_of_the_runtime() -> None:
-    """A path for each was more than half of every pod, which the API server stores and sends to all that watch."""
+    """A path for each was more than half of every pod, which the API server stores and sends to all that watch.
+
+    Executable, because the torchrun of a `command` starts its workers by one of them.
+    """
     pod = build_node(JOB, JOB.status, PLATFORM, 0, 0)
     [volume] = [v for v in pod["spec"]["volumes"] if "configMap" in v]
-    assert volume == {"name": "ddpjob-runtime", "configMap": {"name": JOB.status.runtime}}
+    assert volume == {"name": "ddpjob-runtime", "configMap": {"name": JOB.status.runtime, "defaultMode": 0o555}}
 
 
 def test_the_archive_runs_itself_and_the_worker_beside_it(mount: Path) -> None:

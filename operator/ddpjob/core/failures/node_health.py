@@ -166,7 +166,8 @@ def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
     """Whether a failure on the same node has counted. Where many did not count of late, it counts all the same."""
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
-    return len(free) < MOVES and any(r.counted and r.node == failure.node and r.reason in _OF_PLACES for r in within)
+    same = (r for r in within if r.pod == failure.pod or r.node == failure.node)  # A pod's node may be unknown at first.
+    return len(free) < MOVES and any(r.counted and r.reason in _OF_PLACES for r in same)
 
 
 def _has_a_place(view: View, pod: PodView) -> bool:
