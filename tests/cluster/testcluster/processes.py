@@ -88,8 +88,9 @@ def _stat(pid: int) -> _Stat | None:
     return _Stat(fields[0], int(fields[17]), int(fields[19]))
 
 
-# Each works in a heap of some 100 MB here, which Go would otherwise collect several times a second.
-_QUICK = {"GOGC": "300"}
+# Each works in a heap of some 100 MB here, which Go would otherwise collect several times a second. With the largest
+# jobs in it, the API server's would grow to four times their size, and take all of the machine's memory.
+_QUICK = {"GOGC": "300", "GOMEMLIMIT": "8GiB"}
 
 
 def spawn(
