@@ -15,6 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from kubernetes.aio import client, config
+from pydantic_core import from_json
 
 from ddpjob.api.job_spec import Json
 from ddpjob.controller.operator_metrics import API_REQUESTS
@@ -219,6 +220,8 @@ def _parse(text: bytes) -> Json:
 
 def loads(text: bytes) -> Any:
     """Read JSON as deep as the API server reads it: one user's object must not hide those of all others in its list."""
+    with contextlib.suppress(ValueError):  # It is deeper than 200, has half a character of UTF-16, or is no JSON.
+        return from_json(text)  # A pod takes a third of the time that json needs.
     try:
         return json.loads(text)
     except RecursionError:
