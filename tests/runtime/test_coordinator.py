@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import time
 from typing import Any
 
 import pytest
 from coordinator_world import FAST, RESET, STANDARD, World
 from ddpjob_runtime.coordinator import progress
 from ddpjob_runtime.coordinator.drain import DRAIN_SECONDS
+from ddpjob_runtime.coordinator.loop import within
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import RANK_ENDED, RANK_FAILED, iso, time_of
 
@@ -1378,3 +1382,48 @@ def test_a_failure_that_is_reported_again_counts_once() -> None:
         world.fail(members[1], "ValueError: bug", ago=ago)
     world.pass_time(1)
     assert world.incidents() == [("WorkerFailed", members[1].pod, 1)]
+
+
+# ---- the limit for what is awaited
+
+
+def test_what_comes_too_late_is_none_and_a_line_that_it_interrupts_is_not_lost() -> None:
+    async def hear() -> tuple[bytes | None, bytes | None]:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"half a ")
+        late = await within(0.01, reader.readline())
+        reader.feed_data(b"line\n")
+        return late, await within(60, reader.readline())
+
+    assert asyncio.run(hear()) == (None, b"half a line\n")
+
+
+def test_what_has_come_while_the_process_stood_still_is_no_silence() -> None:
+    async def hear() -> bytes | None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+
+        def stand_still() -> None:
+            theirs.sendall(b"a line\n")
+            time.sleep(0.1)
+
+        asyncio.get_running_loop().call_soon(stand_still)
+        line = await within(0.05, reader.readline())
+        writer.close()
+        theirs.close()
+        return line
+
+    assert asyncio.run(hear()) == b"a line\n"
+
+
+def test_whoever_ends_the_task_ends_it_at_once() -> None:
+    async def cancel() -> str:
+        task = asyncio.ensure_future(within(60, asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        task.cancel()
+        try:
+            return str(await task)
+        except asyncio.CancelledError:
+            return "cancelled"
+
+    assert asyncio.run(cancel()) == "cancelled"

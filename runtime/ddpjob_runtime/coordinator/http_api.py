@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import metrics, progress
 from ddpjob_runtime.coordinator.coordinator import Coordinator
+from ddpjob_runtime.coordinator.loop import within
 from ddpjob_runtime.protocol import Command, Report
 
 NONCE, PROOF = protocol.NONCE_HEADER.lower(), protocol.PROOF_HEADER.lower()
@@ -41,12 +42,10 @@ async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer:
     """Answer one request, whose first byte is already read."""
     instance, proved, headers = "", False, dict[str, str]()
     try:
-        task = asyncio.ensure_future(_read(first, reader))
-        done, _ = await asyncio.wait({task}, timeout=REQUEST_SECONDS)
-        if not done:
-            task.cancel()
+        request = await within(REQUEST_SECONDS, _read(first, reader))
+        if request is None:
             return
-        method, target, headers, body = task.result()
+        method, target, headers, body = request
         instance = server.instance
         proved = _is_proved(server, method, target, headers, body)
         known = proved or _has_token(server, headers)
@@ -55,8 +54,6 @@ async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer:
         status, kind, content = await _answer(server, reader, method, target, body, known)
     except Refused as refused:
         status, kind, content = refused.status, "application/json", json.dumps({"error": str(refused)})
-    except asyncio.CancelledError:
-        raise
     data = content.encode(errors="backslashreplace")
     head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n"
     head += f"{protocol.INSTANCE_HEADER}: {instance if proved else server.instance}\r\n"
@@ -64,7 +61,7 @@ async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer:
         seal = protocol.seal(server.token, "answer", instance, headers[NONCE], data)
         head += f"{protocol.PROOF_HEADER}: {seal}\r\n"
     writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
-    await asyncio.wait_for(writer.drain(), REQUEST_SECONDS)
+    await within(REQUEST_SECONDS, writer.drain())
 
 
 def _is_proved(server: Any, method: str, target: str, headers: dict[str, str], body: bytes) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import http_api
 from ddpjob_runtime.coordinator.coordinator import Coordinator
+from ddpjob_runtime.coordinator.loop import within
 from ddpjob_runtime.coordinator.member_lines import HANDLERS, whole
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.coordinator.settings import Settings
@@ -165,7 +166,7 @@ class Server:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.strangers.meet(writer)
         try:
-            first = await _within(HELLO_SECONDS, reader.read(1))
+            first = await within(HELLO_SECONDS, reader.read(1))
             if first == b"{":
                 await self._serve_member(first, reader, writer)
             elif first:
@@ -308,20 +309,16 @@ class Server:
         """The member's next line. Raises ValueError where it is too long, and Silent."""
         seconds = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
         probed = False
-        reading = asyncio.ensure_future(reader.readline())
-        try:
-            while True:
-                done, _ = await asyncio.wait({reading}, timeout=seconds)
-                if done:
-                    return reading.result()
-                if probed and not self._lives(member, writer):
-                    raise Silent(f"silent for {now() - member.heard:.0f} s")
-                if not probed:
-                    log(f"node {member.pod} is silent; looks whether it lives")
-                send(ToMember.HEARTBEAT, {})
-                probed, seconds = True, PROBE_SECONDS
-        finally:
-            reading.cancel()
+        while True:
+            line = await within(seconds, reader.readline())
+            if line is not None:
+                return line
+            if probed and not self._lives(member, writer):
+                raise Silent(f"silent for {now() - member.heard:.0f} s")
+            if not probed:
+                log(f"node {member.pod} is silent; looks whether it lives")
+            send(ToMember.HEARTBEAT, {})
+            probed, seconds = True, PROBE_SECONDS
 
     def _lives(self, member: Member, writer: asyncio.StreamWriter) -> bool:
         """Whether a silent member may only be slow, or cut off together with most others."""
@@ -388,21 +385,10 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
 async def _line(reader: asyncio.StreamReader) -> bytes:
     """A stranger's line; empty when none comes in time, or one that is too long."""
     with contextlib.suppress(ValueError):
-        return await _within(HELLO_SECONDS, reader.readline()) or b""
+        return await within(HELLO_SECONDS, reader.readline()) or b""
     return b""
-
-
-async def _within(seconds: float, what: Any) -> Any:
-    """The result, or None when the time is over."""
-    task = asyncio.ensure_future(what)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-    finally:
-        if not task.done():
-            task.cancel()
-    return task.result() if done else None
 
 
 async def _flush(writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(ConnectionError):
-        await _within(1.0, writer.drain())
+        await within(1.0, writer.drain())
