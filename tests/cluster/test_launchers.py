@@ -30,8 +30,9 @@ def launched(name: str, command: list[str], **spec: Any) -> Json:
 
 
 def sums(jobs: Jobs) -> list[str]:
-    """What the ranks have printed of the group that they formed last, in order."""
-    return sorted(jobs.kubectl("logs", pod, "--tail=1").strip() for pod in jobs.pods())
+    """What the ranks have printed of their group, in order."""
+    logs = (jobs.kubectl("logs", pod) for pod in jobs.pods())
+    return sorted(line for log in logs for line in log.splitlines() if line.startswith("rank "))
 
 
 def summed(jobs: Jobs, *names: str) -> bool:
