@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 from ddpjob.api.job_spec import JobSpec
-from ddpjob.core.failures.classify import Cause, names_entry_point, stuck, vanished, why_ended
+from ddpjob.core.failures.classify import (
+    Cause,
+    names_entry_point,
+    of_platform,
+    stuck,
+    vanished,
+    why_ended,
+    wrong_platform,
+)
 from ddpjob.core.failures.policy import evaluate_rules
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.world import ContainerView, HostView, PodView, Role
@@ -279,6 +287,25 @@ SHARED_MEMORY = "unable to allocate shared memory(shm) for file </torch_7_1_0>: 
 def test_a_program_that_found_dev_shm_full_is_told_to_raise_it(end: ContainerView) -> None:
     assert "; /dev/shm was probably full: raise storage.sharedMemory" in why_ended(pod(end)).message
     assert "/dev/shm" not in why_ended(pod(ended(134))).message
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        'failed to pull and unpack image "docker.io/a:1": no match for platform in manifest sha256:1: not found',
+        "no matching manifest for linux/arm64/v8 in the manifest list entries",
+        'choosing image instance: no image found in manifest list for architecture "arm64", OS "linux"',
+        'choosing image instance: no image found in image index for architecture "arm64", OS "linux"',
+        'image operating system "windows" cannot be used on this platform',
+    ],
+)
+def test_an_image_for_another_platform_is_a_fault_of_the_place_by_each_runtimes_words(said: str) -> None:
+    waits = waiting("ErrImagePull", said)
+    end, why = wrong_platform(waits), stuck(waits, has_run=False)
+    assert end is not None and (end.cause, of_platform(end)) == (Cause.START_ERROR, True)
+    assert end.message.startswith("the image of pod job-0-0 is not for Kubernetes node ") and end.message.endswith(said)
+    assert why is not None and not why.final
+    assert wrong_platform(waiting("ErrImagePull", "manifest unknown")) is None
 
 
 def rank_failed(**fields: Any) -> str:
