@@ -172,8 +172,10 @@ def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> boo
     """Whether the pod's node is cut off time and again, and not the coordinator's."""
     breaks = [r for r in within if r.round and not r.consequence and r.reason not in PLANNED][1 - LINK_LOSSES :]
     again = len(breaks) == LINK_LOSSES - 1 and all((r.reason, r.pod) == (failure.reason, failure.pod) for r in breaks)
-    own = {failure.node, view.coordinator.host if view.coordinator is not None else ""}
-    return again and any(pod is not None and pod.host not in own for pod in view.pods)
+    if not again or view.coordinator is None:
+        return False
+    near = {"", failure.node, view.coordinator.host}
+    return any(pod is not None and pod.name != failure.pod and pod.host not in near for pod in view.pods)
 
 
 def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
@@ -186,9 +188,8 @@ def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
     """Whether a failure on the same node has counted. Where many did not count of late, it counts all the same."""
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
-    same = (
-        r for r in within if r.pod == failure.pod or r.node == failure.node
-    )  # A pod's node may be unknown at first.
+    # A pod's node may be unknown at first.
+    same = (r for r in within if r.pod == failure.pod or r.node == failure.node)
     return len(free) < MOVES and any(r.counted and r.reason in _OF_PLACES for r in same)
 
 
