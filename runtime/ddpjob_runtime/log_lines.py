@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import select
 import sys
@@ -31,7 +32,10 @@ class Log:
 
     def __call__(self, text: str) -> None:
         """Write one line, or lose it."""
-        line = f"{protocol.iso(protocol.time_of(time.time()))} {self._who}: {text}\n"
+        self.write(f"{protocol.iso(protocol.time_of(time.time()))} {self._who}: {text}\n")
+
+    def write(self, line: str) -> None:
+        """Write a line that another part of the program has composed, or lose it."""
         if self._lost:
             line = f"({self._lost} lines are missing here, because nobody read this log)\n{line}"
         data = line.encode(errors="backslashreplace")
@@ -46,6 +50,26 @@ class Log:
             pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
             wait = 0.0 if self._lost else PATIENCE_SECONDS
             self._lost = 0 if all(_write(descriptor, piece, wait) for piece in pieces) else self._lost + 1
+
+
+def divert_loggers(log: Log) -> None:
+    """Have `log` write what loggers write to stderr: torchrun's are called by the thread that restarts workers."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = [h for logger in loggers if isinstance(logger, logging.Logger) for h in logger.handlers]
+    for handler in (*handlers, logging.lastResort):
+        if handler is not None and getattr(handler, "stream", None) is sys.stderr:
+            handler.emit = _Emit(handler, log)  # type: ignore[method-assign]
+
+
+class _Emit:
+    def __init__(self, handler: logging.Handler, log: Log) -> None:
+        self._handler, self._log = handler, log
+
+    def __call__(self, record: logging.LogRecord) -> None:
+        try:
+            self._log.write(self._handler.format(record) + "\n")
+        except Exception:  # A record whose arguments do not fit its text.
+            self._handler.handleError(record)
 
 
 def _write(descriptor: int, piece: bytes, wait: float) -> bool:

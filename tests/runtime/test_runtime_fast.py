@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from machine import slowness
-from runtime_harness import SCRIPTS, Job, until
+from runtime_harness import PYTHON, RUNTIME, SCRIPTS, Job, until
 
 pytest.importorskip("torch")
 
@@ -274,24 +274,47 @@ def test_programs_that_cannot_be_forked_run_cold_and_say_so_to_each_coordinator(
     finish(job, "job-0-0", "job-1-0")
 
 
-class FullDisk(Job):
-    """Nothing of it can write a line of its log."""
+UNREAD = """
+import os, sys
+reader, writer = os.pipe()
+os.set_inheritable(reader, True)
+os.set_blocking(writer, False)
+try:
+    while True:
+        os.write(writer, b"x" * 512)
+except BlockingIOError:
+    os.set_blocking(writer, True)
+os.dup2(writer, 1)
+os.dup2(writer, 2)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+NO_LOGS = {
+    "a full disk": ["sh", "-c", 'exec "$@" > /dev/full 2>&1', "sh"],
+    "a pipe that nobody reads": [sys.executable, "-c", UNREAD],
+}
+"""Start programs none of which can write a line of its log."""
+
+
+class Unlogged(Job):
+    start: list[str]
 
     def _start(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        return super()._start(name, ["sh", "-c", 'exec "$@" > /dev/full 2>&1', "sh", *command], env)
+        return super()._start(name, [*self.start, *command], env)
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-def test_a_full_disk_costs_the_lines_of_the_logs_alone(tmp_path: Path, mode: str) -> None:
-    """As on a laptop whose disk the checkpoints have filled: all logs are there."""
-    job = FullDisk(tmp_path, mode=mode)
+@pytest.mark.parametrize("why", NO_LOGS)
+def test_what_cannot_write_its_log_loses_the_lines_alone(tmp_path: Path, why: str, mode: str) -> None:
+    """As on a laptop whose disk the checkpoints have filled, or while a host's container runtime hangs."""
+    job = Unlogged(tmp_path, mode=mode)
+    job.start = NO_LOGS[why]
     try:
-        job.start_coordinator()
-        job.start_node(0, STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
-        job.start_node(1, STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
-        job.wait_until(lambda r: (r["progress"].get("step") or 0) >= 3)
+        job.start_coordinator("--backoff", "0.1:0.1")
+        job.start_node(0, STEPS, "--steps", "100000", "--sleep", "0.02", "--exit-at", "3")
+        job.start_node(1, STEPS, "--steps", "100000", "--sleep", "0.02", "--exit-at", "3")
+        job.wait_until(lambda r: r["state"] == "Running" and r["round"] == 2 and len(made(job, 0)) > 5)
         report = finish(job, "job-0-0", "job-1-0")
-        assert report["state"] == "Succeeded" and report["incidents"] == []
+        assert [(i["kind"], i["exitCode"]) for i in report["incidents"]] == [("WorkerFailed", 7)]
     finally:
         job.close()
 
@@ -325,19 +348,37 @@ def test_an_error_file_that_cannot_be_read_does_not_end_the_node(tmp_path: Path)
         job.close()
 
 
+COUNTED = """
+import os, pathlib, runpy, sys
+sys.argv = sys.argv[2:]
+import ddpjob_runtime.launcher.oom as oom
+oom.FILES = (pathlib.Path(os.environ["OUT"], "memory.events"),)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Starts a launcher whose container's counter of processes killed for memory is a file of the test."""
+
+
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
-def test_a_fork_server_that_was_killed_ends_its_node_with_the_reason(job: Job, number: signal.Signals | None) -> None:
+def test_a_fork_server_that_was_killed_for_memory_ends_its_node_with_the_reason(
+    job: Job, number: signal.Signals | None
+) -> None:
     """Also where the launcher is asked to end before it has noticed."""
     job.start_coordinator()
-    node = job.start_node(0, STEPS, "--sleep", "0.02", torchrun=("--nnodes=1", "--monitor-interval=1"))
+    prefix, options = (PYTHON, "-c", COUNTED), ("--nnodes=1", "--monitor-interval=1")
+    path = os.pathsep.join((str(RUNTIME.parent), os.environ.get("PYTHONPATH", "")))
+    node = job.start_node(0, STEPS, "--sleep", "0.02", torchrun=options, prefix=prefix, PYTHONPATH=path)
     job.start_node(1, STEPS, "--sleep", "0.02")
     job.wait_until(lambda r: r["state"] == "Running")
     (server,) = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+    (job.folder / "memory.events").write_text("oom_kill 1\n")
     os.kill(int(server), signal.SIGKILL)
     if number is not None:
         node.send_signal(number)
     assert job.wait_exit("job-0-0", 20) == (1 if number is None else 143)
     if number is None:
-        assert f"the process that starts workers (pid {server}) has ended" in job.end("job-0-0")["message"]
+        why = f"the process that starts workers (pid {server}) was killed by the kernel: the container's memory limit"
+        assert why in job.end("job-0-0")["message"]
+        (incident,) = job.wait_until(lambda r: r["incidents"])["incidents"]
+        assert (incident["kind"], incident["pod"]) == ("OOMKilled", "job-0-0") and why in incident["message"]
     else:
         assert job.end("job-0-0")["message"] == "asked to end by SIGTERM"

@@ -280,24 +280,30 @@ def test_commands_without_python_and_several_processes_per_node(folder: Path) ->
 
 
 def test_what_cannot_start_says_why(folder: Path) -> None:
-    """Missing script or module, refused argument, no torch: exit 78, an incident, the reason in the termination log."""
+    """A missing script or module, a refused argument, no torch, no place for temporary files.
+
+    Each ends with 78 and an incident, and the termination log has the reason if it can be written.
+    """
     (folder / "broken" / "torch").mkdir(parents=True)
     (folder / "broken" / "torch" / "__init__.py").write_text("raise OSError('libtorch.so is missing')")
-    job = Job(folder, nodes=4, store=False)
+    read_only = ("sh", "-c", 'ulimit -f 0; exec "$@"', "sh")  # No file can be written, as with a read-only root.
+    job = Job(folder, nodes=5, store=False)
     try:
         job.start_coordinator()
         job.start_node(0, "no/such/script.py")
         job.start_node(1, "no_such_package.train", torchrun=("-m",))
         job.start_node(2, STEPS, torchrun=("--no-such-flag",))
         job.start_node(3, STEPS, PYTHONPATH=str(folder / "broken"))
-        assert [job.wait_exit(f"job-{i}-0") for i in range(4)] == [78] * 4, job.all_logs()
-        report = job.wait_until(lambda r: len(r["incidents"]) == 4, 5)
+        job.start_node(4, STEPS, prefix=read_only)
+        assert [job.wait_exit(f"job-{i}-0") for i in range(5)] == [78] * 5, job.all_logs()
+        report = job.wait_until(lambda r: len(r["incidents"]) == 5, 5)
         text = {i["index"]: i["message"] for i in report["incidents"]}
         assert {i["kind"] for i in report["incidents"]} == {"InitFailure"}
         assert "no/such/script.py" in text[0] and str(folder) in text[0]
         assert "no module named 'no_such_package'" in text[1] and str(folder) in text[1]
         assert "--no-such-flag" in text[2]
         assert "libtorch.so is missing" in text[3] and sys.executable in text[3]
+        assert "torchrun cannot start: " in text[4] and text[4].endswith("; give the container a writable /tmp")
         assert job.end("job-0-0") == {"kind": "InitFailure", "message": text[0], "traceback": ""}
     finally:
         job.close()

@@ -757,6 +757,39 @@ async def test_a_failing_pod_stays_where_no_spare_is_and_its_node_could_not_take
     assert ("job-1-0" in s.pods) is not bool(spares)
 
 
+async def loses_its_connection(s: Simulation, pod: str, times: int) -> None:
+    """A place whose network breaks time and again, and heals before its node is lost."""
+    for _ in range(times):
+        await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+        node, known = s.pods[pod].node, len(reasons(s))
+        s.cut(node, noticed_after=3)
+        await passes(s, 8)
+        s.heal(node)
+        await s.until(lambda: len(reasons(s)) > known, limit=200)  # noqa: B023
+
+
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+async def test_a_pod_whose_connection_breaks_three_times_is_replaced_if_a_third_node_kept_its_own(mode: str) -> None:
+    s = Simulation({"nodes": 3, "recovery": {"mode": mode}}, steps=10**6)
+    await s.until_phase("Running")
+    coordinator = next(p.node for p in s.pods.values() if not p.is_node)
+    pod = next(p for p in s.nodes() if p.node != coordinator)
+    await loses_its_connection(s, pod.name, 2)
+    assert reasons(s) == [("PeerLost", False)] * 2 and pod.name in s.pods
+    await loses_its_connection(s, pod.name, 1)
+    await s.until_phase("Running")
+    assert reasons(s) == [("PeerLost", False)] * 3 + [("PodUnhealthy", False)]
+    assert "has lost its connection 3 times in a row" in s.status["restarts"]["recent"][-1]["message"]
+    assert f"job-{pod.index}-1" in s.pods and [entry["node"] for entry in s.status["avoidedNodes"]] == [pod.node]
+
+
+async def test_of_two_nodes_whose_connection_breaks_nobody_knows_which_one_is_cut_off() -> None:
+    s = Simulation({"nodes": 2, "rendezvous": {"placement": "Master"}}, steps=10**6)
+    await s.until_phase("Running")
+    await loses_its_connection(s, "job-1-0", 4)
+    assert reasons(s) == [("PeerLost", False)] * 4 and "job-1-0" in s.pods
+
+
 # --- counting ---------------------------------------------------------------------------------------------------
 
 

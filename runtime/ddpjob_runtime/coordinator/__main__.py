@@ -23,6 +23,7 @@ from typing import NoReturn
 from ddpjob_runtime import PROGRAM, protocol
 from ddpjob_runtime.coordinator.server import Server, log
 from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.log_lines import divert_loggers
 from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import IncidentKind, Mode
 from ddpjob_runtime.termination_log import write_termination_log
@@ -145,6 +146,7 @@ def main() -> None:
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    divert_loggers(log)  # asyncio's among them.
     raise_open_files()  # Each pod has a connection, and strangers have some.
     try:
         asyncio.run(run(arguments, settings, token))

@@ -30,6 +30,7 @@ from ddpjob_runtime.launcher.conduct_preflight import Abandoned, Preflight, Sett
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
 from ddpjob_runtime.launcher.round_log import RoundLog
 from ddpjob_runtime.launcher.shutdown import Shutdown, die_with_parent, ignore_signal, log, watch_signals
+from ddpjob_runtime.log_lines import divert_loggers
 from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import FromMember, Mode
 
@@ -175,6 +176,7 @@ def torchrun(
 ) -> None:
     """torch.distributed.run's `main` with the launcher's agent and entry point; returns when all nodes are done."""
     run = require_torchrun()
+    divert_loggers(log)
     parsed = parse(run, arguments)
     if not parsed.run_path:
         check_entry_point(parsed)

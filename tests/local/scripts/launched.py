@@ -1,4 +1,7 @@
-"""What each launcher starts: says how many ranks there are, and what their sum of ones is."""
+"""What each launcher starts: says how many ranks there are, and what their sum of ones is.
+
+With `--until FILE`, ranks of a group that torch has formed sum again and again until the file is there.
+"""
 
 import atexit
 import os
@@ -19,6 +22,12 @@ def in_group(rank: int, world: int) -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     say(rank, world, total.item())
+    if "--until" in sys.argv:
+        enough = sys.argv[sys.argv.index("--until") + 1]
+        while total.item():
+            time.sleep(0.1)
+            total.fill_(not os.path.exists(enough))  # noqa: PTH110
+            dist.all_reduce(total)
 
 
 def spawned(_: int, node: int) -> None:

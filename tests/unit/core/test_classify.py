@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 from ddpjob.api.job_spec import JobSpec
-from ddpjob.core.failures.classify import Cause, names_entry_point, stuck, vanished, why_ended
+from ddpjob.core.failures.classify import (
+    Cause,
+    names_entry_point,
+    of_platform,
+    stuck,
+    vanished,
+    why_ended,
+    wrong_platform,
+)
 from ddpjob.core.failures.policy import evaluate_rules
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.world import ContainerView, HostView, PodView, Role
@@ -55,6 +63,7 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> Container
                 ("UnexpectedAdmissionError", "Allocate failed due to no healthy devices present"),
                 ("NodeAffinity", "Pod was rejected: Predicate NodeAffinity failed"),
                 ("OutOfnvidia.com/gpu", ""),
+                ("AReasonOfALaterKubelet", "Pod was rejected: the device is gone"),
             )
         ),
         (pod(ended(137, "Error"), phase="Failed", status_reason="DeadlineExceeded"), Cause.EXIT_CODE, True),
@@ -170,6 +179,11 @@ def waiting(reason: str, message: str = "") -> PodView:
         (waiting("ErrImagePull", "rpc error: not found"), False, False),
         (waiting("ErrImagePull", "no match for platform in manifest sha256:1: not found"), False, False),
         (
+            waiting("ErrImagePull", "failed to resolve image: no match for platform in manifest sha256:1: not found"),
+            False,
+            False,
+        ),
+        (
             waiting("ErrImagePull", "failed to copy: httpReadSeeker: content at https://m/v2/1 not found: not found"),
             False,
             False,
@@ -266,10 +280,32 @@ def test_half_a_character_in_a_termination_message_is_escaped() -> None:
     event_text(end.message, "counts")
 
 
-def test_a_program_that_sigbus_ends_is_told_of_shared_memory() -> None:
-    assert (
-        "(128 + SIGBUS; /dev/shm was probably full: raise storage.sharedMemory)" in why_ended(pod(ended(135))).message
-    )
+SHARED_MEMORY = "unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left on device (28)"
+
+
+@pytest.mark.parametrize("end", [ended(135), ended(1, message=f"RuntimeError: {SHARED_MEMORY}")])
+def test_a_program_that_found_dev_shm_full_is_told_to_raise_it(end: ContainerView) -> None:
+    assert "; /dev/shm was probably full: raise storage.sharedMemory" in why_ended(pod(end)).message
+    assert "/dev/shm" not in why_ended(pod(ended(134))).message
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        'failed to pull and unpack image "docker.io/a:1": no match for platform in manifest sha256:1: not found',
+        "no matching manifest for linux/arm64/v8 in the manifest list entries",
+        'choosing image instance: no image found in manifest list for architecture "arm64", OS "linux"',
+        'choosing image instance: no image found in image index for architecture "arm64", OS "linux"',
+        'image operating system "windows" cannot be used on this platform',
+    ],
+)
+def test_an_image_for_another_platform_is_a_fault_of_the_place_by_each_runtimes_words(said: str) -> None:
+    waits = waiting("ErrImagePull", said)
+    end, why = wrong_platform(waits), stuck(waits, has_run=False)
+    assert end is not None and (end.cause, of_platform(end)) == (Cause.START_ERROR, True)
+    assert end.message.startswith("the image of pod job-0-0 is not for Kubernetes node ") and end.message.endswith(said)
+    assert why is not None and not why.final
+    assert wrong_platform(waiting("ErrImagePull", "manifest unknown")) is None
 
 
 def rank_failed(**fields: Any) -> str:
@@ -297,13 +333,21 @@ Root Cause (first observed failure):
             rank_failed(exitCode=1, init=True, message="SyntaxError: x"),
             (Cause.INIT_FAILURE, 3, 1, "the entry point of pod job-0-0 cannot start: SyntaxError: x"),
         ),
+        (
+            rank_failed(exitCode=1, message=f"RuntimeError: {SHARED_MEMORY}"),
+            (
+                *(Cause.WORKER_FAILED, 3, 1),
+                f"rank 3 in pod job-0-0 ended with exit code 1: RuntimeError: {SHARED_MEMORY}"
+                "; /dev/shm was probably full: raise storage.sharedMemory",
+            ),
+        ),
         (TABLE, (Cause.WORKER_FAILED, 5, 139, "rank 5 in pod job-0-0 ended with exit code 139 (128 + SIGSEGV)")),
         (rank_failed(rank=-1), (Cause.EXIT_CODE, None, 1, "pod job-0-0 ended with exit code 1: SystemExit: 2")),
         (rank_failed(rank=True), (Cause.EXIT_CODE, None, 1, "pod job-0-0 ended with exit code 1: SystemExit: 2")),
         (rank_failed(exitCode="2"), (Cause.EXIT_CODE, None, 1, "pod job-0-0 ended with exit code 1: SystemExit: 2")),
         ("[" * 4000, (Cause.EXIT_CODE, None, 1, "pod job-0-0 ended with exit code 1: " + "[" * 4000)),
     ],
-    ids=["a rank", "cannot start", "torchrun's table", "no rank", "a truth", "no code", "hostile"],
+    ids=["a rank", "cannot start", "shared memory", "torchrun's table", "no rank", "a truth", "no code", "hostile"],
 )
 def test_a_rank_of_torchrun_in_a_command_is_named(message: str, expected: tuple[Any, ...]) -> None:
     end = why_ended(pod(ended(1, message=message)), launcher=False)

@@ -64,12 +64,29 @@ def test_a_failure_is_said_once(signal: str | None, written: str, said: str) -> 
     assert [f.restart.message for f in new_incidents(view_of(ended)).findings] == [f"rank 0 in pod job-0-0 {said}"]
 
 
-def test_a_worker_that_sigbus_ends_is_told_of_shared_memory() -> None:
-    incident = Incident(
-        1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, signal="SIGBUS", message="killed by signal SIGBUS"
-    )
+FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
+
+
+@pytest.mark.parametrize(
+    ("signal", "written"),
+    [
+        ("SIGBUS", "killed by signal SIGBUS"),
+        (
+            None,
+            "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's"
+            " workers are out of shared memory. Please try to raise your shared memory limit.",
+        ),
+        (
+            None,
+            "RuntimeError: unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left on device (28)",
+        ),
+        (None, "RuntimeError: unable to write to file </torch_7_1_0>: No space left on device (28)"),
+    ],
+)
+def test_a_rank_that_found_dev_shm_full_is_told_to_raise_it(signal: str | None, written: str) -> None:
+    incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 1, signal, written)
     (finding,) = new_incidents(view_of(incident)).findings
-    assert finding.restart.message.startswith(
-        "rank 0 in pod job-0-0 ended with signal SIGBUS; /dev/shm was probably full"
-    )
-    assert "raise storage.sharedMemory" in finding.restart.message
+    said = f"signal {signal}" if signal else f"exit code 1: {written}"
+    assert finding.restart.message == f"rank 0 in pod job-0-0 ended with {said}{FULL}"
+    disk = replace(incident, signal=None, message="OSError: [Errno 28] No space left on device: '/checkpoints/a'")
+    assert "/dev/shm" not in new_incidents(view_of(disk)).findings[0].restart.message

@@ -83,8 +83,17 @@ def without_wait(message: str) -> str:
 _WAIT = re.compile(r"; waits [0-9.e+]+ s$", re.MULTILINE)
 
 
-SHARED_MEMORY_FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
-"""What is said of a program that SIGBUS has ended."""
+_SHARED_MEMORY_FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
+_SAYS_SHARED_MEMORY = re.compile(
+    r"(?:out of|insufficient|allocate) shared memory|write to file </torch_", re.IGNORECASE
+)
+"""torch's words: of a data loader whose worker SIGBUS has ended, and of a tensor that /dev/shm has no room for."""
+
+
+def if_shared_memory_full(said: str, signal_name: str = "") -> str:
+    """Return the remedy of a full /dev/shm for a program that SIGBUS has ended, or whose error names shared memory."""
+    return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
+
 
 _DISRUPTIONS = {
     "PreemptionByScheduler": Cause.PREEMPTED,
@@ -227,6 +236,7 @@ def _by_rank(pod: PodView) -> End | None:
         return End(Cause.INIT_FAILURE, message, failed.traceback, failed.exit_code, rank=failed.rank)
     how = _code(failed.exit_code)
     message = f"rank {failed.rank} in pod {pod.name} ended with {how}: {failed.message}".rstrip(": ")
+    message += if_shared_memory_full(failed.message)
     return End(Cause.WORKER_FAILED, message, failed.traceback, failed.exit_code, rank=failed.rank)
 
 
@@ -262,11 +272,8 @@ def _by_program(pod: PodView) -> End:
         return End(Cause.DELETED, f"pod {pod.name} was deleted")
     if main.ended:
         written = termination_message(main)
-        return End(
-            Cause.EXIT_CODE,
-            f"pod {pod.name} ended with {_code(main.exit_code)}: {written.message or main.reason}".rstrip(": "),
-            written.traceback,
-        )
+        message = f"pod {pod.name} ended with {_code(main.exit_code)}: {written.message or main.reason}".rstrip(": ")
+        return End(Cause.EXIT_CODE, message + if_shared_memory_full(written.message), written.traceback)
     return _never_began(pod)
 
 
@@ -274,7 +281,7 @@ def _code(exit_code: int | None) -> str:
     """The exit code; where a signal has ended the program, it is 128 and the signal's number."""
     try:
         name = signal.Signals((exit_code or 0) - 128).name
-        return f"exit code {exit_code} (128 + {name}{SHARED_MEMORY_FULL if name == 'SIGBUS' else ''})"
+        return f"exit code {exit_code} (128 + {name}{if_shared_memory_full('', name)})"
     except ValueError:
         return f"exit code {exit_code}"
 

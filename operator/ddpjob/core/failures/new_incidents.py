@@ -8,7 +8,7 @@ from datetime import datetime
 from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind
 
 from ddpjob.api.job_status import JobStatus, Restart
-from ddpjob.core.failures.classify import SHARED_MEMORY_FULL, Cause, with_traceback
+from ddpjob.core.failures.classify import Cause, if_shared_memory_full, with_traceback
 from ddpjob.core.failures.merge_causes import SAME_BREAK, Finding
 from ddpjob.core.failures.policy import evaluate_rules, shell_code
 from ddpjob.core.view import View
@@ -107,8 +107,8 @@ def _summary(cause: Cause, incident: Incident) -> str:
         how = f"signal {name}" if name else f"exit code {incident.exit_code}"
         said = incident.message.removeprefix(f"ended with {how}").removeprefix(f"killed by {how}")
         between = ": " if said == incident.message else ""
-        full = SHARED_MEMORY_FULL if name == "SIGBUS" else ""
-        return f"rank {incident.rank} in pod {incident.pod} ended with {how}{between}{said}{full}"
+        remedy = if_shared_memory_full(said, name)
+        return f"rank {incident.rank} in pod {incident.pod} ended with {how}{between}{said}{remedy}"
     if cause is Cause.OOM_KILLED:
         what = "was killed: the container used more memory than spec.resources.limits.memory allows"
         return f"rank {incident.rank} in pod {incident.pod} {what}: {incident.message}"

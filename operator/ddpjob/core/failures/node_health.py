@@ -11,6 +11,8 @@ pod is replaced (`judge_failing`):
   systemd. A new container has the device again, even on the same node.
 - after the second failure in a row, while no other pod failed in between. An error in the program's text is in every
   pod, so it moves none; a program that fails for its rank alone can move a job MOVES times an hour.
+- after its third lost connection in a row, if a pod on a third node kept its own. With two nodes nobody can tell which
+  one is cut off: the pod's, or the coordinator's. Lost connections do not count, so the budget would never end them.
 
 Example: rank 3's GPU begins to fail. Its worker ends with a CUDA error, restarts in its pod and ends again. The second
 failure ends the pod; a spare takes over, or a new pod on another node. Only the first failure counts.
@@ -29,7 +31,7 @@ from ddpjob_runtime.protocol import CoordinatorState, MemberState
 from ddpjob.api.job_spec import JobSpec
 from ddpjob.api.job_status import PodChanges, QueueStatus, Restart, SlotState
 from ddpjob.core.failures.avoided_nodes import RECENT, WINDOW
-from ddpjob.core.failures.classify import Cause, End, without_wait
+from ddpjob.core.failures.classify import PLANNED, Cause, End, without_wait
 from ddpjob.core.failures.policy import COUNTED, lost_device, names_program_error
 from ddpjob.core.view import View
 from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
@@ -40,6 +42,8 @@ SHARE = 0.25
 """Of the nodes of one kind. Where more are unhealthy, it is the agent that is broken, or there is no better place."""
 MOVES = 3
 """Restarts for this cause within an hour; further ones would cost more than they may save."""
+LINK_LOSSES = 3
+"""Lost connections in a row after which a pod is replaced: one more than failures, because a switch may restart."""
 _BEYOND = "the required affinity, spread constraints, claims or amounts of this job's podTemplate and resources"
 
 
@@ -133,7 +137,8 @@ def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
         pod = view.pods[index] if index is not None else None
         if index is None or pod is None or pod.name != failure.pod or pod.ended or pod.deleted_at is not None:
             continue
-        if failure.consequence or failure.reason not in _OF_PLACES or any(f.index == index for f in found):
+        judged = failure.reason in _OF_PLACES or failure.reason == Cause.PEER_LOST
+        if failure.consequence or not judged or any(f.index == index for f in found):
             continue
         why = _why_it_leaves(view, failure, earlier)
         if why and _has_a_place(view, pod):
@@ -147,6 +152,9 @@ def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
 
 def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> str:
     """Why the failure ends its pod; empty: it does not."""
+    if failure.reason == Cause.PEER_LOST:
+        often = _link_breaks(view, failure, within) and not _has_moved_too_often(view, within)
+        return f"has lost its connection {LINK_LOSSES} times in a row while other pods did not" if often else ""
     said = lost_device(view.job.spec, failure.message, trained=view.trained)
     if said:
         return f"has lost its device ({said})"
@@ -157,16 +165,31 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     # After a restored budget the job has trained for long enough that the failures are not in a row.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
+    return "" if _has_moved_too_often(view, within) else "has failed twice in a row while other pods did not"
+
+
+def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:
+    """Whether the pod's node is cut off time and again, and not the coordinator's."""
+    breaks = [r for r in within if r.round and not r.consequence and r.reason not in PLANNED][1 - LINK_LOSSES :]
+    again = len(breaks) == LINK_LOSSES - 1 and all((r.reason, r.pod) == (failure.reason, failure.pod) for r in breaks)
+    if not again or view.coordinator is None:
+        return False
+    near = {"", failure.node, view.coordinator.host}
+    return any(pod is not None and pod.name != failure.pod and pod.host not in near for pod in view.pods)
+
+
+def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
     moves = {r.round for r in within if r.reason in _MOVES}
     left = [a for a in view.status.avoided_nodes if a.reason.startswith(_MOVES)]  # Later restarts may hide moves.
-    return "" if max(len(moves), len(left)) >= MOVES else "has failed twice in a row while other pods did not"
+    return max(len(moves), len(left)) >= MOVES
 
 
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
     """Whether a failure on the same node has counted. Where many did not count of late, it counts all the same."""
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
-    same = (r for r in within if r.pod == failure.pod or r.node == failure.node)  # A pod's node may be unknown at first.
+    # A pod's node may be unknown at first.
+    same = (r for r in within if r.pod == failure.pod or r.node == failure.node)
     return len(free) < MOVES and any(r.counted and r.reason in _OF_PLACES for r in same)
 
 

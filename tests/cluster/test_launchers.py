@@ -1,0 +1,90 @@
+"""`command` on real pods: launchers that need an address find index 0 by its name, and torchrun counts.
+
+That each of them works by processes is in tests/local/test_process_launchers.py, whose script they run.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Jobs, Json, job
+from testcluster.settings import CHECKOUT
+
+LAUNCHED = str(CHECKOUT / "tests" / "local" / "scripts" / "launched.py")
+ACCELERATE = [
+    *("accelerate", "launch", "--multi_gpu", "--num_machines", "2", "--num_processes", "2"),
+    *("--machine_rank", "$(DDPJOB_INDEX)", "--main_process_ip", "$(MASTER_ADDR)"),
+    *("--main_process_port", "$(MASTER_PORT)", LAUNCHED, "--accelerate"),
+]
+BOTH = ["rank 0 of 2: 2", "rank 1 of 2: 2"]
+"""What the ranks print of a group of two pods."""
+no_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+
+
+def launched(name: str, command: list[str], **spec: Any) -> Json:
+    return job(name, command=command, runPolicy={"cleanPodPolicy": "None"}, **spec)
+
+
+def sums(jobs: Jobs) -> list[str]:
+    """What the ranks have printed of their group, in order."""
+    logs = (jobs.kubectl("logs", pod) for pod in jobs.pods())
+    return sorted(line for log in logs for line in log.splitlines() if line.startswith("rank "))
+
+
+def summed(jobs: Jobs, *names: str) -> bool:
+    """Whether these are the job's pods, and both have formed a group."""
+    pods = jobs.pods()
+    running = all(pod["status"]["phase"] == "Running" for pod in pods.values())
+    return sorted(pods) == [*names] and running and sums(jobs) == BOTH
+
+
+def masters(jobs: Jobs) -> set[str]:
+    """MASTER_ADDR of each pod."""
+    containers = [pod["spec"]["containers"][0] for pod in jobs.pods().values()]
+    return {e["value"] for container in containers for e in container["env"] if e["name"] == "MASTER_ADDR"}
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        pytest.param("accelerate", ACCELERATE, marks=no_accelerate),
+        pytest.param("rpc", [sys.executable, LAUNCHED, "--rpc"]),
+    ],
+)
+def test_launchers_that_need_an_address_sum_over_two_pods(name: str, command: list[str], jobs: Jobs) -> None:
+    jobs.apply(launched(name, command))
+    jobs.wait_phase(name, "Complete")
+    assert sums(jobs) == BOTH
+    assert masters(jobs) == {f"{name}-0-0.{name}"}, "the name of index 0's pod"
+
+
+def test_mp_spawn_by_a_tcp_address_sums_again_after_the_pod_with_that_address_was_killed(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
+    command = [sys.executable, LAUNCHED, "--spawn", "--until", "/checkpoints/enough"]
+    jobs.apply(launched("spawn", command, storage=storage))
+    for attempt in (0, 1):
+        jobs.wait("a sum", lambda: summed(jobs, f"spawn-0-{attempt}", f"spawn-1-{attempt}"))  # noqa: B023
+        assert masters(jobs) == {f"spawn-0-{attempt}.spawn"}
+        if attempt == 0:
+            jobs.kill("spawn-0-0")
+    (tmp_path / "enough").touch()
+    jobs.wait_phase("spawn", "Complete")
+    [restart] = jobs.status("spawn")["restarts"]["recent"]
+    assert (restart["pod"], restart["reason"], restart["counted"]) == ("spawn-0-0", "Deleted", False)
+
+
+def test_a_rank_that_fails_under_torchrun_in_a_pod_counts_with_its_traceback(jobs: Jobs) -> None:
+    """Torchrun starts it by PYTHON_EXEC, a file of the ConfigMap: without the right to be executed, nobody starts."""
+    jobs.apply(launched("fails", ["torchrun", LAUNCHED, "--fail"], recovery={"maxRestarts": 0}))
+    jobs.wait_phase("fails", "Failed")
+    [restart] = (r for r in jobs.status("fails")["restarts"]["recent"] if r["counted"])
+    assert (restart["reason"], restart["rank"]) == ("WorkerFailed", 1)
+    first = f"rank 1 in pod {restart['pod']} ended with exit code 1: ValueError: made to fail"
+    assert restart["message"].startswith(first)
+    assert 'raise ValueError("made to fail")' in restart["message"] and "launched.py" in restart["message"]
