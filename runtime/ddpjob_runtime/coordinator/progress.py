@@ -11,6 +11,8 @@ from ddpjob_runtime.protocol import (
     COPY_TIME,
     COUNTED_SPEED,
     MAX_FIGURES,
+    RESUMED,
+    RESUMED_WORDS,
     ROUND,
     STRAGGLERS,
     UNCOUNTABLE,
@@ -40,6 +42,9 @@ def check(body: Any) -> dict[str, Any]:
         if name in (AUTOMATIC, UNGROUPED, UNCOUNTABLE):
             if not isinstance(value, bool):
                 raise ValueError(f"{name}: must be true or false")
+        elif name == RESUMED:
+            if value not in RESUMED_WORDS:
+                raise ValueError(f"{name}: must be one of {', '.join(RESUMED_WORDS)}, not {value!r:.80}")
         elif name == "metrics":
             _check_metrics(value)
         elif name == ACTIVITY:
@@ -117,8 +122,11 @@ class Progress:
         elif "step" in report and not self._script_counts:
             self._script_counts = True
             self.values.pop(UNCOUNTABLE, None)
+            self.values.pop(RESUMED, None)
             metrics = {name: value for name, value in self.values.pop("metrics", {}).items() if name != COUNTED_SPEED}
             self.values.update({"metrics": metrics} if metrics else {})
+        if RESUMED in report and not self._script_counts:
+            self.values[RESUMED] = report[RESUMED]
         for name, value in report.items():
             if name == "metrics":
                 kept = {k: v for k, v in value.items() if is_number(v)}
@@ -126,7 +134,7 @@ class Progress:
                 self.values["metrics"] = dict([*old.items(), *kept.items()][-MAX_FIGURES:])
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
-            elif name not in (AUTOMATIC, UNGROUPED, UNCOUNTABLE, ACTIVITY, ROUND):
+            elif name not in (AUTOMATIC, UNGROUPED, UNCOUNTABLE, RESUMED, ACTIVITY, ROUND):
                 self.values[name] = value if is_number(value) else None
         if is_of_copies(report):
             return True

@@ -170,12 +170,20 @@ def test_suspended_complete_running_and_interrupted() -> None:
     assert "no step of it was seen: `ddpjob logs j`" in text(done), "perhaps it has printed that it needs GPUs"
     done["spec"]["command"] = ["bash", "run.sh"]
     assert text(done) == "j is complete.", "nobody counts its steps"
+    apart = condition("Complete", True, "Finished", "all 2 nodes have finished, but the ranks formed no group: x")
+    said = text(job(phase="Complete", conditions=[apart], progress={"step": 9}))
+    assert said.endswith("\nThe ranks formed no group: x.")
+    again = {"step": 9, "stepsBefore": 7, "resumed": "unknown"}
+    done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], progress=again)
+    assert "Whether the script continued from a checkpoint after the last restart is not known" in text(done)
     running = job(phase="Running", nodes={"ready": 2, "spare": 1}, conditions=[condition("Running", True, "GroupRuns")])
     assert text(running) == "j trains on 2 nodes and 1 spare."
     for moment, quiet in {"11:59:31": False, "11:58:00": True}.items():
         running["status"]["progress"] = {"display": "step 7", "updatedAt": f"2026-01-01T{moment}Z"}
         assert text(running).startswith("j trains on 2 nodes and 1 spare. step 7")
         assert ("This has not changed for 2m00s: `ddpjob stacks j` shows" in text(running)) == quiet
+    running["status"]["progress"] = {**again, "resumed": "no"}
+    assert "After the last restart the script seems to have begun again from step 0" in text(running)
     assert "run it again" in text(job(phase="Interrupted")), "a job of this machine"
     last = {"time": "2026-01-01T00:00:00Z", "pod": "j-0-0", "index": 0, "reason": "WorkerFailed", "counted": True}
     failed = text(job(phase="Interrupted", restarts={"recent": [{**last, "message": "ValueError: x"}]}))

@@ -169,6 +169,19 @@ def test_ranks_that_formed_no_group_are_named_after_the_end(when: str) -> None:
     assert complete.message in [e.message for e in decision.events]
 
 
+def test_a_script_that_began_again_after_a_restart_is_named_after_the_end() -> None:
+    job, pods = running(2)
+    two = [MemberState.RUNNING] * 2
+    job, _ = seen(job, 5, pods, report(CoordinatorState.RUNNING, *two, progress={"step": 359, "resumed": "no"}))
+    done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(8))
+    ended = (*(pod(index, done, phase="Succeeded") for index in range(2)), COORDINATOR)
+    for resumed in ("no", "yes"):
+        progress = {"step": 300, "resumed": resumed}
+        job_ended, _ = seen(job, 9, ended, replace(report(CoordinatorState.SUCCEEDED, progress=progress), world=2))
+        said = "but after the last restart the script seems to have begun again from step 0"
+        assert (said in message(job_ended.status, ConditionType.COMPLETE)) is (resumed == "no")
+
+
 def test_a_job_that_has_finished_is_not_starting() -> None:
     job, pods = running(2)
     done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(3))

@@ -163,10 +163,13 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
 
 
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
-    """Whether a failure on the same node has counted. Where many did not count of late, it counts all the same."""
+    """Whether a failure on the same node has counted. Where many did not count of late, it counts all the same.
+
+    A pod's node may have been unknown at first.
+    """
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
-    same = (r for r in within if r.pod == failure.pod or r.node == failure.node)  # A pod's node may be unknown at first.
+    same = (r for r in within if r.pod == failure.pod or r.node == failure.node)
     return len(free) < MOVES and any(r.counted and r.reason in _OF_PLACES for r in same)
 
 
