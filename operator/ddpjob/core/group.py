@@ -75,6 +75,8 @@ class Followed:
     status: JobStatus
     restarts: tuple[Restart, ...] = ()
     """Restarts that are new in the status."""
+    idle: tuple[Restart, ...] = ()
+    """Ends of spares, which restart nothing."""
     failure: Failure | None = None
     complete: bool = False
     done: bool = False
@@ -123,7 +125,7 @@ def follow(view: View) -> Followed:
     if _let_go(view, ends):
         status = with_seen(view.status, incidents, attributed.seen_round)
         return Followed(_give_up_lost(status, ends), done=True, lost=lost)
-    restarts, faults = list(attributed.restarts), tuple[Restart, ...]()
+    restarts, faults = list(attributed.restarts), attributed.idle
     if _failure_of(attributed) is None:
         restarts, ends = _with_failing_replaced(view, restarts, ends)
     status = with_seen(record(view.status, restarts), incidents, attributed.seen_round)
@@ -134,7 +136,7 @@ def follow(view: View) -> Followed:
         restarts.append(restart)
         status = record(status, [restart])
         if coordinator.end.cause in FAULTS:
-            faults = (replace(restart, reason=coordinator.end.cause),)
+            faults = (*faults, replace(restart, reason=coordinator.end.cause))
     view = view.with_status(status)
     failure = _failure_of(attributed) or _cannot_start(view) or _no_coordinator(view, coordinator)
     if failure is None and status.restarts.counted > view.job.spec.recovery.max_restarts:
@@ -145,7 +147,7 @@ def follow(view: View) -> Followed:
         status = replace(status, avoided_nodes=avoided(status, view.now, trained=view.trained, faults=faults))
     view = view.with_status(status)
     status = _replace(view, ends, coordinator, attributed) if failure is None else view.status
-    return Followed(status, tuple(restarts), failure, lost=lost)
+    return Followed(status, tuple(restarts), attributed.idle, failure, lost=lost)
 
 
 def finished_while_ending(view: View) -> bool:
