@@ -278,6 +278,16 @@ def last_lines(text: str, limit: int) -> str:
     return last[whole:] if whole <= min(_PART_OF_A_LINE, limit // 3) else last
 
 
+def error_mark(message: str, traceback: str) -> tuple[str, str]:
+    """What two errors have in common that are one and the same: the first line without its digits, which may be those
+    of a rank, and the last line of the script that the traceback names; empty: it names none.
+    """
+    lines = _FRAME.findall(traceback)
+    return _DIGITS.sub("#", message.partition(_NEWLINE)[0]), lines[-1] if lines else ""
+
+
+_FRAME = re.compile(r'^ *(File ".*", line [0-9]+)', re.MULTILINE)
+_DIGITS = re.compile(r"[0-9]+")
 _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 
 
@@ -610,6 +620,10 @@ class Incident(Record):
     consequences: int = 0
     backoff_seconds: float = 0.0
     """How long the coordinator waits before the next round."""
+    alike_ranks: int = 0
+    """How many ranks failed with the same `error_mark`; 0: a rank had a different error of its own."""
+    alike_pods: int = 0
+    """How many pods they were in."""
 
     def short(self, traceback: int = MAX_TEXT) -> Incident:
         """With so many characters of its traceback, and few of its message."""

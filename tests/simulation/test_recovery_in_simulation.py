@@ -733,6 +733,18 @@ async def test_an_error_that_every_pod_would_have_moves_none(message: str) -> No
     assert s.status["restarts"]["counted"] == 3
 
 
+async def test_an_error_that_another_pod_had_in_the_same_round_moves_none() -> None:
+    s = Simulation({**FAST, "nodes": 2}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    for number in (1, 2, 3):
+        await s.until(lambda: s.worker_fails("job-1-0"))
+        other = s.pods["job-0-0"].launcher
+        assert other is not None and other.worker_ends("ValueError: lunch", 1)
+        await s.until(lambda: len(reasons(s)) == number)  # noqa: B023
+    await passes(s, 10)
+    assert reasons(s) == [("WorkerFailed", True)] * 3
+
+
 async def test_pods_that_fail_in_turn_stay() -> None:
     s = Simulation({**FAST, "nodes": 2}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)

@@ -243,7 +243,7 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
         seconds=4.5,
         round=2,
     )
-    restart = replace(restart, consequence=True)
+    restart = replace(restart, consequence=True, everywhere=True)
     text = {"a": "b"}
     changes = PodChanges(node_selector=text, tolerations=({"key": "a"},), labels=text, annotations=text)
     status = JobStatus(

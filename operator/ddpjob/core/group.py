@@ -28,7 +28,7 @@ from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
 from ddpjob.core.failures.new_incidents import NewIncidents, new_incidents, with_seen
 from ddpjob.core.failures.node_health import judge_failing, judge_nodes
-from ddpjob.core.failures.policy import PROGRAM_ERROR, evaluate_rules, repeated_program_error
+from ddpjob.core.failures.policy import PROGRAM_ERROR, evaluate_rules, repeated_everywhere, repeated_program_error
 from ddpjob.core.plan.gang import is_broken_up
 from ddpjob.core.plan.slots import (
     QUICK,
@@ -480,7 +480,8 @@ def _failure_of(attributed: Attributed) -> Failure | None:
 
 def _program_error(view: View) -> Failure | None:
     """No restart helps a wrong program. Only before the first step: later there is progress to keep."""
-    said = None if view.trained else repeated_program_error(view.job.spec, view.status.restarts.recent)
+    spec, recent = view.job.spec, view.status.restarts.recent
+    said = None if view.trained else repeated_program_error(spec, recent) or repeated_everywhere(spec, recent)
     return Failure(PROGRAM_ERROR, said) if said is not None else None
 
 

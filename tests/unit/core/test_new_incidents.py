@@ -73,3 +73,31 @@ def test_a_worker_that_sigbus_ends_is_told_of_shared_memory() -> None:
         "rank 0 in pod job-0-0 ended with signal SIGBUS; /dev/shm was probably full"
     )
     assert "raise storage.sharedMemory" in finding.restart.message
+
+
+@pytest.mark.parametrize(
+    ("failures", "everywhere"),
+    [
+        ([(0, "bad 0", 7), (1, "bad 1", 7)], True),
+        ([(0, "bad 0", 7), (1, "bad 1", 7.3)], True),
+        ([(0, "bad", 7)], False),
+        ([(0, "bad", 7), (0, "bad", 7)], False),
+        ([(0, "bad", 7), (1, "worse", 7)], False),
+        ([(0, "bad", 7), (1, "bad", 7), (1, "worse", 7)], False),
+        ([(0, "bad", 7), (1, "Connection reset by peer", 7.1)], False),
+        ([(0, "bad", 7), (1, "bad", 7), (1, "worse", 7.3)], True),
+    ],
+)
+def test_ranks_of_several_pods_that_fail_alike_fail_everywhere(
+    failures: list[tuple[int, str, float]], everywhere: bool
+) -> None:
+    """Digits may be those of a rank. After the others were asked to end, at 7.01, an error may be a consequence."""
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n'
+    found = [
+        Failure(Source(f"job-{pod}-0", pod), number, 0, 1, None, f"ValueError: {said}", trace, at)
+        for number, (pod, said, at) in enumerate(failures)
+    ]
+    verdict = first_cause(found, [], [], 7.01)
+    assert verdict is not None
+    (finding,) = new_incidents(view_of(Incident(1, NOW, verdict.kind, **verdict.details))).findings
+    assert finding.restart.everywhere is everywhere

@@ -96,7 +96,15 @@ def _restart(view: View, incident: Incident, cause: Cause, message: str, *, coun
         reason=cause,
         message=message,
         counted=counted,
+        everywhere=_is_everywhere(view, incident),
     )
+
+
+def _is_everywhere(view: View, incident: Incident) -> bool:
+    """Whether ranks of several pods have failed alike, or several ranks of a job with one node, if it has several."""
+    spec = view.job.spec
+    ranks = spec.nodes * spec.procs_per_node
+    return incident.alike_pods >= min(2, spec.nodes) and incident.alike_ranks >= min(2, ranks)
 
 
 def _summary(cause: Cause, incident: Incident) -> str:

@@ -10,7 +10,8 @@ pod is replaced (`judge_failing`):
 - at once, if the failure's message says that the container has lost its device, as after a reload of the host's
   systemd. A new container has the device again, even on the same node.
 - after the second failure in a row, while no other pod failed in between. An error in the program's text is in every
-  pod, so it moves none; a program that fails for its rank alone can move a job MOVES times an hour.
+  pod, so it moves none, and neither does one that ranks of other pods had in the same round; a program that fails for
+  its rank alone can move a job MOVES times an hour.
 
 Example: rank 3's GPU begins to fail. Its worker ends with a CUDA error, restarts in its pod and ends again. The second
 failure ends the pod; a spare takes over, or a new pod on another node. Only the first failure counts.
@@ -150,6 +151,8 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     said = lost_device(view.job.spec, failure.message, trained=view.trained)
     if said:
         return f"has lost its device ({said})"
+    if failure.everywhere and view.job.spec.nodes > 1:
+        return ""  # No place is the reason.
     before = next((r for r in reversed(within) if r.reason in COUNTED and not r.consequence), None)
     again = before is not None and before.pod == failure.pod and before.reason in _OF_PLACES
     counts = view.status.restarts
