@@ -624,6 +624,8 @@ class Incident(Record):
     """How many ranks failed with the same `error_mark`; 0: a rank had a different error of its own."""
     alike_pods: int = 0
     """How many pods they were in."""
+    group_rank: Optional[int] = None
+    """Of the node, if its workers have all ended with exit code 0 before those of others."""
 
     def short(self, traceback: int = MAX_TEXT) -> Incident:
         """With so many characters of its traceback, and few of its message."""

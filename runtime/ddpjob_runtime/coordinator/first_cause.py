@@ -154,6 +154,7 @@ def _finished_early(finish: Finish, consequences: int) -> Verdict:
         "rank": finish.rank,
         "local_rank": finish.local_rank,
         "exit_code": 0,
+        "group_rank": finish.node,
         "message": f"the workers of pod {finish.source.pod}{which} {ended}" if finish.rank is None else ended,
     }
     return Verdict(IncidentKind.WORKER_FAILED, finish.time, details, consequences, sure=False)

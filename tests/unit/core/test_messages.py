@@ -9,7 +9,7 @@ import pytest
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decision import Creation, Notify
 from ddpjob.core.failures.classify import without_wait
-from ddpjob.core.status.messages import count
+from ddpjob.core.status.messages import cause_first, count, event_text
 from ddpjob.core.world import ContainerView
 from ddpjob_runtime.protocol import Command, CoordinatorState, Incident, IncidentKind, MemberState, Overdue, Recovery
 from worlds import COORDINATOR, NOW, job_of, later, pod, report, running, seen
@@ -225,8 +225,12 @@ def test_a_job_that_has_finished_stays_so_when_all_that_said_it_is_gone() -> Non
 
 def test_a_node_that_ends_early_is_named() -> None:
     job, pods = running(2)
-    for nodes, who in ((2, "pod job-1-0 (node rank 1) has"), (4, "pod job-1-0 (node rank 1) and 2 more have")):
-        job, pods = running(nodes)
+    for nodes, procs, who in (
+        (2, 1, "pod job-1-0 (rank 1) has"),
+        (2, 2, "pod job-1-0 (ranks 2 to 3) has"),
+        (4, 1, "pod job-1-0 (rank 1) and 2 more have"),
+    ):
+        job, pods = running(nodes, procsPerNode=procs)
         reported = report(CoordinatorState.RUNNING, MemberState.RUNNING, *[MemberState.FINISHED] * (nodes - 1))
         job, _ = seen(job, 3, pods, reported)
         assert f"{who} already ended with exit code 0" in message(job.status, ConditionType.RUNNING)

@@ -35,17 +35,20 @@ def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> N
     assert [f.restart.node for f in new_incidents(view_of(incident)).findings] == [node]
 
 
-def test_workers_that_end_before_the_others_are_named_by_their_pod() -> None:
-    """The coordinator names no rank of them: one with fewer batches than its peers, for instance."""
+@pytest.mark.parametrize(("procs", "ranks"), [(1, "rank 1"), (2, "ranks 2 to 3")])
+def test_workers_that_end_before_the_others_are_named_by_their_ranks(procs: int, ranks: str) -> None:
+    """Such as those with fewer batches than their peers."""
     verdict = first_cause(
         [Failure(Source("job-0-0", 0), 0, 0, 1, None, "Connection reset by peer", "", 9.0)],
         [],
-        [Finish(Source("job-1-0", 1), 7.0)],
+        [Finish(Source("job-1-0", 1), 7.0, node=1)],
         None,
     )
     assert verdict is not None
-    (finding,) = new_incidents(view_of(Incident(1, NOW, verdict.kind, **verdict.details))).findings
-    assert finding.restart.message == "the workers of pod job-1-0 ended with exit code 0 before the others"
+    view = view_of(Incident(1, NOW, verdict.kind, **verdict.details))
+    view = replace(view, job=replace(view.job, spec=replace(view.job.spec, procs_per_node=procs)))
+    (finding,) = new_incidents(view).findings
+    assert finding.restart.message == f"{ranks} in pod job-1-0 ended with exit code 0 before the others"
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,11 @@ from ddpjob_runtime.protocol import (
 from ddpjob.api.job_spec import PreflightScope
 from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, format_time, known_time
 from ddpjob.core.decision import BLOCKED_POLL
-from ddpjob.core.failures.classify import Cause, Stuck, stuck
+from ddpjob.core.failures.classify import Cause, Stuck, ranks_of, stuck
 from ddpjob.core.failures.node_health import judge_nodes
 from ddpjob.core.rank_order import judge_order
 from ddpjob.core.status.conditions import GROUP_RESTARTS, with_condition, with_phase, without_condition
-from ddpjob.core.status.messages import count, why_held
+from ddpjob.core.status.messages import cause_first, count, why_held
 from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
 from ddpjob.core.status.waiting_pods import NODES_MISSING, not_considered, not_started
 from ddpjob.core.view import View, is_number
@@ -486,8 +486,9 @@ def _finished_early(view: View) -> str:
     if not finished or len(finished) == len(members):
         return ""
     first = finished[0]
+    ranks = "" if first.rank is None else f" ({ranks_of(first.rank, view.job.spec.procs_per_node)})"
     others, have = (f" and {len(finished) - 1} more", "have") if len(finished) > 1 else ("", "has")
-    return f"; pod {first.pod} (node rank {first.rank}){others} {have} already ended with exit code 0"
+    return f"; pod {first.pod}{ranks}{others} {have} already ended with exit code 0"
 
 
 def _without_count(view: View) -> str:
