@@ -153,7 +153,9 @@ def _drive(view: View) -> Decision:
         return fail(view, Failure("InvalidClaim" if refused.is_claim else "InvalidPod", message))
     view = view.with_status(followed.status)
     ends = (*followed.idle, *followed.restarts)
-    events += restart_events(view, followed.restarts, followed.idle, failed=followed.failure is not None)
+    said = followed.failure.reason if followed.failure is not None else ""  # The failure's own event says it.
+    restarts = tuple(restart for restart in followed.restarts if restart.reason != said)
+    events += restart_events(view, restarts, followed.idle, failed=followed.failure is not None)
     if followed.failure is not None:
         return fail(view, followed.failure, events)
     if followed.complete or (overdue and followed.done):

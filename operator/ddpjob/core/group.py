@@ -126,9 +126,13 @@ def follow(view: View) -> Followed:
         status = with_seen(view.status, incidents, attributed.seen_round)
         return Followed(_give_up_lost(status, ends), done=True, lost=lost)
     restarts, faults = list(attributed.restarts), attributed.idle
-    if _failure_of(attributed) is None:
+    final = _failure_of(attributed)
+    if final is None:
         restarts, ends = _with_failing_replaced(view, restarts, ends)
-    status = with_seen(record(view.status, restarts), incidents, attributed.seen_round)
+    recorded = record(view.status, restarts)
+    if final is not None:  # Nothing is restarted for it.
+        recorded = replace(recorded, restarts=replace(recorded.restarts, uncounted=view.status.restarts.uncounted))
+    status = with_seen(recorded, incidents, attributed.seen_round)
     if coordinator is not None:
         restart = _coordinator_restart(view.with_status(status), coordinator)
         if coordinator.pod is not None and coordinator.pod.name in {ended.name for ended in ends.values()}:
@@ -138,7 +142,7 @@ def follow(view: View) -> Followed:
         if coordinator.end.cause in FAULTS:
             faults = (*faults, replace(restart, reason=coordinator.end.cause))
     view = view.with_status(status)
-    failure = _failure_of(attributed) or _cannot_start(view) or _no_coordinator(view, coordinator)
+    failure = final or _cannot_start(view) or _no_coordinator(view, coordinator)
     if failure is None and status.restarts.counted > view.job.spec.recovery.max_restarts:
         failure = _budget_spent(view)
     if failure is None and restarts:

@@ -11,7 +11,16 @@ from ddpjob.core.decision import Creation, Notify
 from ddpjob.core.failures.classify import without_wait
 from ddpjob.core.status.messages import cause_first, count, event_text
 from ddpjob.core.world import ContainerView
-from ddpjob_runtime.protocol import Command, CoordinatorState, Incident, IncidentKind, MemberState, Overdue, Recovery
+from ddpjob_runtime.protocol import (
+    EXIT_INIT_FAILURE,
+    Command,
+    CoordinatorState,
+    Incident,
+    IncidentKind,
+    MemberState,
+    Overdue,
+    Recovery,
+)
 from worlds import COORDINATOR, NOW, job_of, later, pod, report, running, seen
 
 
@@ -180,6 +189,19 @@ def test_a_script_that_began_again_after_a_restart_is_named_after_the_end() -> N
         job_ended, _ = seen(job, 9, ended, replace(report(CoordinatorState.SUCCEEDED, progress=progress), world=2))
         said = "but after the last restart the script seems to have begun again from step 0"
         assert (said in message(job_ended.status, ConditionType.COMPLETE)) is (resumed == "no")
+
+
+def test_a_program_that_cannot_start_is_one_event_and_no_restart() -> None:
+    """Two pods found it at once: the column showed "+2", as if it had been tried again twice."""
+    job, _ = seen(job_of(2), 1, (pod(0), pod(1), COORDINATOR), report(CoordinatorState.FORMING))
+    ended = ContainerView(
+        started=NOW, exit_code=EXIT_INIT_FAILURE, finished=later(2), message='{"message": "no numppy"}'
+    )
+    job, decision = seen(job, 3, (*(pod(i, ended, phase="Failed") for i in range(2)), COORDINATOR), None)
+    assert message(job.status, ConditionType.FAILED).endswith("cannot start: no numppy")
+    assert [e.reason for e in decision.events] == ["InitFailure"]
+    assert job.status.write(job.spec)["restarts"]["display"] == "0/10"
+    assert [r.reason for r in job.status.restarts.recent] == ["InitFailure"] * 2, "with what is known of each"
 
 
 def test_a_job_that_has_finished_is_not_starting() -> None:
