@@ -803,8 +803,8 @@ async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback()
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "RestartBudgetSpent"
-    assert failed["message"].startswith("WorkerFailed: rank 0 in pod job-0-0")
-    assert failed["message"].partition("\n")[0].endswith(" (1 failure, recovery.maxRestarts is 0)")
+    said = "WorkerFailed: ValueError: lunch (rank 0 in pod job-0-0 ended with exit code 1; 1 failure, recovery.max"
+    assert failed["message"].partition("\n")[0] == f"{said}Restarts is 0)", "the cause first, the budget last"
     assert "Traceback (most recent call last)" in failed["message"]
     assert "Traceback (most recent call last)" in next(
         e.message for e in s.cluster.events if e.reason == "RestartBudgetSpent"
@@ -858,8 +858,9 @@ async def test_a_rule_fails_the_job_with_the_cause() -> None:
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "RuleFailed"
-    assert failed["message"].startswith(
-        "recovery.rules[0] (cause ExitCode) fails the job: WorkerFailed: rank 0 in pod job-0-0 ended with exit"
+    assert failed["message"].partition("\n")[0] == (
+        "WorkerFailed: ValueError: lunch (rank 0 in pod job-0-0 ended with exit code 7; "
+        "recovery.rules[0] (cause ExitCode) fails the job)"
     )
     assert "Traceback" in failed["message"]
 

@@ -159,8 +159,8 @@ async def test_a_budget_that_is_lowered_below_what_is_spent_fails_the_job() -> N
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "RestartBudgetSpent"
-    assert failed["message"].startswith("WorkerFailed: rank")
-    assert "(2 failures, recovery.maxRestarts is 1)" in failed["message"]
+    assert failed["message"].startswith("WorkerFailed: ValueError: lunch (rank")
+    assert "; 2 failures, recovery.maxRestarts is 1)" in failed["message"]
 
 
 async def test_a_job_that_finished_before_its_deadline_is_complete_although_nobody_looked() -> None:

@@ -41,7 +41,7 @@ from ddpjob.core.plan.slots import (
     repeated,
     with_slots,
 )
-from ddpjob.core.status.messages import count
+from ddpjob.core.status.messages import cause_first, count
 from ddpjob.core.view import View
 from ddpjob.core.world import (
     COORDINATOR_CONTAINER,
@@ -478,15 +478,18 @@ def _failure_of(attributed: Attributed) -> Failure | None:
     fatal = next((f for f in attributed.causes if f.fails), None)
     if fatal is None:
         return None
-    why = f"{fatal.why}: {fatal.restart.reason}: " if fatal.why else ""
-    return Failure(fatal.fails, why + without_wait(fatal.restart.message))
+    kind = f"{fatal.restart.reason}: " if fatal.why else ""
+    return Failure(fatal.fails, kind + cause_first(without_wait(fatal.restart.message), fatal.why))
 
 
 def _program_error(view: View) -> Failure | None:
     """No restart helps a wrong program. Only before the first step: later there is progress to keep."""
     spec, recent = view.job.spec, view.status.restarts.recent
     said = None if view.trained else repeated_program_error(spec, recent) or repeated_everywhere(spec, recent)
-    return Failure(PROGRAM_ERROR, said) if said is not None else None
+    if said is None:
+        return None
+    last = next(r for r in reversed(recent) if r.counted)
+    return Failure(PROGRAM_ERROR, cause_first(without_wait(last.message), said))
 
 
 def _cannot_start(view: View) -> Failure | None:
@@ -552,9 +555,7 @@ def _budget_spent(view: View) -> Failure:
     spent = f"{count(restarts.counted, 'failure')}, recovery.maxRestarts is {limit}"
     last = next((r for r in reversed(restarts.recent) if r.counted), None)
     if last is not None:
-        # One line has room for little more than the cause.
-        cause, newline, trace = without_wait(last.message).partition("\n")
-        spent = f"{last.reason}: {cause} ({spent}){newline}{trace}"
+        spent = f"{last.reason}: {cause_first(without_wait(last.message), spent)}"
     return Failure("RestartBudgetSpent", spent)
 
 

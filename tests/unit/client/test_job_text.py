@@ -55,7 +55,7 @@ def test_a_job_that_backs_off_names_the_failure() -> None:
         conditions=[condition("Running", False, "BackingOff"), condition("Restarting", True, "WorkerFailed")],
         restarts={"recent": [failed]},
     )
-    assert "Last restart: 1m00s ago WorkerFailed (counted): rank 0: no driver" in text(body)
+    assert "Last restart: 1m00s ago WorkerFailed: rank 0: no driver (counted)" in text(body)
 
 
 def test_a_status_older_than_the_spec_is_said_to_be_so() -> None:
@@ -233,12 +233,13 @@ def test_what_is_amiss_with_a_job_that_trains_is_said_with_its_row() -> None:
 def test_a_restart_names_the_kubernetes_node_once() -> None:
     one = {"time": "2026-01-01T11:59:00Z", "pod": "j-0-0", "node": "gpu-7", "counted": True}
     recent = [
-        one | {"reason": "WorkerFailed", "message": "rank 0 in pod j-0-0 ended"},
+        one | {"reason": "WorkerFailed", "message": "rank 0 in pod j-0-0 ended with exit code 1: ValueError: x"},
         one | {"reason": "NodeLost", "message": "gpu-7"},
     ]
     body = job(phase="Pending", restarts={"total": 2, "recent": recent})
     shown = "\n".join(describe(body, (), (), NOW))
-    assert "WorkerFailed on gpu-7 (counted): rank 0 in pod" in shown and "NodeLost (counted): gpu-7" in shown
+    assert "WorkerFailed on gpu-7: ValueError: x (rank 0 in pod j-0-0 ended with exit code 1) (counted)" in shown
+    assert "NodeLost: gpu-7 (counted)" in shown
 
 
 def test_a_description_of_a_thousand_nodes_fits_a_screen() -> None:

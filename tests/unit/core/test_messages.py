@@ -319,3 +319,20 @@ def test_a_change_of_size_is_recorded_once() -> None:
     smaller, _ = seen(smaller, 5, (pods[0], COORDINATOR), reported)
     assert [r.reason for r in smaller.status.restarts.recent] == ["Scaled"]
     assert smaller.status.restarts.seen_incident == 1
+
+
+@pytest.mark.parametrize(
+    ("recorded", "shown"),
+    [
+        ("rank 1 in pod j-0-0 ended with exit code 1: E: x", "E: x (rank 1 in pod j-0-0 ended with exit code 1; f)"),
+        (
+            "rank 1 in pod p ended with signal SIGSEGV: E; waits 2 s\ntrace",
+            "E (rank 1 in pod p ended with signal SIGSEGV; waits 2 s; f)\ntrace",
+        ),
+        ("pod p ended with exit code 137 (128 + SIGKILL): E", "E (pod p ended with exit code 137 (128 + SIGKILL); f)"),
+        ("rank 1 in pod p ended with exit code 7", "rank 1 in pod p ended with exit code 7 (f)"),
+        ("pod p was deleted", "pod p was deleted (f)"),
+    ],
+)
+def test_the_cause_comes_first_and_the_facts_last(recorded: str, shown: str) -> None:
+    assert cause_first(recorded, "f") == shown == event_text(recorded, "f")

@@ -162,10 +162,6 @@ def error(at: float, message: str = "ValueError: bad 3", line: int = 7, **fields
 def test_an_error_that_repeats_everywhere_ends_the_job(failures: list[Restart], ends: bool) -> None:
     assert bool(repeated_everywhere(spec(), failures)) is ends
     if ends:
-        said = repeated_everywhere(spec(), failures) or ""
-        assert (
-            said.startswith("the same error on all ranks 3 times before the first step: rank 1") and "waits" not in said
-        )
         ruled = spec({"cause": "ExitCode", "exitCodes": [1], "action": "Restart"})
         assert repeated_everywhere(ruled, failures) is None, "its author knows better"
 

@@ -129,7 +129,7 @@ def repeated_program_error(spec: JobSpec, recent: Sequence[Restart]) -> str | No
         found = [_NO_GPU.search(text) for text in texts]
     if None in found or len({match[1] for match in found if match}) > 1:
         return None
-    return f"the same error {REPEATS} times before the first step{where}: {texts[-1]}"
+    return f"the same error {REPEATS} times before the first step{where}"
 
 
 def _is_ruled(spec: JobSpec) -> bool:
@@ -152,8 +152,7 @@ def repeated_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
         if last is None or last.time - restart.time >= APART:
             last, times = restart, times + 1
         if times == REPEATS:
-            newest = next(r for r in reversed(recent) if r.counted)
-            return f"the same error on all ranks {REPEATS} times before the first step: {without_wait(newest.message)}"
+            return f"the same error in several ranks {REPEATS} times before the first step"
     return None
 
 

@@ -539,7 +539,7 @@ def _restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
         broke = [status.restarts.recent[-1]]
     if broke and not (running and all(r.reason not in _BEFORE_THE_REPORT for r in broke)):
         last = next((r for r in reversed(broke) if not r.consequence), broke[-1])
-        message = next(iter(last.message.splitlines()), "")  # Of a user's coordinator: it may be empty.
+        message = next(iter(cause_first(last.message).splitlines()), "")  # Of a user's coordinator: it may be empty.
         return with_condition(status, ConditionType.RESTARTING, True, last.reason, message, now)
     running = running and _has_resumed(view)
     if running and any(r.seconds is None for r in status.restarts.recent):
