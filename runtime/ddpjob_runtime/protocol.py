@@ -207,6 +207,8 @@ UNGROUPED = "ungrouped"
 """In the step counter's reports: true if the program makes steps and has formed no group with the other ranks."""
 UNCOUNTABLE = "uncountable"
 """Likewise: true if the next steps may be made where nobody counts them, as those of a compiled optimizer."""
+EXCHANGING = "exchanging"
+"""Likewise: true if the ranks have exchanged something in each of the first steps."""
 RESUMED = "resumed"
 """Likewise: whether the optimizer had the state of a checkpoint before its first step, one of RESUMED_WORDS."""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
@@ -478,7 +480,7 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
         figures["metrics"] = _figures(value["metrics"])
     if stragglers := read_stragglers(value.get(STRAGGLERS)):
         figures[STRAGGLERS] = stragglers
-    figures.update((name, True) for name in (UNGROUPED, UNCOUNTABLE) if value.get(name) is True)
+    figures.update((name, True) for name in (UNGROUPED, UNCOUNTABLE, EXCHANGING) if value.get(name) is True)
     return figures
 
 

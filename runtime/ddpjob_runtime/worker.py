@@ -41,6 +41,8 @@ POST_SECONDS = 0.5
 POSTS_OF_SPEED = 10
 STEPS_WITHOUT_GROUP = 10
 """From so many on a program is taken not to form a group any more."""
+STEPS_OF_EXCHANGE = 3
+"""The ranks of a program train together if the first optimizer's steps after the first one, up to this, exchange."""
 OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byteps", "bagua", "ray")
 """Packages by which a program may train with other ranks without a group of torch.distributed."""
 
@@ -609,6 +611,15 @@ def group_exists() -> bool:
     return bool(distributed is not None and distributed.is_available() and distributed.is_initialized())
 
 
+def collectives() -> int:
+    """How many collective operations the program's groups have made; 0 where a backend does not count them."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        return sum(group._get_sequence_number_for_group() for group in list(c10d._world.pg_map))  # type: ignore[union-attr]
+    except Exception:  # No group, another torch, or a backend that cannot say.
+        return 0
+
+
 def exchanges_otherwise() -> bool:
     """Whether the program may be in touch with other ranks by other means than a process group."""
     rpc = sys.modules.get("torch.distributed.rpc.api")
@@ -647,6 +658,7 @@ class StepCounter:
         self.compiled = 0
         self.state = 0  # its id: the first optimizer's, which nothing here keeps alive
         self.has_state = self.loaded = False
+        self.made = self.exchanged = 0  # collectives up to the last step, and in how many steps in a row there were any
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
@@ -665,14 +677,20 @@ class StepCounter:
             key = id(optimizer)
             counts[key] = counts.get(key, 0) + 1
             self.grouped = self.grouped or group_exists()
+            if counts[key] <= STEPS_OF_EXCHANGE and key == next(iter(counts)):
+                made = collectives()
+                self.exchanged = self.exchanged + 1 if made > self.made and counts[key] > 1 else 0
+                self.made = made
             if knows_state and counts[key] <= 2 and len(counts) == 1:
+                state = getattr(optimizer, "state", None)
                 # Loading replaces the state. DCP makes an empty step before it loads.
-                self.loaded = self.loaded or (counts[key] == 2 and id(optimizer.state) != self.state)
-                self.state, self.has_state = id(optimizer.state), bool(optimizer.state)
+                self.loaded = self.loaded or (counts[key] == 2 and id(state) != self.state)
+                self.state, self.has_state = id(state), isinstance(state, dict) and bool(state)
 
         def note_state(optimizer: Any, arguments: Any, keywords: Any) -> None:
             if not counts and not sys.modules["torch"].compiler.is_compiling():
-                self.loaded = self.loaded or bool(optimizer.state)
+                state = getattr(optimizer, "state", None)
+                self.loaded = self.loaded or (isinstance(state, dict) and bool(state))
 
         knows_state = hasattr(optimizer_module, "register_optimizer_step_pre_hook")
         if knows_state:
@@ -680,7 +698,7 @@ class StepCounter:
         optimizer_module.register_optimizer_step_post_hook(count_step)
 
     def resumed(self, steps: int) -> str:
-        """Whether the first optimizer had a state before it made a step: one that has none afterwards tells nothing."""
+        """Whether the first optimizer had a state before it made a step. One that has none afterwards shows nothing."""
         if self.loaded:
             return "yes"
         return "no" if steps > 1 and self.has_state else "unknown"
@@ -745,6 +763,8 @@ class StepCounter:
             self.said_uncountable = False
         if self.says_group:
             report["resumed"] = self.resumed(steps)
+            if self.exchanged >= STEPS_OF_EXCHANGE - 1:
+                report["exchanging"] = True
         body = json.dumps(report).encode()
         try:
             status, instance = self.ask(body)

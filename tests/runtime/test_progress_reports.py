@@ -373,6 +373,31 @@ def test_an_optimizer_with_a_state_before_its_first_step_shows_that_the_script_r
     assert [report["resumed"] for report in posted] == known
 
 
+@pytest.mark.parametrize(
+    ("collectives", "exchanging"),
+    [([3, 4, 5], True), ([0, 7, 9, 9, 9], True), ([3, 3, 3], False), ([3, 4, 4, 5, 6], False), ([0, 0, 0], False)],
+)
+def test_ranks_exchange_if_there_are_collectives_in_each_of_the_first_steps(
+    monkeypatch: pytest.MonkeyPatch, collectives: list[int], exchanging: bool
+) -> None:
+    """Later ones may be those of an evaluation."""
+    monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
+    made, hooks, posted = [0], list[Any](), list[dict[str, Any]]()
+    group = SimpleNamespace(_get_sequence_number_for_group=lambda: made[0])
+    c10d: Any = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
+    monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", c10d)
+    counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=hooks.append))
+    monkeypatch.setattr(counter, "start", lambda: None)
+    monkeypatch.setattr(counter, "ask", lambda body: (posted.append(json.loads(body)), ("200", ""))[1])
+    for made[0] in collectives:
+        hooks[0]("optimizer", (), {})
+        counter.post(1.0)
+    assert posted[-1].get("exchanging", False) is exchanging
+    assert not any("exchanging" in report for report in posted[:2])
+
+
 def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,11 +190,11 @@ async def test_fewer_nodes_train_while_others_are_pending_and_they_join_later() 
     assert (running_condition["status"], s.phase) == ("False", "Starting"), "it waits for the others for a while"
     await s.until_phase("Running")
     message = conditions(s)["Running"]["message"]
-    assert message == "3 of 4 nodes train as one group; pod job-3-0 is not scheduled: 0/8 nodes are available"
+    assert message == "3 of 4 nodes run together; pod job-3-0 is not scheduled: 0/8 nodes are available"
     assert s.status["nodes"]["display"] == "3/4"
     assert conditions(s)["Scheduled"]["status"] == "False"
     s.machines.capacity = 4
-    await s.until(lambda: conditions(s)["Running"]["message"] == "4 nodes train as one group")
+    await s.until(lambda: conditions(s)["Running"]["message"] == "4 nodes run together")
     assert reasons(s) == [("Joined", False)]
     await passes(s, 2)
     assert s.invariants.worlds == [3, 4]
@@ -208,11 +208,11 @@ async def test_a_smaller_group_says_what_its_missing_pod_does() -> None:
     s.force_delete("job-0-0")
     await s.until(lambda: "job-0-1" in s.pods and s.pods["job-0-1"].running)
     await passes(s, 3)
-    assert conditions(s)["Running"]["message"] == "2 of 3 nodes train as one group; pod job-0-1 is starting"
+    assert conditions(s)["Running"]["message"] == "2 of 3 nodes run together; pod job-0-1 is starting"
     await s.until(lambda: s.status["nodes"]["display"] == "3/3")
     s.machines.isolate(s.pods["job-1-0"], 60)
     await s.until(lambda: s.status["nodes"]["display"] == "2/3")
-    message = "2 of 3 nodes train as one group; pod job-1-0 runs, but the coordinator does not hear from it"
+    message = "2 of 3 nodes run together; pod job-1-0 runs, but the coordinator does not hear from it"
     await s.until(lambda: conditions(s)["Running"]["message"] == message)
 
 
@@ -231,7 +231,7 @@ async def test_scaling_keeps_the_pods_and_the_generation() -> None:
     s = Simulation({"nodes": 2}, steps=1000)
     await s.until_phase("Running")
     s.change_spec({"nodes": 3})
-    await s.until(lambda: conditions(s)["Running"]["message"] == "3 nodes train as one group")
+    await s.until(lambda: conditions(s)["Running"]["message"] == "3 nodes run together")
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0", "job-2-1"], "an attempt that was never used"
     assert reasons(s) == [("Joined", False)]
     s.change_spec({"nodes": 1})
@@ -239,7 +239,7 @@ async def test_scaling_keeps_the_pods_and_the_generation() -> None:
     await s.until(lambda: [p.name for p in s.nodes() if p.state != "Ended"] == ["job-0-0"])
     assert reasons(s) == [("Joined", False), ("Scaled", False)], "once"
     s.change_spec({"nodes": 2})
-    await s.until(lambda: conditions(s)["Running"]["message"] == "2 nodes train as one group")
+    await s.until(lambda: conditions(s)["Running"]["message"] == "2 nodes run together")
     assert "job-1-2" in s.pods, "not the name of a pod that was dropped"
     assert s.status["rendezvous"]["generation"] == 0
     assert s.status["restarts"]["counted"] == 0

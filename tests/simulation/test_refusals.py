@@ -131,9 +131,7 @@ async def test_pods_that_train_hold_nothing_idle() -> None:
     assert scheduled["reason"] == "CreationRefused" and "meanwhile" not in scheduled["message"]
     await s.one_pass()
     said = conditions(s)["Running"]["message"]
-    assert said.startswith(
-        "2 of 3 nodes train as one group; the missing pods are not created: CreationRefused: Pod job-2"
-    )
+    assert said.startswith("2 of 3 nodes run together; the missing pods are not created: CreationRefused: Pod job-2")
 
 
 async def test_a_name_that_another_has_is_reported() -> None:

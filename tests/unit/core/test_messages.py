@@ -33,7 +33,7 @@ def message(status: JobStatus, kind: ConditionType) -> str:
 def test_numbers_and_their_nouns() -> None:
     assert [count(n, "pod") for n in (0, 1, 2)] == ["0 pods", "1 pod", "2 pods"]
     assert message(running(1)[0].status, ConditionType.RUNNING) == "1 node trains"
-    assert message(running(2)[0].status, ConditionType.RUNNING) == "2 nodes train as one group"
+    assert message(running(2)[0].status, ConditionType.RUNNING) == "2 nodes run together"
     job, _ = seen(job_of(1), 1, (pod(0), COORDINATOR), report(CoordinatorState.FORMING, MemberState.READY))
     assert message(job.status, ConditionType.RUNNING) == "1 of 1 node runs and is joining the rendezvous"
     job, pods = running(1)
@@ -150,13 +150,22 @@ def test_ranks_without_a_group_are_not_said_to_train_as_one() -> None:
         assert [e.reason for e in decision.events if e.warning] == (["NoGroup"] if at == 5 else [])
 
 
+def test_nodes_are_said_to_train_as_one_group_once_their_ranks_exchange_something() -> None:
+    """A script that forms a group may train apart all the same."""
+    job, pods = running(2)
+    for progress, said in (({"step": 1}, "2 nodes run together"), ({"exchanging": True}, "2 nodes train as one group")):
+        two = [MemberState.RUNNING] * 2
+        job, _ = seen(job, 5, pods, report(CoordinatorState.RUNNING, *two, progress=progress))
+        assert message(job.status, ConditionType.RUNNING) == said
+
+
 def test_steps_that_cannot_be_counted_are_said_to_a_job_that_wants_hangs_noticed() -> None:
     for recovery in ({"hangAfterSeconds": 60}, {}):
         job, pods = running(2, recovery=recovery)
         reported = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2, progress={"uncountable": True})
         job, _ = seen(job, 5, pods, reported)
         said = message(job.status, ConditionType.RUNNING)
-        assert said.startswith("2 nodes train as one group")
+        assert said.startswith("2 nodes run together")
         assert ("no step of this script can be counted" in said) is bool(recovery)
 
 

@@ -14,6 +14,7 @@ from ddpjob_runtime.protocol import (
     COPY_STEP,
     DATA,
     DATA_WAITS,
+    EXCHANGING,
     PREFLIGHT,
     UNCOUNTABLE,
     UNGROUPED,
@@ -442,11 +443,11 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
             "so each rank trains a model of its own",
         )
     if training == wanted:
-        return True, "GroupRuns", f"{_train(wanted)}{_finished_early(view)}{_without_count(view)}"
+        return True, "GroupRuns", f"{_train(view, wanted)}{_finished_early(view)}{_without_count(view)}"
     if training > wanted:
-        return True, "GroupShrinking", f"{_train(training)}, which is about to become {wanted}"
-    train = "trains" if training == 1 else "train as one group"
-    return True, "GroupRunsSmaller", f"{training} of {count(wanted, 'node')} {train}; {_missing(view)}"
+        return True, "GroupShrinking", f"{_train(view, training)}, which is about to become {wanted}"
+    some = f"{training} of {count(wanted, 'node')}"
+    return True, "GroupRunsSmaller", f"{some} {_verb(view, training)}; {_missing(view)}"
 
 
 def _without_steps(view: View, overdue: Overdue, training: int) -> str:
@@ -474,8 +475,16 @@ def last_step(running: Condition | None) -> datetime | None:
     return known_time(said[1]) if said else None
 
 
-def _train(nodes: int) -> str:
-    return f"{count(nodes, 'node')} {'trains' if nodes == 1 else 'train as one group'}"
+def _train(view: View, nodes: int) -> str:
+    return f"{count(nodes, 'node')} {_verb(view, nodes)}"
+
+
+def _verb(view: View, nodes: int) -> str:
+    """What nodes do. That the ranks train one model is known once their steps have exchanged something."""
+    if nodes == 1:
+        return "trains"
+    exchange = view.report is not None and view.report.progress.get(EXCHANGING)
+    return "train as one group" if exchange else "run together"
 
 
 def _finished_early(view: View) -> str:
