@@ -207,6 +207,11 @@ UNGROUPED = "ungrouped"
 """In the step counter's reports: true if the program makes steps and has formed no group with the other ranks."""
 UNCOUNTABLE = "uncountable"
 """Likewise: true if the next steps may be made where nobody counts them, as those of a compiled optimizer."""
+EXCHANGING = "exchanging"
+"""Likewise: true if the ranks have exchanged something in each of the first steps."""
+RESUMED = "resumed"
+"""Likewise: whether the optimizer had the state of a checkpoint before its first step, one of RESUMED_WORDS."""
+RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
 COUNTED_SPEED = "stepsPerSecond"
 """The metric of a script that reports no samples per second; the step counter's only one."""
 CHECKPOINT_TIME = "checkpointTime"
@@ -275,6 +280,16 @@ def last_lines(text: str, limit: int) -> str:
     return last[whole:] if whole <= min(_PART_OF_A_LINE, limit // 3) else last
 
 
+def error_mark(message: str, traceback: str) -> tuple[str, str]:
+    """What two errors have in common that are one and the same: the first line without its digits, which may be those
+    of a rank, and the last line of the script that the traceback names; empty: it names none.
+    """
+    lines = _FRAME.findall(traceback)
+    return _DIGITS.sub("#", message.partition(_NEWLINE)[0]), lines[-1] if lines else ""
+
+
+_FRAME = re.compile(r'^ *(File ".*", line [0-9]+)', re.MULTILINE)
+_DIGITS = re.compile(r"[0-9]+")
 _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 
 
@@ -465,7 +480,7 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
         figures["metrics"] = _figures(value["metrics"])
     if stragglers := read_stragglers(value.get(STRAGGLERS)):
         figures[STRAGGLERS] = stragglers
-    figures.update((name, True) for name in (UNGROUPED, UNCOUNTABLE) if value.get(name) is True)
+    figures.update((name, True) for name in (UNGROUPED, UNCOUNTABLE, EXCHANGING) if value.get(name) is True)
     return figures
 
 
@@ -607,6 +622,12 @@ class Incident(Record):
     consequences: int = 0
     backoff_seconds: float = 0.0
     """How long the coordinator waits before the next round."""
+    alike_ranks: int = 0
+    """How many ranks failed with the same `error_mark`; 0: a rank had a different error of its own."""
+    alike_pods: int = 0
+    """How many pods they were in."""
+    group_rank: Optional[int] = None
+    """Of the node, if its workers have all ended with exit code 0 before those of others."""
 
     def short(self, traceback: int = MAX_TEXT) -> Incident:
         """With so many characters of its traceback, and few of its message."""

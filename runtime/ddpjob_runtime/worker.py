@@ -41,6 +41,8 @@ POST_SECONDS = 0.5
 POSTS_OF_SPEED = 10
 STEPS_WITHOUT_GROUP = 10
 """From so many on a program is taken not to form a group any more."""
+STEPS_OF_EXCHANGE = 3
+"""The ranks of a program train together if the first optimizer's steps after the first one, up to this, exchange."""
 OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byteps", "bagua", "ray")
 """Packages by which a program may train with other ranks without a group of torch.distributed."""
 
@@ -609,6 +611,15 @@ def group_exists() -> bool:
     return bool(distributed is not None and distributed.is_available() and distributed.is_initialized())
 
 
+def collectives() -> int:
+    """How many collective operations the program's groups have made; 0 where a backend does not count them."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        return sum(group._get_sequence_number_for_group() for group in list(c10d._world.pg_map))  # type: ignore[union-attr]
+    except Exception:  # No group, another torch, or a backend that cannot say.
+        return 0
+
+
 def exchanges_otherwise() -> bool:
     """Whether the program may be in touch with other ranks by other means than a process group."""
     rpc = sys.modules.get("torch.distributed.rpc.api")
@@ -645,6 +656,9 @@ class StepCounter:
         self.world, self.grouped, self.says_group = int(os.environ.get("WORLD_SIZE") or 1), False, True
         self.said = self.captured = self.said_uncountable = False
         self.compiled = 0
+        self.state = 0  # its id: the first optimizer's, which nothing here keeps alive
+        self.has_state = self.loaded = False
+        self.made = self.exchanged = 0  # collectives up to the last step, and in how many steps in a row there were any
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
@@ -663,8 +677,31 @@ class StepCounter:
             key = id(optimizer)
             counts[key] = counts.get(key, 0) + 1
             self.grouped = self.grouped or group_exists()
+            if counts[key] <= STEPS_OF_EXCHANGE and key == next(iter(counts)):
+                made = collectives()
+                self.exchanged = self.exchanged + 1 if made > self.made and counts[key] > 1 else 0
+                self.made = made
+            if knows_state and counts[key] <= 2 and len(counts) == 1:
+                state = getattr(optimizer, "state", None)
+                # Loading replaces the state. DCP makes an empty step before it loads.
+                self.loaded = self.loaded or (counts[key] == 2 and id(state) != self.state)
+                self.state, self.has_state = id(state), isinstance(state, dict) and bool(state)
 
+        def note_state(optimizer: Any, arguments: Any, keywords: Any) -> None:
+            if not counts and not sys.modules["torch"].compiler.is_compiling():
+                state = getattr(optimizer, "state", None)
+                self.loaded = self.loaded or (isinstance(state, dict) and bool(state))
+
+        knows_state = hasattr(optimizer_module, "register_optimizer_step_pre_hook")
+        if knows_state:
+            optimizer_module.register_optimizer_step_pre_hook(note_state)
         optimizer_module.register_optimizer_step_post_hook(count_step)
+
+    def resumed(self, steps: int) -> str:
+        """Whether the first optimizer had a state before it made a step. One that has none afterwards shows nothing."""
+        if self.loaded:
+            return "yes"
+        return "no" if steps > 1 and self.has_state else "unknown"
 
     def start(self) -> None:
         """At the first step: start the posting thread, and post once more at the end of the process."""
@@ -678,7 +715,7 @@ class StepCounter:
             # Nor the first to look a name up: glibc then reads the environment, and crashes if the script changes it.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
-        atexit.register(self.post, 0.0)
+        atexit.register(self.post, 0.0, last=True)
 
     def run(self) -> None:
         """Post the count while it grows."""
@@ -702,23 +739,32 @@ class StepCounter:
         """
         return self.captured or frames_compiled() > self.compiled
 
-    def post(self, steps_per_second: float) -> None:
-        """Post the count; if that fails it is dropped, since the next post contains it."""
+    def post(self, steps_per_second: float, *, last: bool = False) -> None:
+        """Post the count; if that fails it is dropped, since the next post contains it. `last`: the program ends, and
+        will form no group.
+        """
         import json
         import os
 
         steps = max(self.counts.values(), default=0)
-        if steps == self.posted or os.getpid() != self.process:
+        if os.getpid() != self.process:
+            return
+        alone = self.says_group and self.trains_alone(steps, 1 if last else STEPS_WITHOUT_GROUP)
+        if steps == self.posted and not (last and alone):
             return
         report: dict[str, Any] = {"step": steps, "automatic": True, **self.round}
         if steps_per_second:
             report["metrics"] = {"stepsPerSecond": round(steps_per_second, 3)}
-        if self.says_group and self.trains_alone(steps):
+        if alone:
             report["ungrouped"] = True
         if self.says_group and self.uncountable():
             report["uncountable"] = True
         else:
             self.said_uncountable = False
+        if self.says_group:
+            report["resumed"] = self.resumed(steps)
+            if self.exchanged >= STEPS_OF_EXCHANGE - 1:
+                report["exchanging"] = True
         body = json.dumps(report).encode()
         try:
             status, instance = self.ask(body)
@@ -732,9 +778,9 @@ class StepCounter:
         elif status == "400":
             self.says_group = False  # it is of an earlier release, and the next post counts
 
-    def trains_alone(self, steps: int) -> bool:
+    def trains_alone(self, steps: int, least: int) -> bool:
         """Whether each of several ranks seems to train a model of its own; the program's log says so once."""
-        alone = self.world > 1 and steps >= STEPS_WITHOUT_GROUP and not self.grouped and not exchanges_otherwise()
+        alone = self.world > 1 and steps >= least and not self.grouped and not exchanges_otherwise()
         if alone and not self.said:
             self.said = True
             sys.stderr.write(

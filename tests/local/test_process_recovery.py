@@ -81,8 +81,8 @@ def test_a_rule_fails_the_job(machine: Machine) -> None:
     assert run.process.returncode == 1, run.everything()
     failed = run.condition("Failed")
     assert failed["reason"] == "RuleFailed"
-    assert "recovery.rules[0] (cause ExitCode) fails the job: WorkerFailed: rank 1" in failed["message"]
-    assert "ValueError: made to fail at step 2" in failed["message"]
+    assert failed["message"].startswith("WorkerFailed: ValueError: made to fail at step 2 (rank 1 in pod")
+    assert "; recovery.rules[0] (cause ExitCode) fails the job)\n" in failed["message"]
 
 
 def test_a_failing_worker_counts_once_in_mode_fast(machine: Machine) -> None:

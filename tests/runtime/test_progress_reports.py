@@ -336,6 +336,68 @@ def test_steps_that_may_go_uncounted_from_now_on_are_reported(monkeypatch: pytes
     assert counter.uncountable()
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "known"),
+    [
+        ({}, {"momentum": 1}, ["unknown", "no"]),
+        ({"momentum": 1}, {"momentum": 2}, ["yes", "yes"]),
+        ({}, {}, ["unknown", "unknown"]),
+        ({}, "loaded", ["unknown", "yes"]),
+    ],
+)
+def test_an_optimizer_with_a_state_before_its_first_step_shows_that_the_script_resumed(
+    monkeypatch: pytest.MonkeyPatch, before: Any, after: Any, known: list[str]
+) -> None:
+    """DCP makes an empty step before it loads. An optimizer that keeps no state tells nothing."""
+    monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
+    monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
+    ahead, behind, posted = list[Any](), list[Any](), list[dict[str, Any]]()
+    module = SimpleNamespace(
+        register_optimizer_step_pre_hook=ahead.append, register_optimizer_step_post_hook=behind.append
+    )
+    counter = worker.StepCounter(module)
+    monkeypatch.setattr(counter, "start", lambda: None)
+    monkeypatch.setattr(counter, "ask", lambda body: (posted.append(json.loads(body)), ("200", ""))[1])
+    optimizer = SimpleNamespace(state=before)
+    for number in (1, 2):
+        ahead[0](optimizer, (), {})
+        if after != "loaded":
+            optimizer.state.update(after)
+        elif number == 1:
+            optimizer.state["momentum"] = 0
+        behind[0](optimizer, (), {})
+        counter.post(1.0)
+        if after == "loaded":
+            optimizer.state = {"momentum": 7}
+    assert [report["resumed"] for report in posted] == known
+
+
+@pytest.mark.parametrize(
+    ("collectives", "exchanging"),
+    [([3, 4, 5], True), ([0, 7, 9, 9, 9], True), ([3, 3, 3], False), ([3, 4, 4, 5, 6], False), ([0, 0, 0], False)],
+)
+def test_ranks_exchange_if_there_are_collectives_in_each_of_the_first_steps(
+    monkeypatch: pytest.MonkeyPatch, collectives: list[int], exchanging: bool
+) -> None:
+    """Later ones may be those of an evaluation."""
+    monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
+    made, hooks, posted = [0], list[Any](), list[dict[str, Any]]()
+    group = SimpleNamespace(_get_sequence_number_for_group=lambda: made[0])
+    c10d: Any = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
+    monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", c10d)
+    counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=hooks.append))
+    monkeypatch.setattr(counter, "start", lambda: None)
+    monkeypatch.setattr(counter, "ask", lambda body: (posted.append(json.loads(body)), ("200", ""))[1])
+    for made[0] in collectives:
+        hooks[0]("optimizer", (), {})
+        counter.post(1.0)
+    assert posted[-1].get("exchanging", False) is exchanging
+    assert not any("exchanging" in report for report in posted[:2])
+
+
 def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,7 +407,7 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     posted: list[dict[str, Any]] = []
     answers = {"status": "200"}
 
-    def counted(world: str, *steps: int) -> list[bool]:
+    def counted(world: str, *steps: int, last: bool = False) -> list[bool]:
         monkeypatch.setenv("WORLD_SIZE", world)
         hooks: list[Any] = []
         counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=hooks.append))
@@ -356,6 +418,8 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
             for _ in range(number):
                 hooks[0]("optimizer", (), {})
             counter.post(1.0)
+        if last:
+            counter.post(0.0, last=True)
         return ["ungrouped" in report for report in posted]
 
     monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
@@ -363,6 +427,8 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     assert counted("2", 9, 1, 5) == [False, True, True], "a few steps may come before the group"
     assert capsys.readouterr().err.count("each of the 2 ranks trains a model of its own") == 1
     assert counted("1", 9, 1, 5) == [False, False, False]
+    assert counted("2", 3, last=True) == [False, True], "at its end a program forms no group any more"
+    assert counted("2", 12, last=True) == [True, True]
     answers["status"] = "400"
     assert counted("2", 20, 1) == [True, False], "an earlier coordinator does not know it"
     answers["status"] = "200"

@@ -109,6 +109,11 @@ async def test_a_lost_spare_is_no_restart_of_training() -> None:
     assert phases == {"Running"}
     assert s.coordinator().real.rounds == rounds
     assert s.status["nodes"]["display"] == "2/2 +1"
+    assert (s.status["restarts"]["total"], s.status["restarts"]["display"]) == (0, "0/10") and not reasons(s)
+    (event,) = [e.message for e in s.cluster.events if e.reason == "Deleted"]
+    assert (
+        event == "pod job-2-0 was deleted, or its labels were removed (a spare: nothing restarts; job-2-1 replaces it)"
+    )
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
@@ -121,7 +126,7 @@ async def test_a_spare_that_is_evicted_excuses_no_worker(mode: str) -> None:
     assert "Restarting" not in conditions(s)
     assert s.worker_fails("job-0-0")
     await passes(s, 10)
-    assert reasons(s) == [("Deleted", False), ("WorkerFailed", True)]
+    assert reasons(s) == [("WorkerFailed", True)]
     assert "consequence" not in s.status["restarts"]["recent"][-1]["message"]
     s.delete("job-0-0")
     s.delete(next(p.name for p in s.nodes() if p.role is Role.SPARE))
@@ -141,8 +146,7 @@ async def test_a_spare_that_is_evicted_while_the_workers_restart_excuses_none(mo
     s.advance(distance)
     s.delete("job-2-0")
     await passes(s, 10, step=0.1)
-    assert sorted(reasons(s)) == [("Deleted", False), ("WorkerFailed", True)]
-    assert [r["reason"] for r in s.status["restarts"]["recent"] if r.get("round")] == ["WorkerFailed"]
+    assert reasons(s) == [("WorkerFailed", True)]
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
@@ -170,8 +174,8 @@ async def test_a_spare_that_ends_before_the_recovery_is_seen_did_not_break_the_g
     s.advance(5)
     s.delete("job-2-0")
     await s.one_pass()
-    failed, spare = s.status["restarts"]["recent"]
-    assert (failed["pod"], spare["pod"]) == ("job-0-0", "job-2-0") and failed["seconds"] < 1
+    (failed,) = s.status["restarts"]["recent"]
+    assert failed["pod"] == "job-0-0" and failed["seconds"] < 1
     assert s.cluster.events[-1].message.endswith(f"{failed['seconds']} s after job-0-0 broke the group")
 
 
@@ -186,11 +190,11 @@ async def test_fewer_nodes_train_while_others_are_pending_and_they_join_later() 
     assert (running_condition["status"], s.phase) == ("False", "Starting"), "it waits for the others for a while"
     await s.until_phase("Running")
     message = conditions(s)["Running"]["message"]
-    assert message == "3 of 4 nodes train as one group; pod job-3-0 is not scheduled: 0/8 nodes are available"
+    assert message == "3 of 4 nodes run together; pod job-3-0 is not scheduled: 0/8 nodes are available"
     assert s.status["nodes"]["display"] == "3/4"
     assert conditions(s)["Scheduled"]["status"] == "False"
     s.machines.capacity = 4
-    await s.until(lambda: conditions(s)["Running"]["message"] == "4 nodes train as one group")
+    await s.until(lambda: conditions(s)["Running"]["message"] == "4 nodes run together")
     assert reasons(s) == [("Joined", False)]
     await passes(s, 2)
     assert s.invariants.worlds == [3, 4]
@@ -204,11 +208,11 @@ async def test_a_smaller_group_says_what_its_missing_pod_does() -> None:
     s.force_delete("job-0-0")
     await s.until(lambda: "job-0-1" in s.pods and s.pods["job-0-1"].running)
     await passes(s, 3)
-    assert conditions(s)["Running"]["message"] == "2 of 3 nodes train as one group; pod job-0-1 is starting"
+    assert conditions(s)["Running"]["message"] == "2 of 3 nodes run together; pod job-0-1 is starting"
     await s.until(lambda: s.status["nodes"]["display"] == "3/3")
     s.machines.isolate(s.pods["job-1-0"], 60)
     await s.until(lambda: s.status["nodes"]["display"] == "2/3")
-    message = "2 of 3 nodes train as one group; pod job-1-0 runs, but the coordinator does not hear from it"
+    message = "2 of 3 nodes run together; pod job-1-0 runs, but the coordinator does not hear from it"
     await s.until(lambda: conditions(s)["Running"]["message"] == message)
 
 
@@ -227,7 +231,7 @@ async def test_scaling_keeps_the_pods_and_the_generation() -> None:
     s = Simulation({"nodes": 2}, steps=1000)
     await s.until_phase("Running")
     s.change_spec({"nodes": 3})
-    await s.until(lambda: conditions(s)["Running"]["message"] == "3 nodes train as one group")
+    await s.until(lambda: conditions(s)["Running"]["message"] == "3 nodes run together")
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0", "job-2-1"], "an attempt that was never used"
     assert reasons(s) == [("Joined", False)]
     s.change_spec({"nodes": 1})
@@ -235,7 +239,7 @@ async def test_scaling_keeps_the_pods_and_the_generation() -> None:
     await s.until(lambda: [p.name for p in s.nodes() if p.state != "Ended"] == ["job-0-0"])
     assert reasons(s) == [("Joined", False), ("Scaled", False)], "once"
     s.change_spec({"nodes": 2})
-    await s.until(lambda: conditions(s)["Running"]["message"] == "2 nodes train as one group")
+    await s.until(lambda: conditions(s)["Running"]["message"] == "2 nodes run together")
     assert "job-1-2" in s.pods, "not the name of a pod that was dropped"
     assert s.status["rendezvous"]["generation"] == 0
     assert s.status["restarts"]["counted"] == 0
@@ -729,6 +733,18 @@ async def test_an_error_that_every_pod_would_have_moves_none(message: str) -> No
     assert s.status["restarts"]["counted"] == 3
 
 
+async def test_an_error_that_another_pod_had_in_the_same_round_moves_none() -> None:
+    s = Simulation({**FAST, "nodes": 2}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    for number in (1, 2, 3):
+        await s.until(lambda: s.worker_fails("job-1-0"))
+        other = s.pods["job-0-0"].launcher
+        assert other is not None and other.worker_ends("ValueError: lunch", 1)
+        await s.until(lambda: len(reasons(s)) == number)  # noqa: B023
+    await passes(s, 10)
+    assert reasons(s) == [("WorkerFailed", True)] * 3
+
+
 async def test_pods_that_fail_in_turn_stay() -> None:
     s = Simulation({**FAST, "nodes": 2}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
@@ -820,8 +836,8 @@ async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback()
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "RestartBudgetSpent"
-    assert failed["message"].startswith("WorkerFailed: rank 0 in pod job-0-0")
-    assert failed["message"].partition("\n")[0].endswith(" (1 failure, recovery.maxRestarts is 0)")
+    said = "WorkerFailed: ValueError: lunch (rank 0 in pod job-0-0 ended with exit code 1; 1 failure, recovery.max"
+    assert failed["message"].partition("\n")[0] == f"{said}Restarts is 0)", "the cause first, the budget last"
     assert "Traceback (most recent call last)" in failed["message"]
     assert "Traceback (most recent call last)" in next(
         e.message for e in s.cluster.events if e.reason == "RestartBudgetSpent"
@@ -875,8 +891,9 @@ async def test_a_rule_fails_the_job_with_the_cause() -> None:
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "RuleFailed"
-    assert failed["message"].startswith(
-        "recovery.rules[0] (cause ExitCode) fails the job: WorkerFailed: rank 0 in pod job-0-0 ended with exit"
+    assert failed["message"].partition("\n")[0] == (
+        "WorkerFailed: ValueError: lunch (rank 0 in pod job-0-0 ended with exit code 7; "
+        "recovery.rules[0] (cause ExitCode) fails the job)"
     )
     assert "Traceback" in failed["message"]
 

@@ -131,9 +131,7 @@ async def test_pods_that_train_hold_nothing_idle() -> None:
     assert scheduled["reason"] == "CreationRefused" and "meanwhile" not in scheduled["message"]
     await s.one_pass()
     said = conditions(s)["Running"]["message"]
-    assert said.startswith(
-        "2 of 3 nodes train as one group; the missing pods are not created: CreationRefused: Pod job-2"
-    )
+    assert said.startswith("2 of 3 nodes run together; the missing pods are not created: CreationRefused: Pod job-2")
 
 
 async def test_a_name_that_another_has_is_reported() -> None:
@@ -159,8 +157,8 @@ async def test_a_budget_that_is_lowered_below_what_is_spent_fails_the_job() -> N
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "RestartBudgetSpent"
-    assert failed["message"].startswith("WorkerFailed: rank")
-    assert "(2 failures, recovery.maxRestarts is 1)" in failed["message"]
+    assert failed["message"].startswith("WorkerFailed: ValueError: lunch (rank")
+    assert "; 2 failures, recovery.maxRestarts is 1)" in failed["message"]
 
 
 async def test_a_job_that_finished_before_its_deadline_is_complete_although_nobody_looked() -> None:

@@ -243,7 +243,7 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
         seconds=4.5,
         round=2,
     )
-    restart = replace(restart, consequence=True)
+    restart = replace(restart, consequence=True, everywhere=True)
     text = {"a": "b"}
     changes = PodChanges(node_selector=text, tolerations=({"key": "a"},), labels=text, annotations=text)
     status = JobStatus(
@@ -314,8 +314,9 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
                 event=NotifyEvent.FAILED, id="uid.Failed.3", time=now, state=NotificationState.GIVEN_UP, message="m"
             ),
         ),
-        progress=dict.fromkeys(("epoch", "epochs", "step", "steps", "percent", "loss", "samplesPerSecond"), 1)
-        | dict.fromkeys(("eta", "display", "lossDisplay", "speedDisplay"), "a")
+        progress=dict.fromkeys(("epoch", "epochs", "step", "steps", "stepsBefore", "percent"), 1)
+        | dict.fromkeys(("loss", "samplesPerSecond"), 1)
+        | dict.fromkeys(("resumed", "eta", "display", "lossDisplay", "speedDisplay"), "a")
         | {"metrics": {"accuracy": 1}, "updatedAt": TIME}
         | {"stragglers": [{"rank": 3, "pod": "p", "node": "n", "slowdown": 1.8, "since": TIME}]},
         trained=True,

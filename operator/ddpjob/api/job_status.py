@@ -246,6 +246,8 @@ class Restart:
     """The round that began with it."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
     """Whether another failure of the same round was its cause."""
+    everywhere: Annotated[bool, _OMIT_EMPTY] = False
+    """Whether ranks of other pods, or the other ranks of the only one, failed in that round with the same error."""
 
 
 @dataclass(frozen=True, kw_only=True)

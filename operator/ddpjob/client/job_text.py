@@ -19,8 +19,8 @@ from ddpjob.api.job_spec import MANAGER, Json
 from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, known_time, parse_time
 from ddpjob.client.backend import Happened, Mistake, PodLine
 from ddpjob.core.status.conditions import QUEUED
-from ddpjob.core.status.messages import count
-from ddpjob.core.status.shown_progress import duration
+from ddpjob.core.status.messages import cause_first, count
+from ddpjob.core.status.shown_progress import began_again, duration
 from ddpjob.local.environment import HOST
 
 COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
@@ -243,10 +243,10 @@ def restart_line(restart: Restart, now: datetime) -> str:
     counted = "counted" if restart.counted else "not counted"
     after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
     consequence = ", a consequence" if restart.consequence else ""
-    ago, message = _since(restart.time, now), _first_line(restart.message)
+    ago, message = _since(restart.time, now), _first_line(cause_first(restart.message))
     named = restart.node in ("", HOST) or restart.node in message
     where = "" if named else f" on {restart.node}"
-    return f"{ago} ago {restart.reason}{where} ({counted}{consequence}{after}): {message}"
+    return f"{ago} ago {restart.reason}{where}: {message} ({counted}{consequence}{after})"
 
 
 def event_line(event: Happened, now: datetime) -> str:
@@ -300,6 +300,11 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if status.holds(ConditionType.COMPLETE):
         ran = took(body, now)  # Not known of one that made its last step while it was suspended.
         yield f"{name} is complete{f': it ran for {ran}' if ran else ''}."
+        complete = status.condition(ConditionType.COMPLETE)
+        doubt = complete.message.partition(", but ")[2] if complete is not None else ""
+        doubt = doubt or began_again(status.progress)
+        if doubt:
+            yield f"{doubt[0].upper()}{doubt[1:]}."
         if not body["spec"].get("command") and status.progress.get("step") is None and not status.progress.get("epoch"):
             yield f"Its program has ended with 0, but no step of it was seen: `ddpjob logs {name}` shows what it did."
         return
@@ -311,6 +316,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
             yield f"This has not changed for {_since(changed, now)}: `ddpjob stacks {name}` shows where each rank is."
         if status.restarts.recent:
             yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
+        if again := began_again(status.progress):
+            yield f"{again[0].upper()}{again[1:]}."
         for condition in _notable(status):
             yield f"{condition.type} is {condition.status}: {condition.reason}."
             yield from (f"  {line}" for line in condition.message.splitlines())

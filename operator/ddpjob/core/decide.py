@@ -152,7 +152,10 @@ def _drive(view: View) -> Decision:
         message = f"the API server rejects {refused.object}{where}: {refused.message}"
         return fail(view, Failure("InvalidClaim" if refused.is_claim else "InvalidPod", message))
     view = view.with_status(followed.status)
-    events += restart_events(view, followed.restarts, failed=followed.failure is not None)
+    ends = (*followed.idle, *followed.restarts)
+    said = followed.failure.reason if followed.failure is not None else ""  # The failure's own event says it.
+    restarts = tuple(restart for restart in followed.restarts if restart.reason != said)
+    events += restart_events(view, restarts, followed.idle, failed=followed.failure is not None)
     if followed.failure is not None:
         return fail(view, followed.failure, events)
     if followed.complete or (overdue and followed.done):
@@ -163,13 +166,13 @@ def _drive(view: View) -> Decision:
     view = view.with_status(with_rounds(view))
     actions, held = plan_actions(view, followed.lost)
     creating = any(isinstance(a, Creation) for a in actions)
-    view = view.with_status(describe(view, followed.restarts, creating=creating))
+    view = view.with_status(describe(view, ends, creating=creating))
     status, restored = _with_budget_restored(view)
     view = view.with_status(status)
     events += [*change_events(job.status, status), *restored]
-    actions += notifications(view, followed.restarts, followed.lost)
+    actions += notifications(view, ends, followed.lost)
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None
-    quiet = not actions and not followed.restarts and not followed.undecided and not _is_somebody_silent(view)
+    quiet = not actions and not ends and not followed.undecided and not _is_somebody_silent(view)
     wake = [BLOCKED_POLL if blocked else max(POLL, world.report_seconds) if quiet else POLL]
     wake += [max(0.0, (moment - now).total_seconds()) for moment in (deadline, held, next_judgement(view)) if moment]
     return Decision(status, actions, tuple(events), min(wake))

@@ -28,7 +28,7 @@ from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
 from ddpjob.core.failures.new_incidents import NewIncidents, new_incidents, with_seen
 from ddpjob.core.failures.node_health import judge_failing, judge_nodes
-from ddpjob.core.failures.policy import PROGRAM_ERROR, evaluate_rules, repeated_program_error
+from ddpjob.core.failures.policy import PROGRAM_ERROR, evaluate_rules, repeated_everywhere, repeated_program_error
 from ddpjob.core.plan.gang import is_broken_up
 from ddpjob.core.plan.slots import (
     QUICK,
@@ -41,7 +41,7 @@ from ddpjob.core.plan.slots import (
     repeated,
     with_slots,
 )
-from ddpjob.core.status.messages import count
+from ddpjob.core.status.messages import cause_first, count
 from ddpjob.core.view import View
 from ddpjob.core.world import (
     COORDINATOR_CONTAINER,
@@ -75,6 +75,8 @@ class Followed:
     status: JobStatus
     restarts: tuple[Restart, ...] = ()
     """Restarts that are new in the status."""
+    idle: tuple[Restart, ...] = ()
+    """Ends of spares, which restart nothing."""
     failure: Failure | None = None
     complete: bool = False
     done: bool = False
@@ -123,10 +125,14 @@ def follow(view: View) -> Followed:
     if _let_go(view, ends):
         status = with_seen(view.status, incidents, attributed.seen_round)
         return Followed(_give_up_lost(status, ends), done=True, lost=lost)
-    restarts, faults = list(attributed.restarts), tuple[Restart, ...]()
-    if _failure_of(attributed) is None:
+    restarts, faults = list(attributed.restarts), attributed.idle
+    final = _failure_of(attributed)
+    if final is None:
         restarts, ends = _with_failing_replaced(view, restarts, ends)
-    status = with_seen(record(view.status, restarts), incidents, attributed.seen_round)
+    recorded = record(view.status, restarts)
+    if final is not None:  # Nothing is restarted for it.
+        recorded = replace(recorded, restarts=replace(recorded.restarts, uncounted=view.status.restarts.uncounted))
+    status = with_seen(recorded, incidents, attributed.seen_round)
     if coordinator is not None:
         restart = _coordinator_restart(view.with_status(status), coordinator)
         if coordinator.pod is not None and coordinator.pod.name in {ended.name for ended in ends.values()}:
@@ -134,9 +140,9 @@ def follow(view: View) -> Followed:
         restarts.append(restart)
         status = record(status, [restart])
         if coordinator.end.cause in FAULTS:
-            faults = (replace(restart, reason=coordinator.end.cause),)
+            faults = (*faults, replace(restart, reason=coordinator.end.cause))
     view = view.with_status(status)
-    failure = _failure_of(attributed) or _cannot_start(view) or _no_coordinator(view, coordinator)
+    failure = final or _cannot_start(view) or _no_coordinator(view, coordinator)
     if failure is None and status.restarts.counted > view.job.spec.recovery.max_restarts:
         failure = _budget_spent(view)
     if failure is None and restarts:
@@ -145,7 +151,7 @@ def follow(view: View) -> Followed:
         status = replace(status, avoided_nodes=avoided(status, view.now, trained=view.trained, faults=faults))
     view = view.with_status(status)
     status = _replace(view, ends, coordinator, attributed) if failure is None else view.status
-    return Followed(status, tuple(restarts), failure, lost=lost)
+    return Followed(status, tuple(restarts), attributed.idle, failure, lost=lost)
 
 
 def finished_while_ending(view: View) -> bool:
@@ -472,14 +478,18 @@ def _failure_of(attributed: Attributed) -> Failure | None:
     fatal = next((f for f in attributed.causes if f.fails), None)
     if fatal is None:
         return None
-    why = f"{fatal.why}: {fatal.restart.reason}: " if fatal.why else ""
-    return Failure(fatal.fails, why + without_wait(fatal.restart.message))
+    kind = f"{fatal.restart.reason}: " if fatal.why else ""
+    return Failure(fatal.fails, kind + cause_first(without_wait(fatal.restart.message), fatal.why))
 
 
 def _program_error(view: View) -> Failure | None:
     """No restart helps a wrong program. Only before the first step: later there is progress to keep."""
-    said = None if view.trained else repeated_program_error(view.job.spec, view.status.restarts.recent)
-    return Failure(PROGRAM_ERROR, said) if said is not None else None
+    spec, recent = view.job.spec, view.status.restarts.recent
+    said = None if view.trained else repeated_program_error(spec, recent) or repeated_everywhere(spec, recent)
+    if said is None:
+        return None
+    last = next(r for r in reversed(recent) if r.counted)
+    return Failure(PROGRAM_ERROR, cause_first(without_wait(last.message), said))
 
 
 def _cannot_start(view: View) -> Failure | None:
@@ -545,9 +555,7 @@ def _budget_spent(view: View) -> Failure:
     spent = f"{count(restarts.counted, 'failure')}, recovery.maxRestarts is {limit}"
     last = next((r for r in reversed(restarts.recent) if r.counted), None)
     if last is not None:
-        # One line has room for little more than the cause.
-        cause, newline, trace = without_wait(last.message).partition("\n")
-        spent = f"{last.reason}: {cause} ({spent}){newline}{trace}"
+        spent = f"{last.reason}: {cause_first(without_wait(last.message), spent)}"
     return Failure("RestartBudgetSpent", spent)
 
 

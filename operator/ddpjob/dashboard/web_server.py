@@ -26,7 +26,7 @@ from ddpjob.client.backend import METRICS, Backend, Happened, LogOptions, Mistak
 from ddpjob.client.job_text import phase, restart_counts, took, why
 from ddpjob.client.log_follower import Chosen, LogFollower, newest_pods, ranks_of_pods
 from ddpjob.client.metric_series import read_metrics
-from ddpjob.core.status.messages import count
+from ddpjob.core.status.messages import cause_first, count
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.dashboard.fleet import ENDED, STATES, WITHOUT_ETA, Key, read_job
 from ddpjob.dashboard.gate import Gate, Refused, View, own_host
@@ -104,6 +104,7 @@ class Dashboard:
         self._pages.filters |= {
             "duration": duration,
             "plain": plain,
+            "cause_first": cause_first,
             "counted": count,
             "number": lambda n: f"{n:,}".replace(",", "\u202f"),
         }

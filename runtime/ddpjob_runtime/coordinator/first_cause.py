@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_runtime import protocol
-from ddpjob_runtime.protocol import IncidentKind
+from ddpjob_runtime.protocol import IncidentKind, error_mark
 
 DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
 """How NCCL passes on what the driver says of this rank's own device."""
@@ -136,7 +136,8 @@ def first_cause(
     if _suspicion(first_failure, ended_at) and finishes:
         return _finished_early(min(finishes, key=lambda e: e.time), consequences + 1)
     sure = _suspicion(first_failure, ended_at) == 0 and not first_failure.stepped_aside
-    return _failed(first_failure, consequences, sure=sure)
+    alike = _alike(first_failure, failures, ended_at) if not losses else set()
+    return _failed(first_failure, consequences, alike, sure=sure)
 
 
 def _lost(loss: Loss, consequences: int) -> Verdict:
@@ -153,12 +154,21 @@ def _finished_early(finish: Finish, consequences: int) -> Verdict:
         "rank": finish.rank,
         "local_rank": finish.local_rank,
         "exit_code": 0,
+        "group_rank": finish.node,
         "message": f"the workers of pod {finish.source.pod}{which} {ended}" if finish.rank is None else ended,
     }
     return Verdict(IncidentKind.WORKER_FAILED, finish.time, details, consequences, sure=False)
 
 
-def _failed(failure: Failure, consequences: int, sure: bool) -> Verdict:
+def _alike(cause: Failure, failures: list[Failure], ended_at: float | None) -> set[tuple[str, int | None]]:
+    """Pod and rank of those that failed with the error of the cause; none, if one had a different error of its own."""
+    mark = error_mark(cause.message, cause.traceback)
+    same = [f for f in failures if error_mark(f.message, f.traceback) == mark]
+    differ = any(f not in same and _suspicion(f, ended_at) == 0 for f in failures)
+    return set() if differ else {(f.source.pod, f.rank) for f in same}
+
+
+def _failed(failure: Failure, consequences: int, alike: set[tuple[str, int | None]], sure: bool) -> Verdict:
     details = {
         "pod": failure.source.pod,
         "index": failure.source.index,
@@ -168,5 +178,7 @@ def _failed(failure: Failure, consequences: int, sure: bool) -> Verdict:
         "signal": failure.signal,
         "message": failure.message,
         "traceback": failure.traceback,
+        "alike_ranks": len(alike),
+        "alike_pods": len({pod for pod, _ in alike}),
     }
     return Verdict(failure.kind, failure.time, details, consequences, sure)

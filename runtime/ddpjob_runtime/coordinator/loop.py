@@ -58,11 +58,13 @@ async def within(seconds: float, what: Awaitable[T]) -> T | None:
         over = True
         task.cancel()
 
+    timer: asyncio.Handle
+
     def due() -> None:
         nonlocal timer
         timer = loop.call_soon(end)  # What has come in while this process stood still is read before.
 
-    timer: asyncio.Handle = loop.call_later(seconds, due)
+    timer = loop.call_later(seconds, due)
     try:
         return await what
     except asyncio.CancelledError:

@@ -10,7 +10,10 @@ from ddpjob_runtime.protocol import (
     COPY_STEP,
     COPY_TIME,
     COUNTED_SPEED,
+    EXCHANGING,
     MAX_FIGURES,
+    RESUMED,
+    RESUMED_WORDS,
     ROUND,
     STRAGGLERS,
     UNCOUNTABLE,
@@ -37,9 +40,12 @@ def check(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ValueError("progress must be a JSON object")
     for name, value in body.items():
-        if name in (AUTOMATIC, UNGROUPED, UNCOUNTABLE):
+        if name in (AUTOMATIC, UNGROUPED, UNCOUNTABLE, EXCHANGING):
             if not isinstance(value, bool):
                 raise ValueError(f"{name}: must be true or false")
+        elif name == RESUMED:
+            if value not in RESUMED_WORDS:
+                raise ValueError(f"{name}: must be one of {', '.join(RESUMED_WORDS)}, not {value!r:.80}")
         elif name == "metrics":
             _check_metrics(value)
         elif name == ACTIVITY:
@@ -107,7 +113,7 @@ class Progress:
     def merge(self, report: dict[str, Any], now: float) -> bool:
         """Merge a checked report; False if it is ignored because the script counts its steps by itself."""
         if report.get(AUTOMATIC):
-            for name in (UNGROUPED, UNCOUNTABLE):
+            for name in (UNGROUPED, UNCOUNTABLE, EXCHANGING):
                 if report.get(name) and not (name == UNCOUNTABLE and self._script_counts):
                     self.values[name] = True
                 else:
@@ -117,8 +123,11 @@ class Progress:
         elif "step" in report and not self._script_counts:
             self._script_counts = True
             self.values.pop(UNCOUNTABLE, None)
+            self.values.pop(RESUMED, None)
             metrics = {name: value for name, value in self.values.pop("metrics", {}).items() if name != COUNTED_SPEED}
             self.values.update({"metrics": metrics} if metrics else {})
+        if RESUMED in report and not self._script_counts:
+            self.values[RESUMED] = report[RESUMED]
         for name, value in report.items():
             if name == "metrics":
                 kept = {k: v for k, v in value.items() if is_number(v)}
@@ -126,7 +135,7 @@ class Progress:
                 self.values["metrics"] = dict([*old.items(), *kept.items()][-MAX_FIGURES:])
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
-            elif name not in (AUTOMATIC, UNGROUPED, UNCOUNTABLE, ACTIVITY, ROUND):
+            elif name not in (AUTOMATIC, UNGROUPED, UNCOUNTABLE, EXCHANGING, RESUMED, ACTIVITY, ROUND):
                 self.values[name] = value if is_number(value) else None
         if is_of_copies(report):
             return True
@@ -139,8 +148,8 @@ class Progress:
     def forget_ranks(self) -> None:
         """A round is over: in the next one the ranks are others, and the script names again who lags."""
         self.values.pop(STRAGGLERS, None)
-        self.values.pop(UNGROUPED, None)
-        self.values.pop(UNCOUNTABLE, None)
+        for name in (UNGROUPED, UNCOUNTABLE, EXCHANGING):
+            self.values.pop(name, None)
 
     def _note_activity(self, activity: str | None) -> None:
         self.values.pop(ACTIVITY, None)

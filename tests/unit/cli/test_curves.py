@@ -164,7 +164,7 @@ def test_the_screen_of_a_job(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["--local", "top", "j"]) == 0, "once, where there is no terminal"
     out = capsys.readouterr().out
     for part in ("j   Running   nodes", "ranks 8", "epoch 1/2 50 %", "0.5", "10/s", "75.00%",
-                 "Restarts: 1 of 10 counted, 0 not counted", "OOMKilled (counted, ran again after 2.5 s): rank 1",
+                 "Restarts: 1 of 10 counted, 0 not counted", "OOMKilled: rank 1", "(counted, ran again after 2.5 s)",
                  "0-1       Running"):  # fmt: skip
         assert part in out, part
     assert not set(out) & set("\x1b\x07")

@@ -69,7 +69,7 @@ def test_events_and_recoveries_are_reported_once(capsys: pytest.CaptureFixture[s
         display.show(shown(second, (failed,), restarts=Restarts(counted=1, recent=(over,)), progress=PROGRESS))
     lines = capsys.readouterr().out.splitlines()
     assert lines.count("WorkerFailed: rank 1 ended: ValueError (counts against recovery.maxRestarts)") == 1
-    assert lines.count("Recovered: WorkerFailed: rank 1 ended: ValueError: the group ran again after 4.2 s") == 1
+    assert lines.count("Recovered: WorkerFailed: rank 1 ended: ValueError (the group ran again after 4.2 s)") == 1
 
 
 def test_a_traceback_is_shown_when_it_happens_and_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def test_who_waits_sees_states_restarts_and_seldom_progress(
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert [line.split()[:2] for line in lines[:3]] == [["NAME", "STATE"], ["first", "Starting"], ["first", "Running"]]
-    assert "WorkerFailed (counted): rank 1: boom" in lines[3] and lines[4].split()[:2] == ["first", "Running"]
+    assert "WorkerFailed: rank 1: boom (counted)" in lines[3] and lines[4].split()[:2] == ["first", "Running"]
     assert ["step" in line for line in lines[5:]].count(True) == len(lines[5:]) in (2, 3), "of five"
     assert out.startswith("first is Complete")
 

@@ -55,7 +55,7 @@ def test_a_job_that_backs_off_names_the_failure() -> None:
         conditions=[condition("Running", False, "BackingOff"), condition("Restarting", True, "WorkerFailed")],
         restarts={"recent": [failed]},
     )
-    assert "Last restart: 1m00s ago WorkerFailed (counted): rank 0: no driver" in text(body)
+    assert "Last restart: 1m00s ago WorkerFailed: rank 0: no driver (counted)" in text(body)
 
 
 def test_a_status_older_than_the_spec_is_said_to_be_so() -> None:
@@ -170,12 +170,20 @@ def test_suspended_complete_running_and_interrupted() -> None:
     assert "no step of it was seen: `ddpjob logs j`" in text(done), "perhaps it has printed that it needs GPUs"
     done["spec"]["command"] = ["bash", "run.sh"]
     assert text(done) == "j is complete.", "nobody counts its steps"
+    apart = condition("Complete", True, "Finished", "all 2 nodes have finished, but the ranks formed no group: x")
+    said = text(job(phase="Complete", conditions=[apart], progress={"step": 9}))
+    assert said.endswith("\nThe ranks formed no group: x.")
+    again = {"step": 9, "stepsBefore": 7, "resumed": "unknown"}
+    done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], progress=again)
+    assert "Whether the script continued from a checkpoint after the last restart is not known" in text(done)
     running = job(phase="Running", nodes={"ready": 2, "spare": 1}, conditions=[condition("Running", True, "GroupRuns")])
     assert text(running) == "j trains on 2 nodes and 1 spare."
     for moment, quiet in {"11:59:31": False, "11:58:00": True}.items():
         running["status"]["progress"] = {"display": "step 7", "updatedAt": f"2026-01-01T{moment}Z"}
         assert text(running).startswith("j trains on 2 nodes and 1 spare. step 7")
         assert ("This has not changed for 2m00s: `ddpjob stacks j` shows" in text(running)) == quiet
+    running["status"]["progress"] = {**again, "resumed": "no"}
+    assert "After the last restart the script seems to have begun again from step 0" in text(running)
     assert "run it again" in text(job(phase="Interrupted")), "a job of this machine"
     last = {"time": "2026-01-01T00:00:00Z", "pod": "j-0-0", "index": 0, "reason": "WorkerFailed", "counted": True}
     failed = text(job(phase="Interrupted", restarts={"recent": [{**last, "message": "ValueError: x"}]}))
@@ -225,12 +233,13 @@ def test_what_is_amiss_with_a_job_that_trains_is_said_with_its_row() -> None:
 def test_a_restart_names_the_kubernetes_node_once() -> None:
     one = {"time": "2026-01-01T11:59:00Z", "pod": "j-0-0", "node": "gpu-7", "counted": True}
     recent = [
-        one | {"reason": "WorkerFailed", "message": "rank 0 in pod j-0-0 ended"},
+        one | {"reason": "WorkerFailed", "message": "rank 0 in pod j-0-0 ended with exit code 1: ValueError: x"},
         one | {"reason": "NodeLost", "message": "gpu-7"},
     ]
     body = job(phase="Pending", restarts={"total": 2, "recent": recent})
     shown = "\n".join(describe(body, (), (), NOW))
-    assert "WorkerFailed on gpu-7 (counted): rank 0 in pod" in shown and "NodeLost (counted): gpu-7" in shown
+    assert "WorkerFailed on gpu-7: ValueError: x (rank 0 in pod j-0-0 ended with exit code 1) (counted)" in shown
+    assert "NodeLost: gpu-7 (counted)" in shown
 
 
 def test_a_description_of_a_thousand_nodes_fits_a_screen() -> None:

@@ -9,9 +9,18 @@ import pytest
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decision import Creation, Notify
 from ddpjob.core.failures.classify import without_wait
-from ddpjob.core.status.messages import count
+from ddpjob.core.status.messages import cause_first, count, event_text
 from ddpjob.core.world import ContainerView
-from ddpjob_runtime.protocol import Command, CoordinatorState, Incident, IncidentKind, MemberState, Overdue, Recovery
+from ddpjob_runtime.protocol import (
+    EXIT_INIT_FAILURE,
+    Command,
+    CoordinatorState,
+    Incident,
+    IncidentKind,
+    MemberState,
+    Overdue,
+    Recovery,
+)
 from worlds import COORDINATOR, NOW, job_of, later, pod, report, running, seen
 
 
@@ -24,7 +33,7 @@ def message(status: JobStatus, kind: ConditionType) -> str:
 def test_numbers_and_their_nouns() -> None:
     assert [count(n, "pod") for n in (0, 1, 2)] == ["0 pods", "1 pod", "2 pods"]
     assert message(running(1)[0].status, ConditionType.RUNNING) == "1 node trains"
-    assert message(running(2)[0].status, ConditionType.RUNNING) == "2 nodes train as one group"
+    assert message(running(2)[0].status, ConditionType.RUNNING) == "2 nodes run together"
     job, _ = seen(job_of(1), 1, (pod(0), COORDINATOR), report(CoordinatorState.FORMING, MemberState.READY))
     assert message(job.status, ConditionType.RUNNING) == "1 of 1 node runs and is joining the rendezvous"
     job, pods = running(1)
@@ -141,13 +150,22 @@ def test_ranks_without_a_group_are_not_said_to_train_as_one() -> None:
         assert [e.reason for e in decision.events if e.warning] == (["NoGroup"] if at == 5 else [])
 
 
+def test_nodes_are_said_to_train_as_one_group_once_their_ranks_exchange_something() -> None:
+    """A script that forms a group may train apart all the same."""
+    job, pods = running(2)
+    for progress, said in (({"step": 1}, "2 nodes run together"), ({"exchanging": True}, "2 nodes train as one group")):
+        two = [MemberState.RUNNING] * 2
+        job, _ = seen(job, 5, pods, report(CoordinatorState.RUNNING, *two, progress=progress))
+        assert message(job.status, ConditionType.RUNNING) == said
+
+
 def test_steps_that_cannot_be_counted_are_said_to_a_job_that_wants_hangs_noticed() -> None:
     for recovery in ({"hangAfterSeconds": 60}, {}):
         job, pods = running(2, recovery=recovery)
         reported = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2, progress={"uncountable": True})
         job, _ = seen(job, 5, pods, reported)
         said = message(job.status, ConditionType.RUNNING)
-        assert said.startswith("2 nodes train as one group")
+        assert said.startswith("2 nodes run together")
         assert ("no step of this script can be counted" in said) is bool(recovery)
 
 
@@ -167,6 +185,32 @@ def test_ranks_that_formed_no_group_are_named_after_the_end(when: str) -> None:
     assert complete is not None and complete.status
     assert ("each of them has trained a model of its own" in complete.message) is (when != "never")
     assert complete.message in [e.message for e in decision.events]
+
+
+def test_a_script_that_began_again_after_a_restart_is_named_after_the_end() -> None:
+    job, pods = running(2)
+    two = [MemberState.RUNNING] * 2
+    job, _ = seen(job, 5, pods, report(CoordinatorState.RUNNING, *two, progress={"step": 359, "resumed": "no"}))
+    done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(8))
+    ended = (*(pod(index, done, phase="Succeeded") for index in range(2)), COORDINATOR)
+    for resumed in ("no", "yes"):
+        progress = {"step": 300, "resumed": resumed}
+        job_ended, _ = seen(job, 9, ended, replace(report(CoordinatorState.SUCCEEDED, progress=progress), world=2))
+        said = "but after the last restart the script seems to have begun again from step 0"
+        assert (said in message(job_ended.status, ConditionType.COMPLETE)) is (resumed == "no")
+
+
+def test_a_program_that_cannot_start_is_one_event_and_no_restart() -> None:
+    """Two pods found it at once: the column showed "+2", as if it had been tried again twice."""
+    job, _ = seen(job_of(2), 1, (pod(0), pod(1), COORDINATOR), report(CoordinatorState.FORMING))
+    ended = ContainerView(
+        started=NOW, exit_code=EXIT_INIT_FAILURE, finished=later(2), message='{"message": "no numppy"}'
+    )
+    job, decision = seen(job, 3, (*(pod(i, ended, phase="Failed") for i in range(2)), COORDINATOR), None)
+    assert message(job.status, ConditionType.FAILED).endswith("cannot start: no numppy")
+    assert [e.reason for e in decision.events] == ["InitFailure"]
+    assert job.status.write(job.spec)["restarts"]["display"] == "0/10"
+    assert [r.reason for r in job.status.restarts.recent] == ["InitFailure"] * 2, "with what is known of each"
 
 
 def test_a_job_that_has_finished_is_not_starting() -> None:
@@ -212,8 +256,12 @@ def test_a_job_that_has_finished_stays_so_when_all_that_said_it_is_gone() -> Non
 
 def test_a_node_that_ends_early_is_named() -> None:
     job, pods = running(2)
-    for nodes, who in ((2, "pod job-1-0 (node rank 1) has"), (4, "pod job-1-0 (node rank 1) and 2 more have")):
-        job, pods = running(nodes)
+    for nodes, procs, who in (
+        (2, 1, "pod job-1-0 (rank 1) has"),
+        (2, 2, "pod job-1-0 (ranks 2 to 3) has"),
+        (4, 1, "pod job-1-0 (rank 1) and 2 more have"),
+    ):
+        job, pods = running(nodes, procsPerNode=procs)
         reported = report(CoordinatorState.RUNNING, MemberState.RUNNING, *[MemberState.FINISHED] * (nodes - 1))
         job, _ = seen(job, 3, pods, reported)
         assert f"{who} already ended with exit code 0" in message(job.status, ConditionType.RUNNING)
@@ -280,3 +328,20 @@ def test_a_change_of_size_is_recorded_once() -> None:
     smaller, _ = seen(smaller, 5, (pods[0], COORDINATOR), reported)
     assert [r.reason for r in smaller.status.restarts.recent] == ["Scaled"]
     assert smaller.status.restarts.seen_incident == 1
+
+
+@pytest.mark.parametrize(
+    ("recorded", "shown"),
+    [
+        ("rank 1 in pod j-0-0 ended with exit code 1: E: x", "E: x (rank 1 in pod j-0-0 ended with exit code 1; f)"),
+        (
+            "rank 1 in pod p ended with signal SIGSEGV: E; waits 2 s\ntrace",
+            "E (rank 1 in pod p ended with signal SIGSEGV; waits 2 s; f)\ntrace",
+        ),
+        ("pod p ended with exit code 137 (128 + SIGKILL): E", "E (pod p ended with exit code 137 (128 + SIGKILL); f)"),
+        ("rank 1 in pod p ended with exit code 7", "rank 1 in pod p ended with exit code 7 (f)"),
+        ("pod p was deleted", "pod p was deleted (f)"),
+    ],
+)
+def test_the_cause_comes_first_and_the_facts_last(recorded: str, shown: str) -> None:
+    assert cause_first(recorded, "f") == shown == event_text(recorded, "f")

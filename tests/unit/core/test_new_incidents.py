@@ -35,17 +35,20 @@ def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> N
     assert [f.restart.node for f in new_incidents(view_of(incident)).findings] == [node]
 
 
-def test_workers_that_end_before_the_others_are_named_by_their_pod() -> None:
-    """The coordinator names no rank of them: one with fewer batches than its peers, for instance."""
+@pytest.mark.parametrize(("procs", "ranks"), [(1, "rank 1"), (2, "ranks 2 to 3")])
+def test_workers_that_end_before_the_others_are_named_by_their_ranks(procs: int, ranks: str) -> None:
+    """Such as those with fewer batches than their peers."""
     verdict = first_cause(
         [Failure(Source("job-0-0", 0), 0, 0, 1, None, "Connection reset by peer", "", 9.0)],
         [],
-        [Finish(Source("job-1-0", 1), 7.0)],
+        [Finish(Source("job-1-0", 1), 7.0, node=1)],
         None,
     )
     assert verdict is not None
-    (finding,) = new_incidents(view_of(Incident(1, NOW, verdict.kind, **verdict.details))).findings
-    assert finding.restart.message == "the workers of pod job-1-0 ended with exit code 0 before the others"
+    view = view_of(Incident(1, NOW, verdict.kind, **verdict.details))
+    view = replace(view, job=replace(view.job, spec=replace(view.job.spec, procs_per_node=procs)))
+    (finding,) = new_incidents(view).findings
+    assert finding.restart.message == f"{ranks} in pod job-1-0 ended with exit code 0 before the others"
 
 
 @pytest.mark.parametrize(
@@ -90,3 +93,31 @@ def test_a_rank_that_found_dev_shm_full_is_told_to_raise_it(signal: str | None, 
     assert finding.restart.message == f"rank 0 in pod job-0-0 ended with {said}{FULL}"
     disk = replace(incident, signal=None, message="OSError: [Errno 28] No space left on device: '/checkpoints/a'")
     assert "/dev/shm" not in new_incidents(view_of(disk)).findings[0].restart.message
+
+
+@pytest.mark.parametrize(
+    ("failures", "everywhere"),
+    [
+        ([(0, "bad 0", 7), (1, "bad 1", 7)], True),
+        ([(0, "bad 0", 7), (1, "bad 1", 7.3)], True),
+        ([(0, "bad", 7)], False),
+        ([(0, "bad", 7), (0, "bad", 7)], False),
+        ([(0, "bad", 7), (1, "worse", 7)], False),
+        ([(0, "bad", 7), (1, "bad", 7), (1, "worse", 7)], False),
+        ([(0, "bad", 7), (1, "Connection reset by peer", 7.1)], False),
+        ([(0, "bad", 7), (1, "bad", 7), (1, "worse", 7.3)], True),
+    ],
+)
+def test_ranks_of_several_pods_that_fail_alike_fail_everywhere(
+    failures: list[tuple[int, str, float]], everywhere: bool
+) -> None:
+    """Digits may be those of a rank. After the others were asked to end, at 7.01, an error may be a consequence."""
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n'
+    found = [
+        Failure(Source(f"job-{pod}-0", pod), number, 0, 1, None, f"ValueError: {said}", trace, at)
+        for number, (pod, said, at) in enumerate(failures)
+    ]
+    verdict = first_cause(found, [], [], 7.01)
+    assert verdict is not None
+    (finding,) = new_incidents(view_of(Incident(1, NOW, verdict.kind, **verdict.details))).findings
+    assert finding.restart.everywhere is everywhere

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from ddpjob.api.job_spec import Backoff, JobSpec
+from ddpjob.api.job_status import Restart
 from ddpjob.core.failures.classify import Cause
-from ddpjob.core.failures.policy import Ruling, evaluate_rules, lost_device, shell_code
+from ddpjob.core.failures.policy import Ruling, evaluate_rules, lost_device, repeated_everywhere, shell_code
+from worlds import NOW
 
 
 def spec(*rules: dict[str, Any]) -> JobSpec:
@@ -126,3 +129,57 @@ def test_a_job_without_devices_that_has_made_no_step_has_lost_none() -> None:
     message = "RuntimeError: No CUDA GPUs are available"
     assert not lost_device(job, message, trained=False)
     assert lost_device(job, message, trained=True), "podTemplate may claim devices"
+
+
+def error(at: float, message: str = "ValueError: bad 3", line: int = 7, **fields: Any) -> Restart:
+    said = f"rank 1 in pod job-1-0 ended with exit code 1: {message}; waits 2 s"
+    trace = f'Traceback (most recent call last):\n  File "train.py", line {line}, in <module>\n{message}'
+    values = {
+        "time": NOW + timedelta(seconds=at),
+        "pod": "job-1-0",
+        "reason": "WorkerFailed",
+        "counted": True,
+        **fields,
+    }
+    return Restart(message=f"{said}\n{trace}", **{"everywhere": True, **values})
+
+
+@pytest.mark.parametrize(
+    ("failures", "ends"),
+    [
+        ([error(0), error(11), error(22)], True),
+        ([error(0, "ValueError: bad 3"), error(11, "ValueError: bad 4"), error(22, "ValueError: bad 12")], True),
+        ([error(0), error(3), error(8), error(11), error(19), error(22)], True),
+        ([error(0), error(3), error(8), error(19)], False),
+        ([error(0), error(11)], False),
+        ([error(0), error(11, everywhere=False), error(22)], False),
+        ([error(0), error(11, line=8), error(22)], False),
+        ([error(0), error(11, "ValueError: worse"), error(22)], False),
+        ([error(0, counted=False), error(11), error(22)], False),
+        ([error(0, reason="Hang"), error(11, reason="Hang"), error(22, reason="Hang")], False),
+    ],
+)
+def test_an_error_that_repeats_everywhere_ends_the_job(failures: list[Restart], ends: bool) -> None:
+    assert bool(repeated_everywhere(spec(), failures)) is ends
+    if ends:
+        ruled = spec({"cause": "ExitCode", "exitCodes": [1], "action": "Restart"})
+        assert repeated_everywhere(ruled, failures) is None, "its author knows better"
+
+
+@pytest.mark.parametrize(
+    ("message", "ends"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB", True),
+        ("AssertionError: batch size must be divisible by 3", True),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/data/labels.csv'", False),
+        ("OSError: [Errno 28] No space left on device", False),
+        ("requests.exceptions.ConnectionError: HTTPSConnectionPool", False),
+        ("RuntimeError: server returned 503 Service Unavailable", False),
+        ("torch.distributed.DistNetworkError: client socket has failed", False),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", False),
+        ("RuntimeError: x (after TimeoutError: [Errno 110] Connection timed out)", False),
+    ],
+)
+def test_errors_of_networks_disks_and_devices_may_pass(message: str, ends: bool) -> None:
+    failures = [error(at, message) for at in (0, 11, 22)]
+    assert bool(repeated_everywhere(spec(), failures)) is ends

@@ -10,7 +10,7 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import JobStatus, RendezvousStatus, Slot
 from ddpjob.core.status.events import change_events
-from ddpjob.core.status.shown_progress import duration, shown_progress, shown_stragglers
+from ddpjob.core.status.shown_progress import began_again, duration, shown_progress, shown_stragglers
 from ddpjob.core.view import View
 from ddpjob.core.world import PodView, Role, World
 from ddpjob_runtime.protocol import CoordinatorState, Member, MemberState, Report, read_figures
@@ -53,6 +53,21 @@ def test_the_speed_of_a_script_that_reports_no_samples_is_in_steps() -> None:
     assert shown_progress({}, reported, NOW, at_once=False)["speedDisplay"] == "9.96 steps/s"
     both = shown_progress({}, {**reported, "samplesPerSecond": 80}, NOW, at_once=False)
     assert both["speedDisplay"] == "80/s"
+
+
+@pytest.mark.parametrize("resumed", ["yes", "no", "unknown"])
+def test_steps_that_are_counted_are_those_since_the_restart(resumed: str) -> None:
+    """A script that begins again each time looked like one that continues."""
+    shown = shown_progress({}, {"step": 359, "resumed": "no"}, NOW, at_once=False)
+    assert shown["display"] == "step 359" and not began_again(shown), "its first start"
+    shown = shown_progress(shown, {"step": 1, "resumed": "unknown"}, NOW, at_once=False)
+    assert shown["display"] == "step 1 since the restart", "at once"
+    shown = shown_progress(shown, {"step": 128, "resumed": resumed}, NOW + timedelta(seconds=9), at_once=False)
+    assert (shown["display"], shown["stepsBefore"]) == ("step 128 since the restart", 359)
+    said = {"yes": "", "no": "begun again from step 0: its optimizer had no state of the 359 steps before"}
+    assert said.get(resumed, "is not known") in began_again(shown) and bool(began_again(shown)) is (resumed != "yes")
+    own = shown_progress(shown, {"step": 300}, NOW + timedelta(seconds=20), at_once=False)
+    assert own["display"] == "step 300" and not began_again(own), "the script names its steps"
 
 
 def test_it_is_written_at_most_every_two_seconds() -> None:

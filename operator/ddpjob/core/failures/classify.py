@@ -69,6 +69,12 @@ def names_pod(restart: Restart) -> bool:
     return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 
 
+def ranks_of(group_rank: int, procs: int) -> str:
+    """Name the ranks of a node: `rank 1`, or `ranks 2 to 3` where it has several processes."""
+    first = group_rank * procs
+    return f"rank {first}" if procs == 1 else f"ranks {first} to {first + procs - 1}"
+
+
 def with_traceback(summary: str, traceback: str) -> str:
     """The summary, and below it the end of the traceback, if there is one."""
     tail = last_lines(traceback, _TRACEBACK_LIMIT)

@@ -57,6 +57,8 @@ class Attributed:
     """The findings that stand for breaks of their own; only these may fail the job."""
     seen_round: int
     """The newest round whose break an incident has explained: a later incident is not merged into it again."""
+    idle: tuple[Restart, ...] = ()
+    """Ends of spares beside a group that trains. They restart nothing, and are not recorded."""
 
 
 @dataclass
@@ -88,7 +90,7 @@ def attribute(
        that one yet, is a consequence of it. Every other incident is a break of its own.
 
     New breaks are numbered from `status.round + 1`. Consequences get the round of their cause and
-    never count. Ends of idle pods that do not count are no breaks, have no round and explain nothing.
+    never count. Ends of idle pods that do not count are no restarts, have no round and explain nothing.
     """
     idle = [end for end in ends if end.idle and not end.contestable]
     ends = [end for end in ends if end not in idle]
@@ -135,8 +137,7 @@ def attribute(
     if here is not None:
         breaks.append(here)
     found = _recorded(status, last, [*absorbed, *late], breaks, seen)
-    alone = [replace(end.restart, seconds=0.0) for end in idle]
-    return replace(found, restarts=(*alone, *found.restarts), causes=(*idle, *found.causes))
+    return replace(found, causes=(*idle, *found.causes), idle=tuple(end.restart for end in idle))
 
 
 def _scaling(status: JobStatus) -> bool:

@@ -8,7 +8,7 @@ from datetime import datetime
 from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind
 
 from ddpjob.api.job_status import JobStatus, Restart
-from ddpjob.core.failures.classify import Cause, if_shared_memory_full, with_traceback
+from ddpjob.core.failures.classify import Cause, if_shared_memory_full, ranks_of, with_traceback
 from ddpjob.core.failures.merge_causes import SAME_BREAK, Finding
 from ddpjob.core.failures.policy import evaluate_rules, shell_code
 from ddpjob.core.view import View
@@ -77,7 +77,7 @@ def _finding(view: View, incident: Incident) -> Finding:
     cause = _CAUSES[incident.kind]
     code = shell_code(incident.exit_code, incident.signal)
     ruled = evaluate_rules(view.job.spec, cause, code, trained=view.trained)
-    first, _, rest = _summary(cause, incident).rstrip(": ").partition("\n")
+    first, _, rest = _summary(cause, incident, view.job.spec.procs_per_node).rstrip(": ").partition("\n")
     if incident.backoff_seconds:
         first += f"; waits {incident.backoff_seconds:g} s"
     message = with_traceback(first + (f"\n{rest}" if rest else ""), incident.traceback)
@@ -96,10 +96,21 @@ def _restart(view: View, incident: Incident, cause: Cause, message: str, *, coun
         reason=cause,
         message=message,
         counted=counted,
+        everywhere=_is_everywhere(view, incident),
     )
 
 
-def _summary(cause: Cause, incident: Incident) -> str:
+def _is_everywhere(view: View, incident: Incident) -> bool:
+    """Whether ranks of several pods have failed alike, or several ranks of a job with one node, if it has several."""
+    spec = view.job.spec
+    ranks = spec.nodes * spec.procs_per_node
+    return incident.alike_pods >= min(2, spec.nodes) and incident.alike_ranks >= min(2, ranks)
+
+
+def _summary(cause: Cause, incident: Incident, procs: int) -> str:
+    if incident.group_rank is not None:
+        ranks = ranks_of(incident.group_rank, procs)
+        return f"{ranks} in pod {incident.pod} ended with exit code 0 before the others"
     if incident.rank is None and cause is not Cause.INIT_FAILURE:
         return incident.message or f"{incident.kind} in pod {incident.pod}"
     if cause is Cause.WORKER_FAILED:

@@ -10,7 +10,8 @@ pod is replaced (`judge_failing`):
 - at once, if the failure's message says that the container has lost its device, as after a reload of the host's
   systemd. A new container has the device again, even on the same node.
 - after the second failure in a row, while no other pod failed in between. An error in the program's text is in every
-  pod, so it moves none; a program that fails for its rank alone can move a job MOVES times an hour.
+  pod, so it moves none, and neither does one that ranks of other pods had in the same round; a program that fails for
+  its rank alone can move a job MOVES times an hour.
 - after its third lost connection in a row, if a pod on a third node kept its own. With two nodes nobody can tell which
   one is cut off: the pod's, or the coordinator's. Lost connections do not count, so the budget would never end them.
 
@@ -158,6 +159,8 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     said = lost_device(view.job.spec, failure.message, trained=view.trained)
     if said:
         return f"has lost its device ({said})"
+    if failure.everywhere and view.job.spec.nodes > 1:
+        return ""  # No place is the reason.
     before = next((r for r in reversed(within) if r.reason in COUNTED and not r.consequence), None)
     again = before is not None and before.pod == failure.pod and before.reason in _OF_PLACES
     counts = view.status.restarts
@@ -185,10 +188,12 @@ def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
 
 
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
-    """Whether a failure on the same node has counted. Where many did not count of late, it counts all the same."""
+    """Whether a failure on the same node has counted. Where many did not count of late, it counts all the same.
+
+    A pod's node may have been unknown at first.
+    """
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
-    # A pod's node may be unknown at first.
     same = (r for r in within if r.pod == failure.pod or r.node == failure.node)
     return len(free) < MOVES and any(r.counted and r.reason in _OF_PLACES for r in same)
 

@@ -9,8 +9,9 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
-from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE
+from ddpjob_runtime.protocol import COMMUNICATION_ERROR, EXIT_STEPPED_ASIDE, error_mark
 
 from ddpjob.api.job_spec import JobSpec, RuleAction, RuleCause
 from ddpjob.api.job_status import Restart
@@ -42,6 +43,17 @@ _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
 PROGRAM_ERROR = "ProgramError"
 REPEATS = 3
 """So often in a row the same error in the program's text ends a job that has made no step."""
+APART = timedelta(seconds=10)
+"""Between failures that count as repeated: what passes may pass in this time."""
+_OUTSIDE = re.compile(
+    r"\b(?:OSError|IOError|EnvironmentError|BlockingIOError|BrokenPipeError|EOFError|InterruptedError|ChildProcessError"
+    r"|ProcessLookupError|PermissionError|(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error)\b|\[Errno"
+    r"|\w*(?:Connect|Timeout|TimedOut|Network|Socket|SSL|HTTP|URL|Storage|Endpoint|Retr|Throttl)\w*(?:Error|Exception)"
+    r"|timed? ?out|unavailable|unreachable|temporar|refused|reset by|network|connect|resolve|too many req|rate limit"
+    r"|\bhttps?:|no space|quota|\bS3\b|\b(?:CUDA|HIP|NCCL|cuDNN|cuBLAS|NVML|ECC)\b(?! out of memory)",
+    re.IGNORECASE,
+)
+"""Errors of a network, a disk or a device, by their type or their words."""
 _PROGRAM_ERROR = re.compile(
     r"^rank .* ended with exit code 1: ((?:SyntaxError|IndentationError|TabError|NameError|UnboundLocalError|KeyError"
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
@@ -106,9 +118,8 @@ def repeated_program_error(spec: JobSpec, recent: Sequence[Restart]) -> str | No
 
     Not where a rule says what follows from exit code 1: its author knows better.
     """
-    rules = (rule for rule in spec.recovery.rules if rule.cause is RuleCause.EXIT_CODE)
     last = [r for r in recent if r.counted][-REPEATS:]
-    if len(last) < REPEATS or any(not rule.exit_codes or 1 in rule.exit_codes for rule in rules):
+    if len(last) < REPEATS or _is_ruled(spec):
         return None
     texts = [without_wait(r.message) if r.reason == Cause.WORKER_FAILED else "" for r in last]
     where = ""
@@ -118,7 +129,42 @@ def repeated_program_error(spec: JobSpec, recent: Sequence[Restart]) -> str | No
         found = [_NO_GPU.search(text) for text in texts]
     if None in found or len({match[1] for match in found if match}) > 1:
         return None
-    return f"the same error {REPEATS} times before the first step{where}: {texts[-1]}"
+    return f"the same error {REPEATS} times before the first step{where}"
+
+
+def _is_ruled(spec: JobSpec) -> bool:
+    rules = (rule for rule in spec.recovery.rules if rule.cause is RuleCause.EXIT_CODE)
+    return any(not rule.exit_codes or 1 in rule.exit_codes for rule in rules)
+
+
+def repeated_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
+    """What is said of REPEATS counted failures in a row, APART from each other, with one and the same error everywhere.
+
+    Whatever its type, but for errors of a network or a disk, which may pass.
+    """
+    if _is_ruled(spec):
+        return None
+    last: Restart | None = None
+    times = 0
+    for restart in reversed([r for r in recent if r.counted]):
+        if not _is_final_everywhere(restart) or (last is not None and _mark(restart) != _mark(last)):
+            break
+        if last is None or last.time - restart.time >= APART:
+            last, times = restart, times + 1
+        if times == REPEATS:
+            return f"the same error in several ranks {REPEATS} times before the first step"
+    return None
+
+
+def _is_final_everywhere(restart: Restart) -> bool:
+    error = _mark(restart)
+    said = restart.everywhere and restart.reason == Cause.WORKER_FAILED and bool(error[1])
+    return said and not (_OUTSIDE.search(error[0]) or COMMUNICATION_ERROR.search(error[0]))
+
+
+def _mark(restart: Restart) -> tuple[str, str]:
+    first, _, traceback = without_wait(restart.message).partition("\n")
+    return error_mark(first.partition(" ended with ")[2], traceback)
 
 
 def names_program_error(message: str) -> bool:

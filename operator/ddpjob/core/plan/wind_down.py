@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from ddpjob_runtime.protocol import UNGROUPED, Command
+from ddpjob_runtime.protocol import NO, UNGROUPED, Command
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import CleanPodPolicy
@@ -29,7 +29,7 @@ from ddpjob.core.plan.queue import finish_workloads
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.describe import NO_GROUP
 from ddpjob.core.status.messages import event_text
-from ddpjob.core.status.shown_progress import shown_progress
+from ddpjob.core.status.shown_progress import began_again, shown_progress
 from ddpjob.core.view import View
 from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, host_port
 
@@ -71,6 +71,9 @@ def complete(view: View, events: list[Event]) -> Decision:
         message = "all nodes have finished"  # Of a group that a suspension took with it: it may have been smaller.
     if _trained_apart(view):
         message += ", but the ranks formed no group: each of them has trained a model of its own"
+    progress = shown_progress(view.status.progress, view.reported_progress, view.now, at_once=True)
+    if progress.get("resumed") == NO:
+        message += f", but {began_again(progress)}"
     status = with_condition(view.status, ConditionType.COMPLETE, True, "Finished", message, view.now)
     return _end(view.with_status(status), [*events, Event(False, "Complete", message)], "Complete")
 

@@ -14,6 +14,7 @@ from ddpjob_runtime.protocol import (
     COPY_STEP,
     DATA,
     DATA_WAITS,
+    EXCHANGING,
     PREFLIGHT,
     UNCOUNTABLE,
     UNGROUPED,
@@ -26,11 +27,11 @@ from ddpjob_runtime.protocol import (
 from ddpjob.api.job_spec import PreflightScope
 from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, format_time, known_time
 from ddpjob.core.decision import BLOCKED_POLL
-from ddpjob.core.failures.classify import Cause, Stuck, stuck
+from ddpjob.core.failures.classify import Cause, Stuck, ranks_of, stuck
 from ddpjob.core.failures.node_health import judge_nodes
 from ddpjob.core.rank_order import judge_order
 from ddpjob.core.status.conditions import GROUP_RESTARTS, with_condition, with_phase, without_condition
-from ddpjob.core.status.messages import count, why_held
+from ddpjob.core.status.messages import cause_first, count, why_held
 from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
 from ddpjob.core.status.waiting_pods import NODES_MISSING, not_considered, not_started
 from ddpjob.core.view import View, is_number
@@ -442,11 +443,11 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
             "so each rank trains a model of its own",
         )
     if training == wanted:
-        return True, "GroupRuns", f"{_train(wanted)}{_finished_early(view)}{_without_count(view)}"
+        return True, "GroupRuns", f"{_train(view, wanted)}{_finished_early(view)}{_without_count(view)}"
     if training > wanted:
-        return True, "GroupShrinking", f"{_train(training)}, which is about to become {wanted}"
-    train = "trains" if training == 1 else "train as one group"
-    return True, "GroupRunsSmaller", f"{training} of {count(wanted, 'node')} {train}; {_missing(view)}"
+        return True, "GroupShrinking", f"{_train(view, training)}, which is about to become {wanted}"
+    some = f"{training} of {count(wanted, 'node')}"
+    return True, "GroupRunsSmaller", f"{some} {_verb(view, training)}; {_missing(view)}"
 
 
 def _without_steps(view: View, overdue: Overdue, training: int) -> str:
@@ -474,8 +475,16 @@ def last_step(running: Condition | None) -> datetime | None:
     return known_time(said[1]) if said else None
 
 
-def _train(nodes: int) -> str:
-    return f"{count(nodes, 'node')} {'trains' if nodes == 1 else 'train as one group'}"
+def _train(view: View, nodes: int) -> str:
+    return f"{count(nodes, 'node')} {_verb(view, nodes)}"
+
+
+def _verb(view: View, nodes: int) -> str:
+    """What nodes do. That the ranks train one model is known once their steps have exchanged something."""
+    if nodes == 1:
+        return "trains"
+    exchange = view.report is not None and view.report.progress.get(EXCHANGING)
+    return "train as one group" if exchange else "run together"
 
 
 def _finished_early(view: View) -> str:
@@ -486,8 +495,9 @@ def _finished_early(view: View) -> str:
     if not finished or len(finished) == len(members):
         return ""
     first = finished[0]
+    ranks = "" if first.rank is None else f" ({ranks_of(first.rank, view.job.spec.procs_per_node)})"
     others, have = (f" and {len(finished) - 1} more", "have") if len(finished) > 1 else ("", "has")
-    return f"; pod {first.pod} (node rank {first.rank}){others} {have} already ended with exit code 0"
+    return f"; pod {first.pod}{ranks}{others} {have} already ended with exit code 0"
 
 
 def _without_count(view: View) -> str:
@@ -538,7 +548,7 @@ def _restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
         broke = [status.restarts.recent[-1]]
     if broke and not (running and all(r.reason not in _BEFORE_THE_REPORT for r in broke)):
         last = next((r for r in reversed(broke) if not r.consequence), broke[-1])
-        message = next(iter(last.message.splitlines()), "")  # Of a user's coordinator: it may be empty.
+        message = next(iter(cause_first(last.message).splitlines()), "")  # Of a user's coordinator: it may be empty.
         return with_condition(status, ConditionType.RESTARTING, True, last.reason, message, now)
     running = running and _has_resumed(view)
     if running and any(r.seconds is None for r in status.restarts.recent):

@@ -23,40 +23,45 @@ _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", G
 """Reasons of false conditions that every start, restart or end passes through."""
 
 
-def restart_events(view: View, restarts: tuple[Restart, ...], *, failed: bool) -> list[Event]:
-    """The events of restarts that are new in the view's status, few of them: one for many pods of the same fate."""
+def restart_events(
+    view: View, restarts: tuple[Restart, ...], idle: tuple[Restart, ...] = (), *, failed: bool
+) -> list[Event]:
+    """The events of restarts that are new in the view's status, and of the ends of spares (`idle`), few of them: one
+    for many pods of the same fate.
+    """
     broken = any(restart.round and not restart.consequence for restart in restarts)
-    alike: dict[tuple[str, bool], list[Restart]] = {}
-    for restart in restarts:
-        alike.setdefault((restart.reason, restart.counted), []).append(restart)
+    alike: dict[tuple[str, str], list[Restart]] = {}
+    for restart in (*idle, *restarts):
+        meaning = "a spare: nothing restarts" if restart in idle else _counts(restart)
+        alike.setdefault((restart.reason, meaning), []).append(restart)
     events = []
-    for several in alike.values():
+    for (_, meaning), several in alike.items():
         if len(several) <= SINGLE_EVENTS:
-            events += [_restart_event(view, restart, failed=failed, broken=broken) for restart in several]
+            events += [_restart_event(view, restart, meaning, failed=failed, broken=broken) for restart in several]
         else:
-            events.append(_summary(several))
+            events.append(_summary(several, meaning))
     return events[:MOST_EVENTS]
 
 
-def _summary(several: list[Restart]) -> Event:
-    first = several[0]
-    counted = "counts" if first.counted else "does not count"
-    pods = ", ".join(restart.pod for restart in several)
-    text = f"{len(several)} pods: {first.reason} ({counted} against recovery.maxRestarts): {pods}"
-    return Event(True, first.reason, event_text(text))
+def _counts(restart: Restart) -> str:
+    return f"{'counts' if restart.counted else 'does not count'} against recovery.maxRestarts"
 
 
-def _restart_event(view: View, restart: Restart, *, failed: bool, broken: bool) -> Event:
-    """The event of a restart that is new in the view's status. `failed`: the job fails, so nothing follows. `broken`: a
-    restart that is new with it broke the group.
+def _summary(several: list[Restart], meaning: str) -> Event:
+    first, pods = several[0], ", ".join(restart.pod for restart in several)
+    return Event(True, first.reason, event_text(f"{len(several)} pods: {first.reason} ({meaning}): {pods}"))
+
+
+def _restart_event(view: View, restart: Restart, meaning: str, *, failed: bool, broken: bool) -> Event:
+    """The event of a restart that is new in the view's status, or of a spare's end, with what it means. `failed`: the
+    job fails, so nothing follows. `broken`: a restart that is new with it broke the group.
     """
     if restart.reason == Cause.JOINED:
         return Event(False, restart.reason, event_text(restart.message))
     if failed:
         restart = replace(restart, message=without_wait(restart.message))
-    counted = "counts" if restart.counted else "does not count"
     follows = "" if failed else _what_follows(view, restart, broken=broken)
-    return Event(True, restart.reason, event_text(restart.message, f"{counted} against recovery.maxRestarts{follows}"))
+    return Event(True, restart.reason, event_text(restart.message, f"{meaning}{follows}"))
 
 
 def _what_follows(view: View, restart: Restart, *, broken: bool) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ddpjob.api.job_status import Slot
 from ddpjob.core.failures.classify import Cause
 
@@ -12,13 +14,38 @@ _FIRST_LINE_BYTES = 600
 
 def event_text(message: str, facts: str = "") -> str:
     """The first line, facts in brackets, and as much of the traceback's end as an event can hold."""
-    first, _, traceback = message.partition("\n")
+    line, _, traceback = message.partition("\n")
+    first, who = _cause_and_place(line)
+    facts = "; ".join(filter(None, (who, facts)))
     head = _cut(first, _FIRST_LINE_BYTES) + (f" ({facts})" if facts else "")
     room = EVENT_BYTES - len(head.encode()) - len("\n...")
     tail = traceback.encode()
     if not tail or room < 80:
         return head
     return f"{head}\n{traceback}" if len(tail) <= room else f"{head}\n...{tail[-room:].decode(errors='ignore')}"
+
+
+def cause_first(message: str, facts: str = "") -> str:
+    """The message with an error's own words at its beginning. Behind them are who had it, and the facts, in brackets:
+    a list shows the beginning of the first line alone.
+    """
+    line, newline, rest = message.partition("\n")
+    first, who = _cause_and_place(line)
+    facts = "; ".join(filter(None, (who, facts)))
+    return f"{first} ({facts}){newline}{rest}" if facts else message
+
+
+def _cause_and_place(line: str) -> tuple[str, str]:
+    """The error, and the rank or pod that ended with it, if the line names both."""
+    found = _ENDED_WITH.fullmatch(line)
+    return (found[2], found[1] + (found[3] or "")) if found is not None else (line, "")
+
+
+_ENDED_WITH = re.compile(
+    r"((?:rank [0-9]+ in )?pod \S+ ended with (?:exit code -?[0-9]+(?: \(128 \+ \w+\))?|signal \w+)): "
+    r"(.+?)(; waits [0-9.e+]+ s)?"
+)
+"""The first line of a failure as it is recorded (classify.py, new_incidents.py)."""
 
 
 def _cut(text: str, size: int) -> str:

@@ -37,7 +37,8 @@ def shown_progress(
         return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
     last = known_time(shown.get("updatedAt"))
     first = protocol.awaited_figures(reported) - protocol.awaited_figures(shown)
-    if last is not None and not (at_once or first) and timedelta(0) <= now - last < REFRESH:
+    again = _begins_at_zero(shown, reported)
+    if last is not None and not (at_once or first or again) and timedelta(0) <= now - last < REFRESH:
         return shown
     fresh: Json = {
         name: int(reported[name])
@@ -59,10 +60,43 @@ def shown_progress(
             fresh["speedDisplay"] = f"{fresh['metrics'][protocol.COUNTED_SPEED]:.3g} steps/s"
     if stragglers:
         fresh["stragglers"] = list(stragglers)
+    fresh |= _start(shown, reported, fresh)
     fresh |= _summary(fresh)
     if fresh == {key: value for key, value in shown.items() if key != "updatedAt"}:
         return shown
     return fresh | {"updatedAt": format_time(now)}
+
+
+def _begins_at_zero(shown: Json, reported: Json) -> bool:
+    """Whether the step counter has begun again with another start of the script."""
+    step, before = reported.get("step"), shown.get("step")
+    return protocol.RESUMED in reported and is_number(step) and is_number(before) and step < before
+
+
+def _start(shown: Json, reported: Json, fresh: Json) -> Json:
+    """What is known of the script's last start, if it was a restart and the steps are counted automatically."""
+    if protocol.RESUMED not in reported or "step" not in fresh:
+        return {}
+    before = shown["step"] if _begins_at_zero(shown, reported) else shown.get("stepsBefore")
+    said = reported[protocol.RESUMED]
+    known = said if said in protocol.RESUMED_WORDS else protocol.UNKNOWN
+    return {} if before is None else {"stepsBefore": before, "resumed": known}
+
+
+def began_again(progress: Json) -> str:
+    """What is said of a script that does not seem to have continued from a checkpoint; empty: nothing is to be said."""
+    known, before = progress.get("resumed"), progress.get("stepsBefore")
+    if before is None or known == protocol.YES:
+        return ""
+    if known == protocol.NO:
+        return (
+            "after the last restart the script seems to have begun again from step 0: its optimizer had no state of "
+            f"the {before} steps before"
+        )
+    return (
+        "whether the script continued from a checkpoint after the last restart is not known: have it report its steps "
+        "by ddpjob_report.report()"
+    )
 
 
 def without_speed(progress: Json) -> Json:
@@ -123,7 +157,7 @@ def _summary(fresh: Json) -> Json:
         summary["percent"] = min(100, 100 * step // steps)
         parts.append(f"{summary['percent']} %")
     elif step is not None:
-        parts.append(f"step {step}")
+        parts.append(f"step {step}" + (" since the restart" if "stepsBefore" in fresh else ""))
     return summary | ({"display": " ".join(parts)} if parts else {})
 
 
