@@ -25,7 +25,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -52,12 +52,14 @@ class Member:
     def __init__(self, port: int, index: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=120)
         self._lines = self._socket.makefile("rb")
+        self._saying = threading.Lock()
         self.say("challenge", nonce="ours")
         proof = protocol.seal(TOKEN, "member", "ours", self.hear("proof")["nonce"])
         self.say("hello", proof=proof, pod=f"job-{index}-0", index=index, attempt=0, pid=1)
 
     def say(self, verb: str, **fields: Any) -> None:
-        self._socket.sendall(json.dumps({"t": verb, **fields}).encode() + b"\n")
+        with self._saying:
+            self._socket.sendall(protocol.encode(verb, **fields))
 
     def hear(self, verb: str) -> dict[str, Any]:
         """The next line of this verb. Raises ConnectionError at the connection's end."""
@@ -89,6 +91,26 @@ class Figures:
     report: float
     processor: float
     memory: float
+
+
+@contextmanager
+def heard(members: list[Member]) -> Iterator[None]:
+    """All of them send heartbeats meanwhile, as launchers do: a coordinator that is slow must not find them silent."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(protocol.HEARTBEAT_SECONDS):
+            for member in list(members):
+                with suppress(OSError):  # It was closed meanwhile, or the coordinator has ended.
+                    member.say("hb")
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager
@@ -194,15 +216,16 @@ def _play(count: int, port: int, coordinator: int, arrivals: tuple[float, float,
     for member in members:
         member.hear("welcome")
     connected = time.monotonic() - began
-    began = time.monotonic()
-    _say_ready(members, after=0)
     training, (spare,) = members[:count], members[count:]
-    for member in training:
-        member.hear("go")
-    formed = time.monotonic() - began
-    for member in training:
-        member.say("joined", round=1)
-    _wait_until_it_runs(port)
+    with heard(members):
+        began = time.monotonic()
+        _say_ready(members, after=0)
+        for member in training:
+            member.hear("go")
+        formed = time.monotonic() - began
+        for member in training:
+            member.say("joined", round=1)
+        _wait_until_it_runs(port)
     before, began = processor_seconds(coordinator), time.monotonic()
     for beat in range(1, REST + 1):
         for member in training:
@@ -212,14 +235,16 @@ def _play(count: int, port: int, coordinator: int, arrivals: tuple[float, float,
         time.sleep(max(0.0, began + beat * protocol.HEARTBEAT_SECONDS - time.monotonic()))
     rest = processor_seconds(coordinator) - before
     at_rest, report = rest / (time.monotonic() - began), len(_report(port)) / 1000
-    began = time.monotonic()
-    training.pop(count // 2).close()
-    for member in training:
-        member.hear("restart")
-    _say_ready(training, after=1)
-    for member in [*training, spare]:
-        member.hear("go")
-    formed_again = time.monotonic() - began
+    members.remove(lost := training.pop(count // 2))
+    with heard(members):
+        began = time.monotonic()
+        lost.close()
+        for member in training:
+            member.hear("restart")
+        _say_ready(training, after=1)
+        for member in [*training, spare]:
+            member.hear("go")
+        formed_again = time.monotonic() - began
     processor = processor_seconds(coordinator) - rest
     return Figures(connected, formed, formed_again, *arrivals, at_rest, report, processor, memory(coordinator))
 
@@ -230,7 +255,10 @@ def _say_ready(members: list[Member], after: int) -> None:
 
 
 def _wait_until_it_runs(port: int) -> None:
-    while json.loads(_report(port))["state"] != "Running":
+    end = time.monotonic() + ARRIVAL_SECONDS
+    while (state := json.loads(_report(port))["state"]) != "Running":
+        if time.monotonic() > end:
+            raise TimeoutError(f"the coordinator is {state} and not Running after {ARRIVAL_SECONDS} s")
         time.sleep(0.05)
 
 
