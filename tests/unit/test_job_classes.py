@@ -94,6 +94,12 @@ def test_the_operator_reads_classes_and_a_namespace_uses_its_own() -> None:
 # --- what a job gets
 
 
+def test_a_null_is_a_field_that_is_absent() -> None:
+    """Values of a chart may be null, which takes a default of the chart away."""
+    read = JobClasses.read({"a": {"namespaces": None, "spec": {"image": "i", "env": None}, "fixed": None}})
+    assert read == JobClasses.read({"a": {"spec": {"image": "i"}}})
+
+
 def test_the_jobs_own_value_counts_and_the_class_fills_what_is_absent() -> None:
     given = {"spec": {"image": "theirs", "workingDir": "/theirs", "scheduling": {"priorityClassName": "high"}}}
     job = taken({"image": "mine", "scheduling": {"onePodPerNode": False}}, given)

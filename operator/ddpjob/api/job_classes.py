@@ -54,7 +54,8 @@ class JobClasses:
         """Of the chart's value jobClasses. Raises ValueError, with the place of the fault and the remedy."""
         if len(found) > MOST_CLASSES:
             raise ValueError(f"there are {len(found)} classes; at most {MOST_CLASSES} are possible")
-        classes = {str(name): _read(str(name), without_nulls(one)) for name, one in found.items()}
+        found = {str(name): without_nulls(one) for name, one in found.items()}
+        classes = {name: _read(name, one) for name, one in found.items()}
         return cls(classes, {name: tuple(one.get("namespaces", ["*"])) for name, one in found.items()})
 
     def offer(self, job: DDPJob) -> Offer:
