@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,15 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"evil.pt holds a posix.mkdir, .*; give a file of the state dict alone"):
         read_whole(tmp_path / "evil.pt")
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_very_long_word_of_a_file_costs_no_time(tmp_path: Path) -> None:
+    """torch's search through its own message takes minutes for this one."""
+    pickled = b"\x80\x02c" + b"a" * 100_000 + b"\nb\n."
+    torch.save({}, tmp_path / "long.pt")
+    with zipfile.ZipFile(tmp_path / "long.pt") as whole, zipfile.ZipFile(tmp_path / "words.pt", "w") as made:
+        for name in whole.namelist():
+            made.writestr(name, pickled if name.endswith("data.pkl") else whole.read(name))
+    with pytest.raises(CheckpointError, match=r"words.pt holds a a{500}") as caught:
+        read_whole(tmp_path / "words.pt")
+    assert len(str(caught.value)) < 2000

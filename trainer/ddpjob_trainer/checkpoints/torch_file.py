@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import io
 import json
+import pickle
 import struct
 import zipfile
 from pathlib import Path
@@ -25,6 +26,21 @@ from ddpjob_trainer.errors import CheckpointError
 SUFFIX = ".pt"
 _END_OF_DIRECTORY, _END_SIZE, _LONGEST_COMMENT = b"PK\x05\x06", 22, 4096
 _PIECE = 2**22
+_LONGEST_MESSAGE = 1000
+
+
+class _ShortUnpicklingError(pickle.UnpicklingError):
+    """What torch's restricted unpickler raises, without most of a very long word of the file.
+
+    torch.load searches the message with an expression whose time grows with the square of the longest word: a file of
+    20 kB kept the processor busy for eight seconds, and one of a megabyte would for hours.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(str(message)[:_LONGEST_MESSAGE])
+
+
+torch._weights_only_unpickler.UnpicklingError = _ShortUnpicklingError  # type: ignore[misc]
 
 
 class _Stream:
