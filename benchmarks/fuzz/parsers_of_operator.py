@@ -155,8 +155,8 @@ def _stored_jobs() -> Target:
 
     def read(data: bytes) -> None:
         body = loads(data)
-        if not isinstance(body, dict) or validate(body):
-            raise ValueError("the API server refuses it")
+        if not isinstance(body, dict) or validate(body) or not body["metadata"].get("uid"):
+            raise ValueError("the API server has no such object")
         job = DDPJob.read(body)
         status = decide(job, world, NOW).status
         as_json(status.write(job.spec))
@@ -188,8 +188,8 @@ def _classes() -> Target:
             raise ValueError("no classes")
         classes = JobClasses.read(body["classes"])
         job = body.get("job")
-        if not isinstance(job, dict) or validate(job):
-            raise ValueError("the API server refuses it")
+        if not isinstance(job, dict) or validate(job) or not job["metadata"].get("uid"):
+            raise ValueError("the API server has no such object")
         classes.offer(DDPJob.read(job))
 
     return Target(read, [as_json({"classes": {"c": given}, "job": job}) for job in jobs], (ValueError,))
