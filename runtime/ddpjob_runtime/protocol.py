@@ -209,6 +209,7 @@ UNCOUNTABLE = "uncountable"
 """Likewise: true if the next steps may be made where nobody counts them, as those of a compiled optimizer."""
 EXCHANGING = "exchanging"
 """Likewise: true if the ranks have exchanged something in each of the first steps."""
+FLAGS = (UNGROUPED, UNCOUNTABLE, EXCHANGING)
 RESUMED = "resumed"
 """Likewise: whether the optimizer had the state of a checkpoint before its first step, one of RESUMED_WORDS."""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
@@ -480,7 +481,7 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
         figures["metrics"] = _figures(value["metrics"])
     if stragglers := read_stragglers(value.get(STRAGGLERS)):
         figures[STRAGGLERS] = stragglers
-    figures.update((name, True) for name in (UNGROUPED, UNCOUNTABLE, EXCHANGING) if value.get(name) is True)
+    figures.update((name, True) for name in FLAGS if value.get(name) is True)
     return figures
 
 
@@ -519,6 +520,11 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
         "speed": progress.get("samplesPerSecond") is not None or counted,
     }
     return frozenset(name for name, there in has.items() if there)
+
+
+def progress_news(progress: dict[str, Any]) -> frozenset[str]:
+    """What of progress is a reason to look at once: which figures it has, and what the step counter has found out."""
+    return awaited_figures(progress) | {name for name in FLAGS if progress.get(name)}
 
 
 def is_number(value: Any) -> bool:

@@ -199,6 +199,18 @@ async def test_the_first_step_loss_and_speed_are_news(world: World, c: Coordinat
 
 
 @in_virtual_time
+async def test_what_the_step_counter_finds_out_is_news(world: World, c: Coordinator) -> None:
+    world.watch.follow(KEY, c.target)
+    c.server.coordinator.report_progress({"automatic": True, "step": 1, "metrics": {"stepsPerSecond": 2.0}})
+    for number, name in enumerate(protocol.FLAGS, 2):
+        await asyncio.sleep(15)
+        began = world.now
+        c.server.coordinator.report_progress({"automatic": True, "step": number, name: True})
+        await asyncio.sleep(0.2)
+        assert len(world.woken(since=began)) == 1, name
+
+
+@in_virtual_time
 async def test_150_coordinators_that_hang_delay_no_other_job(world: World, c: Coordinator) -> None:
     async with coordinator(world) as bad:
         bad.hangs = True

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpjob_runtime.protocol import UNGROUPED, Report, awaited_figures
+from ddpjob_runtime.protocol import Report, progress_news
 
 from ddpjob.engine.coordinator_client import UNREACHABLE, CoordinatorClient, Link, Target, describe_error
 from ddpjob.engine.ports import JobKey
@@ -200,7 +200,7 @@ def _news(report: Report) -> Any:
     lost = [m.pod for m in report.lost]
     settings = report.nodes, report.min_nodes, report.hang_after, report.backoff
     last = [i.id for i in report.incidents[-1:]]
-    recovery = report.recovery.last_seconds, awaited_figures(report.progress), report.progress.get(UNGROUPED)
+    recovery = report.recovery.last_seconds, progress_news(report.progress)
     # Its time is read by another comparison of the clocks in each report.
     overdue = report.overdue and (report.overdue.where, report.overdue.activity)
     return report.state, report.round, last, members, lost, len(report.notes), settings, recovery, overdue

@@ -25,9 +25,9 @@ from ddpjob_runtime.protocol import (
     Recovery,
     Report,
     ToMember,
-    awaited_figures,
     clip,
     order_mark,
+    progress_news,
     time_of,
 )
 
@@ -285,7 +285,7 @@ class Coordinator:
         current = self.rounds.current
         if current is not None and report.get(ROUND, now := f"{self.settings.generation}.{current.number}") != now:
             return
-        down, before = self.rounds.downtime.since, awaited_figures(self._progress.values)
+        down, before = self.rounds.downtime.since, progress_news(self._progress.values)
         alive = self._progress.shows_life(report)
         merged = self._progress.merge(report, self._now())
         step = bool(report.keys() - {ACTIVITY, STRAGGLERS, ROUND}) and not is_of_copies(report)
@@ -293,7 +293,7 @@ class Coordinator:
         if merged:
             if self._progress.position is not None:
                 self.rounds.backoff.step(self._progress.position)
-            self._bump(news=awaited_figures(self._progress.values) != before or self.rounds.downtime.since != down)
+            self._bump(news=progress_news(self._progress.values) != before or self.rounds.downtime.since != down)
 
     def report(self) -> Report:
         """The answer to `GET /status`."""

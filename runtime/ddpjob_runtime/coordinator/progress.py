@@ -10,14 +10,13 @@ from ddpjob_runtime.protocol import (
     COPY_STEP,
     COPY_TIME,
     COUNTED_SPEED,
-    EXCHANGING,
+    FLAGS,
     MAX_FIGURES,
     RESUMED,
     RESUMED_WORDS,
     ROUND,
     STRAGGLERS,
     UNCOUNTABLE,
-    UNGROUPED,
     is_number,
     iso,
     read_stragglers,
@@ -40,7 +39,7 @@ def check(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ValueError("progress must be a JSON object")
     for name, value in body.items():
-        if name in (AUTOMATIC, UNGROUPED, UNCOUNTABLE, EXCHANGING):
+        if name in (AUTOMATIC, *FLAGS):
             if not isinstance(value, bool):
                 raise ValueError(f"{name}: must be true or false")
         elif name == RESUMED:
@@ -113,7 +112,7 @@ class Progress:
     def merge(self, report: dict[str, Any], now: float) -> bool:
         """Merge a checked report; False if it is ignored because the script counts its steps by itself."""
         if report.get(AUTOMATIC):
-            for name in (UNGROUPED, UNCOUNTABLE, EXCHANGING):
+            for name in FLAGS:
                 if report.get(name) and not (name == UNCOUNTABLE and self._script_counts):
                     self.values[name] = True
                 else:
@@ -135,7 +134,7 @@ class Progress:
                 self.values["metrics"] = dict([*old.items(), *kept.items()][-MAX_FIGURES:])
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
-            elif name not in (AUTOMATIC, UNGROUPED, UNCOUNTABLE, EXCHANGING, RESUMED, ACTIVITY, ROUND):
+            elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND):
                 self.values[name] = value if is_number(value) else None
         if is_of_copies(report):
             return True
@@ -148,7 +147,7 @@ class Progress:
     def forget_ranks(self) -> None:
         """A round is over: in the next one the ranks are others, and the script names again who lags."""
         self.values.pop(STRAGGLERS, None)
-        for name in (UNGROUPED, UNCOUNTABLE, EXCHANGING):
+        for name in FLAGS:
             self.values.pop(name, None)
 
     def _note_activity(self, activity: str | None) -> None:
