@@ -230,7 +230,8 @@ def test_a_defect_that_a_line_meets_ends_its_connection_with_one_line(
         writer.write(protocol.encode("challenge", nonce="ours"))
         nonce = protocol.decode(await reader.readline())["nonce"]
         proof = protocol.seal(TOKEN, "member", "ours", nonce)
-        writer.write(protocol.encode("hello", proof=proof, pod="p", index=0, attempt=0, pid=1))
+        place = {"resume": {"round": 1, "rank": 0, "world": 2, "state": "Running"}} if where == "hello" else {}
+        writer.write(protocol.encode("hello", proof=proof, pod="p", index=0, attempt=0, pid=1, **place))
         writer.write(protocol.encode("joined", round=1))
         await reader.read()
         writer.close()
