@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import _weights_only_unpickler
 
 from ddpjob_trainer.atomic_files import Check, replacing, write_all
 from ddpjob_trainer.checkpoints.metadata import Metadata
@@ -40,7 +41,7 @@ class _ShortUnpicklingError(pickle.UnpicklingError):
         super().__init__(str(message)[:_LONGEST_MESSAGE])
 
 
-torch._weights_only_unpickler.UnpicklingError = _ShortUnpicklingError  # type: ignore[misc]
+_weights_only_unpickler.UnpicklingError = _ShortUnpicklingError  # type: ignore[attr-defined,assignment]
 
 
 class _Stream:
