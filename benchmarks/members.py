@@ -24,8 +24,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -94,46 +94,40 @@ class Figures:
 
 
 @contextmanager
-def heard(members: list[Member]) -> Iterator[None]:
-    """All of them send heartbeats meanwhile, as launchers do: a coordinator that is slow must not find them silent."""
+def beside(act: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `act` in a thread; it ends soon after its event is set."""
     ended = threading.Event()
+    thread = threading.Thread(target=act, args=(ended,))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
-    def beat() -> None:
+
+def heard(members: list[Member]) -> AbstractContextManager[None]:
+    """All of them send heartbeats meanwhile, as launchers do: a coordinator that is slow must not find them silent."""
+
+    def beat(ended: threading.Event) -> None:
         while not ended.wait(protocol.HEARTBEAT_SECONDS):
             for member in list(members):
                 with suppress(OSError):  # It was closed meanwhile, or the coordinator has ended.
                     member.say("hb")
 
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return beside(beat)
 
 
-@contextmanager
-def sharing(pid: int, share: float) -> Iterator[None]:
+def sharing(pid: int, share: float) -> AbstractContextManager[None]:
     """The process runs for this share of the time, and is stopped for the rest."""
-    ended = threading.Event()
 
-    def throttle() -> None:
+    def throttle(ended: threading.Event) -> None:
         while not ended.wait(PERIOD * share):
             os.kill(pid, signal.SIGSTOP)
             ended.wait(PERIOD * (1 - share))
             os.kill(pid, signal.SIGCONT)
 
-    if share >= 1:
-        yield
-        return
-    thread = threading.Thread(target=throttle)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return beside(throttle) if share < 1 else nullcontext()
 
 
 def measure(count: int, share: float) -> Figures:
