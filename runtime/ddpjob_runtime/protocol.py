@@ -633,7 +633,7 @@ class Incident(Record):
     alike_pods: int = 0
     """How many pods they were in."""
     group_rank: Optional[int] = None
-    """Of the node, if its workers have all ended with exit code 0 before those of others."""
+    """Group rank of a node whose workers have all ended with exit code 0 before those of others."""
 
     def short(self, traceback: int = MAX_TEXT) -> Incident:
         """With so many characters of its traceback, and few of its message."""

@@ -427,7 +427,7 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     assert counted("2", 9, 1, 5) == [False, True, True], "a few steps may come before the group"
     assert capsys.readouterr().err.count("each of the 2 ranks trains a model of its own") == 1
     assert counted("1", 9, 1, 5) == [False, False, False]
-    assert counted("2", 3, last=True) == [False, True], "at its end a program forms no group any more"
+    assert counted("2", 3, last=True) == [False, True], "a program that ends will form no group"
     assert counted("2", 12, last=True) == [True, True]
     answers["status"] = "400"
     assert counted("2", 20, 1) == [True, False], "an earlier coordinator does not know it"

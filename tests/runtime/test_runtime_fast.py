@@ -292,7 +292,7 @@ NO_LOGS = {
     "a full disk": ["sh", "-c", 'exec "$@" > /dev/full 2>&1', "sh"],
     "a pipe that nobody reads": [sys.executable, "-c", UNREAD],
 }
-"""Start programs none of which can write a line of its log."""
+"""Start programs that cannot write their logs."""
 
 
 class Unlogged(Job):

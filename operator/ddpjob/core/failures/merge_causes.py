@@ -90,7 +90,7 @@ def attribute(
        that one yet, is a consequence of it. Every other incident is a break of its own.
 
     New breaks are numbered from `status.round + 1`. Consequences get the round of their cause and
-    never count. Ends of idle pods that do not count are no restarts, have no round and explain nothing.
+    never count. Ends of idle pods that do not count are not restarts, have no round and explain nothing.
     """
     idle = [end for end in ends if end.idle and not end.contestable]
     ends = [end for end in ends if end not in idle]
