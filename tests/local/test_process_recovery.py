@@ -58,7 +58,9 @@ def test_scaling_up_and_down_keeps_the_pods(machine: Machine, mode: str) -> None
     run = machine.start(job)
     run.until(lambda r: r.steps() >= 3)
     assert machine.command("scale", "job", "3").returncode == 0
-    run.until(lambda r: display(r) == "3/3" and "3 nodes run together" in r.condition("Running")["message"], seconds=120)
+    run.until(
+        lambda r: display(r) == "3/3" and "3 nodes run together" in r.condition("Running")["message"], seconds=120
+    )
     further(run, 5)
     assert machine.command("scale", "job", "1").returncode == 0
     run.until(lambda r: display(r) == "1/1" and "1 node trains" in r.condition("Running")["message"], seconds=120)
