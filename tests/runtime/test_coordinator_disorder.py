@@ -54,6 +54,13 @@ class Disorder:
                     )
                 )
             self.world.report()
+            self.check_shortcuts()
+
+    def check_shortcuts(self) -> None:
+        """What is kept, so that no line costs a look at every member, is what such a look would find."""
+        members, current = self.world.coordinator.members, self.world.coordinator.rounds.current
+        assert members.ready_count == len(members.ready())
+        assert current is None or current.drains == bool(current.draining())
 
     def speak(self, member: Member, what: str) -> None:
         """A line of a member. Of one that is lost, the server lets only failures through."""

@@ -75,7 +75,7 @@ class Wire:
         self.lines = self.socket.makefile("rb")
 
     def say(self, verb: str, **fields: Any) -> None:
-        self.raw(json.dumps({"t": verb, **fields}).encode() + b"\n")
+        self.raw(protocol.encode(verb, **fields))
 
     def raw(self, data: bytes) -> None:
         self.socket.sendall(data)
@@ -225,7 +225,7 @@ def test_a_defect_that_a_line_meets_ends_its_connection_with_one_line(
     async def meet() -> list[Any]:
         server = Server(Settings(2, 2), TOKEN, store_ready=True)
         monkeypatch.setattr(server.coordinator, "_advance" if where == "hello" else "joined", fail)
-        listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        listener = await server.listen("127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
         writer.write(protocol.encode("challenge", nonce="ours"))
         nonce = protocol.decode(await reader.readline())["nonce"]
@@ -861,13 +861,15 @@ def test_a_member_whose_host_is_gone_is_lost_within_seconds(tmp_path: Path) -> N
             with contextlib.suppress(OSError):
                 while True:
                     for wire in wires[:2]:
-                        wire.say("heartbeat")
+                        wire.say("hb")
                     time.sleep(protocol.HEARTBEAT_SECONDS)
 
         threading.Thread(target=beat, daemon=True).start()
         drop_all_packets(wires[2].socket)
         began = time.monotonic()
-        job.wait_until(lambda r: r["state"] == "Restarting", 30)
+        report = job.wait_until(lambda r: r["state"] == "Restarting", 30)
+        assert [lost["pod"] for lost in report["lost"]] == ["job-2-0"]
+        assert "job-0-0 is silent" not in job.log("coordinator").read_text(), "its heartbeats are heard"
         limit = protocol.SILENCE_SECONDS + PROBE_SECONDS + RETURN_SECONDS - 1
         assert protocol.SILENCE_SECONDS - 1 < time.monotonic() - began < limit * slowness(), "nobody waits for a return"
     finally:
@@ -926,7 +928,7 @@ def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnec
 
     async def serve() -> tuple[list[str], str]:
         server = Server(Settings(2, 2), TOKEN, True)
-        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        listening = await server.listen("127.0.0.1", 0)
         async with listening:
             return await asyncio.to_thread(members, listening.sockets[0].getsockname()[1])
 

@@ -85,9 +85,7 @@ async def run(arguments: argparse.Namespace, settings: Settings, token: str) -> 
     Ends the process. Raises OSError: it cannot listen.
     """
     server = Server(settings, token, store_ready=arguments.store_port is None)
-    await asyncio.start_server(
-        server.serve, arguments.host or None, arguments.port, limit=protocol.MAX_LINE, backlog=512
-    )
+    await server.listen(arguments.host or None, arguments.port)
     what = f"{settings.mode}, generation {settings.generation}, attempt {settings.attempt}"
     log(f"{what}: listens on port {arguments.port} for {settings.min_nodes} to {settings.nodes} nodes")
     server.watch_for_stalls()

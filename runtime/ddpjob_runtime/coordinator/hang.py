@@ -111,6 +111,7 @@ class HangDump:
         self._stacks: dict[int, str] = {}  # rank -> text
         self._idle: dict[int, bool | None] = {}  # rank -> whether it stands still; None: not known
         self._members: dict[int, Member] = {}  # rank -> member that runs it
+        self._answered: set[int] = set()  # the members' indices
 
     def request(self, number: int, members: list[Member]) -> None:
         """Ask the members of round `number` for the stacks of their ranks."""
@@ -118,12 +119,16 @@ class HangDump:
             member.send(ToMember.DUMP, {"round": number})
         self._loop.later(DUMP_SECONDS, self._done)
 
-    def add(self, member: Member, rank: int, text: str, idle: bool | None, expected: list[Member]) -> None:
+    def add(
+        self, member: Member, rank: int, text: str, idle: bool | None, expected: Callable[[], list[Member]]
+    ) -> None:
         """The stacks of one rank; `expected`: members that have been asked and are still there."""
         self._stacks[rank], self._idle[rank] = text, idle
         self._members[rank] = member
-        answered = {m.index for m in self._members.values()}
-        if all(m.index in answered for m in expected):
+        if member.index in self._answered:
+            return
+        self._answered.add(member.index)
+        if all(m.index in self._answered for m in expected()):
             self._loop.later(LAST_STACKS_SECONDS, self._done)
 
     def culprit(self) -> Member | None:

@@ -58,6 +58,7 @@ class Round:
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
+        self._drains: Member | None = None
 
     # ---- what it is
 
@@ -97,7 +98,18 @@ class Round:
 
     def draining(self) -> list[Member]:
         """Connected members whose workers may still be alive."""
-        return [m for m in self.members.values() if m.round == self.number and m.has_workers]
+        return [m for m in self.members.values() if self._may_have_workers(m)]
+
+    @property
+    def drains(self) -> bool:
+        """Whether `draining` has any. The one that was found last is looked at first, since every line asks."""
+        if self._drains is None or not self._may_have_workers(self._drains):
+            # Members mostly end in the order of their ranks: from the other end few are looked at.
+            self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
+        return self._drains is not None
+
+    def _may_have_workers(self, member: Member) -> bool:
+        return member.round == self.number and member.has_workers
 
     @property
     def absent(self) -> int:
@@ -267,7 +279,7 @@ class Round:
         """The stacks of one rank of a round without steps."""
         for dump in (self._dump, self._look):
             if dump is not None:
-                dump.add(member, rank, text, idle, self.draining())
+                dump.add(member, rank, text, idle, self.draining)
 
     def _end_dump(self) -> None:
         if self._dump is None or self.state is RoundState.SUPERSEDED:

@@ -90,24 +90,24 @@ class Rounds:
 
     def _form(self, last: Round | None) -> None:
         if last is not None:
-            if last.draining():
+            if last.drains:
                 return
             last.judge()
         now = self._now()
         if self.backoff.until is not None and now < self.backoff.until:
             self._alarm.set(self.backoff.until)
             return
-        ready = self._members.ready()
-        if len(ready) < self.size.min_nodes:
+        ready = self._members.ready_count
+        if ready < self.size.min_nodes:
             self._enough_since = None
         elif self._enough_since is None:
             self._enough_since = now
         first, before = self.last_number == 0, None if last is None else last.world
-        when = formation.begins_at(len(ready), self.size, self._enough_since, first, before, self._mode)
+        when = formation.begins_at(ready, self.size, self._enough_since, first, before, self._mode)
         if when is not None and now < when:
             self._alarm.set(when)
         elif when is not None:
-            self._begin_in_order(formation.choose(ready, self.size.nodes, self.last_number))
+            self._begin_in_order(formation.choose(self._members.ready(), self.size.nodes, self.last_number))
 
     def _begin_in_order(self, chosen: list[Member]) -> None:
         known_at = self.order.known_at(chosen)
@@ -147,15 +147,15 @@ class Rounds:
         self._recorded = new[-1].id if new else self._recorded
 
     def _resize(self, current: Round) -> None:
-        ready = self._members.ready()
-        when = formation.resizes_at(current.world, current.resizable_since, len(ready), self.size)
+        ready = self._members.ready_count
+        when = formation.resizes_at(current.world, current.resizable_since, ready, self.size)
         if when is None:
             return
         if self._now() < when:
             self._alarm.set(when)
             return
-        world = min(self.size.nodes, current.world + len(ready))
-        current.restart_with(world, ready[0] if world > current.world else None)
+        world = min(self.size.nodes, current.world + ready)
+        current.restart_with(world, self._members.ready()[0] if world > current.world else None)
 
     def _check_hang(self, current: Round) -> None:
         due = self.watch.due()

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ddpjob_runtime import protocol
@@ -52,7 +52,7 @@ MAX_NONCES = 4096
 LOGGED_EVERY = 1.0
 """Seconds between two lines of the log about strangers."""
 BEAT = protocol.encode(FromMember.HEARTBEAT)
-"""As launchers send it: a thousand members send a thousand a second, and to decode each was a fifth of their cost."""
+"""As launchers send it."""
 POD_NAME = re.compile(rf"[-.\w]{{1,{protocol.MAX_NAME}}}", re.ASCII)
 STARTED_AT = time.time() - time.monotonic()
 
@@ -102,6 +102,23 @@ class Strangers:
             return
         log(text + (f" ({self._unlogged} more of this kind since the last line)" if self._unlogged else ""))
         self._logged, self._unlogged = moment, 0
+
+
+class Connection(asyncio.StreamReaderProtocol):
+    """A connection that takes heartbeats by itself, once it is a member's: to wake the member's task for each was most
+    of the work while all train.
+    """
+
+    _on_beat: Callable[[], bool] | None = None
+
+    def take_beats(self, on_beat: Callable[[], bool]) -> None:
+        """Call this for each heartbeat; the member's task sees those for which it returns False."""
+        self._on_beat = on_beat
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have arrived: a heartbeat mostly comes alone."""
+        if data != BEAT or self._on_beat is None or not self._on_beat():
+            super().data_received(data)
 
 
 class Server:
@@ -158,6 +175,15 @@ class Server:
             self.coordinator.stood_still(gap)
         self.watch_for_stalls()
 
+    async def listen(self, host: str | None, port: int) -> asyncio.Server:
+        """Accept connections at this address, from now on. Raises OSError."""
+        loop = asyncio.get_running_loop()
+
+        def connection() -> Connection:
+            return Connection(asyncio.StreamReader(protocol.MAX_LINE, loop), self.serve, loop)
+
+        return await loop.create_server(connection, host, port, backlog=512)
+
     def store_is_ready(self) -> None:
         """The store accepts connections."""
         self.store_ready = True
@@ -189,6 +215,7 @@ class Server:
             await _flush(writer)
             return
         self.strangers.recognize(writer)
+        self._answer_beats(member, writer, send)
         why, judged = "its connection ended", False
         try:
             why = await self._listen(member, reader, writer, send)
@@ -207,6 +234,20 @@ class Server:
                         other.give_up()
                         self._lose(other, f"silent for {now() - other.heard:.0f} s, as most members are")
             await _flush(writer)
+
+    def _answer_beats(self, member: Member, writer: asyncio.StreamWriter, send: Any) -> None:
+        """As long as nothing else is to be done with this member."""
+
+        def on_beat() -> bool:
+            if member.given_up or writer.is_closing():
+                return False
+            member.hear(now())
+            send(ToMember.HEARTBEAT, {})
+            return True
+
+        connection = writer.transport.get_protocol()
+        assert isinstance(connection, Connection)
+        connection.take_beats(on_beat)
 
     def _lose(self, member: Member, why: str) -> None:
         """Members that nobody hears are lost at one moment: one after the other they would not look cut off together,
@@ -294,10 +335,7 @@ class Server:
                 return "its connection ended"
             member.hear(now())
             try:
-                if line == BEAT:
-                    send(ToMember.HEARTBEAT, {})
-                else:
-                    self._on_message(member, protocol.decode(line), send)
+                self._on_message(member, protocol.decode(line), send)
             except ValueError as error:
                 log(f"node {member.pod} sent a bad line: {error}")
                 send(ToMember.ERROR, {"why": str(error)})
@@ -312,12 +350,15 @@ class Server:
         self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any
     ) -> bytes:
         """The member's next line. Raises ValueError where it is too long, and Silent."""
-        seconds = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
-        probed = False
+        allowed = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
+        seconds, probed = allowed, False
         while True:
             line = await within(seconds, reader.readline())
             if line is not None:
                 return line
+            if now() - member.heard < allowed:  # By heartbeats.
+                seconds, probed = allowed - (now() - member.heard), False
+                continue
             if probed and not self._lives(member, writer):
                 raise Silent(f"silent for {now() - member.heard:.0f} s")
             if not probed:

@@ -123,7 +123,7 @@ class Takeover:
             self._end()
             return
         if current is None:
-            known = len(self._members.ready()) >= self._rounds.size.nodes
+            known = self._members.ready_count >= self._rounds.size.nodes
         else:
             # Of those that have not come back nobody knows the names: as many as are gone will be the same.
             # Members that were asked to save take their time for it, also while they do not find this coordinator.
