@@ -98,8 +98,8 @@ class ApiServer:
         self.acted: list[tuple[str, str]] = []
         """Writes that took place, whether or not the client got an answer."""
         self.events: list[Json] = []
-        self.read_whole: set[str] = set()
-        """Kinds that were listed or watched with all their contents."""
+        self.read_whole: set[tuple[str, str]] = set()
+        """Method and kind of requests that were answered with whole objects."""
         self.url = ""
         self.watching = 0
         self._oldest = store.version
@@ -221,9 +221,9 @@ class ApiServer:
             return _status(404, "NotFound", f"the server could not find the requested resource {path}")
         namespace, plural, name, part = match.groups()
         kind = KINDS.get(f"{plural}.{path.split('/')[2]}") or KINDS[plural]
+        if not _metadata_only(request):
+            self.read_whole.add((request.method, kind))
         if request.method == "GET" and name is None:
-            if not _metadata_only(request):
-                self.read_whole.add(kind)
             if query.get("watch") in ("1", "true"):
                 return await self._watch(request, kind, namespace, query)
             return self._list(kind, namespace, query, _metadata_only(request))
@@ -232,7 +232,8 @@ class ApiServer:
             namespace = ""
         if request.method != "GET":
             self.acted.append((request.method, path))
-        return web.json_response(self._act(request.method, kind, namespace or "", name, part, body))
+        answer = self._act(request.method, kind, namespace or "", name, part, body)
+        return web.json_response(_partial(answer) if _metadata_only(request) else answer)
 
     def _act(self, method: str, kind: str, namespace: str, name: str | None, part: str | None, body: Json) -> Json:
         store = self.store

@@ -73,7 +73,7 @@ async def test_kopf_gets_names_and_versions_of_jobs_and_pages_of_bounded_size(
         await until(lambda: any(event == "ADDED" for event, _ in seen))
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-    assert "DDPJob" not in server.read_whole
+    assert ("GET", "DDPJob") not in server.read_whole
     assert all(len(json.dumps(body)) < 500 for _, body in seen)
     asked = [query for _, path, query in server.requests if path.endswith("/ddpjobs")]
     limits = [int(query["limit"]) for query in asked if "watch" not in query]

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -236,9 +237,21 @@ class Caches:
 
     def take(self, kind: str, body: Json) -> None:
         """An object as the API server has just answered: it needs no reconcile."""
+        with self._writing():
+            self._of(kind, body["metadata"]["namespace"]).take(body)
+
+    def take_job(self, job: DDPJob) -> DDPJob:
+        """Likewise a job; returns what is kept of it, whether or not a later version is known."""
+        kept = _kept(job)
+        with self._writing():
+            self._of(KIND, job.namespace).take_view((job.namespace, job.name), int(job.resource_version), kept)
+        return kept
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         self._own_write = True
         try:
-            self._of(kind, body["metadata"]["namespace"]).take(body)
+            yield
         finally:
             self._own_write = False
 
@@ -282,14 +295,8 @@ class Caches:
     # --- changes
 
     def _read_job(self, body: Json) -> DDPJob:
-        """Read a job. The spec, which costs most, is read once per generation and class.
-
-        A job that has ended makes no pods, so that nothing is kept of what pods are made from.
-        """
-        job = self._read_changed(body)
-        if not job.status.terminal:
-            return job
-        return replace(job, spec=replace(job.spec, pod_template={}, env=(), args=()), written={})
+        """Read a job. The spec, which costs most, is read once per generation and class."""
+        return _kept(self._read_changed(body))
 
     def _read_changed(self, body: Json) -> DDPJob:
         meta = body["metadata"]
@@ -366,6 +373,13 @@ class Caches:
     def _woken(self, key: JobKey, *, urgent: bool) -> None:
         if not self._own_write:
             self._wake(key, urgent)
+
+
+def _kept(job: DDPJob) -> DDPJob:
+    """A job that has ended makes no pods, so that nothing is kept of what pods are made from."""
+    if not job.status.terminal:
+        return job
+    return replace(job, spec=replace(job.spec, pod_template={}, env=(), args=()), written={})
 
 
 _NOBODY = Owned("", "", (), frozenset())

@@ -233,6 +233,14 @@ class Informer(Generic[View]):
             log.warning("%s: %s/%s cannot be read and is ignored: %r", self.path, *key, error)
             self._remove(key)
             return
+        self._keep(key, version, view)
+
+    def take_view(self, key: Id, version: int, view: View) -> None:
+        """The view of an object at its version, unless a later one is known."""
+        if version > self._versions.get(key, self._floor) and self.keep(key[0]):
+            self._keep(key, version, view)
+
+    def _keep(self, key: Id, version: int, view: View) -> None:
         before = self._views.get(key)
         self._views[key], self._versions[key] = view, version
         if before != view:

@@ -19,7 +19,7 @@ from ddpjob_runtime.protocol import Report
 from ddpjob.api.job import API_VERSION, KIND, DDPJob
 from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_spec import Json, size_fault
-from ddpjob.api.job_status import NotificationState, SlotState
+from ddpjob.api.job_status import JobStatus, NotificationState, SlotState
 from ddpjob.api.schema import exceeds
 from ddpjob.controller.caches import WATCHED, Caches, Owned, collection
 from ddpjob.controller.host_watch import NODES
@@ -363,10 +363,14 @@ class KubernetesCluster:
             "metadata": {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version},
             "status": status,
         }
-        key = JobKey(job.namespace, job.name)
+        key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
+        # It is stored only where the rest is still that of `job`, so that up to 1.5 MB of that need not come back. But
+        # another class in the status changes what the spec means.
+        same_spec = stored.job_class == job.status.job_class
+        accept = METADATA if same_spec else JSON
         self._unsure.add(key)
         try:
-            written = await self._change("PUT", f"{_path(KIND, *key)}/status", body=body)
+            answer = await self._change("PUT", f"{_path(KIND, *key)}/status", body=body, accept=accept)
         except ApiError as error:
             if error.status in (404, 409):
                 raise Conflict from error
@@ -374,10 +378,9 @@ class KubernetesCluster:
                 raise Refused(error.status, error.message) from error
             raise  # The status is invalid: a defect of ours.
         self._unsure.discard(key)
-        self.caches.take(KIND, written)
-        known = self.caches.job(key)
-        same = known is not None and known.resource_version == written["metadata"]["resourceVersion"]
-        result = known if known is not None and same else DDPJob.read(written)
+        version = answer["metadata"]["resourceVersion"]
+        written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
+        result = self.caches.take_job(written)
         self._follow(key, result)  # A coordinator that runs since now: nothing else may change for a long time.
         return result
 
