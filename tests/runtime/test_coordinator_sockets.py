@@ -920,7 +920,7 @@ def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnec
             wire.say("hb")
             assert wire.hear()["t"] == "hb", "all that it has said before is taken in"
         cut_off.set()
-        first.say("hb")
+        first.say("note", kind="ColdWorkers", why="")
         first.lines.read()  # until its connection ends: both are lost
         second.say("hb")
         answers = [json.loads(line)["t"] for line in second.lines]

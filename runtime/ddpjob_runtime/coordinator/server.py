@@ -215,7 +215,7 @@ class Server:
             await _flush(writer)
             return
         self.strangers.recognize(writer)
-        self._answer_beats(member, writer, send)
+        self._answer_beats(member, writer)
         why, judged = "its connection ended", False
         try:
             why = await self._listen(member, reader, writer, send)
@@ -235,17 +235,19 @@ class Server:
                         self._lose(other, f"silent for {now() - other.heard:.0f} s, as most members are")
             await _flush(writer)
 
-    def _answer_beats(self, member: Member, writer: asyncio.StreamWriter, send: Any) -> None:
+    def _answer_beats(self, member: Member, writer: asyncio.StreamWriter) -> None:
         """As long as nothing else is to be done with this member."""
 
+        transport, answer = writer.transport, protocol.encode(ToMember.HEARTBEAT)
+
         def on_beat() -> bool:
-            if member.given_up or writer.is_closing():
+            if member.given_up or transport.is_closing() or transport.get_write_buffer_size():
                 return False
             member.hear(now())
-            send(ToMember.HEARTBEAT, {})
+            transport.write(answer)
             return True
 
-        connection = writer.transport.get_protocol()
+        connection = transport.get_protocol()
         assert isinstance(connection, Connection)
         connection.take_beats(on_beat)
 
@@ -351,20 +353,17 @@ class Server:
     ) -> bytes:
         """The member's next line. Raises ValueError where it is too long, and Silent."""
         allowed = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
-        seconds, probed = allowed, False
+        seconds, probed = allowed, 0.0  # when what it was probed for was the last that was heard
         while True:
-            line = await within(seconds, reader.readline())
+            line = await within(seconds, reader.readline(), lambda: member.heard + allowed - now())
             if line is not None:
                 return line
-            if now() - member.heard < allowed:  # By heartbeats.
-                seconds, probed = allowed - (now() - member.heard), False
-                continue
-            if probed and not self._lives(member, writer):
+            if probed == member.heard and not self._lives(member, writer):
                 raise Silent(f"silent for {now() - member.heard:.0f} s")
-            if not probed:
+            if probed != member.heard:
                 log(f"node {member.pod} is silent; looks whether it lives")
             send(ToMember.HEARTBEAT, {})
-            probed, seconds = True, PROBE_SECONDS
+            probed, seconds = member.heard, PROBE_SECONDS
 
     def _lives(self, member: Member, writer: asyncio.StreamWriter) -> bool:
         """Whether a silent member may only be slow, or cut off together with most others."""
