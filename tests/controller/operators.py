@@ -1,4 +1,4 @@
-"""Whole replicas of the operator, all but kopf's thread, in the simulated world.
+"""Whole replicas of the operator, with kopf's part in virtual time, in the simulated world.
 
 They reach its objects and coordinators over HTTP only.
 """
@@ -27,7 +27,7 @@ from simulation.simulated import Simulation
 from simulation.story import Story
 
 from .api_server import ApiServer, RandomFaults
-from .world import LoopClock, ReplicaTasks, loop_moment
+from .world import LoopClock, ReplicaTasks, kopf_of, loop_moment
 
 
 class HttpSimulation(Simulation):
@@ -73,11 +73,7 @@ class Replicas(ReplicaTasks):
         )
         monkeypatch.setattr(report_watch, "CoordinatorClient", functools.partial(CoordinatorClient, clock=loop_moment))
 
-        async def no_kopf(settings: Settings, seen: object) -> None:
-            """Its thread has a loop of its own, whose time is real."""
-            await asyncio.sleep(1e9)
-
-        monkeypatch.setattr(operator_main, "follow_jobs", no_kopf)
+        monkeypatch.setattr(operator_main, "follow_jobs", kopf_of(server))
         act = operator_main.Operator.act
         replicas = self
 

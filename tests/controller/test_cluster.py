@@ -42,7 +42,7 @@ from simulation.store import Refusal
 
 from .api_server import ApiServer, Fault
 from .virtual_loop import run
-from .world import api_server, connected, loop_moment
+from .world import api_server, connected, followed, loop_moment
 
 KEY = JobKey("space", "job")
 JOBS = runtime_jobs_name(runtime_name())
@@ -140,12 +140,10 @@ async def case(*, serves_gangs: bool = False, serves_queues: bool = False) -> As
         coordinators, woken = CoordinatorClient(), list[tuple[JobKey, bool]]()
         caches = Caches(rest, lambda key, urgent: woken.append((key, urgent)), lambda hosts, changed: None)
         cluster = KubernetesCluster(rest, caches, coordinators, Platform(operator_key=b"key"), "operator-0")
-        case, following = Case(server, cluster), asyncio.create_task(caches.run())
+        case = Case(server, cluster)
         case.woken = woken
-        await caches.answered()
-        yield case
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        async with followed(server, caches):
+            yield case
         await coordinators.close()
 
 
@@ -1374,11 +1372,8 @@ def test_without_the_right_to_read_policies_everything_else_is_read() -> None:
         async with api_server() as server, connected(server) as rest:
             server.faults = lambda method, path: Fault(403, reason="Forbidden") if "networkpol" in path else None
             caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
-            following = asyncio.create_task(caches.run())
-            async with asyncio.timeout(30):
-                await caches.answered()
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            async with asyncio.timeout(30), followed(server, caches):
+                pass
 
     run(main())
 
@@ -1407,11 +1402,8 @@ def test_what_may_not_be_listed_is_not_used() -> None:
             any_job = DDPJob.read({"metadata": meta, "spec": {"image": "image", "command": ["x"], "nodes": 2}})
             server.faults = lambda method, path: Fault(403, reason="Forbidden") if "podgroups" in path else None
             caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
-            following = asyncio.create_task(caches.run())
-            await caches.answered()
-            assert caches.complete_in("space") and not caches.serves_gangs(any_job)
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            async with followed(server, caches):
+                assert caches.complete_in("space") and not caches.serves_gangs(any_job)
 
     run(main())
 

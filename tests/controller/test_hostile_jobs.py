@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import random
@@ -14,7 +13,7 @@ import pytest
 from ddpjob.api.job_spec import Json
 from ddpjob.controller import kubernetes_cluster
 from ddpjob.controller import rest as rest_module
-from ddpjob.controller.caches import MISSED_SECONDS, collection
+from ddpjob.controller.caches import collection
 from ddpjob.controller.informer import PAGE_BYTES, Informer
 from ddpjob.core.world import LABEL_JOB
 from ddpjob.engine.reconcile import reconcile
@@ -146,33 +145,3 @@ def test_pages_of_lists_are_bounded_by_their_bytes() -> None:
 
     run(main())
     assert max(sizes) < PAGE_BYTES
-
-
-def test_what_a_watch_has_missed_is_read_by_the_version_that_kopf_shows() -> None:
-    async def main() -> None:
-        async with case() as c:
-            body = c.server.store.get("DDPJob", "job")
-            await seen()
-            asked = c.asked("/ddpjobs/")
-            caches = c.cluster.caches
-            for event in (None, "ADDED", "MODIFIED"):
-                caches.seen_by_kopf(event, body)
-            await asyncio.sleep(2 * MISSED_SECONDS)
-            assert c.asked("/ddpjobs/") == asked, "the watch has shown it"
-            c.server.drop_events = lambda kind, body: kind == "DDPJob"
-            body = c.server.store.get("DDPJob", "job")
-            body["metadata"]["generation"] += 1
-            body["spec"] = {**body["spec"], "nodes": 3}
-            c.server.store.changed("DDPJob", body)
-            await seen()
-            assert c.cached().spec.nodes == 2
-            missed = {"metadata": c.server.store.get("DDPJob", "job")["metadata"]}
-            for _ in range(3):
-                caches.seen_by_kopf("MODIFIED", missed)
-            await asyncio.sleep(2 * MISSED_SECONDS)
-            assert c.cached().spec.nodes == 3
-            assert c.asked("/ddpjobs/") == asked + 1
-            caches.seen_by_kopf("DELETED", missed)
-            assert caches.job(KEY) is None
-
-    run(main())

@@ -106,7 +106,7 @@ async def test_a_watch_that_always_ends_is_not_begun_again_at_once(
 async def test_kopf_s_watch_begins_again_after_an_error_that_ends_kopf(
     namespaces: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(handlers, "_RETRY", 0.2)
+    monkeypatch.setattr(handlers, "RETRY", 0.2)
     async with ApiServer(Store(RealClock())).serve() as server:
         use_kubeconfig(server, tmp_path, monkeypatch)
         seen: list[tuple[str | None, str]] = []
@@ -154,7 +154,7 @@ async def test_a_term_that_ends_while_kopf_starts_ends_it_too(monkeypatch: pytes
 
     monkeypatch.setattr(handlers.asyncio, "run", slow_start)
     monkeypatch.setattr(handlers.kopf, "operator", operator)
-    monkeypatch.setattr(handlers, "_RETRY", 0.1)
+    monkeypatch.setattr(handlers, "RETRY", 0.1)
     before = set(threading.enumerate())
     following = asyncio.create_task(handlers.follow_jobs(Settings(key=b"0123456789abcdef"), lambda event, body: None))
     await until(begun.is_set)

@@ -16,7 +16,9 @@ import aiohttp
 import pytest
 from ddpjob.api.schema import schema_of
 from ddpjob.controller import main as operator_main
+from ddpjob.controller.caches import collection
 from ddpjob.controller.election import LEASE_SECONDS, Lease
+from ddpjob.controller.job_cache import NAMES_SECONDS
 from ddpjob.controller.main import Operator
 from ddpjob.controller.operator_settings import Settings
 from ddpjob.controller.rest import Rest
@@ -29,7 +31,7 @@ from prometheus_client import REGISTRY as metrics_registry
 
 from .api_server import ApiServer, Fault, RandomFaults
 from .virtual_loop import run
-from .world import api_server, connected, loop_moment
+from .world import api_server, connected, kopf_of, loop_moment
 
 SETTINGS = {"key": b"0123456789abcdef", "health_port": 0, "metrics_port": 0}
 
@@ -78,10 +80,7 @@ class Watched:
 async def running(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch, lease: bool = True, **settings: Any
 ) -> AsyncIterator[Watched]:
-    async def no_kopf(settings: Settings, seen: object) -> None:
-        await asyncio.sleep(1e9)
-
-    monkeypatch.setattr(operator_main, "follow_jobs", no_kopf)
+    monkeypatch.setattr(operator_main, "follow_jobs", kopf_of(server))
     async with connected(server) as rest, connected(server) as alone:
         coordinators = CoordinatorClient()
         held = [Lease(alone, "space", "ddpjob-operator", "operator-0")] if lease else []
@@ -116,28 +115,9 @@ def test_after_a_restart_the_living_job_comes_before_a_thousand_that_have_ended(
                 assert o.pods() == 3
                 ended = [name for name in o.reconciled if name.startswith("ended")]
                 assert sorted(ended) == sorted(set(ended)) and len(ended) == 1000, "once each"
-                assert sum(path.endswith("ddpjobs") for _, path in o.asked()) == 11, "pages of a hundred"
+                assert sum(q.get("limit") == "100" for _, _, q in server.requests) == 11, "pages of a hundred"
                 others = [(m, p) for m, p in o.asked() if "ended" in p or "team-" in p]
                 assert others == [], "one that has ended costs nothing but its object"
-
-    run(main())
-
-
-def test_kopf_reads_the_jobs_once_more_only_after_the_first_pass_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            for number in range(60):
-                add(server, f"job-{number}", namespace=f"team-{number % 7}")
-            async with running(server, monkeypatch) as o:
-                begun: list[int] = []
-
-                async def kopf(settings: Settings, seen: object) -> None:
-                    begun.append(len(set(o.reconciled)))
-                    await asyncio.sleep(1e9)
-
-                monkeypatch.setattr(operator_main, "follow_jobs", kopf)
-                await asyncio.sleep(90)
-                assert len(begun) == 1 and begun[0] >= 40, "no job waits for a worker any more"
 
     run(main())
 
@@ -179,7 +159,7 @@ def test_nothing_is_listed_or_read_while_nothing_changes(monkeypatch: pytest.Mon
                 o.reconciled.clear()
                 await asyncio.sleep(240)
                 assert 10 * 20 <= len(o.reconciled) <= 10 * 25, "each ten seconds: nobody is silent, news would wake it"
-                assert o.asked() == []
+                assert set(o.asked()) == {("GET", collection("DDPJob", ""))} and len(o.asked()) == 4, "names"
 
     run(main())
 
@@ -261,7 +241,11 @@ def test_a_store_that_is_restored_from_a_backup_is_read_as_it_is(monkeypatch: py
                 await asyncio.sleep(10)
                 names = {body["metadata"]["name"] for body in server.store.all("Pod")}
                 assert names == {"job-0-1", "job-1-0", "job-coordinator-0"}
+                await asyncio.sleep(NAMES_SECONDS)
                 assert o.operator.leaders[0].caches.job(JobKey("space", "later")) is None
+                add(server, "new")
+                await asyncio.sleep(10)
+                assert "new" in o.reconciled, "kopf has begun again"
                 server.requests.clear()
                 await asyncio.sleep(60)
                 assert len(o.asked()) < 10, "nothing is tried again and again"
@@ -394,7 +378,7 @@ def test_objects_as_large_as_the_api_server_takes_are_followed(monkeypatch: pyte
             await asyncio.sleep(5)
             assert {"large", "small"} <= set(o.reconciled)
             lists = [path for _, path in o.asked() if path.endswith("/ddpjobs")]
-            assert len(lists) == 1, "the watch has shown them"
+            assert len(lists) == 2, "kopf's, and that of names: the watch has shown them"
 
     run(main())
 
@@ -411,11 +395,8 @@ def test_watches_of_many_namespaces_leave_connections_to_requests(monkeypatch: p
                 configuration.connection_pool_maxsize = connections
                 return Rest(client.ApiClient(configuration=configuration))
 
-            async def no_kopf(settings: Settings, seen: object) -> None:
-                await asyncio.sleep(1e9)
-
             monkeypatch.setattr(Rest, "connect", connect)
-            monkeypatch.setattr(operator_main, "follow_jobs", no_kopf)
+            monkeypatch.setattr(operator_main, "follow_jobs", kopf_of(server))
             task = asyncio.create_task(operator_main.run(Settings(**SETTINGS, namespaces=names)))
             try:
                 await asyncio.sleep(20)

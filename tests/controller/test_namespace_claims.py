@@ -15,7 +15,7 @@ from ddpjob.engine.ports import JobKey, Unavailable
 
 from .api_server import ApiServer, Fault
 from .virtual_loop import run
-from .world import api_server, connected
+from .world import api_server, connected, followed
 
 CLAIMS = "/apis/coordination.k8s.io/v1/namespaces/space/leases"
 
@@ -98,13 +98,10 @@ async def left_alone() -> AsyncIterator[tuple[ApiServer, Leader]]:
         spec = {"image": "image", "script": "train.py", "gpusPerNode": 0}
         server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "uid"}, "status": {}, "spec": spec})
         leader = Leader(Settings(key=b"0123456789abcdef", lease_namespace="b"), rest, CoordinatorClient())
-        following = asyncio.create_task(leader.caches.run())
-        await leader.caches.answered()
-        assert await NamespaceClaims(rest, "a/ddpjob-operator").mine("space")
-        assert await leader.reconcile_one(JobKey("space", "job")) == OTHERS_SECONDS
-        yield server, leader
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        async with followed(server, leader.caches):
+            assert await NamespaceClaims(rest, "a/ddpjob-operator").mine("space")
+            assert await leader.reconcile_one(JobKey("space", "job")) == OTHERS_SECONDS
+            yield server, leader
         await leader.cluster.coordinators.close()
 
 

@@ -144,21 +144,6 @@ async def test_what_is_not_urgent_waits_longer_while_it_is_crowded() -> None:
 
 
 @virtual
-async def test_a_queue_is_drained_when_no_key_that_is_due_waits() -> None:
-    queue: DelayQueue[str] = DelayQueue()
-    done: list[tuple[str, bool]] = []
-
-    async def handle(key: str) -> None:
-        done.append((key, queue.drained.is_set()))
-
-    for key in ("a", "b"):
-        queue.add(key)
-    queue.add("later", 0.2)
-    await drive(queue, handle, 0.5, workers=1)
-    assert done == [("a", False), ("b", False), ("later", True)]
-
-
-@virtual
 async def test_one_group_s_slow_keys_leave_workers_to_the_others() -> None:
     queue: DelayQueue[str] = DelayQueue(group=lambda key: key.split("/")[0])
     slow, started, loop = 0, dict[str, float](), asyncio.get_running_loop()

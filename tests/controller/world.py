@@ -1,13 +1,23 @@
-"""What the tests of the controller share: the simulation's clock on the event loop, clients of the fake API server."""
+"""What the tests of the controller share: the simulation's clock on the event loop, clients of the fake API server, and
+kopf's watch in virtual time.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
+from http import HTTPStatus
+from typing import Any
 
-from ddpjob.controller.rest import Rest
+from ddpjob.api.job import KIND
+from ddpjob.controller.caches import Caches, collection
+from ddpjob.controller.handlers import RETRY as KOPF_RETRY
+from ddpjob.controller.handlers import Seen
+from ddpjob.controller.operator_settings import Settings
+from ddpjob.controller.rest import METADATA, METADATA_LIST, ApiError, Rest
+from ddpjob.engine.ports import Unavailable
 from kubernetes.aio import client
 from simulation.clock import EPOCH, Clock
 from simulation.store import Store
@@ -62,6 +72,52 @@ async def api_server() -> AsyncIterator[ApiServer]:
         yield server
 
 
+Follow = Callable[[Settings, Seen], Coroutine[Any, Any, None]]
+
+
+def kopf_of(server: ApiServer) -> Follow:
+    """`handlers.follow_jobs` in virtual time: kopf's thread has a loop of its own, whose time is real.
+
+    It shows what kopf shows: the jobs that are there when it lists, never those that were deleted while it did not
+    watch. An error in a watch ends it, and it begins again a while later. Real kopf is in test_kopf.py.
+    """
+
+    async def follow_jobs(settings: Settings, seen: Seen) -> None:
+        async with connected(server) as rest, asyncio.TaskGroup() as group:
+            for namespace in settings.namespaces or ("",):
+                group.create_task(_follow(rest, collection(KIND, namespace), seen))
+
+    return follow_jobs
+
+
+async def _follow(rest: Rest, path: str, seen: Seen) -> None:
+    while True:
+        try:
+            page = await rest.request("GET", path, accept=METADATA_LIST)
+            for body in page["items"] or ():
+                seen(None, body)
+            await _watch(rest, path, page["metadata"]["resourceVersion"], seen)
+        except (ApiError, Unavailable, KeyError):  # KeyError: a page of another server.
+            await asyncio.sleep(KOPF_RETRY)
+
+
+async def _watch(rest: Rest, path: str, version: str, seen: Seen) -> None:
+    """Until the version has expired."""
+    while True:
+        query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": "300"}
+        try:
+            async for event in rest.watch(path, query, 70.0, accept=METADATA):
+                if event["type"] == "ERROR" and event["object"]["code"] == HTTPStatus.GONE:
+                    return
+                if event["type"] == "ERROR":
+                    raise ApiError(event["object"]["code"], "", "kopf ends at an error in a watch")
+                version = event["object"]["metadata"]["resourceVersion"]
+                if event["type"] != "BOOKMARK":
+                    seen(event["type"], event["object"])
+        except Unavailable:
+            await asyncio.sleep(1.0)
+
+
 @asynccontextmanager
 async def connected(server: ApiServer) -> AsyncIterator[Rest]:
     """A client of its own connections."""
@@ -70,3 +126,17 @@ async def connected(server: ApiServer) -> AsyncIterator[Rest]:
         yield rest
     finally:
         await rest.close()
+
+
+@asynccontextmanager
+async def followed(server: ApiServer, caches: Caches) -> AsyncIterator[None]:
+    """Caches that follow the server, and have read what there is."""
+    kopf = kopf_of(server)(Settings(key=b"", namespaces=tuple(filter(None, caches.namespaces))), caches.seen_by_kopf)
+    tasks = [asyncio.create_task(caches.run()), asyncio.create_task(kopf)]
+    try:
+        await caches.answered()
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

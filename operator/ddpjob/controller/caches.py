@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from ddpjob_runtime.protocol import MAX_NAME
@@ -18,11 +17,12 @@ from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION, DDPJob, queue_labels, t
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import JobStatus
 from ddpjob.controller.host_watch import Changed, HostWatch
-from ddpjob.controller.informer import Informer
+from ddpjob.controller.informer import Cache, Informer
+from ddpjob.controller.job_cache import JobCache
 from ddpjob.controller.pod_views import read_pod, read_workload
-from ddpjob.controller.rest import ApiError, Rest
+from ddpjob.controller.rest import Rest
 from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY, HealthSignals, PodView, WorkloadView
-from ddpjob.engine.ports import JobKey, Unavailable
+from ddpjob.engine.ports import JobKey
 from ddpjob.objects.pod_group import API_VERSION as GANG_API
 from ddpjob.objects.pod_group import KIND as GANG
 from ddpjob.objects.pod_group import VOLCANO_API, kind_for
@@ -36,12 +36,8 @@ Wake = Callable[[JobKey, bool], None]
 
 DEPARTED_FOR = 30.0
 """Seconds for which the last state of a pod that is gone is kept: it may say why, to an operator that is late."""
-JOBS_PAGE = 100
-"""A user may make a DDPJob as large as 1.5 MB."""
 MOST_REFERENCES = 2000
 """Owners of an object that are looked at, of which the objects of many jobs have a thousand."""
-MISSED_SECONDS = 2.0
-"""Seconds for which the operator's own watch may be behind kopf's."""
 _View = TypeVar("_View")
 
 _ROOTS = {
@@ -120,9 +116,6 @@ class Caches:
         signals: HealthSignals | None = None,
     ) -> None:
         self._rest, self._on_job = rest, on_job
-        self._missed: dict[JobKey, int] = {}
-        """Jobs that kopf's watch shows at a later version than is known, with that version."""
-        self._reading: set[asyncio.Task[None]] = set()
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
@@ -137,7 +130,6 @@ class Caches:
         """PodGroups by their job's uid: their uids by name."""
         ours = f"{LABEL_MANAGED}={MANAGED_BY}"
         more: dict[str, tuple[Callable[[Json], Any], Callable[[Any, Any], None], dict[str, Any]]] = {
-            KIND: (self._read_job, self._job_changed, {"page": JOBS_PAGE}),
             "Pod": (_read_owned_pod, self._pod_changed, {"selector": ours}),
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
@@ -149,7 +141,11 @@ class Caches:
             more[kind] = _read_owned, self._gang_changed, {**more["Service"][2], "optional": True}
         # Nor do they have Kueue.
         more[WORKLOAD] = _read_owned_workload, self._workload_changed, {"selector": ours, "optional": True}
-        assert set(more) == set(WATCHED)
+        assert {KIND, *more} == set(WATCHED)
+        self._jobs = {
+            namespace: JobCache(rest, collection(KIND, namespace), self._read_job, self._job_changed, keep)
+            for namespace in self.namespaces
+        }
         self._informers: dict[tuple[str, str], Informer[Any]] = {
             (kind, namespace): Informer(rest, collection(kind, namespace), read, changed, keep=keep, **options)
             for kind, (read, changed, options) in more.items()
@@ -157,24 +153,32 @@ class Caches:
         }
         self.hosts = HostWatch(rest, on_hosts, signals)
 
-    def _of(self, kind: str, namespace: str) -> Informer[Any]:
+    def _of(self, kind: str, namespace: str) -> Cache[Any]:
+        if kind == KIND:
+            return self._jobs_of(namespace)
         return self._informers.get((kind, namespace)) or self._informers[kind, ""]
+
+    def _jobs_of(self, namespace: str) -> JobCache:
+        return self._jobs.get(namespace) or self._jobs[""]
+
+    def _all(self) -> tuple[Informer[Any] | JobCache, ...]:
+        return *self._jobs.values(), *self._informers.values(), self.hosts
 
     async def run(self) -> None:
         """Follows the API server, until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for informer in (*self._informers.values(), self.hosts):
-                group.create_task(informer.run())
+            for cache in self._all():
+                group.create_task(cache.run())
 
     @property
     def complete(self) -> bool:
         """Whether all that may be read has been, and that is all that there is in one namespace at least."""
-        answered = all(informer.answered.is_set() for informer in (*self._informers.values(), self.hosts))
+        answered = all(cache.answered.is_set() for cache in self._all())
         return answered and (not self.namespaces or any(map(self.complete_in, self.namespaces)))
 
     async def answered(self) -> None:
         """Waits until all that may be read has been."""
-        await asyncio.gather(*(i.answered.wait() for i in (*self._informers.values(), self.hosts)))
+        await asyncio.gather(*(cache.answered.wait() for cache in self._all()))
 
     def complete_in(self, namespace: str) -> bool:
         """Whether all that there is in a namespace has been read. One that may not be read holds up no other."""
@@ -260,37 +264,17 @@ class Caches:
         self._of(kind, namespace).forget(namespace, name)
 
     def seen_by_kopf(self, event: str | None, body: Json) -> None:
-        """Take note of a job's version in kopf's watch, which shows no more of it.
+        """Take note of an event of kopf's watch, which is the only one of the jobs."""
+        self._jobs_of(body["metadata"]["namespace"]).seen(event, body)
 
-        A job of which the operator's own watch still shows less after MISSED_SECONDS is read.
-        """
-        meta = body["metadata"]
-        key, version = JobKey(meta["namespace"], meta["name"]), int(meta["resourceVersion"])
-        informer = self._of(KIND, key.namespace)
-        if event == "DELETED":
-            if informer.version(*key) <= version:
-                informer.forget(*key)
-        elif informer.listed.is_set() and informer.version(*key) < version:
-            if key not in self._missed:
-                asyncio.get_running_loop().call_later(MISSED_SECONDS, self._read_missed, key)
-            self._missed[key] = version
-
-    def _read_missed(self, key: JobKey) -> None:
-        if self._of(KIND, key.namespace).version(*key) >= self._missed.pop(key):
-            return
-        reading = asyncio.create_task(self._read(key))
-        self._reading.add(reading)
-        reading.add_done_callback(self._reading.discard)
-
-    async def _read(self, key: JobKey) -> None:
-        informer = self._of(KIND, key.namespace)
-        try:
-            informer.take(await self._rest.request("GET", f"{collection(KIND, key.namespace)}/{key.name}"))
-        except ApiError as error:
-            if error.status == HTTPStatus.NOT_FOUND:
-                informer.forget(*key)
-        except Unavailable as error:
-            log.info("%s/%s, which the watch has not shown, cannot be read: %s", *key, error)
+    async def restored(self) -> None:
+        """Waits until the jobs' versions have gone back, so that kopf's watch shows nothing any more."""
+        waiting = [asyncio.create_task(cache.restored.wait()) for cache in self._jobs.values()]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        for cache in self._jobs.values():
+            cache.restored.clear()
 
     # --- changes
 

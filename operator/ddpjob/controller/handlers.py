@@ -1,7 +1,7 @@
-"""kopf's part: a second watch of the DDPJobs, in a thread of its own. It decides and writes nothing.
+"""kopf's part: the watch of the DDPJobs, in a thread of its own. Nothing else shows that a user has changed one.
 
-Only `kopf.on.event` is used: timers, daemons and change handlers would add finalizers and
-annotations to the jobs.
+Only `kopf.on.event` is used: timers, daemons and change handlers would add finalizers and annotations to the jobs.
+What kopf cannot do, `job_cache.py` does around it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import kopf
 
 from ddpjob.api.job import GROUP, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.caches import JOBS_PAGE
 from ddpjob.controller.informer import WATCH_SECONDS
+from ddpjob.controller.job_cache import JOBS_PAGE
 from ddpjob.controller.login import login
 from ddpjob.controller.operator_settings import Settings
 
@@ -28,7 +28,8 @@ Seen = Callable[[str | None, Json], None]
 
 CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
-_RETRY = 5.0
+RETRY = 2.0
+"""Seconds after kopf has ended until it begins again."""
 
 
 class Patience:
@@ -113,8 +114,8 @@ async def follow_jobs(settings: Settings, seen: Seen) -> None:
             try:
                 asyncio.run(once())
             except Exception as error:
-                log.warning("kopf's watch of the DDPJobs has ended, the next one begins in %s s: %r", _RETRY, error)
-            ended.wait(_RETRY)
+                log.warning("kopf's watch of the DDPJobs has ended, the next one begins in %s s: %r", RETRY, error)
+            ended.wait(RETRY)
 
     threading.Thread(target=thread, name="kopf", daemon=True).start()
     try:

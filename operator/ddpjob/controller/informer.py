@@ -1,6 +1,7 @@
-"""A cache of one collection of the API server: listed in pages, then followed by a watch, for as long as it runs.
+"""Caches of collections of the API server, and one that follows its collection: listed in pages, then watched.
 
-Without kopf: its handlers miss what is deleted while a watch is interrupted, and it keeps no objects to read.
+kopf watches the jobs (`job_cache.py`). What the operator makes for them is followed here: kopf's handlers miss what is
+deleted while a watch is interrupted, and it keeps no objects to read.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
@@ -37,13 +38,130 @@ _UNREADABLE_RETRY = 600.0
 """Seconds until the API server is asked again for an optional collection that may not be read, or is not served."""
 
 
-class Informer(Generic[View]):
-    """Keeps a view of every object of a collection, and calls `on_change(before, after)` where a view has changed.
+class Cache(Generic[View]):
+    """A view of every object of a collection; calls `on_change(before, after)` where a view has changed.
 
     `read` makes the view; an object for which it raises is left out, and so are those in namespaces for which `keep` is
-    false. Of an `optional` collection that may not be read, or is not served, there is nothing. What the operator
-    writes itself goes into the cache by `take` and `forget`, so that the next look shows it, however late the watch is:
-    of two versions of an object the later one stays.
+    false. What the operator writes itself goes into the cache by `take` and `forget`, so that the next look shows it,
+    however late the watch is: of two versions of an object the later one stays.
+    """
+
+    def __init__(
+        self,
+        rest: Rest,
+        path: str,
+        read: Callable[[Json], View],
+        on_change: Callable[[View | None, View | None], None],
+        keep: Callable[[str], bool] = lambda namespace: True,
+    ) -> None:
+        self.rest, self.path, self.read, self.on_change, self.keep = rest, path, read, on_change, keep
+        self.listed = asyncio.Event()
+        """Set when the cache holds what there is: a list of the collection has been read."""
+        self.answered = asyncio.Event()
+        """Set when that is so, or when the API server has answered that the collection may not be read."""
+        self.served = False
+        """Whether the last list was answered with what there is."""
+        self._views: dict[Id, View] = {}
+        self._versions: dict[Id, int] = {}
+        self._floor = 0
+        """Version of the last list: older events are known."""
+        self._latest = 0
+        """The latest version of the collection that was seen."""
+        self._logged_forbidden = False
+        self._errors = WATCH_ERRORS.labels(path.rpartition("/")[2])
+
+    def get(self, namespace: str, name: str) -> View | None:
+        """The view of an object, or None."""
+        return self._views.get((namespace, name))
+
+    def views(self) -> tuple[View, ...]:
+        """All of them, as of now."""
+        return tuple(self._views.values())
+
+    def take(self, body: Json) -> None:
+        """Takes an object as it is at its version, unless a later one is known."""
+        self._take(body, self._floor)
+
+    def _take(self, body: Json, floor: int) -> None:
+        key, version = id_of(body), version_of(body)
+        if version <= self._versions.get(key, floor) or not self.keep(key[0]):
+            return
+        try:
+            view = self.read(body)
+        except Exception as error:  # It was written by a user: it costs its own job only.
+            log.warning("%s: %s/%s cannot be read and is ignored: %r", self.path, *key, error)
+            self._remove(key)
+            self._versions[key] = version
+            return
+        self._keep(key, version, view)
+
+    def take_view(self, key: Id, version: int, view: View) -> None:
+        """The view of an object at its version, unless a later one is known."""
+        if version > self._versions.get(key, self._floor) and self.keep(key[0]):
+            self._keep(key, version, view)
+
+    def _keep(self, key: Id, version: int, view: View) -> None:
+        before = self._views.get(key)
+        self._views[key], self._versions[key] = view, version
+        if before != view:
+            self.on_change(before, view)
+
+    def version(self, namespace: str, name: str) -> int:
+        """Return the version of an object as it is known, or 0."""
+        return self._versions.get((namespace, name), 0)
+
+    def forget(self, namespace: str, name: str) -> None:
+        """The object is gone, as the answer to a request has shown."""
+        self._remove((namespace, name))
+
+    def _remove(self, key: Id) -> None:
+        self._versions.pop(key, None)
+        before = self._views.pop(key, None)
+        if before is not None:
+            self.on_change(before, None)
+
+    # --- reading
+
+    async def pages(self, query: Mapping[str, str], page: int, accept: str) -> AsyncIterator[Json]:
+        """The collection as it is now, in pages of so many objects, or fewer where those are large."""
+        asked, limit = dict(query), page
+        while True:
+            asked["limit"], most = str(limit), PAGE_BYTES if limit > 1 else None
+            try:
+                found = await self.rest.request("GET", self.path, query=asked, accept=accept, most=most)
+            except TooLarge:
+                limit = max(1, limit // 4)
+                continue
+            limit = min(page, 2 * limit)
+            token = found["metadata"].get("continue")
+            yield found
+            del found
+            if not token:
+                return
+            asked["continue"] = token
+
+    def _note_version(self, version: int) -> None:
+        """Of a list. One before the latest that was seen: what is known counts as older than whatever there is."""
+        if version < self._latest:
+            log.warning("%s is at version %s after %s: restored from a backup?", self.path, version, self._latest)
+            self._versions, self._floor = dict.fromkeys(self._versions, 0), 0
+        self._latest = version
+
+    def _remove_but(self, found: Collection[Id], version: int) -> None:
+        """What was known before this version and is not in a list of it is gone."""
+        for key in [k for k, known in self._versions.items() if k not in found and known <= version]:
+            self._remove(key)
+
+    def _log_forbidden(self, error: ApiError, level: int = logging.ERROR) -> None:
+        if not self._logged_forbidden:
+            self._logged_forbidden = True
+            log.log(level, "%s cannot be watched: %s. Grant the operator get, list and watch of it", self.path, error)
+
+
+class Informer(Cache[View]):
+    """A cache that follows its collection by itself, with a list and a watch.
+
+    Of an `optional` collection that may not be read, or is not served, there is nothing.
     """
 
     def __init__(
@@ -59,36 +177,13 @@ class Informer(Generic[View]):
         optional: bool = False,
         keep: Callable[[str], bool] = lambda namespace: True,
     ) -> None:
-        self.keep = keep
-        self.rest, self.path, self.read, self.on_change = rest, path, read, on_change
-        self.listed = asyncio.Event()
-        """Set when the cache holds what there is: a list of the collection has been read."""
-        self.served = False
-        """Whether the last list was answered with what there is. Else an optional collection is taken for empty."""
-        self.answered = asyncio.Event()
-        """Set when that is so, or when the API server has answered that the collection may not be read."""
+        super().__init__(rest, path, read, on_change, keep)
         self._query = {"labelSelector": selector} if selector else {}
         self._list_accept, self._accept = (METADATA_LIST, METADATA) if metadata_only else (JSON, JSON)
         self._page, self._optional = page, optional
-        self._views: dict[Id, View] = {}
-        self._versions: dict[Id, int] = {}
-        self._floor = 0
-        """Version of the last list: older events are known."""
         self._version = ""
-        self._latest = 0
-        """The latest version of the collection that was seen."""
         self._broken = False
         """Whether the last watch has broken, perhaps since the API server's store was restored from a backup."""
-        self._logged_forbidden = False
-        self._errors = WATCH_ERRORS.labels(path.rpartition("/")[2])
-
-    def get(self, namespace: str, name: str) -> View | None:
-        """The view of an object, or None."""
-        return self._views.get((namespace, name))
-
-    def views(self) -> tuple[View, ...]:
-        """All of them, as of now."""
-        return tuple(self._views.values())
 
     # --- following
 
@@ -132,11 +227,8 @@ class Informer(Generic[View]):
 
     def _forbidden(self, error: ApiError) -> float:
         """Seconds until the next try."""
-        if not self._logged_forbidden:
-            self._logged_forbidden = True
-            # The right to an optional one may be withheld on purpose. A job that needs it says so in its conditions.
-            level = logging.INFO if self._optional else logging.ERROR
-            log.log(level, "%s cannot be watched: %s. Grant the operator get, list and watch of it", self.path, error)
+        # The right to an optional one may be withheld on purpose. A job that needs it says so in its conditions.
+        self._log_forbidden(error, logging.INFO if self._optional else logging.ERROR)
         return _UNREADABLE_RETRY if self._optional else _RETRY
 
     def _nothing_there(self) -> None:
@@ -159,32 +251,16 @@ class Informer(Generic[View]):
 
         Only one page of all informers is in memory at a time, because nothing is awaited while there is one.
         """
-        query, limit = dict(self._query), self._page
         found: set[Id] = set()
-        while True:
-            query["limit"], most = str(limit), PAGE_BYTES if limit > 1 else None
-            try:
-                page = await self.rest.request("GET", self.path, query=query, accept=self._list_accept, most=most)
-            except TooLarge:
-                limit = max(1, limit // 4)
-                continue
-            limit = min(self._page, 2 * limit)
+        async for page in self.pages(self._query, self._page, self._list_accept):
             version = int(page["metadata"]["resourceVersion"])
-            if version < self._latest:
-                log.warning("%s is at version %s after %s: restored from a backup?", self.path, version, self._latest)
-                self._versions, self._floor = dict.fromkeys(self._versions, 0), 0
-            self._latest = version
+            self._note_version(version)
             for body in page["items"] or ():  # null where there are none, in a list of metadata
-                found.add(_id(body))
+                found.add(id_of(body))
                 self._take(body, -1)
                 del body
-            token = page["metadata"].get("continue")
             del page
-            if not token:
-                break
-            query["continue"] = token
-        for key in [k for k in self._views if k not in found and self._versions[k] <= version]:
-            self._remove(key)
+        self._remove_but(found, version)
         self._floor, self._version = version, str(version)
         self._logged_forbidden = False
         self.served = True
@@ -212,69 +288,27 @@ class Informer(Generic[View]):
             self._version = body["metadata"]["resourceVersion"]
             self._latest = int(self._version)
             if kind == "DELETED":
-                self.drop(body)
+                self._drop(body)
             elif kind != "BOOKMARK":
                 self.take(body)
             del event, body  # It may be large, and the next one may be late.
 
-    # --- what is known
-
-    def take(self, body: Json) -> None:
-        """Takes an object as it is at its version, unless a later one is known."""
-        self._take(body, self._floor)
-
-    def _take(self, body: Json, floor: int) -> None:
-        key, version = _id(body), _version(body)
-        if version <= self._versions.get(key, floor) or not self.keep(key[0]):
-            return
-        try:
-            view = self.read(body)
-        except Exception as error:  # It was written by a user: it costs its own job only.
-            log.warning("%s: %s/%s cannot be read and is ignored: %r", self.path, *key, error)
-            self._remove(key)
-            return
-        self._keep(key, version, view)
-
-    def take_view(self, key: Id, version: int, view: View) -> None:
-        """The view of an object at its version, unless a later one is known."""
-        if version > self._versions.get(key, self._floor) and self.keep(key[0]):
-            self._keep(key, version, view)
-
-    def _keep(self, key: Id, version: int, view: View) -> None:
-        before = self._views.get(key)
-        self._views[key], self._versions[key] = view, version
-        if before != view:
-            self.on_change(before, view)
-
-    def drop(self, body: Json) -> None:
+    def _drop(self, body: Json) -> None:
         """The object has been deleted, at its version."""
-        key = _id(body)
-        if self._versions.get(key, 0) <= _version(body):
+        key = id_of(body)
+        if self._versions.get(key, 0) <= version_of(body):
             if key in self._views:
                 self.take(body)  # What it was at last may say why it has ended.
             self._remove(key)
 
-    def version(self, namespace: str, name: str) -> int:
-        """Return the version of an object as it is known, or 0."""
-        return self._versions.get((namespace, name), 0)
 
-    def forget(self, namespace: str, name: str) -> None:
-        """The object is gone, as the answer to a request has shown."""
-        self._remove((namespace, name))
-
-    def _remove(self, key: Id) -> None:
-        self._versions.pop(key, None)
-        before = self._views.pop(key, None)
-        if before is not None:
-            self.on_change(before, None)
-
-
-def _id(body: Json) -> Id:
+def id_of(body: Json) -> Id:
+    """Of an object."""
     meta: Mapping[str, str] = body["metadata"]
     return meta.get("namespace", ""), meta["name"]
 
 
-def _version(body: Json) -> int:
+def version_of(body: Json) -> int:
     """The number of the change in the API server's store: versions of one collection can be compared.
 
     Guaranteed since Kubernetes 1.35 (KEP-5504), and so with etcd since the beginning.

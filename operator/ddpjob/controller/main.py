@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import logging
@@ -49,8 +48,6 @@ OTHERS_SECONDS = 10.0
 
 INCOMPLETE_SECONDS = 1.0
 """Likewise, one in a namespace of which not all has been read."""
-KOPF_SECONDS = 30.0
-"""After so long, or when the queue is empty, kopf's watch begins: it reads all jobs once more."""
 CONNECTIONS = 64
 """For requests, beside those that the watches hold."""
 
@@ -152,13 +149,19 @@ class Leader:
             return False
 
     async def _follow_by_kopf(self) -> None:
-        """Runs until cancelled."""
-        await self.caches.answered()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KOPF_SECONDS):
-                await self.queue.drained.wait()
+        """Runs until cancelled; again where the API server's store was restored from a backup."""
         watched = replace(self.settings, namespaces=tuple(filter(None, self.caches.namespaces)))
-        await follow_jobs(watched, self.caches.seen_by_kopf)
+        while True:
+            following = asyncio.create_task(follow_jobs(watched, self.caches.seen_by_kopf))
+            restored = asyncio.create_task(self.caches.restored())
+            try:
+                done, _ = await asyncio.wait([following, restored], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (following, restored):
+                    task.cancel()
+                await asyncio.gather(following, restored, return_exceptions=True)
+            if following in done:
+                following.result()
 
     async def act(self) -> None:
         """Reads everything that there is, then works on the queue, until cancelled."""

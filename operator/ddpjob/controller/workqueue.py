@@ -52,8 +52,6 @@ class DelayQueue(Generic[Key]):
         self._began: dict[Key, float] = {}
         self._order = 0
         self._changed = asyncio.Event()
-        self.drained = asyncio.Event()
-        """Set when for the first time no key that is due waits for a worker."""
         self._failures: dict[Key, int] = {}
         self._time: Callable[[], float] = lambda: 0.0
 
@@ -116,8 +114,6 @@ class DelayQueue(Generic[Key]):
             chosen = min((head for head in heads if head[1] < share), default=None)
             if chosen is not None:
                 return self._begin(chosen[3], now)
-            if not self._ready:
-                self.drained.set()
             try:
                 async with asyncio.timeout_at(self._heap[0][0] if self._heap else None):
                     await self._changed.wait()

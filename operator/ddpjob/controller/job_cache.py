@@ -1,0 +1,218 @@
+"""The DDPJobs, which kopf watches, as caches that a reconcile reads.
+
+kopf shows that a job has changed, and to which version (`handlers.py`); the job itself is then read here. So nothing
+that a user writes passes through kopf, and what the operator has written is not read again: the answer to its own
+write holds that version already.
+
+Three things kopf does not do:
+
+- It never shows what was deleted while its watch was interrupted: it lists the jobs again and shows those that are
+  there. Whenever it does, and once a minute, the names of all jobs are listed here, and what is not among them is gone.
+- It does not say when its first list is over. The cache is complete when all jobs of the first list of names have been
+  read because kopf has shown them.
+- After a restore from a backup it watches on from a version that the API server's store does not have any more. The
+  list of names shows that; `restored` is set, and kopf is run again.
+
+Example: with 300 jobs kopf's first list shows 300 versions, all later than what is known (nothing). As more than FEW
+are due, the jobs are read in pages. A user then changes one: kopf shows its version, one GET reads it, and a reconcile
+begins. The operator writes its status: kopf shows a version that is known, and nothing follows.
+
+See docs/decisions/0020.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+from ddpjob.api.job import DDPJob
+from ddpjob.api.job_spec import Json
+from ddpjob.controller.informer import PAGE, Cache, Id, id_of, version_of
+from ddpjob.controller.rest import JSON, METADATA_LIST, ApiError, Rest
+from ddpjob.engine.ports import Unavailable
+
+log = logging.getLogger("ddpjob.jobs")
+
+JOBS_PAGE = 100
+"""A user may make a DDPJob as large as 1.5 MB."""
+FEW = 20
+"""So many jobs are read one by one; where more are due, all are listed."""
+AT_A_TIME = 4
+"""Jobs that are read one by one at the same time."""
+NAMES_SECONDS = 60.0
+"""From one list of the names to the next one."""
+SETTLE_SECONDS = 1.0
+"""From a reason to list the names to the list: kopf shows all jobs of its own list at once."""
+RETRY = 1.0
+
+
+class JobCache(Cache[DDPJob]):
+    """The jobs of one namespace, or of all; `seen` is to be called with each event of kopf's watch."""
+
+    def __init__(
+        self,
+        rest: Rest,
+        path: str,
+        read: Callable[[Json], DDPJob],
+        on_change: Callable[[DDPJob | None, DDPJob | None], None],
+        keep: Callable[[str], bool],
+    ) -> None:
+        super().__init__(rest, path, read, on_change, keep)
+        self.restored = asyncio.Event()
+        """Set where kopf's watch is later than the store: it shows nothing until it begins again."""
+        self._due: dict[Id, int] = {}
+        """Jobs to be read, with the version that kopf has shown."""
+        self._busy: set[Id] = set()
+        self._some_due = asyncio.Event()
+        self._look = asyncio.Event()
+        """Set where the names have to be listed before their time."""
+        self._awaited: set[Id] | None = None
+        """Jobs of the first list of names that have not been read yet."""
+
+    def seen(self, event: str | None, body: Json) -> None:
+        """Take note of an event: ADDED, MODIFIED, DELETED, or None for a job that kopf has listed."""
+        key, version = id_of(body), version_of(body)
+        self._latest = max(self._latest, version)
+        if event is None:
+            self._look.set()
+        if not self.keep(key[0]):
+            return
+        if event == "DELETED":
+            if self._versions.get(key, 0) <= version:
+                self.forget(*key)
+        elif version > self._versions.get(key, 0):
+            self._due[key] = version
+            self._some_due.set()
+
+    def take(self, body: Json) -> None:
+        """Take a job as the API server has answered, unless a later version is known."""
+        super().take(body)
+        if version_of(body) < self._versions.get(id_of(body), 0):
+            self._look.set()  # The answer may have been overtaken, or the store was restored from a backup.
+
+    async def run(self) -> None:
+        """Runs until cancelled. An API server that is unavailable is asked again; what is known stays."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_A_TIME):
+                group.create_task(self._repeat(self._read_next))
+            group.create_task(self._repeat(self._look_for_deleted))
+
+    async def _repeat(self, step: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            pause = RETRY
+            try:
+                await step()
+                continue
+            except Unavailable as error:
+                pause = error.retry_after or RETRY
+                log.info("%s cannot be read for %s s: %s", self.path, pause, error)
+            except ApiError as error:
+                if error.status == HTTPStatus.FORBIDDEN:
+                    self._log_forbidden(error)
+                    self.answered.set()
+                else:
+                    log.warning("%s is read again in %s s: %s", self.path, pause, error)
+            except Exception as error:  # A proxy's page, for instance: whatever it is, the process stays.
+                log.warning("%s is read again in %s s: an answer cannot be read: %r", self.path, pause, error)
+            self._errors.inc()
+            await asyncio.sleep(pause)
+
+    # --- what kopf has shown
+
+    async def _read_next(self) -> None:
+        """Read a job that is due, or all of them where many are."""
+        await self._some_due.wait()
+        self._due = {key: version for key, version in self._due.items() if self._versions.get(key, 0) < version}
+        waiting = [key for key in self._due if key not in self._busy]
+        if not waiting:
+            self._some_due.clear()
+            return
+        chosen = waiting if len(waiting) > FEW else waiting[:1]
+        self._busy.update(chosen)
+        try:
+            await (self._read_all() if len(chosen) > 1 else self._read(*chosen))
+        finally:
+            self._busy.difference_update(chosen)
+            for key in chosen:  # One that could not be read waits for the others.
+                if key in self._due:
+                    self._due[key] = self._due.pop(key)
+            self._some_due.set()
+
+    async def _read(self, key: Id) -> None:
+        version = self._due[key]
+        try:
+            body = await self.rest.request("GET", self._path_of(key))
+        except ApiError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+            self.forget(*key)
+            return
+        if key in self._due:  # Else kopf has shown its deletion meanwhile.
+            self.take(body)
+        if self._due.get(key) == version:
+            del self._due[key]
+        self._arrived(key)
+
+    def _path_of(self, key: Id) -> str:
+        root, plural = self.path.rsplit("/", 1)
+        return f"{root.split('/namespaces/')[0]}/namespaces/{key[0]}/{plural}/{key[1]}"
+
+    async def _read_all(self) -> None:
+        due, found = dict(self._due), set[Id]()
+        async for page in self.pages({}, JOBS_PAGE, JSON):
+            version = version_of(page)
+            for body in page["items"] or ():
+                key = id_of(body)
+                found.add(key)
+                if key in self._due:
+                    self.take(body)
+                    self._arrived(key)
+                del body
+            del page
+        self._remove_but(found, version)
+        for key, shown in due.items():
+            if shown <= version and self._due.get(key) == shown:
+                del self._due[key]
+                self._arrived(key)
+
+    def _arrived(self, key: Id) -> None:
+        """A job has been read, or is gone."""
+        if self._awaited is not None:
+            self._awaited.discard(key)
+            self._complete()
+
+    # --- what kopf does not show
+
+    async def _look_for_deleted(self) -> None:
+        names = set[Id]()
+        async for page in self.pages({}, PAGE, METADATA_LIST):
+            version = version_of(page)
+            names.update(id_of(body) for body in page["items"] or () if self.keep(id_of(body)[0]))
+        if version < self._latest:
+            self.restored.set()
+        self._note_version(version)
+        self._remove_but(names, version)
+        self.served, self._logged_forbidden = True, False
+        if self._awaited is None:
+            self._awaited = names - self._versions.keys()
+        else:
+            self._awaited &= names
+        self._complete()
+        self._look.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NAMES_SECONDS):
+                await self._look.wait()
+                await asyncio.sleep(SETTLE_SECONDS)
+
+    def _complete(self) -> None:
+        if self._awaited == set():
+            self.listed.set()
+            self.answered.set()
+
+    def _remove(self, key: Id) -> None:
+        super()._remove(key)
+        self._due.pop(key, None)
+        self._arrived(key)
