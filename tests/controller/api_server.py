@@ -62,7 +62,8 @@ class Fault:
 
     `how`: a status (with `headers`), or one of: `reset` (the connection breaks before the server acts),
     `reset-after` (after it has acted), `hang` (no answer, nothing done), `hang-after` (no answer, but done),
-    `slow` (an answer after `seconds`), `page` (another server's page in place of an answer, nothing done).
+    `slow` (an answer after `seconds`), `late` (the same, but done at once), `page` (another server's page in place
+    of an answer, nothing done).
     """
 
     how: int | str
@@ -186,6 +187,10 @@ class ApiServer:
         if fault.how == "slow":
             await asyncio.sleep(fault.seconds)
             return await self._answer(request, query)
+        if fault.how == "late":
+            answer = await self._answer(request, query)
+            await asyncio.sleep(fault.seconds)
+            return answer
         if fault.how == "page":
             return web.Response(text="<html>Please sign in</html>", content_type="text/html")
         if fault.how.endswith("-after"):

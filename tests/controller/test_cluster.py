@@ -746,6 +746,28 @@ def test_a_written_status_is_known_without_the_rest_of_the_job_coming_back() -> 
     run(main())
 
 
+def test_a_written_status_is_not_read_again_where_kopf_shows_it_before_the_answer() -> None:
+    async def main() -> None:
+        async with case() as c:
+            asked = c.asked("/ddpjobs/job")
+            c.server.faults = lambda method, path: Fault("late", seconds=1.0) if method == "PUT" else None
+            for _ in range(3):
+                await c.reconcile()
+                await seen()
+            assert c.cached() == DDPJob.read(c.server.store.get("DDPJob", "job"))
+            assert c.asked("/ddpjobs/job") == asked
+            lost = Fault("reset-after")
+            c.server.faults = lambda method, path: lost if method == "PUT" and path.endswith("/status") else None
+            c.server.store.delete("Pod", "job-0-0")
+            await seen()
+            with contextlib.suppress(Unavailable):
+                await c.reconcile()
+            await seen()
+            assert c.cached() == DDPJob.read(c.server.store.get("DDPJob", "job")), "a write without an answer is read"
+
+    run(main())
+
+
 def digest(data: dict[str, str]) -> str:
     """As the name of a ConfigMap of the runtime ends."""
     files = ((name.encode(), b64decode(text)) for name, text in sorted(data.items()))

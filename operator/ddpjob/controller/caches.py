@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -266,6 +266,10 @@ class Caches:
     def seen_by_kopf(self, event: str | None, body: Json) -> None:
         """Take note of an event of kopf's watch, which is the only one of the jobs."""
         self._jobs_of(body["metadata"]["namespace"]).seen(event, body)
+
+    def writing(self, job: DDPJob) -> AbstractContextManager[None]:
+        """While the operator writes this job."""
+        return self._jobs_of(job.namespace).writing((job.namespace, job.name))
 
     async def restored(self) -> None:
         """Waits until the jobs' versions have gone back, so that kopf's watch shows nothing any more."""

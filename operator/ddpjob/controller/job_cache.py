@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from http import HTTPStatus
 
 from ddpjob.api.job import DDPJob
@@ -66,6 +66,7 @@ class JobCache(Cache[DDPJob]):
         self._due: dict[Id, int] = {}
         """Jobs to be read, with the version that kopf has shown."""
         self._busy: set[Id] = set()
+        """Jobs that are being read, or written."""
         self._some_due = asyncio.Event()
         self._look = asyncio.Event()
         """Set where the names have to be listed before their time."""
@@ -92,6 +93,16 @@ class JobCache(Cache[DDPJob]):
         super().take(body)
         if version_of(body) < self._versions.get(id_of(body), 0):
             self._look.set()  # The answer may have been overtaken, or the store was restored from a backup.
+
+    @contextlib.contextmanager
+    def writing(self, key: Id) -> Iterator[None]:
+        """While the operator writes this job, kopf may show the new version before the answer holds it."""
+        self._busy.add(key)
+        try:
+            yield
+        finally:
+            self._busy.discard(key)
+            self._some_due.set()
 
     async def run(self) -> None:
         """Runs until cancelled. An API server that is unavailable is asked again; what is known stays."""

@@ -369,18 +369,19 @@ class KubernetesCluster:
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)
-        try:
-            answer = await self._change("PUT", f"{_path(KIND, *key)}/status", body=body, accept=accept)
-        except ApiError as error:
-            if error.status in (404, 409):
-                raise Conflict from error
-            if not Rejection(object=KIND, status=error.status, message=error.message).final:
-                raise Refused(error.status, error.message) from error
-            raise  # The status is invalid: a defect of ours.
-        self._unsure.discard(key)
-        version = answer["metadata"]["resourceVersion"]
-        written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
-        result = self.caches.take_job(written)
+        with self.caches.writing(job):
+            try:
+                answer = await self._change("PUT", f"{_path(KIND, *key)}/status", body=body, accept=accept)
+            except ApiError as error:
+                if error.status in (404, 409):
+                    raise Conflict from error
+                if not Rejection(object=KIND, status=error.status, message=error.message).final:
+                    raise Refused(error.status, error.message) from error
+                raise  # The status is invalid: a defect of ours.
+            self._unsure.discard(key)
+            version = answer["metadata"]["resourceVersion"]
+            written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
+            result = self.caches.take_job(written)
         self._follow(key, result)  # A coordinator that runs since now: nothing else may change for a long time.
         return result
 
