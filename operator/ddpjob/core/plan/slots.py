@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 from ddpjob_runtime import protocol
 
-from ddpjob.api.job_spec import POD_DEFAULTS, Placement
+from ddpjob.api.job_spec import Placement
 from ddpjob.api.job_status import JobStatus, RendezvousStatus, Slot, SlotState
 from ddpjob.core.failures.classify import Cause, End
 from ddpjob.core.plan.gang import planned_gang
@@ -139,8 +139,7 @@ def new_generation(view: View) -> JobStatus:
         failures=status.rendezvous.failures,
         not_before=status.rendezvous.not_before,
     )
-    defaults = status.pod_defaults if status.slots else POD_DEFAULTS
-    status = replace(with_slots(status, slots), pod_defaults=defaults)
+    status = with_slots(status, slots)
     status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view), gang=planned_gang(view))
     return status if status.runtime else replace(status, runtime=view.world.runtime_offered)
 
