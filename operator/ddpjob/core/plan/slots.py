@@ -47,11 +47,8 @@ class Repeated:
     not_before: datetime | None = None
 
 
-SUPPORTED_PROTOCOLS = frozenset({2, protocol.VERSION})
+SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
 """Versions of which this operator can build pods, from the runtime that the job is pinned to."""
-
-UNVERSIONED = 1
-"""The version of pods that were made before versions had numbers: their runtime is not a package."""
 
 
 def template_mark(view: View) -> str:
@@ -69,10 +66,8 @@ def _spec_and_key(view: View) -> str:
 
 def protocol_of(status: JobStatus) -> int:
     """The version of the protocol that the pods of the job's generation speak."""
-    parts = status.template_hash.split("-")
-    if len(parts) == 2:
-        return UNVERSIONED
-    return int(parts[2]) if len(parts) == 3 and parts[2].isdecimal() else protocol.VERSION
+    version = status.template_hash.rpartition("-")[2]
+    return int(version) if version.isdecimal() else protocol.VERSION
 
 
 def fits(view: View) -> bool:
